@@ -1,0 +1,35 @@
+"""Typed, strict configuration. Imports no torch."""
+
+from difftrain.config.sections import (
+    CaptionSection,
+    DataSection,
+    DemoSection,
+    EmaSection,
+    LoggingSection,
+    LossSection,
+    MetadataSection,
+    ModelSection,
+    OptimizerSection,
+    SampleSection,
+    SaveSection,
+    TrainConfig,
+    TrainingSection,
+    ValidationSection,
+)
+
+__all__ = [
+    "CaptionSection",
+    "DataSection",
+    "DemoSection",
+    "EmaSection",
+    "LoggingSection",
+    "LossSection",
+    "MetadataSection",
+    "ModelSection",
+    "OptimizerSection",
+    "SampleSection",
+    "SaveSection",
+    "TrainConfig",
+    "TrainingSection",
+    "ValidationSection",
+]

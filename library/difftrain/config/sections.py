@@ -1,0 +1,237 @@
+"""Every section of the configuration: typed, strict, one class a section.
+
+Field names are the ones users see in TOML; `flags.py` maps kohya's spelling onto them. No torch here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+IntOrShare = Annotated[float, Field(ge=0)]  # below 1 and written as a float: a share of all steps
+
+
+class Section(BaseModel):
+    """Refuse unknown keys; every section is frozen once resolved."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSection(Section):
+    """Which model, from where."""
+
+    family: Literal["sdxl"] = "sdxl"
+    init_from_config: str | None = Field(None, description="random weights: base, tiny, demo or a JSON file")
+    pretrained: str | None = Field(None, description="diffusers folder or single .safetensors/.ckpt file")
+    vae: str | None = None
+    tokenizer1: str | None = None
+    tokenizer2: str | None = None
+    max_token_length: Literal[75, 77, 150, 225] = 77
+    prediction_type: Literal["epsilon", "v_prediction"] = "epsilon"
+    train_text_encoder: bool = False
+    vae_fp32: bool = Field(True, description="the VAE computes in fp32; false: in the mixed precision")
+    vae_batch_size: PositiveInt | None = None
+
+
+class CaptionSection(Section):
+    """How the caption of a draw is made from a record's caption."""
+
+    extension: str | None = None  # None: .caption, then .txt
+    separator: str = ","
+    shuffle: bool = False
+    keep_tokens: Annotated[int, Field(ge=0)] = 0
+    dropout_rate: Share = 0.0
+    dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
+    tag_dropout_rate: Share = 0.0
+    allow_empty: bool = False
+
+
+class DataSection(Section):
+    """Where samples come from and which shape they get."""
+
+    dirs: tuple[str, ...] = ()
+    repeats: tuple[PositiveInt, ...] = (1,)
+    resolution: tuple[PositiveInt, PositiveInt] | None = None  # width, height as kohya spells it
+    enable_bucket: bool = False
+    min_bucket_reso: PositiveInt = 256
+    max_bucket_reso: PositiveInt = 1024
+    bucket_reso_steps: PositiveInt = 64
+    bucket_no_upscale: bool = False
+    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = None
+    flip: bool = False
+    random_crop: bool = False
+    tar_order: Literal["random", "sequential"] = "random"
+    tar_streams: PositiveInt = 64
+    tar_window: PositiveInt = Field(4, description="shards whose records are shuffled together")
+    image_column: str | None = None
+    caption_column: str | None = None
+    verify: Literal["auto", "full", "quick"] = "auto"
+    max_rejected_share: Share = 0.5
+    workers: Annotated[int, Field(ge=0)] = 8
+    persistent_workers: bool = False
+    cache_dir: str | None = None
+
+
+class TrainingSection(Section):
+    """Batch arithmetic, length, precision and memory."""
+
+    batch_size: PositiveInt = Field(1, description="images a rank takes in one micro batch")
+    accumulation: PositiveInt = 1
+    max_steps: PositiveInt = 1600
+    max_epochs: PositiveInt | None = None  # wins over max_steps
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # None: drawn once, printed and kept
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    compile_backend: str = "inductor"
+    max_grad_norm: NonNegative = 1.0  # 0: no clipping
+    fused_attention: bool = Field(False, description="--enable_npu_flash_attention")
+    attention: Literal["auto", "xformers", "sdpa", "mem_eff"] = "auto"
+    max_skipped_steps: PositiveInt = Field(10, description="non-finite steps in a row before the run stops")
+    engine: Literal["native"] = "native"
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"  # resolved by device/
+    threads: PositiveInt | None = None
+    ddp_timeout_min: PositiveInt | None = None
+    ddp_bucket_view: bool = False
+    ddp_static_graph: bool = False
+    performance: bool = Field(False, description="a speed run: named _perf in CaseName.log")
+
+
+class OptimizerSection(Section):
+    """The optimizer and its schedule."""
+
+    type: str = "AdamW"  # AdamW, oss, or package.module.Class
+    learning_rate: NonNegative = 2e-6
+    learning_rate_te1: NonNegative | None = None
+    learning_rate_te2: NonNegative | None = None
+    args: tuple[str, ...] = ()  # key=value, literals
+    scheduler: str = "constant"
+    scheduler_type: str = ""  # package.module.Class
+    scheduler_args: tuple[str, ...] = ()
+    warmup_steps: IntOrShare = 0
+    decay_steps: IntOrShare = 0
+    num_cycles: PositiveInt = 1
+    power: float = 1.0
+    timescale: PositiveInt | None = None
+    min_lr_ratio: Share | None = None
+
+
+class LossSection(Section):
+    """Weights of the loss."""
+
+    min_snr_gamma: Annotated[float, Field(gt=0)] | None = None
+
+
+class EmaSection(Section):
+    """A moving average of the trained weights."""
+
+    enable: bool = False
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+
+
+class ValidationSection(Section):
+    """Loss on records that are never trained on, with fixed draws."""
+
+    split: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    seed: int | None = None
+    every_n_steps: PositiveInt | None = None
+    every_n_epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+
+
+class SaveSection(Section):
+    """What is written, when, and how much of it is kept."""
+
+    output_dir: str | None = None
+    output_name: str = "last"
+    model_as: Literal["ckpt", "safetensors", "diffusers", "diffusers_safetensors"] | None = None
+    precision: Literal["float", "fp16", "bf16"] | None = None
+    every_n_steps: PositiveInt | None = None
+    every_n_epochs: PositiveInt | None = None
+    n_epoch_ratio: PositiveInt | None = None
+    last_n_steps: PositiveInt | None = None
+    last_n_epochs: PositiveInt | None = None
+    last_n_steps_state: PositiveInt | None = None
+    last_n_epochs_state: PositiveInt | None = None
+    state: bool = False
+    state_on_train_end: bool = False
+    resume: str | None = None  # FOLDER or auto
+    no_metadata: bool = False
+
+
+class SampleSection(Section):
+    """Pictures drawn during training."""
+
+    prompts: str | None = None  # a .txt file, a prompt a line
+    every_n_steps: PositiveInt | None = None
+    every_n_epochs: PositiveInt | None = None
+    at_first: bool = False
+    sampler: str = "ddim"
+
+
+class LoggingSection(Section):
+    """Where numbers go."""
+
+    log_every: PositiveInt = 1
+    logging_dir: str | None = None
+    log_with: Literal["tensorboard", "wandb", "all"] | None = None
+    log_prefix: str | None = None
+    tracker_name: str | None = None
+    wandb_run_name: str | None = None
+    tracker_config: str | None = None
+    log_config: bool = False
+    console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = None
+    console_file: str | None = None
+    console_simple: bool = False
+
+
+class MetadataSection(Section):
+    """What is written into the header of an export."""
+
+    title: str | None = None
+    author: str | None = None
+    description: str | None = None
+    license: str | None = None
+    tags: str | None = None
+    usage_hint: str | None = None
+    thumbnail: str | None = None
+    merged_from: str | None = None
+    trigger_phrase: str | None = None
+    preprocessor: str | None = None
+    is_negative_embedding: str | None = None
+    training_comment: str | None = None
+
+
+class DemoSection(Section):
+    """The embedded demo: what it trains on, and its scores."""
+
+    dataset: Literal["shapes", "emoji"] | None = None
+    score: bool = False
+
+
+class TrainConfig(Section):
+    """The whole resolved configuration of a training run."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    captions: CaptionSection = CaptionSection()
+    training: TrainingSection = TrainingSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    loss: LossSection = LossSection()
+    ema: EmaSection = EmaSection()
+    validation: ValidationSection = ValidationSection()
+    save: SaveSection = SaveSection()
+    sample: SampleSection = SampleSection()
+    logging: LoggingSection = LoggingSection()
+    metadata: MetadataSection = MetadataSection()
+    demo: DemoSection = DemoSection()
+
+    @property
+    def output_dir(self) -> Path:
+        """Return the output folder; refused earlier where it is missing."""
+        return Path(self.save.output_dir or ".")

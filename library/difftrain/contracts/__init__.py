@@ -1,0 +1,31 @@
+"""Types that the rooms agree on. A leaf: imports nothing of this package, and torch only for type checkers."""
+
+from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats
+from difftrain.contracts.errors import ConfigFault, DataFault, Fault, TrainingFault
+from difftrain.contracts.family import DrawSpec, Family, Feature, FeatureSpec, Group, Inputs, Parts, Tokenize
+from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
+
+__all__ = [
+    "Batch",
+    "Bucket",
+    "ConfigFault",
+    "DataFault",
+    "Draw",
+    "DrawSpec",
+    "Engine",
+    "Extent",
+    "Family",
+    "Fault",
+    "Feature",
+    "FeatureSpec",
+    "Group",
+    "Inputs",
+    "MediaRef",
+    "Parts",
+    "Record",
+    "Reject",
+    "Snapshot",
+    "Stats",
+    "Tokenize",
+    "TrainingFault",
+]

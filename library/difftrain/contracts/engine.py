@@ -1,0 +1,68 @@
+"""What an engine is: wrapping, precision, scaling, optimizer, schedule and groups. It never names a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from difftrain.contracts.family import Family, Group, Inputs, Parts
+from difftrain.contracts.records import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Extent(NamedTuple):
+    """Place of a shard in the whole tensor: the global shape and the offset of its first flat element."""
+
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Stats:
+    """What a step leaves behind, as device tensors: nothing here has synchronised the host.
+
+    sums: this step's GLOBAL loss sums by term, already divided by the global count ("loss" is their total).
+    grad_norm: before clipping, unscaled, global. skipped: 1.0 where the update was not applied.
+    """
+
+    sums: dict[str, Tensor]
+    grad_norm: Tensor
+    skipped: Tensor
+    lrs: dict[str, float] = field(default_factory=dict)
+
+
+class Snapshot(Protocol):
+    """One rank's part of a checkpoint, in memory of its own: training may go on while it is written."""
+
+    def write(self, directory: Path) -> list[Path]: ...
+
+
+class Engine(Protocol):
+    """Run steps of any family."""
+
+    dp_rank: int
+    dp_size: int
+    is_logger: bool
+
+    def faults(self) -> list[str]: ...
+    def build(
+        self,
+        family: Family,
+        parts: Parts,
+        make_optimizer: Callable[[list[Group]], Any],
+        make_schedule: Callable[[Any], Any],
+        warm: list[Batch],
+    ) -> None: ...
+    def step(self, micro: list[Batch], counts: dict[str, float]) -> Stats: ...
+    def evaluate(self, micro: list[Batch]) -> dict[str, Tensor]: ...
+    def predict(self, inputs: Inputs) -> Tensor: ...
+    def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
+    def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
+    def full_weights(self, source: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]: ...
+    def snapshot(self) -> Snapshot: ...
+    def restore(self, path: Path) -> None: ...

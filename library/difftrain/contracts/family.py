@@ -1,0 +1,115 @@
+"""What a model family is: maths only. No rank, process group, optimizer or device name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from difftrain.contracts.records import Batch, Bucket
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Describe an encoded feature as a cache stores it. shape = (channels, height / factor, width / factor)."""
+
+    channels: int
+    factor: int = 1
+    dtype: str = "float32"
+    maskable: bool = False
+
+    def shape(self, bucket: Bucket) -> tuple[int, ...]:
+        """Return the shape of one sample in a bucket."""
+        return (self.channels, bucket.height // self.factor, bucket.width // self.factor)
+
+
+@dataclass(frozen=True)
+class DrawSpec:
+    """Ask for one host draw a sample: normal of a latent shape, or an integer in [0, high)."""
+
+    kind: str  # "normal" | "integer" | "uniform"
+    channels: int = 0  # normal: shape (channels, height / factor, width / factor); 0 = a scalar
+    factor: int = 1
+    high: int = 0
+
+    def shape(self, bucket: Bucket) -> tuple[int, ...]:
+        """Return the shape of one sample's draw in a bucket; () for a scalar."""
+        if not self.channels:
+            return ()
+        return (self.channels, bucket.height // self.factor, bucket.width // self.factor)
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Say what a family needs of the data: encoded features, host draws, and which multiple sizes must keep."""
+
+    features: dict[str, Feature]
+    draws: dict[str, DrawSpec]
+    size_multiple: int = 8
+
+
+# captions -> {"input_ids_1": (B, L) int64, ...}; picklable, runs in loader workers
+Tokenize = Callable[[list[str]], "dict[str, Tensor]"]
+
+
+@dataclass
+class Parts:
+    """Hold the modules of a family: root has ALL trained parameters under plain names, frozen the rest."""
+
+    root: nn.Module
+    frozen: dict[str, nn.Module] = field(default_factory=dict)
+    tokenizers: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # the architecture, as --init_from_config=FILE.json takes it
+
+
+@dataclass
+class Inputs:
+    """One micro batch after encoding and noising, on the device, fp32 where floating.
+
+    Shapes: x_t, target (B, C, H, W); timestep (B,) int64; weight (B,).
+    """
+
+    x_t: Tensor
+    timestep: Tensor
+    conditions: dict[str, Tensor]
+    target: Tensor
+    weight: Tensor
+    mask: Tensor | None = None
+
+
+@dataclass
+class Group:
+    """One optimizer parameter group, with names so that its state can be stored by name."""
+
+    name: str
+    named_params: list[tuple[str, nn.Parameter]]
+    lr: float
+    weight_decay: float | None = None
+
+
+class Family(Protocol):
+    """Own the maths of one model family. Made from the resolved configuration."""
+
+    name: str
+
+    @property
+    def features(self) -> FeatureSpec: ...
+    def load(self, *, meta: bool = False) -> Parts: ...
+    def tokenizer(self, parts: Parts) -> Tokenize: ...
+    def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]: ...
+    def units(self, parts: Parts) -> list[tuple[str, nn.Module]]: ...
+    def inputs(self, batch: Batch, parts: Parts) -> Inputs: ...
+    def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]: ...
+    def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]: ...
+    def param_groups(self, root: nn.Module) -> list[Group]: ...
+    def export(
+        self, weights: Iterable[tuple[str, Tensor]], parts: Parts, layout: str, path: Path, metadata: dict[str, str]
+    ) -> None: ...
+    def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float: ...
+
+
+WeightStream = Iterator[tuple[str, "Tensor"]]

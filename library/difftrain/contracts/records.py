@@ -1,0 +1,95 @@
+"""What the data room hands on: records, draws, batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Bucket(NamedTuple):
+    """Name the one shape that all samples of a step share."""
+
+    height: int
+    width: int
+    frames: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRef:
+    """Locate media bytes: a file of a source, or a part of one.
+
+    path is relative to the source's root, with forward slashes. length 0 means the whole file; for a parquet
+    shard, offset is the row and length is -1.
+    """
+
+    source: int  # ordinal in the index
+    path: str
+    offset: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One sample of an index.
+
+    id is its row in THIS index and means nothing elsewhere; key = blake2b-128(source name, relative path or
+    member) is the same on every machine.
+    """
+
+    id: int
+    key: bytes
+    media: MediaRef
+    captions: tuple[str, ...]
+    size_hw: tuple[int, int]  # after EXIF rotation
+    frames: int = 1
+    content: bytes | None = None  # blake2b-128 of the media bytes, to find duplicates; never seeds a draw
+    name: str = ""  # what messages call it: "folder/000.tar!0001.jpg"
+
+
+class Draw(NamedTuple):
+    """One use of a record. occurrence counts every use for ever, repeats and passes included."""
+
+    record_id: int
+    key: bytes
+    occurrence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Name an item that is not trained on, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclass
+class Batch:
+    """One micro batch of one shape, on the host.
+
+    Shapes: record_id, occurrence (B,) int64; features and draws (B, ...).
+    counts: this rank's host-known share of each normaliser, here the number of samples under "samples".
+    """
+
+    bucket: Bucket
+    record_id: Tensor
+    occurrence: Tensor
+    features: dict[str, Tensor]
+    draws: dict[str, Tensor]
+    loss_mask: Tensor | None = None
+    counts: dict[str, float] = field(default_factory=dict)
+    keys: tuple[bytes, ...] = ()
+    rejects: tuple[Reject, ...] = ()  # items that failed only when they were decoded, and were replaced
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor under one flat name, for pinning and moving."""
+        flat = {f"features.{k}": v for k, v in self.features.items()}
+        flat |= {f"draws.{k}": v for k, v in self.draws.items()}
+        if self.loss_mask is not None:
+            flat["loss_mask"] = self.loss_mask
+        return flat
