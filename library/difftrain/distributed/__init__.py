@@ -1,0 +1,1 @@
+"""Process groups, the CPU control group, agreement between ranks, the launch environment."""

@@ -1,0 +1,125 @@
+"""The ranks of a job: a device group for tensors, a CPU group for decisions, and a time-out for both."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from difftrain.distributed.launch import Launch
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import Tensor
+
+DEFAULT_TIMEOUT_MIN = 30.0
+
+
+class _Device(Protocol):
+    """What a process group needs to know of the device."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def torch_device(self) -> torch.device: ...
+
+
+@dataclass
+class Ranks:
+    """Know this process's place, and let ranks agree. A single process needs no group and never waits.
+
+    rank, size: in the job. local_rank, local_size: on this machine. control: the CPU group, or None when alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    control: Any = None
+
+    @classmethod
+    def open(cls, launch: Launch, device: _Device, timeout_min: float | None = None) -> Ranks:
+        """Join the job: the device's group first, then a gloo group for decisions on the host.
+
+        timeout_min: how long any collective waits for a rank that does not come.
+        """
+        if not launch.distributed:
+            return cls()
+        timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
+        bound = {"device_id": device.torch_device} if device.backend == "nccl" else {}
+        dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size, **bound)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control)
+
+    @property
+    def is_logger(self) -> bool:
+        """Tell whether this rank writes reports and prints."""
+        return self.rank == 0
+
+    def agree(self, value: int) -> int:
+        """Return the largest value that any rank gave."""
+        if self.control is None:
+            return int(value)
+        box = torch.tensor(int(value), dtype=torch.int64)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
+        return int(box)
+
+    def any(self, flag: bool) -> bool:
+        """Tell whether any rank said yes."""
+        return bool(self.agree(bool(flag)))
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Return rank 0's value on every rank (pickled: small, and only between ranks of one job)."""
+        if self.control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order, on every rank."""
+        if self.control is None:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self.control)
+        return box
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.agree(0)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a device tensor over all ranks, in place; asynchronous to the host on an accelerator."""
+        if self.control is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM)
+        return tensor
+
+    def close(self) -> None:
+        """Leave the job in good order: wait for the others, then free the groups."""
+        if self.control is None:
+            return
+        self.barrier()
+        self.control = None
+        dist.destroy_process_group()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Leave without waiting: the sockets close, and ranks that wait for this one fail at once."""
+        if self.control is None:
+            return
+        self.control = None
+        with contextlib.suppress(Exception):  # the first error is the one to be seen
+            dist.destroy_process_group()
