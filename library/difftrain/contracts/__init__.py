@@ -1,7 +1,7 @@
 """Types that the rooms agree on. A leaf: imports nothing of this package, and torch only for type checkers."""
 
 from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats
-from difftrain.contracts.errors import ConfigFault, DataFault, Fault, TrainingFault
+from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
 from difftrain.contracts.family import DrawSpec, Family, Feature, FeatureSpec, Group, Inputs, Parts, Tokenize
 from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
 
@@ -10,6 +10,7 @@ __all__ = [
     "Bucket",
     "ConfigFault",
     "DataFault",
+    "DifftrainError",
     "Draw",
     "DrawSpec",
     "Engine",

@@ -33,6 +33,10 @@ class ConfigFault(DifftrainError):
         self.faults = list(faults)
         super().__init__("\n".join(f"  {fault}" for fault in self.faults))
 
+    def __reduce__(self) -> tuple[type[ConfigFault], tuple[list[Fault]]]:
+        """Let ranks hand it to one another."""
+        return type(self), (self.faults,)
+
 
 class DataFault(DifftrainError):
     """Say that the data cannot be trained on (missing, empty, too much rejected); exit code 2."""

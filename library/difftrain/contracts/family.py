@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from difftrain.contracts.records import Batch, Bucket
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -107,8 +108,16 @@ class Family(Protocol):
     def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]: ...
     def param_groups(self, root: nn.Module) -> list[Group]: ...
     def export(
-        self, weights: Iterable[tuple[str, Tensor]], parts: Parts, layout: str, path: Path, metadata: dict[str, str]
-    ) -> None: ...
+        self,
+        weights: Iterable[tuple[str, Tensor]],  # the root's, by plain name
+        parts: Parts,
+        layout: str,  # ckpt | safetensors | diffusers | diffusers_safetensors
+        path: Path,  # without a suffix: the layout decides; returns what was written
+        *,
+        dtype: torch.dtype | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> Path: ...
+    def pipeline(self, parts: Parts) -> Any: ...  # a diffusers pipeline over the very modules of parts
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float: ...
 
 

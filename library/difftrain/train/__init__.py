@@ -1,0 +1,1 @@
+"""The one training loop, its state and its hooks."""

@@ -1,0 +1,48 @@
+"""Signals as requests: a handler only notes what was asked, the loop acts on it at a step boundary.
+
+SIGUSR1 asks for a checkpoint; SIGTERM and SIGINT ask for a checkpoint and the end of the run, with the exit code
+128 + signal that shells expect. A second SIGINT or SIGTERM ends the process at once.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+NOTHING, SAVE, STOP = 0, 1, 2  # ordered: over the ranks the largest request wins
+
+
+class Requests:
+    """Hold what signals have asked of this process since it was last taken."""
+
+    def __init__(self) -> None:
+        self._wanted = NOTHING
+        self.stop_signal = 0
+
+    def take(self) -> int:
+        """Return the largest request so far; a save is asked once, a stop stays."""
+        wanted = self._wanted
+        if wanted == SAVE:
+            self._wanted = NOTHING
+        return wanted
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._wanted = max(self._wanted, SAVE)
+            return
+        if self._wanted == STOP:
+            raise SystemExit(128 + number)
+        self._wanted, self.stop_signal = STOP, number
+
+    @contextmanager
+    def listening(self) -> Iterator[Requests]:
+        """Install the handlers, and put the former ones back."""
+        numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+        former = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)

@@ -1,0 +1,76 @@
+"""Everything one run holds, put together once and passed to the loop and its hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from difftrain.contracts import Engine, Family, Parts
+from difftrain.train.progress import Progress
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
+    from difftrain.data import Data, EpochPlan
+    from difftrain.device import Device
+    from difftrain.diffusion.ema import Ema
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.report.clock import Clock
+    from difftrain.train.meter import Meter
+
+
+@dataclass
+class Run:
+    """Hold the parts of one run. The loop owns progress; nobody else writes it."""
+
+    cfg: TrainConfig  # resolved: the seed is a number
+    argv: list[str]
+    device: Device
+    ranks: Ranks
+    family: Family
+    parts: Parts
+    engine: Engine
+    data: Data
+    plan: EpochPlan
+    total_steps: int
+    global_batch: int
+    clock: Clock
+    ema: Ema | None = None
+    progress: Progress = field(default_factory=Progress)
+    facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers
+    meter: Meter | None = None
+
+    @property
+    def out(self) -> Path:
+        """Return the output folder."""
+        return self.cfg.output_dir
+
+    @property
+    def name(self) -> str:
+        """Return the name that files of this run start with."""
+        return self.cfg.save.output_name
+
+    @property
+    def steps_left(self) -> int:
+        """Return how many updates are still to do."""
+        return self.total_steps - self.progress.step
+
+    def epoch_end(self) -> int | None:
+        """Return the number of epochs done where the last step ended one, else None.
+
+        An epoch without a step (a data set smaller than a global batch) ends with the step before it.
+        """
+        step = self.progress.step
+        if step == 0:
+            return None
+        epoch, _ = self.plan.locate(step - 1)
+        after, _ = self.plan.locate(step)
+        return after if after != epoch else None
+
+
+class Hook(Protocol):
+    """Act between steps; every rank calls every hook at the same step."""
+
+    def before_training(self, run: Run) -> None: ...
+    def after_step(self, run: Run) -> None: ...
+    def after_training(self, run: Run) -> None: ...
