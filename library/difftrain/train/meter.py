@@ -1,0 +1,126 @@
+"""What is known of the steps: losses are read from the device only where a line is due, all of them at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from difftrain.contracts import Batch, Reject, Stats, TrainingFault
+from difftrain.report.line import StepMetrics
+from difftrain.report.loss import AverageLoss
+
+if TYPE_CHECKING:
+    from difftrain.train.outputs import Outputs
+    from difftrain.train.state import Run
+
+log = logging.getLogger("difftrain")
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Hold one step whose numbers are still on the device."""
+
+    step: int  # counted from 1
+    stats: Stats
+
+
+class Meter:
+    """Collect the steps' numbers, read them every log_every steps, judge them, and hand them to the outputs."""
+
+    def __init__(self, run: Run, outputs: Outputs) -> None:
+        self._outputs = outputs
+        self._average = AverageLoss()
+        self._average.load(run.progress.losses)
+        self._pending: list[Pending] = []
+        self._rejects: list[Reject] = []
+        self.last: StepMetrics | None = None
+
+    def after_step(self, run: Run, micro: list[Batch], stats: Stats) -> None:
+        """Take a step's numbers; read them where a line is due."""
+        self._pending.append(Pending(run.progress.step, stats))
+        self._rejects += [reject for batch in micro for reject in batch.rejects]
+        self._outputs.advance(run.progress.step)
+        if run.progress.step % run.cfg.logging.log_every == 0 or not run.steps_left:
+            self.flush(run)
+            self._write_line(run)
+
+    def flush(self, run: Run) -> None:
+        """Read the pending steps from the device (the host waits) and put the counters right. Every rank calls it."""
+        if self._pending:
+            table = torch.stack(
+                [torch.stack([p.stats.sums["loss"], p.stats.grad_norm, p.stats.skipped]).float() for p in self._pending]
+            ).tolist()
+            for pending, (loss, grad_norm, skipped) in zip(self._pending, table):
+                self._judge(run, pending.step, loss, grad_norm, bool(skipped))
+            self._latest = (self._pending[-1], *table[-1])
+            self._pending.clear()
+        self._hand_on_rejects(run)
+
+    def settle(self, run: Run) -> None:
+        """Bring run.progress up to date for a checkpoint. Every rank calls it."""
+        self.flush(run)
+        run.progress.losses = self._average.state()
+
+    def _judge(self, run: Run, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
+        epoch, place = run.plan.locate(step - 1)
+        self._average.add(place, loss)
+        if not skipped:
+            run.progress.skipped_in_a_row = 0
+            return
+        run.progress.skipped += 1
+        run.progress.skipped_in_a_row += 1
+        bucket, draws = run.plan.batch(step - 1)
+        names = [record.name for record in run.data.index.records([draw.record_id for draw in draws])]
+        log.warning(
+            "step %d (epoch %d, %s): loss %s, gradient norm %s; the update was skipped on all ranks. Its records: %s",
+            step,
+            epoch + 1,
+            bucket,
+            loss,
+            grad_norm,
+            "; ".join(f"{name} [{draw.key.hex()} #{draw.occurrence}]" for name, draw in zip(names, draws)),
+        )
+        if run.progress.skipped_in_a_row >= run.cfg.training.max_skipped_steps:
+            first = step - run.progress.skipped_in_a_row + 1
+            raise TrainingFault(
+                f"loss or gradient was not finite in {run.progress.skipped_in_a_row} steps in a row, {first} to {step}; "
+                f"the weights are those of step {first - 1}. Lower --learning_rate, or train in bf16 instead of fp16; "
+                "--max_skipped_steps says how many are borne"
+            )
+
+    def _hand_on_rejects(self, run: Run) -> None:
+        """Name items that failed only when they were decoded; ranks talk about it only where any has one."""
+        if not run.ranks.any(bool(self._rejects)):
+            return
+        for rejects in run.ranks.gather(self._rejects):
+            self._outputs.rejected(rejects)
+        self._rejects = []
+
+    def _write_line(self, run: Run) -> None:
+        pending, loss, grad_norm, _ = self._latest
+        span = run.clock.read()
+        epoch, _ = run.plan.locate(pending.step - 1)
+        lrs = pending.stats.lrs
+        self.last = StepMetrics(
+            step=pending.step,
+            epoch=epoch + 1,
+            step_loss=loss,
+            avr_loss=self._average.value,
+            lr=next(iter(lrs.values()), math.nan),
+            grad_norm=grad_norm,
+            fps=span.fps,
+            compute_fps=span.compute_fps,
+            data_wait_s=span.step_wait_s,
+            peak_memory_gib=run.device.peak_memory_gib(),
+            samples_seen=run.progress.samples_seen,
+            step_s=span.step_s,
+            lrs=lrs,
+            skipped=run.progress.skipped,
+            session=run.clock.total().sessions,
+            elapsed_s=run.clock.session().e2e_s,
+        )
+        self._outputs.line(self.last)

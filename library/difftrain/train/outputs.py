@@ -1,0 +1,149 @@
+"""Where a run's words and numbers go: console, metrics.jsonl, trackers, rejected.jsonl. Only the logger rank writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from difftrain.config import LoggingSection, TrainConfig
+from difftrain.contracts import Reject
+from difftrain.report.console import Console
+from difftrain.report.line import StepMetrics
+from difftrain.report.metrics import METRICS, VALIDATION, JsonLines
+from difftrain.report.sessions import Sessions
+from difftrain.report.trackers import Tracker, open_trackers
+
+log = logging.getLogger("difftrain")
+REJECTED = "rejected.jsonl"
+
+
+def set_up_logging(section: LoggingSection, rank: int) -> None:
+    """Send this package's log to standard output, or to --console_log_file; other ranks only warn, under their number."""
+    who = "" if rank == 0 else f"[rank {rank}] "
+    form = f"{who}%(message)s" if section.console_simple else f"{who}%(asctime)s %(levelname)-7s %(message)s"
+    if section.console_file:
+        path = Path(section.console_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Two processes never write one file.
+        handler: logging.Handler = logging.FileHandler(path if rank == 0 else path.with_name(f"{path.name}.rank{rank}"))
+    else:
+        handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(section.console_level or "INFO")
+    if rank != 0:
+        log.setLevel(max(logging.WARNING, log.level))
+
+
+def write_rejects(out: Path, rejects: Iterable[Reject]) -> int:
+    """Write rejected.jsonl with what indexing turned away; lines of earlier sessions about other items stay.
+
+    No file where there is nothing to say. Return the number of items.
+    """
+    path = out / REJECTED
+    known: dict[str, str] = {}
+    if path.exists():
+        for raw in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, KeyError):  # the last line may be torn
+                line = json.loads(raw)
+                known[line["path"]] = line["reason"]
+    known |= {reject.path: reject.reason for reject in rejects}
+    if not known:
+        return 0
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(_reject_line(Reject(*item)) for item in sorted(known.items()))
+    aside.replace(path)
+    return len(known)
+
+
+def _reject_line(reject: Reject) -> str:
+    return json.dumps({"path": reject.path, "reason": reject.reason}, ensure_ascii=False) + "\n"
+
+
+class Outputs:
+    """Hold the open outputs of a session; silent on every rank but the logger."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        *,
+        is_logger: bool,
+        step: int,
+        total_steps: int,
+        earlier_s: float,
+        facts: dict[str, Any],
+        recorded: dict[str, Any],
+    ) -> None:
+        """Open. step: where the session begins; lines beyond it are cut. recorded: the configuration without secrets."""
+        self.out = cfg.output_dir
+        self._on = is_logger
+        self._trackers: list[Tracker] = []
+        if not is_logger:
+            return
+        self.sessions = Sessions(self.out, step=step, earlier_s=earlier_s, **facts)
+        self._metrics = JsonLines(self.out / METRICS, step)
+        self._validation = JsonLines(self.out / VALIDATION, step) if cfg.validation.split else None
+        self._trackers = open_trackers(
+            cfg,
+            step=step,
+            run_id=self.sessions.run_id,
+            started=self.sessions.started,
+            config=recorded,
+            out=self.out,
+        )
+        self._console = Console(total_steps, step)
+
+    def advance(self, _step: int) -> None:
+        """Move the progress bar."""
+        if self._on:
+            self._console.advance()
+
+    def line(self, metrics: StepMetrics) -> None:
+        """Print and record the numbers of a step."""
+        if not self._on:
+            return
+        self._metrics.write(metrics.record())
+        self._console.line(metrics.line())
+        for tracker in self._trackers:
+            tracker.scalars(metrics.step, metrics.scalars())
+
+    def validated(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
+        """Record a validation; record holds at least step and loss."""
+        if not self._on:
+            return
+        if self._validation is not None:
+            self._validation.write(record)
+        for tracker in self._trackers:
+            tracker.scalars(record["step"], scalars)
+
+    def picture(self, step: int, tag: str, path: Path) -> None:
+        """Hand a sample grid to the trackers."""
+        for tracker in self._trackers:
+            tracker.image(step, tag, path)
+
+    def rejected(self, rejects: list[Reject]) -> None:
+        """Name items that turned out bad only during training."""
+        if not self._on or not rejects:
+            return
+        with (self.out / REJECTED).open("a", encoding="utf-8") as file:
+            file.writelines(map(_reject_line, rejects))
+        for reject in rejects:
+            log.warning("%s: %s; the next record of its bucket took its place", reject.path, reject.reason)
+
+    def close(self) -> None:
+        """Close everything."""
+        if not self._on:
+            return
+        self._console.close()
+        self._metrics.close()
+        if self._validation is not None:
+            self._validation.close()
+        for tracker in self._trackers:
+            tracker.close()

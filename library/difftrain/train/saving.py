@@ -1,0 +1,126 @@
+"""When checkpoints and exports are written, under kohya's names, and what of them is kept.
+
+Checkpoint: everything to resume, a folder `NAME-step00000004-state`, `NAME-000001-state` or `NAME-state`.
+Export: weights for inference, `NAME-step00000004`, `NAME-000001` or `NAME` in the layout of --save_model_as; with
+--use_ema the averaged weights beside it as `NAME-ema`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from difftrain import checkpoint
+from difftrain.contracts import TrainingFault
+from difftrain.train.state import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("difftrain")
+DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Saving:
+    """Write checkpoints and exports at the steps and epochs that the flags ask for."""
+
+    def __init__(self, run: Run) -> None:
+        save = run.cfg.save
+        self.every_n_epochs = save.every_n_epochs
+        epochs = run.cfg.training.max_epochs
+        if save.n_epoch_ratio and epochs:
+            self.every_n_epochs = max(1, epochs // save.n_epoch_ratio)
+
+    def before_training(self, run: Run) -> None:
+        """Nothing is due before the first step."""
+
+    def after_step(self, run: Run) -> None:
+        """Save where a step or an epoch is due; the last epoch is the end's."""
+        save = run.cfg.save
+        if save.every_n_steps and run.progress.step % save.every_n_steps == 0:
+            self._save(run, f"{run.name}-step{run.progress.step:08d}", "step", state=save.state)
+        epoch = run.epoch_end()
+        if epoch and self.every_n_epochs and epoch % self.every_n_epochs == 0 and run.steps_left:
+            self._save(run, f"{run.name}-{epoch:06d}", "epoch", state=save.state)
+
+    def save_now(self, run: Run) -> None:
+        """Write a checkpoint because somebody asked for one, unless this very step has one."""
+        name = f"{run.name}-step{run.progress.step:08d}-state"
+        if not (run.out / name).is_dir():
+            self._checkpoint(run, name, "step")
+
+    def after_training(self, run: Run) -> None:
+        """Write what a finished run leaves: the last export, and its checkpoint where asked for."""
+        save = run.cfg.save
+        if save.state or save.state_on_train_end:
+            self._checkpoint(run, f"{run.name}-state", "end", must=True)
+        with run.clock.paused("saving"):
+            self._export(run, run.name)
+
+    def _save(self, run: Run, name: str, kind: str, *, state: bool) -> None:
+        with run.clock.paused("saving"):
+            try:
+                self._export(run, name)
+            except OSError as error:  # a full disk: training goes on, what was saved before stays
+                log.error("export %s was not written: %s; earlier ones are untouched", name, error)
+                run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
+        if state:
+            self._checkpoint(run, f"{name}-state", kind)
+        if run.ranks.is_logger:
+            checkpoint.retain_exports(run.out, run.name, run.cfg.save, kind, run.progress.step)
+
+    def _checkpoint(self, run: Run, name: str, kind: str, *, must: bool = False) -> None:
+        """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
+        with run.clock.paused("saving"):
+            run.meter.settle(run)
+            snapshot = run.engine.snapshot()
+
+            def write(folder: Path) -> list[Path]:
+                files = snapshot.write(folder)
+                if run.ranks.is_logger:
+                    files.append(run.progress.write(folder))
+                    if run.ema is not None:
+                        files.append(run.ema.write(folder))
+                return files
+
+            try:
+                path = checkpoint.commit(run.out, name, write, run.ranks, self._meta(run, kind))
+            except TrainingFault as error:
+                if must:
+                    raise
+                log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
+                run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
+                return
+        if run.ranks.is_logger:
+            log.info("checkpoint %s at step %d", path.name, run.progress.step)
+            checkpoint.retain(run.out, run.name, run.cfg.save, kind, run.progress.step)
+
+    def _meta(self, run: Run, kind: str) -> dict[str, object]:
+        return {**run.facts["identity"], "step": run.progress.step, "kind": kind}
+
+    def _export(self, run: Run, name: str) -> None:
+        """Export the weights, and the averaged ones; every rank takes part in gathering them."""
+        self._export_weights(run, name, run.engine.full_weights())
+        if run.ema is not None:
+            self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights()))
+
+    def _export_weights(self, run: Run, name: str, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if not run.ranks.is_logger:
+            for _ in weights:
+                pass
+            return
+        save = run.cfg.save
+        dtype = DTYPES[save.precision] if save.precision else None
+        path = run.family.export(
+            weights,
+            run.parts,
+            save.model_as or "safetensors",
+            run.out / name,
+            dtype=dtype,
+            metadata=run.facts["metadata"](run) if not save.no_metadata else None,
+        )
+        log.info("export %s", path.name)
