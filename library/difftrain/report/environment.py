@@ -1,0 +1,133 @@
+"""Where and with what a run was made: enough for an outsider to repeat it, and no secret."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import difftrain
+
+PACKAGES = (
+    "torch",
+    "torch_npu",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "pillow",
+    "pyarrow",
+    "pydantic",
+    "tokenizers",
+    "huggingface_hub",
+    "deepspeed",
+    "fairscale",
+    "bitsandbytes",
+    "triton",
+)
+
+NO_VERSIONS = {"kind", "index", "count", "reason", "name", "threads", "host", "memory_gib"}  # in Device.describe()
+
+HIDDEN = "<hidden>"
+_SECRET_NAME = re.compile(r"(token|secret|password|passwd|api_?key|access_?key|credentials?)$", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})")
+_LOGIN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def versions(device: dict[str, Any] | None = None) -> dict[str, str]:
+    """Return versions of Python, of every package that matters and is installed, and of the device's software.
+
+    device: what Device.describe() says; what it knows of drivers and libraries is taken over.
+    """
+    found = {"difftrain": difftrain.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found |= {key: str(value) for key, value in (device or {}).items() if value and key not in NO_VERSIONS}
+    return found
+
+
+def code_version(folder: Path | None = None) -> str:
+    """Return the commit of the checkout that this code runs from (with + where it was changed), or its version."""
+    folder = folder or Path(__file__).resolve().parent
+    release = f"{difftrain.__version__} (package)"
+    if not any((parent / ".git").exists() for parent in folder.parents):
+        return release  # a wheel, perhaps inside somebody else's checkout: site-packages is never tracked there
+    if _git(folder, "ls-files", "--error-unmatch", str(Path(__file__).resolve())) is None:
+        return release
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return release
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{difftrain.__version__} commit {commit[:12]}" + ("+ (changed since)" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def redact(text: str) -> str:
+    """Hide what looks like a secret in one value: known token shapes, and logins in addresses."""
+    return _LOGIN_IN_ADDRESS.sub(HIDDEN, _SECRET_VALUE.sub(HIDDEN, text))
+
+
+def is_secret_name(name: str) -> bool:
+    """Tell whether a flag or key of this name holds a secret."""
+    return bool(_SECRET_NAME.search(name))
+
+
+def command(argv: Sequence[str] | None = None) -> str:
+    """Return the command line as one can type it again, launcher's process count included, secrets hidden."""
+    words = [Path(sys.executable).name, *(sys.argv if argv is None else argv)]
+    shown, hide_next = [], False
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if hide_next:
+            shown.append(HIDDEN)
+            hide_next = False
+        elif word.startswith("--") and is_secret_name(flag):
+            shown.append(f"{flag}={HIDDEN}" if equals else flag)
+            hide_next = not equals
+        else:
+            shown.append(redact(word))
+    line = shlex.join(shown)
+    size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    return f"{line}  # {size} processes, {os.environ.get('LOCAL_WORLD_SIZE', size)} on this machine" if size > 1 else line
+
+
+def redacted(config: Any, name: str = "") -> Any:
+    """Return a configuration with its secrets hidden, ready for JSON."""
+    if isinstance(config, dict):
+        return {str(key): redacted(value, str(key)) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [redacted(value, name) for value in config]
+    if isinstance(config, str | Path):
+        return HIDDEN if config and is_secret_name(name) else redact(str(config))
+    return config
+
+
+def process_age_s() -> float:
+    """Return for how long this process has run: imports and loading belong to the end-to-end time, too."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 0.0)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.process_time()

@@ -1,0 +1,85 @@
+"""The history of a run over restarts: sessions.json.
+
+A run that is killed and goes on is one run with several sessions. Its end-to-end time is the sum over all of them,
+work that was lost and done again included; of a session that was killed the time up to its last metric line is known.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from difftrain.report.files import write_whole
+from difftrain.report.metrics import METRICS, read_lines
+
+FILE = "sessions.json"
+
+
+class Sessions:
+    """Record this session among those of its run; the process that writes reports owns the file."""
+
+    def __init__(self, run_dir: Path, *, step: int, earlier_s: float = 0.0, **facts: Any) -> None:
+        """Begin a session. Call it before metrics.jsonl is opened: what lies beyond the step is cut there.
+
+        step: the last step that is done already. earlier_s: time of the sessions before, by the checkpoint, for a run
+        that goes on in another folder. facts: what else is worth knowing (command, world_size, device).
+        """
+        self._path = run_dir / FILE
+        stored = read_sessions(run_dir)
+        self.run_id: str = stored.get("run_id") or uuid.uuid4().hex[:12]
+        self.history: list[dict[str, Any]] = stored.get("sessions", [])
+        if not self.history and step > 0:
+            self.history.append({"session": 0, "outcome": "in another folder", "steps_done": step, "elapsed_s": earlier_s})
+        self._settle_killed(run_dir)
+        self.number = 1 + max((s["session"] for s in self.history), default=0)
+        self._this: dict[str, Any] = {
+            "session": self.number,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "from_step": step,
+            "steps_done": step,
+            "elapsed_s": 0.0,
+            "outcome": "running",
+            **facts,
+        }
+        self.history.append(self._this)
+        self._write()
+
+    def _settle_killed(self, run_dir: Path) -> None:
+        for session in self.history:
+            if session["outcome"] != "running":
+                continue
+            lines = [r for r in read_lines(run_dir / METRICS) if r.get("session") == session["session"]]
+            session["outcome"] = "killed"
+            session["steps_done"] = max([session["steps_done"], *(r["step"] for r in lines)])
+            session["elapsed_s"] = max([session["elapsed_s"], *(r.get("elapsed_s", 0.0) for r in lines)])
+
+    @property
+    def started(self) -> str:
+        """Return when the run's first session in this folder began, as local time without separators."""
+        times = [s["started"] for s in self.history if "started" in s]
+        return "".join(c for c in times[0][:19] if c.isdigit())
+
+    def note(self, step: int, elapsed_s: float, outcome: str = "running") -> None:
+        """Record how far this session is. outcome: running, finished, stopped (asked to), failed."""
+        self._this |= {"steps_done": step, "elapsed_s": elapsed_s, "outcome": outcome}
+        self._write()
+
+    @property
+    def total_s(self) -> float:
+        """Return the time of all sessions together."""
+        return sum(session["elapsed_s"] for session in self.history)
+
+    def _write(self) -> None:
+        write_whole(self._path, json.dumps({"run_id": self.run_id, "sessions": self.history}, indent=1) + "\n")
+
+
+def read_sessions(run_dir: Path) -> dict[str, Any]:
+    """Return what sessions.json holds; nothing where there is none or it cannot be read."""
+    try:
+        stored = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
