@@ -31,3 +31,8 @@ def words_of(*parts: bytes | str | int, count: int = 8) -> list[int]:
     """Hash parts to `count` (at most 8) unsigned 64-bit words."""
     digest = key_of(*parts, size=8 * count)
     return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(count)]
+
+
+def module_seed(seed: int, step: int, micro: int, dp_rank: int = 0) -> int:
+    """Return the seed of dropout inside modules for one micro batch: in [0, 2^63), resumable, unlike on other splits."""
+    return words_of("module", seed, step, micro, dp_rank, count=1)[0] >> 1

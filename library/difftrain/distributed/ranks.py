@@ -25,8 +25,6 @@ class _Device(Protocol):
 
     @property
     def backend(self) -> str: ...
-    @property
-    def torch_device(self) -> torch.device: ...
 
 
 @dataclass
@@ -51,8 +49,7 @@ class Ranks:
         if not launch.distributed:
             return cls()
         timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
-        bound = {"device_id": device.torch_device} if device.backend == "nccl" else {}
-        dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size, **bound)
+        dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
         control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control)
 
@@ -110,7 +107,9 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         else:

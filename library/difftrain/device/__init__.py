@@ -1,0 +1,35 @@
+"""The only room that says npu, cuda or cpu: choice, autocast, scaler, memory, copies, attention.
+
+Importing this package imports no torch, so that launchers can ask `python -m difftrain.device` quickly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from difftrain.device.attend import attention, counting, why_not_fused
+    from difftrain.device.choice import choose, probe
+    from difftrain.device.processor import use_attention
+    from difftrain.device.torch_device import Device
+
+# Modules are named unlike what they hold: importing a submodule binds its name here.
+_HOMES = {
+    "attention": "attend",
+    "counting": "attend",
+    "why_not_fused": "attend",
+    "choose": "choice",
+    "probe": "choice",
+    "use_attention": "processor",
+    "Device": "torch_device",
+}
+
+__all__ = ["Device", "attention", "choose", "counting", "probe", "use_attention", "why_not_fused"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

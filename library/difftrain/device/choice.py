@@ -1,0 +1,174 @@
+"""Which device this process trains on, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.contracts import ConfigFault, Fault
+
+if TYPE_CHECKING:
+    from difftrain.device.torch_device import Device
+
+KINDS = ("npu", "cuda", "cpu")  # in the order that "auto" prefers them
+_NODES = {"npu": "davinci[0-9]*", "cuda": "nvidia[0-9]*"}
+_WSL_NODE = Path("/dev/dxg")  # CUDA under Windows' Linux has no /dev/nvidia*
+
+
+@dataclass(frozen=True)
+class Found:
+    """Say how many devices of a kind can be used; where none, why not."""
+
+    kind: str
+    count: int
+    why_not: str = ""
+
+
+def nodes(kind: str) -> int:
+    """Count the device files of a kind without loading any driver library."""
+    return len(list(Path("/dev").glob(_NODES[kind])))
+
+
+def hold_autoload() -> None:
+    """Keep a bare `import torch` from loading torch_npu by itself; call before torch is imported.
+
+    A torch_npu without CANN makes `import torch` fail, even where training is on the CPU. `choose` imports it where
+    an NPU is to be used.
+    """
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def _worth_asking(kind: str) -> bool:
+    """Tell cheaply whether torch may know devices of this kind."""
+    if kind == "npu":
+        return importlib.util.find_spec("torch_npu") is not None
+    return nodes(kind) > 0 or _WSL_NODE.exists()
+
+
+def find(kind: str) -> Found:
+    """Ask torch for the devices of one kind; what the *_VISIBLE_DEVICES variables hide does not count."""
+    if kind == "npu":
+        return _find_npu()
+    import torch
+
+    if kind == "cpu":
+        return Found("cpu", 1)
+    if torch.cuda.is_available():
+        return Found("cuda", torch.cuda.device_count())
+    if torch.version.cuda is None and torch.version.hip is None:
+        return Found("cuda", 0, f"this torch ({torch.__version__}) is built without CUDA")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return Found("cuda", 0, f"torch sees none with CUDA_VISIBLE_DEVICES={hidden!r}")
+    return Found("cuda", 0, "torch sees no CUDA device")
+
+
+def _find_npu() -> Found:
+    if importlib.util.find_spec("torch_npu") is None:
+        present = nodes("npu")
+        beside = f", though {present} NPU device files are there" if present else ""
+        return Found("npu", 0, f"torch_npu is not installed{beside}")
+    try:
+        npu = load_npu()
+    except (ImportError, OSError, RuntimeError) as error:  # the wheel without CANN, or for another torch
+        return Found("npu", 0, f"torch_npu cannot be loaded: {error}")
+    if npu.is_available() and npu.device_count() > 0:
+        return Found("npu", npu.device_count())
+    hidden = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    beside = f" with ASCEND_RT_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
+    return Found("npu", 0, f"torch_npu sees no NPU{beside}")
+
+
+def load_npu() -> Any:
+    """Import torch_npu and return torch.npu, set up to use built kernels instead of compiling each shape."""
+    hold_autoload()
+    import torch
+    import torch_npu
+
+    if hasattr(torch_npu.npu, "set_compile_mode") and torch_npu.npu.is_available():
+        torch_npu.npu.set_compile_mode(jit_compile=False)
+    return torch.get_device_module("npu")
+
+
+def probe() -> str:
+    """Return kind and count found, "npu 8"; imports torch only where an accelerator may be there."""
+    for kind in KINDS[:-1]:
+        if _worth_asking(kind):
+            found = find(kind)
+            if found.count:
+                return f"{kind} {found.count}"
+    return "cpu 1"
+
+
+def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Device:
+    """Take this process's device: the one asked for, or the first kind of npu, cuda, cpu that is there.
+
+    Raises ConfigFault where the kind asked for is missing, or has fewer devices than processes.
+    """
+    if kind not in ("auto", *KINDS):
+        raise ConfigFault([Fault("--device", f"got {kind!r}", f"one of auto, {', '.join(KINDS)}")])
+    if kind != "auto":
+        found = find(kind)
+        if not found.count:
+            raise ConfigFault([Fault("--device", f"{kind} asked for, but {found.why_not}", "or leave --device=auto")])
+        return _take(found, local_rank, local_size, "as asked for")
+    missed = []
+    for candidate in KINDS:
+        if candidate != "cpu" and not _worth_asking(candidate):
+            if candidate == "npu" and nodes("npu"):
+                missed.append(f"no npu: {_find_npu().why_not}")
+            continue
+        found = find(candidate)
+        if found.count:
+            return _take(found, local_rank, local_size, "; ".join(missed) or _nothing_better(candidate))
+        missed.append(f"no {candidate}: {found.why_not}")
+    raise AssertionError("the CPU is always there")
+
+
+def _nothing_better(kind: str) -> str:
+    return "no accelerator found" if kind == "cpu" else "the first kind found"
+
+
+def _take(found: Found, local_rank: int, local_size: int, reason: str) -> Device:
+    from difftrain.device.torch_device import Device
+
+    index = local_rank
+    if found.kind == "npu" and local_size == 1 and local_rank == 0:
+        index = _ascend_index()
+    if found.kind != "cpu" and max(index, local_size - 1) >= found.count:
+        raise ConfigFault(
+            [
+                Fault(
+                    "--nproc_per_node",
+                    f"{max(index + 1, local_size)} {found.kind} devices wanted on this machine, {found.count} found",
+                    f"--nproc_per_node={found.count}, or let more be seen",
+                )
+            ]
+        )
+    return Device(found.kind, index if found.kind != "cpu" else 0, found.count, reason)
+
+
+def _ascend_index() -> int:
+    """Return the index that ASCEND_DEVICE_ID names: a physical id, seen through ASCEND_RT_VISIBLE_DEVICES."""
+    text = os.environ.get("ASCEND_DEVICE_ID", "").strip()
+    if not text:
+        return 0
+    if not text.isdecimal():
+        raise ConfigFault([Fault("environment ASCEND_DEVICE_ID", f"got {text!r}", "the number of one device")])
+    visible = [part.strip() for part in os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if not visible:
+        return int(text)
+    if text not in visible:
+        raise ConfigFault(
+            [
+                Fault(
+                    "environment ASCEND_DEVICE_ID",
+                    f"{text} is not among ASCEND_RT_VISIBLE_DEVICES={','.join(visible)}",
+                    "set one of them, not both",
+                )
+            ]
+        )
+    return visible.index(text)

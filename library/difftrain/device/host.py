@@ -1,0 +1,94 @@
+"""Facts of the machine that no tensor library is needed for: CPU, resident memory, driver and CANN versions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Return the processor's name."""
+    found = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe() -> dict[str, Any]:
+    """Describe the host for reports; no host name, which is nobody's business."""
+    memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    return {
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "memory_gib": round(int(memory.group(1)) / (1 << 20), 1) if memory else None,
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak resident memory of this process, in bytes.
+
+    VmHWM where there is /proc: getrusage keeps the peak of the process that exec'ed this one.
+    """
+    found = re.search(r"^VmHWM:\s*(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
+    if found:
+        return int(found.group(1)) << 10
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def reset_peak_rss() -> None:
+    """Start a new peak where the kernel allows it; elsewhere the peak stays that of the whole run."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def nvidia_driver() -> str | None:
+    """Return the version of the loaded NVIDIA kernel driver."""
+    found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", _read("/proc/driver/nvidia/version"))
+    return found.group(1) if found else None
+
+
+def npu_driver() -> str | None:
+    """Return the version of the Ascend driver, from where its installer writes it."""
+    found = re.search(r"^Version=(.+)$", _read("/usr/local/Ascend/driver/version.info"), re.MULTILINE)
+    return found.group(1).strip() if found else None
+
+
+@functools.cache
+def cann_version() -> str | None:
+    """Return the CANN version from its install information, or None where there is none."""
+    homes = [os.environ.get(name, "") for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_NNAE_HOME")]
+    homes += ["/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/nnae/latest"]
+    for home in filter(None, homes):
+        places = [*sorted(Path(home).glob("*/ascend_*_install.info")), Path(home) / "version.cfg"]
+        for place in places:
+            found = re.search(
+                r"^version=(.+)$|^.*running_version=\[([^\]:]+:)?([\d.A-Za-z]+)", _read(place), re.MULTILINE
+            )
+            if found:
+                return (found.group(1) or found.group(3)).strip()
+    return None

@@ -1,0 +1,151 @@
+"""One device of this process: precision, memory, copies, what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.contracts import Batch, ConfigFault, Fault
+from difftrain.device import host
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# Start scales of loss scaling. 128 is the precedent on NPU, where high first scales cost many skipped steps.
+_START_SCALE = {"npu": 128.0, "cuda": 65536.0, "cpu": 65536.0}
+_GIB = float(1 << 30)
+
+
+class Device:
+    """Hold one device: kind ("npu", "cuda", "cpu"), its index, how many there are, and why it was taken."""
+
+    def __init__(self, kind: str, index: int = 0, count: int = 1, reason: str = "as asked for") -> None:
+        self.kind = kind
+        self.index = index
+        self.count = count
+        self.reason = reason
+        self.torch_device = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
+        self.module: Any = None if kind == "cpu" else torch.get_device_module(kind)
+        if self.module is not None:
+            self.module.set_device(index)
+
+    def __repr__(self) -> str:
+        return f"Device({self.torch_device}, {self.count} found, {self.reason})"
+
+    @property
+    def backend(self) -> str:
+        """Name the process group backend for tensors on this device."""
+        return _BACKENDS[self.kind]
+
+    @property
+    def pin(self) -> bool:
+        """Tell whether host batches belong in pinned memory."""
+        return self.kind != "cpu"
+
+    @property
+    def fused_optimizer(self) -> bool:
+        """Tell whether torch's fused optimizer kernels run here; they take the loss scale and found_inf on the device."""
+        return True
+
+    def autocast(self, precision: str) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision: "no", "fp16" or "bf16"."""
+        if precision == "no":
+            return contextlib.nullcontext()
+        return torch.autocast(self.kind, dtype=_DTYPES[precision])
+
+    def scaler(self, precision: str) -> torch.amp.GradScaler | None:
+        """Return the loss scaler that fp16 needs, or None. Raises ConfigFault where overflow could not be seen."""
+        if precision != "fp16":
+            return None
+        if self.kind == "npu" and os.environ.get("INF_NAN_MODE_ENABLE", "1") == "0":
+            raise ConfigFault(
+                [
+                    Fault(
+                        "environment INF_NAN_MODE_ENABLE",
+                        "0 makes the NPU saturate instead of overflow, so loss scaling would never see an overflow",
+                        "unset it, or train in bf16",
+                    )
+                ]
+            )
+        return torch.amp.GradScaler(self.kind, init_scale=_START_SCALE[self.kind])
+
+    def synchronise(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.module is not None:
+            self.module.synchronize(self.torch_device)
+
+    def peak_memory_gib(self) -> float:
+        """Return the peak since the last reset: of the allocator, or on the CPU of this process's resident memory."""
+        if self.module is None:
+            return host.peak_rss_bytes() / _GIB
+        return self.module.max_memory_allocated(self.torch_device) / _GIB
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak."""
+        if self.module is None:
+            host.reset_peak_rss()
+        else:
+            self.module.reset_peak_memory_stats(self.torch_device)
+
+    def seed(self, n: int) -> None:
+        """Seed the generator that modules draw their dropout from; no synchronisation."""
+        if self.module is None:
+            torch.default_generator.manual_seed(n)
+        else:
+            self.module.manual_seed(n)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Copy one host tensor to the device without waiting; pageable memory is pinned first."""
+        if self.module is None:
+            return tensor
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.torch_device, non_blocking=True)
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Return the batch with features, draws and mask on the device; record ids stay on the host."""
+        if self.module is None:
+            return batch
+        return dataclasses.replace(
+            batch,
+            features={name: self.put(tensor) for name, tensor in batch.features.items()},
+            draws={name: self.put(tensor) for name, tensor in batch.draws.items()},
+            loss_mask=None if batch.loss_mask is None else self.put(batch.loss_mask),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Say what this is, for reports: name, count, versions, threads."""
+        about: dict[str, Any] = {
+            "kind": self.kind,
+            "index": self.index,
+            "count": self.count,
+            "reason": self.reason,
+            "name": self._name(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "host": host.describe(),
+        }
+        if self.kind == "cuda":
+            about |= {
+                "cuda": torch.version.cuda or torch.version.hip,
+                "driver": host.nvidia_driver(),
+                "cudnn": torch.backends.cudnn.version(),
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            }
+        if self.kind == "npu":
+            import torch_npu
+
+            about |= {"torch_npu": torch_npu.__version__, "cann": host.cann_version(), "driver": host.npu_driver()}
+        if self.module is not None:
+            about["memory_gib"] = round(self.module.get_device_properties(self.index).total_memory / _GIB, 2)
+        return about
+
+    def _name(self) -> str:
+        return host.cpu_name() if self.module is None else str(self.module.get_device_name(self.index))
