@@ -65,6 +65,7 @@ class Parts:
     frozen: dict[str, nn.Module] = field(default_factory=dict)
     tokenizers: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # the architecture, as --init_from_config=FILE.json takes it
+    notes: list[str] = field(default_factory=list)  # sentences to print at start: what is frozen, and why
 
 
 @dataclass

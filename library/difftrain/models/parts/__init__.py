@@ -1,0 +1,1 @@
+"""Pieces that several families share: text encoders and their vocabularies, VAEs, weight files."""

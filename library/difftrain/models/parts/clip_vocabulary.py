@@ -1,0 +1,197 @@
+"""CLIP's byte-level BPE vocabularies: read from every form they are shipped in, learned from text, written as folders.
+
+Captions are cut by the rules of CLIP's tokenizer (NFC, lower case, white space joined, its word pattern, then BPE with
+"</w>" at the end of a word). The padding token stays an ordinary piece of text here: a "!" in a caption is "!</w>",
+never the padding token that bigG writes as id 0.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+NUM_FIXED = 514  # 256 bytes, the same at the end of a word, and two marks
+LENGTH = 77
+_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
+_MERGES_OF_CLIP = 49152 - 256 - 2  # the released BPE file holds more merges than CLIP uses
+
+
+def byte_symbols() -> list[str]:
+    """Return one printable character a byte, in the order of CLIP's ids ("!" is 0)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
+
+
+@dataclass(frozen=True)
+class ClipVocabulary:
+    """A vocabulary and its merges. pad: the token that fills up a sequence (EOS for CLIP-L, "!" for bigG)."""
+
+    ids: dict[str, int]
+    merges: tuple[tuple[str, str], ...]
+    pad: str = EOS
+
+    @classmethod
+    def from_merges(cls, merges: Iterable[tuple[str, str]], pad: str = EOS) -> ClipVocabulary:
+        """Number bytes, bytes at a word's end, merges and marks as CLIP does."""
+        merges = tuple(merges)
+        symbols = byte_symbols()
+        names = [*symbols, *(s + "</w>" for s in symbols), *(a + b for a, b in merges), BOS, EOS]
+        return cls({name: i for i, name in enumerate(names)}, merges, pad)
+
+    @classmethod
+    def learn(cls, text: str, num_merges: int, pad: str = EOS) -> ClipVocabulary:
+        """Learn merges from a text (see `learn_merges`)."""
+        return cls.from_merges(learn_merges(text, num_merges), pad)
+
+    @classmethod
+    def read(cls, path: Path, pad: str = EOS) -> ClipVocabulary:
+        """Read a folder with vocab.json + merges.txt or tokenizer.json, or a bare BPE file (.txt, .txt.gz).
+
+        Raises ValueError that says what is missing where neither is there.
+        """
+        if path.is_file():
+            return cls.from_merges(_parse_merges(_read_text(path))[:_MERGES_OF_CLIP], pad)
+        if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+            ids = json.loads((path / "vocab.json").read_text(encoding="utf-8"))
+            return cls(_checked(ids, path), tuple(_parse_merges(_read_text(path / "merges.txt"))), pad)
+        if (path / "tokenizer.json").is_file():
+            return cls._from_json(json.loads((path / "tokenizer.json").read_text(encoding="utf-8")), path, pad)
+        raise ValueError(f"{path} holds neither vocab.json and merges.txt nor tokenizer.json")
+
+    @classmethod
+    def _from_json(cls, content: dict[str, Any], path: Path, pad: str) -> ClipVocabulary:
+        model = content.get("model", {})
+        if model.get("type", "BPE") != "BPE" or model.get("end_of_word_suffix") != "</w>":
+            raise ValueError(f"{path / 'tokenizer.json'} is not a CLIP tokenizer (byte-level BPE with </w>)")
+        ids = dict(model["vocab"])
+        for token in content.get("added_tokens", []):
+            ids.setdefault(token["content"], token["id"])
+        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+        return cls(_checked(ids, path), tuple(merges), pad)
+
+    @property
+    def bos_id(self) -> int:
+        return self.ids[BOS]
+
+    @property
+    def eos_id(self) -> int:
+        return self.ids[EOS]
+
+    @property
+    def pad_id(self) -> int:
+        return self.ids[self.pad]
+
+    def __len__(self) -> int:
+        return max(self.ids.values()) + 1
+
+    def backend(self) -> Tokenizer:
+        """Build the tokenizer that turns text into ids, without marks and without padding."""
+        from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+        from tokenizers.models import BPE
+
+        model = BPE(self.ids, list(self.merges), continuing_subword_prefix="", end_of_word_suffix="</w>", unk_token=EOS)
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_WORDS), behavior="removed", invert=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+        return tokenizer
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that transformers' CLIPTokenizer loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        marks = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": self.pad}
+        config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": LENGTH, "do_lower_case": True} | marks
+        merges = "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in self.merges)
+        (folder / "vocab.json").write_text(json.dumps(self.ids, ensure_ascii=False), encoding="utf-8")
+        (folder / "merges.txt").write_text(merges, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
+
+    def transformers_tokenizer(self) -> Any:
+        """Return the CLIPTokenizer that a diffusers pipeline takes."""
+        from transformers import CLIPTokenizerFast
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            return CLIPTokenizerFast.from_pretrained(folder)
+
+
+def learn_merges(text: str, num_merges: int) -> list[tuple[str, str]]:
+    """Learn byte-pair merges from the words of a text: the most frequent pair first, ties in alphabetical order.
+
+    Raises ValueError where the text has fewer pairs than asked for.
+    """
+    symbol = dict(zip(_bytes_in_order(), byte_symbols()))
+    counts = Counter(text.lower().split())
+    words = [([*(symbol[b] for b in w.encode()[:-1]), symbol[w.encode()[-1]] + "</w>"], n) for w, n in counts.items()]
+    merges: list[tuple[str, str]] = []
+    while len(merges) < num_merges:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for pieces, n in words:
+            for pair in itertools.pairwise(pieces):
+                pairs[pair] += n
+        if not pairs:
+            raise ValueError(f"the text yields {len(merges)} merges, {num_merges} were asked for")
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        words = [(_merge(pieces, best), n) for pieces, n in words]
+    return merges
+
+
+def _bytes_in_order() -> list[int]:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return printable + [b for b in range(256) if b not in printable]
+
+
+def _merge(pieces: list[str], pair: tuple[str, str]) -> list[str]:
+    out: list[str] = []
+    for piece in pieces:
+        if out and (out[-1], piece) == pair:
+            out[-1] += piece
+        else:
+            out.append(piece)
+    return out
+
+
+def _read_text(path: Path) -> str:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return file.read()
+    return path.read_text(encoding="utf-8")
+
+
+def _parse_merges(text: str) -> list[tuple[str, str]]:
+    """Read the pairs of a merges file, whose first line may be a version or a comment."""
+    lines = text.split("\n")
+    if lines and (lines[0].startswith("#version") or lines[0].startswith('"')):
+        lines = lines[1:]
+    pairs = [tuple(line.split()) for line in lines if line.strip()]
+    wrong = next((p for p in pairs if len(p) != 2), None)
+    if wrong is not None:
+        raise ValueError(f"not a BPE merges file: a line holds {len(wrong)} pieces instead of 2")
+    return pairs  # type: ignore[return-value]
+
+
+def _checked(ids: dict[str, int], path: Path) -> dict[str, int]:
+    missing = [mark for mark in (BOS, EOS, "!") if mark not in ids]
+    if missing:
+        raise ValueError(f"{path} is not a CLIP vocabulary: it has no {', '.join(missing)}")
+    return ids

@@ -1,0 +1,77 @@
+"""Random weights that are the same on every machine: each a function of (seed, parameter name) alone.
+
+torch's own initialisation depends on the kernels of the CPU and on the order in which modules are made; two devices
+whose loss curves are to be laid over one another must start from the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from difftrain.diffusion.draws import key_of, normal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Scale = Callable[[str, torch.Size], float]  # standard deviation of a parameter by name and shape
+
+
+def initial_weights(module: nn.Module, part: str, seed: int, scale: Scale) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter of a module (which may be on the meta device) as fp32: N(0, scale^2), or ones for a norm.
+
+    Scales of exactly 0 give zeros; the part's name is part of the key, so equal names in two parts differ.
+    """
+    norms = {name for name, child in module.named_modules() if "Norm" in type(child).__name__}
+    for name, param in module.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        if owner in norms:
+            value = torch.ones(param.shape) if kind == "weight" else torch.zeros(param.shape)
+        else:
+            value = _normal(seed, f"{part}.{name}", param.shape, scale(name, fan_shape(module, name, param)))
+        yield name, value
+
+
+def _normal(seed: int, name: str, shape: torch.Size, std: float) -> Tensor:
+    if not std:
+        return torch.zeros(shape)
+    draw = torch.from_numpy(normal(seed, key_of("initial weights", name), 0, "init", shape))
+    return draw.mul_(std)
+
+
+def fan_shape(module: nn.Module, name: str, param: Tensor) -> torch.Size:
+    """Return the shape that sets a parameter's fan-in: for a bias, that of its weight."""
+    owner, _, kind = name.rpartition(".")
+    weight = getattr(module.get_submodule(owner), "weight", None)
+    return weight.shape if kind == "bias" and weight is not None else param.shape
+
+
+def by_fan_in(name: str, shape: torch.Size) -> float:
+    """Give the variance of torch's default for linear layers and convolutions, 1 / (3 fan_in)."""
+    return (3 * math.prod(shape[1:])) ** -0.5
+
+
+def clip_scale(num_layers: int, width: int) -> Scale:
+    """Give CLIP's scales (Radford et al. 2021, section 2.5 and its code), biases zero."""
+    depth = (2 * num_layers) ** -0.5
+    rules = [
+        (r"bias$", 0.0),
+        (r"(token|position)_embedding\.weight$", 0.02),
+        (r"\.(q|k|v)_proj\.weight$", width**-0.5 * depth),
+        (r"\.out_proj\.weight$", width**-0.5),
+        (r"\.fc1\.weight$", (2 * width) ** -0.5),
+        (r"\.fc2\.weight$", width**-0.5 * depth),
+        (r"text_projection\.weight$", width**-0.5),
+    ]
+
+    def scale(name: str, shape: torch.Size) -> float:
+        for pattern, std in rules:
+            if re.search(pattern, name):
+                return std
+        raise KeyError(f"no scale for {name}")
+
+    return scale

@@ -1,0 +1,34 @@
+"""Latents from pixels, by a frozen AutoencoderKL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def pixels_to_unit(pixels: Tensor) -> Tensor:
+    """Map uint8 pixels to [-1, 1] in fp32."""
+    return pixels.float().div_(127.5).sub_(1.0)
+
+
+@torch.no_grad()
+def raw_latents(vae: torch.nn.Module, pixels: Tensor, draw: Tensor, *, fp32: bool, batch_size: int | None) -> Tensor:
+    """Sample the posterior with a host draw: mean + std * draw, in fp32.
+
+    Shapes: pixels (B, 3, H, W) uint8, draw (B, C, H / f, W / f). fp32 turns autocast off around the VAE, whose
+    activations overflow fp16 in SDXL. batch_size bounds how many pictures are encoded at once.
+    """
+    with torch.autocast(pixels.device.type, enabled=False):
+        dtype = torch.float32 if fp32 else next(vae.parameters()).dtype
+        pieces = pixels.split(batch_size or len(pixels))
+        moments = torch.cat([_moments(vae, pixels_to_unit(piece).to(dtype)) for piece in pieces])
+    mean, logvar = moments.float().chunk(2, dim=1)
+    return mean + logvar.clamp(-30.0, 20.0).mul(0.5).exp() * draw
+
+
+def _moments(vae: torch.nn.Module, x: Tensor) -> Tensor:
+    return vae.encode(x).latent_dist.parameters

@@ -1,0 +1,1 @@
+"""Stable Diffusion XL: UNet, VAE, CLIP-L and OpenCLIP bigG."""

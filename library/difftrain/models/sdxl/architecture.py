@@ -1,0 +1,157 @@
+"""The sizes of an SDXL model: read, checked, built without weights."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts.family import DrawSpec, Feature, FeatureSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FLAVORS = ("base", "tiny", "demo")
+PARTS = ("unet", "vae", "text_encoder_1", "text_encoder_2")
+_KEYS = {"unet": "unet", "vae": "vae", "text_encoder": "text_encoder_1", "text_encoder_2": "text_encoder_2"}
+NUM_TIMESTEPS = 1000
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Hold the constructor arguments of every part, as diffusers and transformers name them."""
+
+    name: str
+    unet: dict[str, Any]
+    vae: dict[str, Any]
+    text_encoder_1: dict[str, Any]
+    text_encoder_2: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], where: str) -> Architecture:
+        """Check and hold an architecture. Raises ConfigFault with every fault found."""
+        faults = _faults(content, where)
+        if faults:
+            raise ConfigFault(faults)
+        return cls(name=str(content.get("name", "custom")), **{part: dict(content[key]) for key, part in _KEYS.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what --init_from_config=FILE.json takes."""
+        return {"family": "sdxl", "name": self.name} | {key: getattr(self, part) for key, part in _KEYS.items()}
+
+    @property
+    def is_base(self) -> bool:
+        """Tell whether a reader that knows only SDXL base can tell the sizes by itself."""
+        return self.to_dict() | {"name": "base"} == named("base").to_dict()
+
+    @property
+    def vae_factor(self) -> int:
+        return 2 ** (len(self.vae["block_out_channels"]) - 1)
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels that both sides of a picture must be a multiple of: the VAE's factor times the UNet's."""
+        return self.vae_factor * 2 ** (len(self.unet["block_out_channels"]) - 1)
+
+    @property
+    def features(self) -> FeatureSpec:
+        channels, factor = self.vae["latent_channels"], self.vae_factor
+        latent = DrawSpec("normal", channels=channels, factor=factor)
+        return FeatureSpec(
+            features={"latents": Feature(channels, factor)},
+            draws={"noise": latent, "moments": latent, "timestep": DrawSpec("integer", high=NUM_TIMESTEPS)},
+            size_multiple=self.size_multiple,
+        )
+
+    def build(self, part: str) -> nn.Module:
+        """Build one part on the meta device: names and shapes, no memory."""
+        import torch
+
+        with torch.device("meta"):
+            return _construct(part, getattr(self, part))
+
+
+def _construct(part: str, config: dict[str, Any]) -> nn.Module:
+    if part == "unet":
+        from diffusers import UNet2DConditionModel
+
+        return UNet2DConditionModel(**config)
+    if part == "vae":
+        from diffusers import AutoencoderKL
+
+        return AutoencoderKL(**config)
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    model = CLIPTextModel if part == "text_encoder_1" else CLIPTextModelWithProjection
+    return model(CLIPTextConfig(**config))
+
+
+def named(name: str) -> Architecture:
+    """Return a shipped size."""
+    text = resources.files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8")
+    return Architecture.from_dict(json.loads(text), f"{name}.json")
+
+
+def read_architecture(choice: str, where: str = "--init_from_config") -> Architecture:
+    """Resolve base, tiny, demo or the path of a JSON file. Raises ConfigFault."""
+    if choice in FLAVORS:
+        return named(choice)
+    path = Path(choice)
+    remedy = f"give {', '.join(FLAVORS)} or a JSON file with the sections {', '.join(_KEYS)}"
+    if not path.is_file():
+        raise ConfigFault([Fault(where, f"there is no file {choice!r}", remedy)])
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigFault([Fault(where, f"{choice} is not JSON: {error}", remedy)]) from None
+    if not isinstance(content, dict):
+        raise ConfigFault([Fault(where, f"{choice} holds a {type(content).__name__}, not an object", remedy)])
+    return Architecture.from_dict(content, choice)
+
+
+def _faults(content: dict[str, Any], where: str) -> list[Fault]:
+    missing = [key for key in _KEYS if not isinstance(content.get(key), dict)]
+    unknown = sorted(set(content) - set(_KEYS) - {"family", "name"})
+    faults = [Fault(where, f"has no section {key!r}") for key in missing]
+    faults += [Fault(where, f"unknown section {key!r}", f"known: {', '.join(_KEYS)}") for key in unknown]
+    if missing:
+        return faults
+    for key, part in _KEYS.items():
+        known = _known_keys(part)
+        faults += [Fault(f"{where} [{key}]", f"unknown key {name!r}") for name in sorted(set(content[key]) - known)]
+    return faults or _mismatches(content, where)
+
+
+def _known_keys(part: str) -> set[str]:
+    if part == "unet":
+        from diffusers import UNet2DConditionModel as Model
+    elif part == "vae":
+        from diffusers import AutoencoderKL as Model
+    else:
+        from transformers import CLIPTextConfig
+
+        return set(CLIPTextConfig().to_dict())
+    return set(inspect.signature(Model.__init__).parameters) - {"self"}
+
+
+def _mismatches(content: dict[str, Any], where: str) -> list[Fault]:
+    """Say where two parts do not fit together."""
+    unet, vae, first, second = (content[key] for key in _KEYS)
+    widths = first["hidden_size"] + second["hidden_size"]
+    added = 6 * unet["addition_time_embed_dim"] + second["projection_dim"]
+    pairs = [
+        ("[unet] cross_attention_dim", unet["cross_attention_dim"], widths, "the text encoders' widths together"),
+        ("[unet] projection_class_embeddings_input_dim", unet["projection_class_embeddings_input_dim"], added,
+         "6 x addition_time_embed_dim + text_encoder_2's projection_dim"),
+        ("[unet] in_channels", unet["in_channels"], vae["latent_channels"], "the VAE's latent_channels"),
+        ("[unet] out_channels", unet["out_channels"], vae["latent_channels"], "the VAE's latent_channels"),
+    ]  # fmt: skip
+    return [
+        Fault(f"{where} {key}", f"is {value}, must be {right}", why)
+        for key, value, right, why in pairs
+        if value != right
+    ]

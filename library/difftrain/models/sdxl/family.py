@@ -1,0 +1,119 @@
+"""SDXL as a Family: its maths, and nothing of ranks, devices or optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.contracts import Batch, FeatureSpec, Group, Inputs, Parts
+from difftrain.diffusion import ddpm
+from difftrain.models.parts.vae import raw_latents
+from difftrain.models.sdxl.load import learning_rates, load_parts
+from difftrain.models.sdxl.text import encode_first, encode_second
+from difftrain.models.sdxl.tokens import SDXLTokenize
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from difftrain.config import TrainConfig
+    from difftrain.models.sdxl.sources import Source
+
+
+class SDXLFamily:
+    """Stable Diffusion XL (Podell et al. 2023), epsilon or v-prediction over 1000 scaled-linear steps."""
+
+    name = "sdxl"
+
+    def __init__(self, cfg: TrainConfig) -> None:
+        self.cfg = cfg
+
+    @cached_property
+    def source(self) -> Source:
+        """Find the weights that the configuration names."""
+        from difftrain.models.sdxl.sources import source_of
+
+        return source_of(self.cfg)
+
+    @property
+    def features(self) -> FeatureSpec:
+        return self.source.architecture.features
+
+    def load(self, *, meta: bool = False) -> Parts:
+        """Build root and frozen parts, with their tokenizers; names and shapes only where meta."""
+        return load_parts(self.cfg, self.source, self.source.vocabularies(required=not meta), meta=meta)
+
+    def tokenizer(self, parts: Parts) -> SDXLTokenize:
+        """Return the picklable function from captions to token ids."""
+        pair = (parts.tokenizers["tokenizer_1"], parts.tokenizers["tokenizer_2"])
+        return SDXLTokenize(pair, self.cfg.model.max_token_length)
+
+    def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]:
+        """Return what turns features of a batch into latents and text conditions."""
+        return {"latents": lambda batch: self.latents(batch, parts), "text": lambda batch: self.text(batch, parts)}
+
+    def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
+        """List the blocks in the order in which they run."""
+        found = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
+        unet = parts.root.unet
+        blocks = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
+        blocks += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
+        return found + [(f"unet.{name}", unet.get_submodule(name)) for name in blocks]
+
+    @torch.no_grad()
+    def inputs(self, batch: Batch, parts: Parts) -> Inputs:
+        """Encode, noise and weigh one micro batch; trained encoders get their ids, in root."""
+        latents, noise = self.latents(batch, parts), batch.draws["noise"].float()
+        t = batch.draws["timestep"].long()
+        table = ddpm.alphas_cumprod().to(latents.device)
+        kind = self.cfg.model.prediction_type
+        target = noise if kind == "epsilon" else ddpm.velocity(table, latents, noise, t)
+        weight = torch.ones(len(t), device=latents.device)
+        if self.cfg.loss.min_snr_gamma is not None:
+            weight = ddpm.min_snr_weights(table, t, self.cfg.loss.min_snr_gamma, kind)
+        x_t = ddpm.add_noise(table, latents, noise, t)
+        return Inputs(x_t, t, self.text(batch, parts), target, weight, batch.loss_mask)
+
+    def latents(self, batch: Batch, parts: Parts) -> Tensor:
+        """Sample the VAE's posterior with the draw "moments", scaled to the UNet's range."""
+        model, vae = self.cfg.model, parts.frozen["vae"]
+        raw = raw_latents(
+            vae, batch.features["pixels"], batch.draws["moments"], fp32=model.vae_fp32, batch_size=model.vae_batch_size
+        )
+        return raw * vae.config.scaling_factor
+
+    @torch.no_grad()
+    def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
+        """Return conditions: size ids, and of each text encoder its output where frozen, else the ids for it."""
+        features, frozen = batch.features, parts.frozen
+        sizes = [features[name] for name in ("original_size", "crop_top_left", "target_size")]
+        conditions = {"time_ids": torch.cat(sizes, dim=1).float()}
+        if "text_encoder_1" in frozen:
+            conditions["hidden_1"] = encode_first(frozen["text_encoder_1"], features["input_ids_1"])
+        else:
+            conditions["input_ids_1"] = features["input_ids_1"]
+        if "text_encoder_2" in frozen:
+            hidden, pooled = encode_second(frozen["text_encoder_2"], features["input_ids_2"])
+            conditions |= {"hidden_2": hidden, "pooled": pooled}
+        else:
+            conditions["input_ids_2"] = features["input_ids_2"]
+        return conditions
+
+    def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Predict noise or velocity. Shapes: (B, C, H, W) as x_t."""
+        return (root(inputs.x_t, inputs.timestep, inputs.conditions),)
+
+    def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]:
+        """Sum over samples of weight times the sample's mean squared error, in fp32."""
+        error = (outputs[0].float() - inputs.target.float()).square().flatten(1).mean(1)
+        return {"loss": (inputs.weight * error).sum()}
+
+    def param_groups(self, root: nn.Module) -> list[Group]:
+        """Group parameters by part, each with its own rate, under the names that root gives them."""
+        groups = []
+        for part, rate in learning_rates(self.cfg).items():
+            named = [(n, p) for n, p in root.named_parameters() if n.startswith(f"{part}.") and p.requires_grad]
+            groups.append(Group(part, named, rate))
+        return groups

@@ -1,0 +1,104 @@
+"""Put the parts of an SDXL model together from the configuration."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from difftrain.contracts import ConfigFault, Fault, Parts
+from difftrain.models.parts.materialise import fill
+from difftrain.models.sdxl.architecture import PARTS
+from difftrain.models.sdxl.root import SDXLRoot
+from difftrain.models.sdxl.text import unused_names
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
+    from difftrain.models.parts.clip_vocabulary import ClipVocabulary
+    from difftrain.models.sdxl.sources import Source
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def learning_rates(cfg: TrainConfig) -> dict[str, float]:
+    """Return the rate of every part that is trained (kohya: an encoder's defaults to the UNet's, 0 freezes).
+
+    Raises ConfigFault where nothing is left to train.
+    """
+    section = cfg.optimizer
+    rates = {"unet": section.learning_rate}
+    if cfg.model.train_text_encoder:
+        for part, rate in (
+            ("text_encoder_1", section.learning_rate_te1),
+            ("text_encoder_2", section.learning_rate_te2),
+        ):
+            rates[part] = section.learning_rate if rate is None else rate
+    rates = {part: rate for part, rate in rates.items() if rate > 0}
+    if not rates:
+        raise ConfigFault([Fault("--learning_rate", "is 0 for every part: nothing would be trained")])
+    return rates
+
+
+def load_parts(
+    cfg: TrainConfig, source: Source, vocabularies: tuple[ClipVocabulary, ClipVocabulary] | None, *, meta: bool
+) -> Parts:
+    """Build all parts; trained ones in fp32, frozen ones in the mixed precision's dtype (the VAE as vae_fp32 says).
+
+    On the meta device with meta=True: names and shapes only.
+    """
+    rates = learning_rates(cfg)
+    modules = {part: source.architecture.build(part) for part in PARTS}
+    if not meta:
+        for part, module in modules.items():
+            fill(
+                module, source.weights(part, module), storage_dtype(cfg, part, trained=part in rates or part == "unet")
+            )
+    frozen = {part: module for part, module in modules.items() if part not in rates and part != "unet"}
+    for module in frozen.values():
+        module.requires_grad_(False).eval()
+    trained = {part: modules.get(part) if part in rates else None for part in ("text_encoder_1", "text_encoder_2")}
+    root = SDXLRoot(modules["unet"], **trained)
+    parts = Parts(root, frozen, config=source.architecture.to_dict())
+    if vocabularies is not None:
+        parts.tokenizers = {f"tokenizer_{i}": v for i, v in enumerate(vocabularies, start=1)}
+    _freeze(parts, rates)
+    if cfg.training.gradient_checkpointing:
+        _checkpoint(root)
+    return parts
+
+
+def storage_dtype(cfg: TrainConfig, part: str, *, trained: bool) -> torch.dtype:
+    """Return the dtype that a part's weights are kept in."""
+    if trained or (part == "vae" and cfg.model.vae_fp32):
+        return torch.float32
+    return DTYPES[cfg.training.mixed_precision]
+
+
+def _freeze(parts: Parts, rates: dict[str, float]) -> None:
+    """Freeze what is in root but cannot, or shall not, be trained; say which."""
+    root = parts.root
+    if "unet" not in rates:
+        root.unet.requires_grad_(False)
+        parts.notes.append("the UNet is frozen: its learning rate is 0")
+    if "text_encoder_1" in rates:
+        names = unused_names(root.text_encoder_1)
+        for name in names:
+            root.text_encoder_1.get_parameter(name).requires_grad_(False)
+        last = root.text_encoder_1.config.num_hidden_layers - 1
+        parts.notes.append(
+            f"text_encoder_1: layer {last} and final_layer_norm ({len(names)} tensors) stay as they are, "
+            "because SDXL reads the hidden states before them"
+        )
+
+
+def _checkpoint(root: SDXLRoot) -> None:
+    """Recompute activations in the backward pass of the UNet and of trained encoders."""
+    root.unet.enable_gradient_checkpointing()
+    for part in ("text_encoder_1", "text_encoder_2"):
+        if hasattr(root, part):
+            encoder = getattr(root, part)
+            newer = getattr(encoder, "activation_checkpointing_enable", None)  # its name since transformers 5
+            (newer or encoder.gradient_checkpointing_enable)({"use_reentrant": False})

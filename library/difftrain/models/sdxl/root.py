@@ -1,0 +1,47 @@
+"""The one module that holds everything trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from difftrain.models.sdxl.text import encode_first, encode_second
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SDXLRoot(nn.Module):
+    """UNet, and the text encoders that are trained with it.
+
+    Conditions hold either what a frozen encoder made (hidden_1; hidden_2 and pooled) or the ids for a trained one
+    (input_ids_1, input_ids_2), and time_ids (B, 6).
+    """
+
+    def __init__(self, unet: nn.Module, text_encoder_1: nn.Module | None, text_encoder_2: nn.Module | None) -> None:
+        super().__init__()
+        self.unet = unet
+        if text_encoder_1 is not None:
+            self.text_encoder_1 = text_encoder_1
+        if text_encoder_2 is not None:
+            self.text_encoder_2 = text_encoder_2
+
+    def forward(self, x_t: Tensor, timestep: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Predict. Shapes: x_t (B, C, H, W), timestep (B,) -> (B, C, H, W)."""
+        hidden, pooled = self.text(conditions)
+        added = {"text_embeds": pooled, "time_ids": conditions["time_ids"]}
+        return self.unet(x_t, timestep, hidden, added_cond_kwargs=added, return_dict=False)[0]
+
+    def text(self, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return hidden states (B, L, D1 + D2) and pooled (B, P), running the encoders that are trained."""
+        if "input_ids_1" in conditions:
+            first = encode_first(self.text_encoder_1, conditions["input_ids_1"])
+        else:
+            first = conditions["hidden_1"]
+        if "input_ids_2" in conditions:
+            second, pooled = encode_second(self.text_encoder_2, conditions["input_ids_2"])
+        else:
+            second, pooled = conditions["hidden_2"], conditions["pooled"]
+        return torch.cat([first, second.to(first.dtype)], dim=-1), pooled
