@@ -1,0 +1,232 @@
+"""The index: every usable record of the configured data, opened in constant time and constant memory.
+
+Facts of a record are rows of an SQLite file, looked up one by one; what planning needs of all records are memory-mapped
+columns. Both lie in one folder that is never changed once it has its name (see index_writer.py), so any number of
+processes read it without locks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from difftrain.contracts import DataFault, MediaRef, Record, Reject
+from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.base import Source
+
+FORMAT = 1  # of the index on disk; raise it when the schema or the meaning of a row changes
+CURRENT = "current"  # names the folder of the newest whole index
+DATABASE = "index.sqlite"
+META = "index.json"
+
+_RECORD = """
+SELECT files.source, coalesce(records.path, files.path), records.member, records.offset, records.length,
+       records.width, records.height, records.captions, records.content, files.path, records.key
+FROM records JOIN files ON files.id = records.file WHERE records.row = ?
+"""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What planning needs of every record, entry i for id i; memory-mapped, read-only.
+
+    Shapes: keys (N, 16) uint8, ascending byte by byte; width, height, shard, row (N,) uint32; source (N,) uint16.
+    width and height are those after EXIF rotation. shard counts the tars or parquet files of a source by name, 0 for
+    plain files. row is the record's place in the order of reading: consecutive within a shard.
+    """
+
+    keys: np.ndarray
+    width: np.ndarray
+    height: np.ndarray
+    source: np.ndarray
+    shard: np.ndarray
+    row: np.ndarray
+
+    @classmethod
+    def open(cls, folder: Path) -> Columns:
+        """Map the columns of an index folder."""
+        return cls(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class IndexSummary:
+    """What an index holds, as written beside it and printed at start."""
+
+    folder: str
+    count: int
+    fingerprint: str  # of the keys and sizes of all records
+    duplicates: int | None  # records whose bytes another record has too; None: not looked for (see notes)
+    rejected: int
+    reasons: dict[str, int]  # kind of reason -> how many
+    sources: tuple[SourceInfo, ...]
+    shards: tuple[int, ...]  # of each source
+    verify: str  # full | quick
+    notes: tuple[str, ...] = ()  # choices made and things passed over, one sentence each
+    stamp: str = ""  # of the settings that decide what is accepted
+    reused: int = field(default=0, compare=False)  # files taken over from the previous index unread
+    read: int = field(default=0, compare=False)
+
+    def to_json(self) -> str:
+        """Write as JSON."""
+        return json.dumps({"format": FORMAT} | asdict(self), indent=1)
+
+    @classmethod
+    def load(cls, folder: Path) -> IndexSummary:
+        """Read the summary of an index folder.
+
+        Raises: DataFault where it is missing, damaged or of another version.
+        """
+        try:
+            raw: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+            if raw.pop("format") != FORMAT:
+                raise DataFault(f"{folder}: an index of another version; remove the folder and it is built again")
+            raw["sources"] = tuple(SourceInfo(**source) for source in raw["sources"])
+            raw |= {name: tuple(raw[name]) for name in ("shards", "notes")} | {"folder": str(folder)}
+            return cls(**raw)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataFault(
+                f"{folder}: the index cannot be read ({error}); remove the folder and it is built again"
+            ) from None
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the folder of the newest whole index under `folder`, None where there is none."""
+    try:
+        name = (folder / CURRENT).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    found = folder / name
+    return found if name and (found / META).is_file() else None
+
+
+def connect(database: Path) -> sqlite3.Connection:
+    """Open a finished database: read-only, without locks (it never changes)."""
+    return sqlite3.connect(f"file:{quote(str(database))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+
+
+class Index:
+    """Read an index. Picklable; each process and thread opens SQLite for itself, when it first looks something up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.summary = IndexSummary.load(folder)
+        self._local = threading.local()
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Index:
+        """Open the newest index under a folder that build_index was given.
+
+        Raises: DataFault where there is none.
+        """
+        found = newest(Path(folder))
+        if found is None:
+            raise DataFault(f"{folder}: no index here; it is built when training is prepared")
+        return cls(found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Index, (self.folder,)  # the very folder, not the newest: workers see what their parent sees
+
+    @property
+    def count(self) -> int:
+        """Return the number of records."""
+        return self.summary.count
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the hash of all keys and sizes."""
+        return self.summary.fingerprint
+
+    @property
+    def sources(self) -> tuple[SourceInfo, ...]:
+        """Return the sources, by ordinal."""
+        return self.summary.sources
+
+    @property
+    def duplicates(self) -> int | None:
+        """Return how many records have the bytes of another one; None where that was not looked for."""
+        return self.summary.duplicates
+
+    @cached_property
+    def _columns(self) -> Columns:
+        return Columns.open(self.folder)
+
+    @cached_property
+    def _sources(self) -> list[Source]:
+        return [open_source(info) for info in self.sources]
+
+    @cached_property
+    def _labels(self) -> list[str]:
+        return [info.label for info in self.sources]
+
+    def columns(self) -> Columns:
+        """Return the memory-mapped columns."""
+        return self._columns
+
+    def record(self, record_id: int) -> Record:
+        """Look up one record.
+
+        Raises: IndexError where there is no such id.
+        """
+        if not 0 <= record_id < self.summary.count:
+            raise IndexError(f"record {record_id}: this index has ids 0 to {self.count - 1}")
+        row = self._connection().execute(_RECORD, (int(self._columns.row[record_id]),)).fetchone()
+        source, path, member, offset, length, width, height, captions, content, file, key = row
+        return Record(
+            id=record_id,
+            key=key,
+            media=MediaRef(source, path, offset, length),
+            captions=tuple(json.loads(captions)),
+            size_hw=(height, width),
+            content=content,
+            name=f"{self._labels[source]}/{file}" + (f"!{member}" if member else ""),
+        )
+
+    def records(self, ids: Iterable[int]) -> list[Record]:
+        """Look up several records, in the order asked for."""
+        return [self.record(int(i)) for i in ids]
+
+    def read(self, media: MediaRef) -> bytes:
+        """Read the bytes of a picture, in place.
+
+        Raises: OSError where they are gone or shorter than when they were indexed.
+        """
+        return self._sources[media.source].read(media)
+
+    def rejects(self) -> Iterator[Reject]:
+        """Iterate over what is not trained on and why, by path."""
+        for path, reason in self._connection().execute("SELECT path, reason FROM rejects ORDER BY path, reason"):
+            yield Reject(path, reason)
+
+    def write_rejects(self, path: Path) -> int:
+        """Write the rejects as JSON, a line an item; return how many. With none, no file is made."""
+        if not self.summary.rejected:
+            return 0
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("w", encoding="utf-8") as file:
+            for reject in self.rejects():
+                file.write(json.dumps({"path": reject.path, "reason": reject.reason}, ensure_ascii=False) + "\n")
+        temporary.replace(path)
+        return self.summary.rejected
+
+    def shard_paths(self, source: int) -> list[str]:
+        """Return the shards of a source by ordinal: paths relative to its root; empty for plain files."""
+        rows = self._connection().execute(
+            "SELECT path FROM files WHERE source = ? AND shard IS NOT NULL ORDER BY shard", (source,)
+        )
+        return [path for (path,) in rows] if self.summary.shards[source] else []
+
+    def _connection(self) -> sqlite3.Connection:
+        held = getattr(self._local, "held", None)
+        if held is None or held[0] != os.getpid():  # SQLite must not be carried across a fork
+            self._local.held = held = (os.getpid(), connect(self.folder / DATABASE))
+        return held[1]

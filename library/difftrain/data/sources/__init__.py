@@ -1,0 +1,22 @@
+"""Sources: where pictures and captions lie. One file a kind; this registry names them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from difftrain.data.sources.base import Source, SourceInfo
+
+SOURCES = {
+    "folder": "difftrain.data.sources.folder:FolderSource",
+    "tar": "difftrain.data.sources.tar:TarSource",
+    "parquet": "difftrain.data.sources.parquet:ParquetSource",
+}
+
+__all__ = ["SOURCES", "Source", "SourceInfo", "open_source"]
+
+
+def open_source(info: SourceInfo) -> Source:
+    """Make the source that an entry of an index names."""
+    module, _, attribute = SOURCES[info.kind].partition(":")
+    made: Source = getattr(import_module(module), attribute)(info)
+    return made

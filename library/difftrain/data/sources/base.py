@@ -1,0 +1,107 @@
+"""What a source is: it lists its files, takes the items out of each, and reads pictures in place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from difftrain.contracts import MediaRef
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"})
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """Name a source and say how to open it again. A configured folder of kohya's layout becomes several."""
+
+    ordinal: int
+    name: str  # what stands in the keys: the configured folder's ordinal, so that a copy elsewhere draws the same
+    kind: str  # a name of the registry
+    root: str  # absolute; paths are relative to it
+    repeats: int = 1
+    prefix: str = ""  # only what lies in this sub-folder of root: "10_cat/"
+    words: str = ""  # caption where there is no caption file
+    only: str = ""  # a single tar or parquet file of root
+    suffixes: tuple[str, ...] = ()  # of caption files, in the order they are tried
+    image_column: str = ""
+    caption_column: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return what messages call the root."""
+        return Path(self.root).name or self.root
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One file that a listing came upon. role: media (holds items), caption, outside (kohya), other."""
+
+    role: str
+    path: str  # relative to the root, forward slashes
+    size: int = 0
+    mtime_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """One media file to take items out of."""
+
+    path: str
+    caption: str | None = None  # path of its caption file, where the source has such
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One picture before anyone has looked at it. `open` gives a seekable file of its bytes, `length` of them."""
+
+    member: str | None  # name inside the file, for keys and messages
+    offset: int
+    length: int  # as MediaRef has it
+    size: int  # bytes of the picture
+    captions: tuple[str, ...]
+    open: Callable[[], BinaryIO]
+    path: str | None = None  # where the bytes lie in another file than the one that was listed
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """An item that cannot be used, known without looking at its picture."""
+
+    member: str | None
+    reason: str
+
+
+class Source(ABC):
+    """One kind of data. Made from its SourceInfo in every process that needs it."""
+
+    sharded = True  # a listed file holds many items and counts as a shard
+
+    def __init__(self, info: SourceInfo) -> None:
+        self.info = info
+        self.root = Path(info.root)
+
+    @abstractmethod
+    def listing(self) -> Iterator[Listed]:
+        """Iterate over the files below the root, in any order, without holding them all."""
+
+    @abstractmethod
+    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+        """Take the items out of one file, always in the same order.
+
+        Raises: OSError, DataFault.
+        """
+
+    @abstractmethod
+    def read(self, media: MediaRef) -> bytes:
+        """Read the bytes of one picture.
+
+        Raises: OSError where there are fewer than there were.
+        """
+
+
+def key_path(file: str, member: str | None) -> str:
+    """Return what stands for an item in its key: its relative path, inside a shard "shard/member"."""
+    return file if member is None else f"{file}/{member}"
