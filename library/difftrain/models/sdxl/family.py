@@ -67,7 +67,7 @@ class SDXLFamily:
         """Encode, noise and weigh one micro batch; trained encoders get their ids, in root."""
         latents, noise = self.latents(batch, parts), batch.draws["noise"].float()
         t = batch.draws["timestep"].long()
-        table = ddpm.alphas_cumprod().to(latents.device)
+        table = ddpm.tables(latents.device)
         kind = self.cfg.model.prediction_type
         target = noise if kind == "epsilon" else ddpm.velocity(table, latents, noise, t)
         weight = torch.ones(len(t), device=latents.device)
