@@ -1,4 +1,4 @@
-"""Typed, strict configuration. Imports no torch."""
+"""Typed, strict configuration, its flags and its TOML. Imports no torch."""
 
 from difftrain.config.sections import (
     CaptionSection,

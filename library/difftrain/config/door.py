@@ -1,0 +1,73 @@
+"""What every door and command does around its work: help, faults and errors with their exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from difftrain.config.finding import Rule
+from difftrain.config.help import help_text
+from difftrain.config.parse import Parsed, parse
+from difftrain.config.secrets import redact_text
+from difftrain.contracts.errors import ConfigFault, DifftrainError
+
+_WAIT_FOR_FIRST_S = 10.0
+
+
+def open_door(prog: str, argv: list[str], work: Callable[[Parsed], int], rules: Sequence[Rule] = ()) -> int:
+    """Parse a training command line, say what is worth saying, do the work, and return the exit code.
+
+    rules: those of rooms that configuration must not know.
+    """
+    if "-h" in argv or "--help" in argv:
+        return guard(prog, lambda: print(help_text(prog)) or 0)
+
+    def enter() -> int:
+        parsed = parse(argv, rules)
+        if _speaks():
+            for note in parsed.notes:
+                print(f"{prog}: {note}", file=sys.stderr)
+        return work(parsed)
+
+    return guard(prog, enter)
+
+
+def guard(prog: str, work: Callable[[], int]) -> int:
+    """Do the work; an error that a user can cause becomes a message without a traceback, and its exit code."""
+    try:
+        return work()
+    except DifftrainError as error:
+        if error.exit_code == 2 and not _speaks():
+            # the launcher ends all ranks when one ends: let the first of this machine finish its message
+            time.sleep(_WAIT_FOR_FIRST_S)
+        print(redact_text(f"{_who(prog)}: {_sentence(error)}"), file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{_who(prog)}: interrupted", file=sys.stderr, flush=True)
+        return 130
+    except BrokenPipeError:  # somebody closed our output: `... --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception:  # a bug of ours: the traceback is the message, and tokens stay out of it
+        print(redact_text(f"{_who(prog)}: {traceback.format_exc()}"), file=sys.stderr, flush=True)
+        return 1
+
+
+def _speaks() -> bool:
+    """Say whether this process speaks for its machine; every machine may have faults of its own."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _who(prog: str) -> str:
+    rank = os.environ.get("RANK")
+    return f"{prog} (rank {rank})" if rank not in (None, "0") else prog
+
+
+def _sentence(error: DifftrainError) -> str:
+    if not isinstance(error, ConfigFault):
+        return str(error)
+    count = len(error.faults)
+    return f"{count} fault{'s' if count > 1 else ''} in the configuration; nothing was started\n{error}"

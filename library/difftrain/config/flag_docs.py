@@ -1,0 +1,81 @@
+"""Write docs/flags.md from the table: `python -m difftrain.config.flag_docs > docs/flags.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from difftrain.config.flag import AS_OURS, Flag
+from difftrain.config.flags import KOHYA, OURS
+from difftrain.config.help import WORDS, default_text
+from difftrain.config.validate import choices_of
+
+INTRO = """# Flags of `sd_scripts_xl/sdxl_pretrain.py`
+
+This page is written by `python -m difftrain.config.flag_docs` from the one table in `library/difftrain/config/flags.py`;
+a test holds them together. The names of kohya's `sdxl_train.py` are all known ({kohya} of them, {offered} offered so far):
+a flag either has its meaning, or stops the run with a message that says why. None is ignored.
+
+`--key=value` and `--key value` both work; no prefix of a name stands for it. What counts, lowest first: the default, the
+file of `--config`, the flag. A flag given twice counts with its last value; `--train_data_dir` adds up. All faults are
+reported together, with exit code 2, before any device is touched.
+
+Differences to kohya on purpose
+- Epochs win over steps, as there. Warm-up and decay count optimizer updates here; under accelerate they run
+  as many times faster as there are processes.
+- `--caption_extension` unset tries `.caption`, then `.txt`, and prints its choice; `N_class` folders without a caption
+  file use the class words.
+- Transparent pictures are laid over white before they are resized; kohya drops the alpha channel.
+- Bucket sides that are no multiples of `--bucket_reso_steps` stay as they are given.
+- `--use_safetensors` counts only where `--save_model_as` is not given, as there.
+- Tokens on the command line are moved to the environment and redacted in everything that is written.
+"""
+
+
+def render() -> str:
+    """Return the whole page."""
+    offered = [flag for flag in KOHYA if flag.status in ("implemented", "nearest")]
+    return "\n".join(
+        [
+            INTRO.format(kohya=len(KOHYA), offered=len(offered)),
+            "## Implemented, kohya's names\n\n" + _table(flag for flag in KOHYA if flag.status == "implemented"),
+            "## Implemented, ours\n\n" + _table(flag for flag in OURS if flag.status == "implemented"),
+            "## Accepted, meaning the nearest thing here (said once)\n\n"
+            + _reasons("what it means", (flag for flag in (*KOHYA, *OURS) if flag.status == "nearest")),
+            "## Not built yet\n\nGiven, each is a fault of its own. Values in the last column ask for what is done anyway"
+            " and pass.\n\n" + _waiting(flag for flag in (*KOHYA, *OURS) if flag.status == "later"),
+            "## Not offered\n\n" + _reasons("reason", (flag for flag in (*KOHYA, *OURS) if flag.status == "refused")),
+        ]
+    )
+
+
+def _table(flags: Iterable[Flag]) -> str:
+    rows = ["| flag | meaning | default | kohya's, where another | TOML |", "|---|---|---|---|---|"]
+    for flag in flags:
+        choices = choices_of(flag.to) if flag.to else ()
+        word = "" if flag.kind == "switch" else "=" + ("\\|".join(map(str, choices)) or WORDS[flag.kind])
+        kohya = "" if flag.kohya is AS_OURS else f"`{flag.kohya}`" if flag.kohya not in (None, "") else "unset"
+        toml = f"`[{flag.to.split('.')[0]}] {flag.to.split('.')[1]}`" if flag.to else ""
+        default = default_text(flag).strip(" []") if flag.kind != "switch" else "off"
+        rows.append(f"| `{flag.option}{word}` | {_cell(flag.help)} | {_cell(default)} | {kohya} | {toml} |")
+    return "\n".join(rows) + "\n"
+
+
+def _reasons(title: str, flags: Iterable[Flag]) -> str:
+    rows = [f"| flag | {title} |", "|---|---|", *(f"| `{flag.option}` | {_cell(flag.help)} |" for flag in flags)]
+    return "\n".join(rows) + "\n"
+
+
+def _waiting(flags: Iterable[Flag]) -> str:
+    rows = ["| flag | what it is for; what to use meanwhile | passes |", "|---|---|---|"]
+    for flag in flags:
+        passes = ", ".join(f"`{value}`" for value in flag.same if value)
+        rows.append(f"| `{flag.option}` | {_cell(flag.help)} | {passes} |")
+    return "\n".join(rows) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,134 @@
+"""Command line -> TrainConfig, with every fault at once. Precedence: field default < --config TOML < flag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from difftrain.config import rules, rules_names, rules_paths, toml
+from difftrain.config.finding import Rule, check, value_of
+from difftrain.config.flag import Flag, convert
+from difftrain.config.flags import FLAGS, flag_of
+from difftrain.config.scan import scan
+from difftrain.config.secrets import keep_in_environment, redact
+from difftrain.config.sections import TrainConfig
+from difftrain.config.validate import Values, build, choices_of, default_of
+from difftrain.contracts.errors import ConfigFault, Fault
+
+RULES = (*rules.RULES, *rules_names.RULES, *rules_paths.RULES)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A configuration without a fault, and what is worth saying about how it came."""
+
+    config: TrainConfig
+    notes: tuple[str, ...]
+    dry_run: bool
+    argv: tuple[str, ...]  # redacted: fit to be written down
+
+
+@dataclass
+class _Sources:
+    """Values, where each "section.field" came from, and what went wrong on the way."""
+
+    values: Values = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    setters: dict[str, list[Flag]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)
+
+
+def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
+    """Read the command line of a training door.
+
+    extra_rules: what only the rooms above know, such as the kinds of devices.
+
+    Raises: ConfigFault with every fault of flags, TOML file and their combination.
+    """
+    found = scan(argv, FLAGS)
+    src = _Sources(faults=found.faults, notes=found.notes)
+    if "config" in found.words:
+        _take_toml(Path(found.words["config"][-1]), src)
+    for name, texts in found.words.items():
+        _take_flag(FLAGS[name], texts, src)
+    cfg, misfits = build(src.values)
+    for section, key, what, remedy in misfits:
+        path = f"{section}.{key}"
+        src.bad.add(path)
+        src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
+    asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
+    faults, notes = check(cfg, (*RULES, *extra_rules), asked, src.bad, src.origins)
+    if faults := [*src.faults, *faults]:
+        raise ConfigFault(faults)
+    return Parsed(cfg, (*src.notes, *notes), "dry_run" in found.words, tuple(redact(argv)))
+
+
+def _take_toml(path: Path, src: _Sources) -> None:
+    values, faults = toml.read(path)
+    src.faults += faults
+    for section, table in values.items():
+        for key, value in table.items():
+            src.values.setdefault(section, {})[key] = value
+            src.origins[f"{section}.{key}"] = toml.origin(path, section, key)
+
+
+def _take_flag(flag: Flag, texts: list[str], src: _Sources) -> None:
+    if flag.status in ("later", "refused"):
+        if not (texts and texts[-1] in flag.same):
+            what = "is not built yet" if flag.status == "later" else "is not offered"
+            src.faults.append(Fault(flag.option, what, flag.help))
+        return
+    if flag.status == "nearest":
+        src.notes.append(f"{flag.option}: {flag.help}")
+    try:
+        value = convert(flag, texts)
+    except ValueError as error:
+        src.faults.append(Fault(flag.option, str(error), flag.help))
+        if flag.to:
+            src.bad.add(flag.to)
+        return
+    if value == "" and flag.same == ("",):
+        return
+    if isinstance(value, str) and not _is_text(value):
+        src.faults.append(Fault(flag.option, "its value is empty or not UTF-8", flag.help))
+        if flag.to:
+            src.bad.add(flag.to)
+    elif flag.secret:
+        keep_in_environment(flag.secret, value)
+        src.notes.append(
+            f"{flag.option}: moved to the environment as {flag.secret}; give it there, command lines can be seen"
+        )
+    elif flag.to:
+        _assign(flag, value, src)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        return False
+    return bool(value.strip()) or value == " "
+
+
+def _assign(flag: Flag, value: Any, src: _Sources) -> None:
+    """Set a field; two flags that ask for different values of it contradict each other."""
+    section, _, key = flag.to.partition(".")
+    setters = src.setters.setdefault(flag.to, [])
+    if setters and flag.weak:
+        return
+    rivals = [one for one in setters if not (one.weak or one.status == flag.status == "nearest")]
+    if rivals and src.values[section][key] != value:
+        src.faults.append(Fault(flag.option, f"contradicts {rivals[0].option}", "give one of them"))
+        return
+    setters.append(flag)
+    src.values.setdefault(section, {})[key] = value
+    src.origins[flag.to] = flag.option
+
+
+def _help(path: str) -> str:
+    flag = flag_of(path)
+    return flag.help if flag and not choices_of(path) else ""

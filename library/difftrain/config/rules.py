@@ -1,0 +1,147 @@
+"""What one field cannot know alone: contradictions and missing companions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from difftrain.config.finding import Finding, Rule, value_of
+from difftrain.config.sections import TrainConfig
+
+
+class Need(NamedTuple):
+    """A field that means something only together with another."""
+
+    field: str
+    met: Callable[[TrainConfig], object]
+    needs: str
+    note: bool = False  # kohya lets it pass: said, no fault
+
+
+_CYCLED = ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
+_FLOORED = ("cosine_with_min_lr", "warmup_stable_decay")
+_UNWARMED = ("constant", "piecewise_constant")
+_BUCKETS = "has no effect without --enable_bucket"
+
+NEEDS: tuple[Need, ...] = (
+    Need("data.min_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
+    Need("data.max_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
+    Need("data.bucket_reso_steps", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
+    Need("data.bucket_no_upscale", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
+    Need("data.persistent_workers", lambda c: c.data.workers, "needs --max_data_loader_n_workers of at least 1"),
+    Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
+    Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
+    Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
+    Need("ema.decay", lambda c: c.ema.enable, "needs --use_ema"),
+    Need("validation.seed", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
+    Need("validation.every_n_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
+    Need("validation.every_n_epochs", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
+    Need("validation.max_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
+    Need("save.last_n_steps", lambda c: c.save.every_n_steps, "needs --save_every_n_steps"),
+    Need("save.last_n_steps_state", lambda c: c.save.every_n_steps, "needs --save_every_n_steps"),
+    Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs --save_every_n_epochs or --save_n_epoch_ratio"),
+    Need("save.last_n_epochs_state", lambda c: _saves_epochs(c), "needs --save_every_n_epochs or --save_n_epoch_ratio"),
+    Need("save.last_n_steps_state", lambda c: c.save.state, "needs --save_state"),
+    Need("save.last_n_epochs_state", lambda c: c.save.state, "needs --save_state"),
+    Need("sample.every_n_steps", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
+    Need("sample.every_n_epochs", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
+    Need("sample.at_first", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
+    Need("demo.score", lambda c: c.demo.dataset, "needs --demo: there is nothing to score"),
+    Need("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
+    Need("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
+    Need("optimizer.timescale", lambda c: _schedule(c) == "inverse_sqrt", "acts on inverse_sqrt only", note=True),
+    Need("optimizer.min_lr_ratio", lambda c: _schedule(c) in _FLOORED, f"acts on {', '.join(_FLOORED)} only", note=True),
+    Need("optimizer.decay_steps", lambda c: _schedule(c) == "warmup_stable_decay", "acts on warmup_stable_decay only", note=True),
+    Need("optimizer.warmup_steps", lambda c: not c.optimizer.warmup_steps or _schedule(c) not in ("", *_UNWARMED),
+         "this schedule has no warm-up; --lr_scheduler=constant_with_warmup has one"),
+)  # fmt: skip
+
+
+def _saves_epochs(cfg: TrainConfig) -> object:
+    return cfg.save.every_n_epochs or cfg.save.n_epoch_ratio
+
+
+def _schedule(cfg: TrainConfig) -> str:
+    """Return the schedule's name; a class of the user's own has none, and takes --lr_scheduler_args only."""
+    return "" if cfg.optimizer.scheduler_type else cfg.optimizer.scheduler
+
+
+def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    for need in NEEDS:
+        value = value_of(cfg, need.field)
+        if need.field in asked and value is not None and value is not False and not need.met(cfg):
+            yield Finding((need.field,), need.needs, note=need.note)
+
+
+def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find what every run needs and this one lacks."""
+    if not cfg.save.output_dir:
+        yield Finding(("save.output_dir",), "is missing", "give the folder of everything that the run writes")
+    if not cfg.data.dirs:
+        yield Finding(("data.dirs",), "is missing", "give at least one folder of pictures, tars or parquet")
+    if not cfg.data.resolution:
+        yield Finding(("data.resolution",), "is missing", "give WIDTH,HEIGHT; for SDXL 1024,1024")
+    if not cfg.model.pretrained and not cfg.model.init_from_config:
+        remedy = "give weights, or --init_from_config=base|tiny|FILE.json for random ones"
+        yield Finding(("model.pretrained", "model.init_from_config"), "is missing", remedy)
+
+
+def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Weights come from one place."""
+    if cfg.model.pretrained and cfg.model.init_from_config:
+        remedy = "give weights to start from, or a size for random ones, not both"
+        yield Finding(
+            ("model.init_from_config", "model.pretrained"), "contradicts --pretrained_model_name_or_path", remedy
+        )
+
+
+def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Sizes must fit together, and the VAE's factor of 8; a family that wants more says so when it is made."""
+    data = cfg.data
+    width, height = data.resolution or (8, 8)
+    if width % 8 or height % 8:
+        yield Finding(("data.resolution",), f"must be multiples of 8, got {width},{height}", "1024,1024 for SDXL")
+    if not data.enable_bucket:
+        return
+    for key in ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"):
+        if getattr(data, key) % 8:
+            yield Finding((f"data.{key}",), f"must be a multiple of 8, got {getattr(data, key)}", "64 is usual")
+    low, high = data.min_bucket_reso, data.max_bucket_reso
+    if low > high:
+        about = ("data.min_bucket_reso", "data.max_bucket_reso")
+        yield Finding(about, f"is above --max_bucket_reso: {low} > {high}", "the shortest side comes first")
+        return
+    if data.resolution and min(width, height) < low:
+        about = ("data.min_bucket_reso", "data.resolution")
+        yield Finding(
+            about, f"is above the shorter side of --resolution: {low} > {min(width, height)}", "make it smaller"
+        )
+    if data.resolution and max(width, height) > high:
+        about = ("data.max_bucket_reso", "data.resolution")
+        yield Finding(
+            about, f"is below the longer side of --resolution: {high} < {max(width, height)}", "make it larger"
+        )
+
+
+def data_counts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """One number of repeats for all folders, or one for each."""
+    repeats, folders = len(cfg.data.repeats), len(cfg.data.dirs)
+    if folders and repeats not in (1, folders):
+        what = f"has {repeats} numbers for {folders} folder{'s' if folders > 1 else ''}"
+        yield Finding(("data.repeats", "data.dirs"), what, "give one number, or one for each --train_data_dir")
+
+
+def cadence(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Say which of two counts holds where kohya lets both be given."""
+    if {"training.max_epochs", "training.max_steps"} <= asked:
+        yield Finding(("training.max_steps",), "has no effect: --max_train_epochs wins", note=True)
+    if {"save.n_epoch_ratio", "save.every_n_epochs"} <= asked:
+        yield Finding(("save.every_n_epochs",), "has no effect: --save_n_epoch_ratio wins", note=True)
+    if cfg.save.no_metadata:
+        for key in cfg.metadata.model_fields:
+            if getattr(cfg.metadata, key) is not None:
+                yield Finding((f"metadata.{key}",), "contradicts --no_metadata", "give one of them")
+
+
+RULES: tuple[Rule, ...] = (required, model, sizes, data_counts, cadence, companions)

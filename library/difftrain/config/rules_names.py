@@ -1,0 +1,80 @@
+"""Rules about names: optimizers, schedules, samplers, compile backends, and the key=value words that go with them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from difftrain.config import names
+from difftrain.config.finding import Finding, Rule, value_of
+from difftrain.config.sections import TrainConfig
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def optimizer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Names are case-insensitive, as in kohya's scripts; a dotted path is any class that is installed."""
+    yield from _name("optimizer.type", cfg.optimizer.type, names.OPTIMIZERS, names.OPTIMIZERS_LATER, dotted=True)
+    yield from _pairs("optimizer.args", cfg.optimizer.args)
+
+
+def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A schedule by name, or a class by its dotted path."""
+    yield from _name("optimizer.scheduler", cfg.optimizer.scheduler, names.SCHEDULERS, names.SCHEDULERS_LATER)
+    yield from _pairs("optimizer.scheduler_args", cfg.optimizer.scheduler_args)
+    kind = cfg.optimizer.scheduler_type
+    if kind and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", kind):
+        yield Finding(("optimizer.scheduler_type",), f"is no class name: {kind!r}", "package.module.Class")
+
+
+def sampler(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The samplers of kohya's prompt files."""
+    yield from _name("sample.sampler", cfg.sample.sampler, names.SAMPLERS)
+
+
+def backend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Backends that this torch has; some that kohya lists are gone from it."""
+    name = cfg.training.compile_backend.lower()
+    if name in names.COMPILE_BACKENDS_GONE:
+        yield Finding(("training.compile_backend",), f"{name!r} is no longer part of torch", "inductor is its default")
+    else:
+        yield from _name("training.compile_backend", name, names.COMPILE_BACKENDS)
+
+
+def one_of(field: str, known: tuple[str, ...]) -> Rule:
+    """Make a rule of names that only a room above this one knows; the door hands it in."""
+    return lambda cfg, asked: _name(field, value_of(cfg, field), known)
+
+
+def _name(
+    field: str, given: str, known: tuple[str, ...], later: tuple[str, ...] = (), *, dotted: bool = False
+) -> Iterator[Finding]:
+    if given.lower() in {name.lower() for name in known} or (dotted and _DOTTED.fullmatch(given)):
+        return
+    if given.lower() in {name.lower() for name in later}:
+        remedy = f"built are {', '.join(known)}" + (", or package.module.Class of an installed one" if dotted else "")
+        yield Finding((field,), f"{given!r} is not built yet", remedy)
+        return
+    remedy = names.did_you_mean(given, (*known, *later)) or f"known are {', '.join(known)}"
+    yield Finding((field,), f"no such name: {given!r}", remedy)
+
+
+def _pairs(field: str, words: tuple[str, ...]) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            yield Finding((field,), f"must be key=value, got {word!r}", "weight_decay=0.01 betas=0.9,0.99")
+            continue
+        if key in seen:
+            yield Finding((field,), f"{key} is given twice", "give it once")
+        seen.add(key)
+        try:
+            ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            remedy = "a number, True, False, None, a list, or text in quotes: key=\"'text'\""
+            yield Finding((field,), f"the value of {key} is no literal: {value!r}", remedy)
+
+
+RULES: tuple[Rule, ...] = (optimizer, schedule, sampler, backend)

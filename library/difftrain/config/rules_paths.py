@@ -1,0 +1,95 @@
+"""Rules about what must exist: folders, files and packages. They look, and change nothing."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from difftrain.config import names
+from difftrain.config.finding import Finding, Rule, value_of
+from difftrain.config.sections import TrainConfig
+
+_HUB = "give a path; fetching from a hub is not built yet"
+
+
+def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Weights and tokenizers are files or folders of this machine."""
+    for field in ("model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2"):
+        value = value_of(cfg, field)
+        if value and not Path(value).exists():
+            yield Finding((field,), f"no such file or folder: {value!r}", _HUB)
+
+
+def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A size of random weights is one of ours, or a file."""
+    given = cfg.model.init_from_config
+    if given is None or given in names.INIT_CONFIGS:
+        return
+    remedy = names.did_you_mean(given, names.INIT_CONFIGS) or f"{', '.join(names.INIT_CONFIGS)} or a JSON file"
+    if not given.endswith(".json"):
+        yield Finding(("model.init_from_config",), f"no such size: {given!r}", remedy)
+    elif not Path(given).is_file():
+        yield Finding(("model.init_from_config",), f"no such file: {given!r}", remedy)
+
+
+def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Folders of data and of a state to resume."""
+    for folder in cfg.data.dirs:
+        if not Path(folder).exists():
+            yield Finding(("data.dirs",), f"no such folder: {folder!r}", "give a folder of pictures, tars or parquet")
+    resume = cfg.save.resume
+    if resume and resume != "auto" and not Path(resume).is_dir():
+        yield Finding(("save.resume",), f"no such folder: {resume!r}", "give the folder of a state, or auto")
+
+
+def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The output folder can be made and written to; the name of files is a plain name."""
+    name = cfg.save.output_name
+    if name != Path(name).name or name in (".", ".."):
+        yield Finding(("save.output_name",), f"must be a plain file name, got {name!r}", "folders go to --output_dir")
+    if not cfg.save.output_dir:
+        return
+    folder = Path(cfg.save.output_dir)
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if not there.is_dir():
+        yield Finding(("save.output_dir",), f"{str(there)!r} is a file, not a folder", "choose another folder")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Finding(("save.output_dir",), f"{str(there)!r} can't be written to", "choose another folder")
+
+
+def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The prompt file exists and is of a kind that is read."""
+    given = cfg.sample.prompts
+    if not given:
+        return
+    if Path(given).suffix in (".toml", ".json"):
+        remedy = "write a text file, a prompt a line"
+        yield Finding(("sample.prompts",), f"prompts as {Path(given).suffix} are not built yet", remedy)
+    elif not Path(given).is_file():
+        yield Finding(("sample.prompts",), f"no such file: {given!r}", "give a text file, a prompt a line")
+
+
+def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A tracker that is asked for is installed, and its arguments can be read."""
+    asks = cfg.logging.log_with
+    for package, wanted in (("wandb", ("wandb", "all")), ("tensorboard", ("tensorboard", "all"))):
+        if asks in wanted and find_spec(package) is None:
+            remedy = f"pip install {package}, or choose another tracker"
+            yield Finding(
+                ("logging.log_with",), f"{asks!r} needs the package {package}, which is not installed", remedy
+            )
+    config = cfg.logging.tracker_config
+    if not config:
+        return
+    try:
+        tomllib.loads(Path(config).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield Finding(("logging.tracker_config",), f"no such file: {config!r}", "a TOML file with a table a tracker")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        yield Finding(("logging.tracker_config",), f"{config!r} cannot be read as TOML: {error}")
+
+
+RULES: tuple[Rule, ...] = (weights, size, folders, output, prompts, trackers)

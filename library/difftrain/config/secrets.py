@@ -1,0 +1,42 @@
+"""Keep tokens out of everything that is written: they move to the environment, and what is kept is redacted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from difftrain.config.flags import FLAGS
+
+REDACTED = "***"
+SECRET_FLAGS = {f"--{flag.name}": flag.secret for flag in FLAGS.values() if flag.secret}
+SECRET_VARIABLES = (*SECRET_FLAGS.values(), "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
+
+
+def redact(argv: Iterable[str]) -> list[str]:
+    """Return a command line without its tokens: what records of a run may hold."""
+    out: list[str] = []
+    hidden = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if hidden and not word.startswith("--"):
+            out.append(REDACTED)
+        elif name in SECRET_FLAGS and equals:
+            out.append(f"{name}={REDACTED}")
+        else:
+            out.append(redact_text(word))
+        hidden = word in SECRET_FLAGS
+    return out
+
+
+def redact_text(text: str) -> str:
+    """Return text without any token that this process knows of."""
+    for variable in SECRET_VARIABLES:
+        value = os.environ.get(variable, "")
+        if len(value) >= 8:  # a shorter one would blank out ordinary words
+            text = text.replace(value, REDACTED)
+    return text
+
+
+def keep_in_environment(variable: str, value: str) -> None:
+    """Move a token to where the libraries that use it look for it."""
+    os.environ[variable] = value

@@ -1,0 +1,32 @@
+"""Pretrain or fine-tune Stable Diffusion XL: --help lists the flags, docs/flags.md says what each means."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "library"))  # runs from any folder, installed or not
+sys.path.append(str(ROOT))  # third_patch
+
+from difftrain.config.door import open_door  # noqa: E402
+from difftrain.config.parse import Parsed  # noqa: E402
+from difftrain.config.rules_names import one_of  # noqa: E402
+from difftrain.device.choice import KINDS, hold_autoload  # noqa: E402
+
+
+def work(parsed: Parsed) -> int:
+    """Train, or say what would be trained; torch is imported here, where the configuration is known to be sound."""
+    hold_autoload()
+    if parsed.dry_run:
+        from difftrain.train.dry_run import dry_run
+
+        return dry_run(parsed.config)
+    from third_patch import apply_for
+
+    apply_for(parsed.config.training.engine)
+    from difftrain.train.run import run
+
+    return run(parsed.config, list(parsed.argv))
+
+
+if __name__ == "__main__":
+    sys.exit(open_door("sdxl_pretrain.py", sys.argv[1:], work, [one_of("training.device", ("auto", *KINDS))]))
