@@ -1,0 +1,166 @@
+"""Reading tars in sequence: the same exact passes, but close together in the shards (data.tar_order=sequential).
+
+Design. A pass of a bucket lays its uses out by a keyed order of the shards, one order for all buckets, and shuffles
+them within windows of W shards. An epoch takes the places [P0, P0 + c G) of that endless stream, c its batches. With
+S the largest divisor of G that is at most V, and g = G / S, the epoch is cut into S virtual streams of c g places;
+slot q of local batch i reads stream v = q mod S at P0 + v c g + i g + q // S. So every stream walks through its own
+run of shards, rank r (slots r mod dp_size) reads its own streams where dp_size divides S, and world size appears
+nowhere. Batches of all buckets are merged by their share of the epoch, so that the buckets pass the shards together.
+
+A folder of plain files, or any source without shards, counts as one shard: shuffled within its window as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from difftrain.contracts import Bucket
+from difftrain.data.tables import Tables
+from difftrain.diffusion.keys import key_of
+from difftrain.diffusion.permutation import Permutation
+
+T = TypeVar("T")
+
+
+class Recent:
+    """Keep the last few values that were asked for."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: dict[Any, Any] = {}
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """Return the value of a key, made where it is not kept."""
+        value = self._kept.pop(key, None)
+        if value is None:
+            value = make()
+            if len(self._kept) >= self._limit:
+                self._kept.pop(next(iter(self._kept)))
+        self._kept[key] = value
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recent, (self._limit,)
+
+
+def bucket_key(bucket: Bucket) -> tuple[int, int, int]:
+    """Identify a bucket in keys: by its size, so that another bucket more reshuffles nothing."""
+    return bucket.height, bucket.width, bucket.frames
+
+
+class UseMap:
+    """Find row and repeat of the uses of segments: a segment of m rows with r repeats has r m uses."""
+
+    def __init__(self, first: np.ndarray, records: np.ndarray, repeats: np.ndarray) -> None:
+        self._first, self._repeats = np.array(first), np.array(repeats)
+        self._starts = np.concatenate([[0], np.cumsum(records * repeats)])
+
+    def __call__(self, pass_: int, uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows and occurrences of uses in a pass: occurrence = pass * repeats + repeat."""
+        segment = np.searchsorted(self._starts, uses, side="right") - 1
+        repeats = self._repeats[segment]
+        row, repeat = np.divmod(uses - self._starts[segment], repeats)
+        return self._first[segment] + row, pass_ * repeats + repeat
+
+
+class Windows(NamedTuple):
+    """One pass of one bucket: its uses by keyed shard order, and where the shuffling windows begin."""
+
+    uses: UseMap
+    starts: np.ndarray  # (windows + 1,) in uses
+    numbers: np.ndarray  # (windows,) of all shards' windows: those without a record of the bucket are left out
+    key: bytes  # of the shuffles inside windows
+
+
+class SequentialOrder:
+    """Order an epoch as S streams over keyed shard orders (see the head of this file)."""
+
+    def __init__(self, tables: Tables, seed: int, global_batch: int, streams: int, window: int) -> None:
+        self.buckets, self._shards, self._seed, self.window = tables.training, tables.shards, seed, window
+        self.streams = max(s for s in range(1, min(streams, global_batch) + 1) if global_batch % s == 0)
+        self.rows_per_stream = global_batch // self.streams
+        slots = np.arange(global_batch)
+        self._stream, self._row = slots % self.streams, slots // self.streams
+        self._passes = Recent(2 * len(self.buckets) + 2)
+        self._shard_orders = Recent(4)
+        self._shuffles = Recent(4 * self.streams * len(self.buckets))
+
+    def pick(self, epoch: int, index: int, counts: np.ndarray) -> tuple[int, int]:
+        """Return (bucket, k): the `index`-th of all batches sorted by their share (k + 1/2) / count, then by bucket."""
+        return merged(index, counts)
+
+    def positions(self, k: int, first: int, count: int) -> np.ndarray:
+        """Return the places that batch k of an epoch's `count` batches takes; the epoch begins at `first`."""
+        g = self.rows_per_stream
+        return first + self._stream * (count * g) + k * g + self._row
+
+    def rows(self, bucket: int, pass_: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows and occurrences at places of one pass."""
+        windows = self.windows(bucket, pass_)
+        which = (np.searchsorted(windows.starts, offsets, side="right") - 1).tolist()
+        uses = [self._shuffled(bucket, pass_, windows, w, o) for w, o in zip(which, offsets.tolist(), strict=True)]
+        return windows.uses(pass_, np.array(uses, dtype=np.int64))
+
+    def _shuffled(self, bucket: int, pass_: int, windows: Windows, w: int, offset: int) -> int:
+        start, stop = int(windows.starts[w]), int(windows.starts[w + 1])
+        number = int(windows.numbers[w])
+        shuffle = self._shuffles.get(
+            (bucket, pass_, number), lambda: Permutation(stop - start, windows.key, "window", number)
+        )
+        return start + shuffle(offset - start)
+
+    def windows(self, bucket: int, pass_: int) -> Windows:
+        """Lay out one pass of a bucket."""
+        return self._passes.get((bucket, pass_), lambda: self._lay_out(bucket, pass_))
+
+    def shard_order(self, pass_: int) -> np.ndarray:
+        """Return the shards in the order in which a pass reads them, whatever the bucket."""
+        return self._shard_orders.get(
+            pass_, lambda: Permutation(self._shards, self._seed, "shards", pass_)(np.arange(self._shards))
+        )
+
+    def _lay_out(self, bucket: int, pass_: int) -> Windows:
+        segments = self.buckets[bucket].segments
+        place = np.empty(self._shards, dtype=np.int64)
+        place[self.shard_order(pass_)] = np.arange(self._shards)
+        places = place[segments["shard"]]
+        order = np.argsort(places)
+        segments, numbers = segments[order], places[order] // self.window
+        ends = np.cumsum(segments["records"] * segments["repeats"])
+        last = np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True))
+        uses = UseMap(segments["first"], segments["records"], segments["repeats"])
+        key = key_of(self._seed, "windows", *bucket_key(self.buckets[bucket].bucket), pass_)
+        return Windows(uses, np.append(0, ends[last]), numbers[last], key)
+
+
+def merged(index: int, counts: np.ndarray) -> tuple[int, int]:
+    """Return (b, k) of the `index`-th item, when items (b, k), k < counts[b], are sorted by (k + 1/2) / counts[b], b.
+
+    Exact in integers and without a table: for every b, bisect for the last k whose rank is at most `index`.
+    """
+    own, total = counts.astype(np.int64), int(counts.sum())
+    # An item's rank is its share of the total, give or take one for every bucket.
+    slack = len(own) + 1
+    low = np.maximum((index - slack) * own // total - 1, 0)
+    high = np.minimum((index + slack) * own // total + 2, own)
+    present = own > 0
+    safe = np.maximum(own, 1)
+    earlier = np.arange(len(own))[:, None] > np.arange(len(own))[None, :]  # [b, other]: other wins ties
+    while bool((high - low > 1)[present].any()):
+        middle = (low + high) // 2
+        at_most = _ranks(middle, own, safe, earlier) <= index
+        low, high = np.where(at_most, middle, low), np.where(at_most, high, middle)
+    found = np.flatnonzero(present & (_ranks(low, own, safe, earlier) == index))
+    bucket = int(found[0])
+    return bucket, int(low[bucket])
+
+
+def _ranks(k: np.ndarray, own: np.ndarray, safe: np.ndarray, earlier: np.ndarray) -> np.ndarray:
+    """Count for each bucket b the items before (b, k[b]): others j with (2 j + 1) own[b] < (2 k + 1) own[other]."""
+    bound = (2 * k + 1)[:, None] * own[None, :]
+    below = (bound + safe[:, None] - 1) // (2 * safe[:, None])  # j with (2 j + 1) safe < bound
+    ties = (bound % safe[:, None] == 0) & ((bound // safe[:, None]) % 2 == 1) & earlier
+    return np.minimum(below + ties, own[None, :]).sum(axis=1)

@@ -1,0 +1,217 @@
+"""The epoch plan: which uses of which records form global batch k. A pure function, in closed form.
+
+Every bucket is an endless stream: pass p is a keyed permutation of its uses (repeats counted), and epoch e owns
+batches floor(e n / G) to floor((e + 1) n / G) of the stream. So nothing is dropped or padded, every use comes once a
+pass, and any position is arithmetic. World size, workers and listing order appear nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from difftrain.contracts import Bucket, DataFault, Draw
+from difftrain.data.order import Recent, SequentialOrder, UseMap, bucket_key
+from difftrain.data.tables import BucketRows, Tables
+from difftrain.diffusion.keys import STREAM_VERSION
+from difftrain.diffusion.permutation import Permutation
+
+ALL = slice(None)
+
+
+class Uses(NamedTuple):
+    """Draws of one bucket as rows of the tables."""
+
+    bucket: BucketRows
+    rows: np.ndarray
+    occurrences: np.ndarray
+
+
+class Order(Protocol):
+    """How an epoch's batches follow one another, and what each takes of its bucket's stream."""
+
+    def pick(self, epoch: int, index: int, counts: np.ndarray) -> tuple[int, int]: ...
+    def positions(self, k: int, first: int, count: int) -> np.ndarray: ...
+    def rows(self, bucket: int, pass_: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class RandomOrder:
+    """Shuffle each bucket's pass, and the epoch's batches over buckets."""
+
+    layout = "key"
+
+    def __init__(self, tables: Tables, seed: int, global_batch: int) -> None:
+        self._seed, self._global_batch = seed, global_batch
+        self._buckets = tables.training
+        self._maps = [UseMap(b.segments["first"], b.segments["records"], b.segments["repeats"]) for b in self._buckets]
+        self._permutations = Recent(256)
+
+    def pick(self, epoch: int, index: int, counts: np.ndarray) -> tuple[int, int]:
+        """Return (bucket, its k-th batch of this epoch) of the epoch's batch number `index`."""
+        ends = np.cumsum(counts)
+        total = int(ends[-1])
+        order = self._permutations.get(("epoch", epoch), lambda: Permutation(total, self._seed, "epoch", epoch))
+        slot = order(index)
+        bucket = int(np.searchsorted(ends, slot, side="right"))
+        return bucket, slot - int(ends[bucket] - counts[bucket])
+
+    def positions(self, k: int, first: int, count: int) -> np.ndarray:
+        """Return the places in the endless stream that batch k of an epoch takes; the epoch begins at `first`."""
+        start = first + k * self._global_batch
+        return np.arange(start, start + self._global_batch)
+
+    def rows(self, bucket: int, pass_: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows and occurrences at places of one pass."""
+        rows = self._buckets[bucket]
+        permutation = self._permutations.get(
+            (bucket, pass_), lambda: Permutation(rows.uses, self._seed, "pass", *bucket_key(rows.bucket), pass_)
+        )
+        return self._maps[bucket](pass_, permutation(offsets))
+
+
+class EpochPlan:
+    """Say which draws form global batch k, for every k. Picklable; memory of the order of the buckets."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        seed: int,
+        global_batch: int,
+        order: str = "random",
+        *,
+        streams: int = 64,
+        window: int = 4,
+    ) -> None:
+        if not tables.training:
+            raise DataFault("no record is left to train on: all are held out for validation (--validation_split)")
+        if global_batch < 1 or tables.layout != {"random": "key", "sequential": "shard"}[order]:
+            raise ValueError(f"order {order!r} over tables by {tables.layout}, global batch {global_batch}")
+        self.tables, self.seed, self.global_batch, self.order = tables, seed, global_batch, order
+        self.buckets = tables.training
+        self._uses = np.array([rows.uses for rows in self.buckets], dtype=np.int64)
+        self._settings: dict[str, Any] = {"order": order}
+        self.arrangement: Order
+        if order == "sequential":
+            self._settings |= {"streams": streams, "window": window}
+            self.arrangement = SequentialOrder(tables, seed, global_batch, streams, window)
+        else:
+            self.arrangement = RandomOrder(tables, seed, global_batch)
+
+    @property
+    def uses(self) -> int:
+        """Return how many draws an epoch has on average, repeats counted."""
+        return int(self._uses.sum())
+
+    @property
+    def starved(self) -> list[BucketRows]:
+        """Return the buckets that are smaller than the global batch: they are served every few epochs."""
+        return [rows for rows in self.buckets if rows.uses < self.global_batch]
+
+    def served(self, epoch: int) -> np.ndarray:
+        """Return how many batches of each bucket come before an epoch."""
+        return epoch * self._uses // self.global_batch
+
+    def total_steps(self, epochs: int) -> int:
+        """Return how many steps the first `epochs` epochs have: also the first step of epoch number `epochs`."""
+        return int(self.served(epochs).sum())
+
+    def steps(self, epoch: int) -> int:
+        """Return the number of global batches of an epoch; it varies by at most the number of buckets."""
+        return self.total_steps(epoch + 1) - self.total_steps(epoch)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Return (epoch, place within it) of a step."""
+        if step < 0:
+            raise IndexError(f"step {step} is below 0")
+        # total_steps(e) lies within one batch a bucket below e * uses / G, so that the bracket is narrow.
+        low = step * self.global_batch // self.uses
+        high = (step + len(self.buckets) + 1) * self.global_batch // self.uses + 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.total_steps(middle) <= step:
+                low = middle
+            else:
+                high = middle
+        return low, step - self.total_steps(low)
+
+    def uses_of(self, step: int, part: slice = ALL) -> Uses:
+        """Return the draws of a global batch as rows; `part` cuts them, so that a rank computes its own only."""
+        epoch, index = self.locate(step)
+        served = self.served(epoch)
+        counts = self.served(epoch + 1) - served
+        bucket, k = self.arrangement.pick(epoch, index, counts)
+        first = int(served[bucket]) * self.global_batch
+        places = self.arrangement.positions(k, first, int(counts[bucket]))[part]
+        passes = places // self._uses[bucket]
+        offsets = places - passes * self._uses[bucket]
+        rows, occurrences = np.empty_like(places), np.empty_like(places)
+        for pass_ in np.unique(passes).tolist():
+            own = passes == pass_
+            rows[own], occurrences[own] = self.arrangement.rows(bucket, pass_, offsets[own])
+        return Uses(self.buckets[bucket], rows, occurrences)
+
+    def batch(self, step: int, part: slice = ALL) -> tuple[Bucket, list[Draw]]:
+        """Return bucket and draws of global batch `step`; rank r takes part = slice(r, None, dp_size)."""
+        uses = self.uses_of(step, part)
+        return uses.bucket.bucket, self.draws(uses.rows, uses.occurrences)
+
+    def draws(self, rows: np.ndarray, occurrences: np.ndarray) -> list[Draw]:
+        """Name the records of rows."""
+        ids, keys = self.tables.take(rows)
+        return list(map(Draw, ids, keys, occurrences.tolist()))
+
+    @property
+    def digest(self) -> str:
+        """Hash all that decides the draws. In checkpoints: a resumed run must find the same."""
+        return hashlib.blake2b(json.dumps(self.describe(), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the digest stands for, readable, as JSON takes it; `changes` compares two of them."""
+        return {
+            "stream_version": STREAM_VERSION,
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            **self._settings,
+            "records": sum(rows.records for rows in self.buckets),
+            "buckets": {
+                str(rows.bucket): {"records": rows.records, "uses": rows.uses, "digest": rows.digest}
+                for rows in self.buckets
+            },
+        }
+
+    def lines(self) -> list[str]:
+        """Say how steps and epochs come about, and which buckets starve."""
+        buckets, uses, batch = len(self.buckets), self.uses, self.global_batch
+        said = [
+            f"{uses} draws an epoch (repeats counted) in {buckets} bucket{'s'[: buckets > 1]}, global batch {batch}: "
+            f"{self.steps(0)} steps in the first epoch, {uses / batch:.2f} on average"
+        ]
+        said += [
+            f"bucket {rows.bucket} has {rows.uses} draws an epoch, fewer than the global batch {batch}: "
+            f"served about every {batch / rows.uses:.1f} epochs, nothing dropped"
+            for rows in self.starved
+        ]
+        return said
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Say in words how two plans differ, from `describe()` of each. Empty where they are the same."""
+    words = {"global_batch": "global batch", "records": "record count", "stream_version": "stream version"}
+    said = [
+        f"{words.get(name, name)} {before.get(name)} -> {now.get(name)}"
+        for name in dict.fromkeys([*before, *now])
+        if name != "buckets" and before.get(name) != now.get(name)
+    ]
+    old, new = before.get("buckets", {}), now.get("buckets", {})
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if a is None or b is None:
+            said.append(f"bucket {name} {'is new' if a is None else 'is gone'}")
+        elif (a["records"], a["uses"]) != (b["records"], b["uses"]):
+            said.append(f"bucket {name}: {a['records']} -> {b['records']} records, {a['uses']} -> {b['uses']} draws")
+        elif a["digest"] != b["digest"]:
+            said.append(f"bucket {name}: as many records as before, but others (or named otherwise)")
+    return said

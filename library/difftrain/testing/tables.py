@@ -1,0 +1,78 @@
+"""Planning tables without pictures: for tests and benchmarks of plans."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from difftrain.contracts import Bucket
+from difftrain.data.table_build import Split, build_tables
+from difftrain.data.tables import Layout, Tables
+
+
+class Item(NamedTuple):
+    """One made-up record."""
+
+    name: str
+    bucket: Bucket = Bucket(64, 64)
+    source: int = 0
+    shard: int = 0
+
+    @property
+    def key(self) -> bytes:
+        """Return the key that its name gives."""
+        return hashlib.blake2b(self.name.encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class MemoryColumns:
+    """The columns that plans need, in memory."""
+
+    keys: np.ndarray
+    source: np.ndarray
+    shard: np.ndarray
+
+
+class MemoryIndex:
+    """An index of made-up records: ids follow the keys, as in a real one."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = sorted(items, key=lambda item: item.key)
+        keys = np.frombuffer(b"".join(item.key for item in self.items), dtype=np.uint8).reshape(-1, 16)
+        source = np.array([item.source for item in self.items], dtype=np.uint16)
+        shard = np.array([item.shard for item in self.items], dtype=np.uint32)
+        self._columns = MemoryColumns(keys, source, shard)
+
+    def columns(self) -> MemoryColumns:
+        """Return the columns."""
+        return self._columns
+
+
+def make_tables(
+    folder: Path,
+    items: Sequence[Item],
+    repeats: Sequence[int] = (1,),
+    *,
+    split: Split | None = None,
+    layout: Layout = "key",
+) -> Tables:
+    """Build and open tables of made-up records."""
+    index = MemoryIndex(items)
+    buckets = list(dict.fromkeys(item.bucket for item in items))  # in order of appearance, which must not matter
+    ordinals = np.array([buckets.index(item.bucket) for item in index.items])
+    build_tables(
+        folder,
+        index.columns(),
+        buckets,
+        ordinals,
+        repeats,
+        split=split or Split(),
+        layout=layout,
+        fingerprint="made up",
+    )
+    return Tables(folder, index)
