@@ -1,0 +1,79 @@
+"""The DDPM process of Stable Diffusion: integer timesteps 0..999, scaled-linear betas, fp32 mixing.
+
+Source: Ho et al. 2020 (the process); Salimans & Ho 2022 (velocity); Hang et al. 2023 (min-SNR). The tables are made
+on the host in fp64 and rounded once, so that every device mixes with the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STEPS = 1000
+BETA_START, BETA_END = 0.00085, 0.012
+
+
+class Tables(NamedTuple):
+    """Hold the process by timestep t, each (1000,) fp32.
+
+    alphas_cumprod: product of 1 - beta up to t. alpha, sigma: its root and the root of 1 minus it, so that
+    x_t = alpha x_0 + sigma noise. snr: alpha^2 / sigma^2.
+    """
+
+    alphas_cumprod: Tensor
+    alpha: Tensor
+    sigma: Tensor
+    snr: Tensor
+
+
+@functools.cache
+def tables(device: torch.device | str = "cpu") -> Tables:
+    """Return the tables on a device; copied there once, so that a step does not wait for them."""
+    betas = np.linspace(BETA_START**0.5, BETA_END**0.5, STEPS) ** 2
+    kept = np.cumprod(1.0 - betas)
+    exact = (kept, np.sqrt(kept), np.sqrt(1.0 - kept), kept / (1.0 - kept))
+    return Tables(*(torch.from_numpy(column.astype(np.float32)).to(device) for column in exact))
+
+
+def alphas_cumprod() -> Tensor:
+    """Return the product of 1 - beta up to each t, (1000,) fp32 on the host."""
+    return tables().alphas_cumprod
+
+
+def add_noise(table: Tables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """x_t = alpha_t x_0 + sigma_t noise. Shapes: x_0, noise (B, ...), t (B,) int64."""
+    return _at(table.alpha, t, x_0) * x_0 + _at(table.sigma, t, x_0) * noise
+
+
+def velocity(table: Tables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """v = alpha_t noise - sigma_t x_0. Shapes: as `add_noise`. Source: Salimans & Ho 2022, appendix D."""
+    return _at(table.alpha, t, x_0) * noise - _at(table.sigma, t, x_0) * x_0
+
+
+def target(table: Tables, x_0: Tensor, noise: Tensor, t: Tensor, prediction_type: str) -> Tensor:
+    """Return what the denoiser is to predict: "epsilon" or "v_prediction"."""
+    if prediction_type == "epsilon":
+        return noise
+    if prediction_type == "v_prediction":
+        return velocity(table, x_0, noise, t)
+    raise ValueError(f"prediction_type is epsilon or v_prediction, got {prediction_type!r}")
+
+
+def min_snr_weights(table: Tables, t: Tensor, gamma: float, prediction_type: str) -> Tensor:
+    """Return min(SNR, gamma) / SNR for epsilon, over SNR + 1 for v. Shape: (B,). Source: Hang et al. 2023, equation 6."""
+    snr = table.snr[t]
+    clipped = snr.clamp(max=gamma)
+    if prediction_type == "epsilon":
+        return clipped / snr
+    if prediction_type == "v_prediction":
+        return clipped / (snr + 1.0)
+    raise ValueError(f"prediction_type is epsilon or v_prediction, got {prediction_type!r}")
+
+
+def _at(column: Tensor, t: Tensor, like: Tensor) -> Tensor:
+    """Pick a column at t, shaped to broadcast over a batch: (B,) -> (B, 1, ...)."""
+    return column[t].view(-1, *(1,) * (like.ndim - 1))

@@ -1,0 +1,6 @@
+"""Optimizers and schedules, by name."""
+
+from difftrain.optim.registry import inner, make_optimizer
+from difftrain.optim.schedule import factor_of, make_schedule
+
+__all__ = ["factor_of", "inner", "make_optimizer", "make_schedule"]

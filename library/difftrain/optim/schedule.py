@@ -1,0 +1,60 @@
+"""The learning-rate schedule that a configuration names, attached to an optimizer."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from difftrain.config.sections import OptimizerSection
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.optim import arguments
+from difftrain.optim.schedules import SCHEDULES, Factor, bind, updates
+
+_ARGS, _NAME, _TYPE = "--lr_scheduler_args", "--lr_scheduler", "--lr_scheduler_type"
+_OURS = ("optimizer", "last_epoch")  # set by us; a user's last_epoch would break resume
+
+
+def make_schedule(section: OptimizerSection, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    """Make the schedule; every parameter group's own rate follows it. Step it once per optimizer update.
+
+    Raises ConfigFault for a name or an argument that is not known.
+    """
+    if section.scheduler_type:
+        return _dotted(section, optimizer)
+    return LambdaLR(optimizer, factor_of(section, total_steps))
+
+
+def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
+    """Return the named schedule as a function of the update, without an optimizer: plots and dry runs use it."""
+    if section.scheduler not in SCHEDULES:
+        raise ConfigFault([Fault(_NAME, f"got {section.scheduler!r}", f"one of {', '.join(SCHEDULES)}")])
+    given = arguments.parse(_ARGS, section.scheduler_args)
+    function, wanted = SCHEDULES[section.scheduler]
+    arguments.check(_ARGS, section.scheduler, function, given, wanted)
+    w = updates(section.warmup_steps, total_steps)
+    flags = {
+        "w": w,
+        "d": updates(section.decay_steps, total_steps),
+        "n": total_steps,
+        "lr": section.learning_rate,
+        "cycles": section.num_cycles,
+        "power": section.power,
+        "timescale": section.timescale or w or 10_000,
+        "floor": section.min_lr_ratio,
+    }
+    if section.scheduler == "warmup_stable_decay":
+        flags["floor"] = section.min_lr_ratio or 0.0
+    return bind(section.scheduler, flags, given)
+
+
+def _dotted(section: OptimizerSection, optimizer: Optimizer) -> LRScheduler:
+    path = section.scheduler_type
+    given = arguments.parse(_ARGS, section.scheduler_args)
+    kind = arguments.load(_TYPE, path if "." in path else f"torch.optim.lr_scheduler.{path}", LRScheduler)
+    if issubclass(kind, ReduceLROnPlateau):
+        raise ConfigFault([Fault(_TYPE, f"{path} waits for a metric, which no step hands it", "another schedule")])
+    arguments.check(_ARGS, path, kind, given, _OURS)
+    try:
+        return kind(optimizer, **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigFault([Fault(_ARGS, f"{path} refuses them: {error}")]) from error
