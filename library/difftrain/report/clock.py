@@ -1,7 +1,7 @@
 """Time of training: steps, waiting for data, and everything that is neither, each in its own account.
 
-    wall = compute + data wait          of the steps; the device is synchronised where an interval is closed
-    pauses                              saving, sampling, evaluation: in no speed figure, only in the end-to-end time
+wall = compute + data wait          of the steps; the device is synchronised where an interval is closed
+pauses                              saving, sampling, evaluation: in no speed figure, only in the end-to-end time
 """
 
 from __future__ import annotations

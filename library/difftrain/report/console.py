@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from typing import TextIO
 
@@ -27,7 +28,8 @@ class Console:
             self._bar = self._open.enter_context(
                 tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05, file=bar_to)
             )
-            self._open.enter_context(logging_redirect_tqdm())
+            loggers = [logging.getLogger(), logging.getLogger("difftrain")]  # ours does not propagate
+            self._open.enter_context(logging_redirect_tqdm(loggers))
 
     def line(self, text: str) -> None:
         """Print one line."""

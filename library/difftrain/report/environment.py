@@ -98,7 +98,7 @@ def command(argv: Sequence[str] | None = None) -> str:
     words = [Path(sys.executable).name, *(sys.argv if argv is None else argv)]
     shown, hide_next = [], False
     for word in words:
-        flag, equals, value = word.partition("=")
+        flag, equals, _ = word.partition("=")
         if hide_next:
             shown.append(HIDDEN)
             hide_next = False
@@ -109,7 +109,9 @@ def command(argv: Sequence[str] | None = None) -> str:
             shown.append(redact(word))
     line = shlex.join(shown)
     size = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    return f"{line}  # {size} processes, {os.environ.get('LOCAL_WORLD_SIZE', size)} on this machine" if size > 1 else line
+    return (
+        f"{line}  # {size} processes, {os.environ.get('LOCAL_WORLD_SIZE', size)} on this machine" if size > 1 else line
+    )
 
 
 def redacted(config: Any, name: str = "") -> Any:

@@ -32,7 +32,9 @@ class Sessions:
         self.run_id: str = stored.get("run_id") or uuid.uuid4().hex[:12]
         self.history: list[dict[str, Any]] = stored.get("sessions", [])
         if not self.history and step > 0:
-            self.history.append({"session": 0, "outcome": "in another folder", "steps_done": step, "elapsed_s": earlier_s})
+            self.history.append(
+                {"session": 0, "outcome": "in another folder", "steps_done": step, "elapsed_s": earlier_s}
+            )
         self._settle_killed(run_dir)
         self.number = 1 + max((s["session"] for s in self.history), default=0)
         self._this: dict[str, Any] = {

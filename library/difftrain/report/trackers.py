@@ -74,7 +74,9 @@ class WandB:
         if os.environ.get("WANDB_MODE") or "mode" in options:
             return self._wandb.init(**options)
         if not self._wandb.api.api_key:
-            log.warning("wandb: no key found (WANDB_API_KEY or `wandb login`); logging offline, `wandb sync` sends it later")
+            log.warning(
+                "wandb: no key found (WANDB_API_KEY or `wandb login`); logging offline, `wandb sync` sends it later"
+            )
             return self._wandb.init(mode="offline", **options)
         try:
             return self._wandb.init(settings=self._wandb.Settings(init_timeout=ONLINE_TIMEOUT_S), **options)
@@ -122,7 +124,9 @@ def tracker_faults(cfg: TrainConfig) -> list[Fault]:
     faults = []
     for package, names in {"wandb": ("wandb", "all"), "tensorboard": ("tensorboard", "all")}.items():
         if cfg.logging.log_with in names and importlib.util.find_spec(package) is None:
-            faults.append(Fault("--log_with", f"{cfg.logging.log_with} needs the package {package}, which is not installed"))
+            faults.append(
+                Fault("--log_with", f"{cfg.logging.log_with} needs the package {package}, which is not installed")
+            )
     try:
         tracker_options(cfg.logging.tracker_config, "wandb")
     except ConfigFault as fault:

@@ -1,0 +1,58 @@
+"""What a report says of a configuration in words: definitions, and what is not enabled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
+
+DEFINITIONS: dict[str, str] = {
+    "step": "one update of the optimizer, over all ranks and accumulated micro batches",
+    "global_batch": "images of one step: images a card takes at once x accumulation x cards",
+    "step_loss": "loss of one step, the mean over all its images on all ranks, before the update",
+    "avr_loss": "mean of step_loss over the last epoch's worth of steps (over all so far during the first epoch)",
+    "final_loss": "step_loss of the last step with a finite loss",
+    "loss_mean": "mean and standard deviation of step_loss over the last 100 recorded steps",
+    "grad_norm": "norm of the whole gradient before clipping, after unscaling",
+    "fps": "images per second over all cards, device synchronised, waiting for data included, the warm-up and pauses "
+    "(saving, sampling, evaluation) excluded",
+    "compute_fps": "the same without the time that the reporting rank's device stood still for want of data; the "
+    "published Ascend figures are of this kind",
+    "warm-up": "the first min(5, a third) steps of every session",
+    "ips": "images per second per card: global batch / step seconds / cards, waiting included",
+    "training_time_s": "seconds per step, waiting for data included",
+    "e2e_training_time_s": "seconds from the start of the process to its report, summed over all sessions of the run: "
+    "imports, loading, indexing, saving and lost work included; of a killed session up to its last metric line",
+    "data_wait_s": "seconds per step that the device stood still for want of data",
+    "peak_memory_gib": "largest memory of one card that the allocator held for tensors; on a CPU the largest resident "
+    "memory of the reporting process",
+    "flops_per_sample": "model FLOPs of one image, forward and backward, recomputation not counted; a multiply-add is 2",
+    "mfu": "model FLOPs per second and card / the vendor's dense peak of the dtype",
+    "matmul_utilisation": "model FLOPs per second and card / the rate of a large matmul of the dtype, measured on this "
+    "device at the end of the run",
+    "quantile_losses": "loss on fixed images and noise at fixed quantiles of the timestep",
+}
+
+
+def not_enabled(cfg: TrainConfig) -> list[str]:
+    """Name what this run did without, so that nobody compares it with a run that had it."""
+    training = cfg.training
+    off = {
+        "mixed precision (everything is computed in fp32)": training.mixed_precision != "no",
+        "gradient accumulation": training.accumulation > 1,
+        "gradient checkpointing": training.gradient_checkpointing,
+        "gradient clipping": training.max_grad_norm > 0,
+        "torch.compile": training.compile,
+        "asking for a fused attention kernel (--enable_npu_flash_attention)": training.fused_attention,
+        "training of the text encoders": cfg.model.train_text_encoder,
+        "sharded optimizer state (--optimizer_type=oss)": cfg.optimizer.type.lower() == "oss",
+        "averaged weights (EMA)": cfg.ema.enable,
+        "min-SNR weighting": cfg.loss.min_snr_gamma is not None,
+        "validation on held-out records": cfg.validation.split > 0,
+        "aspect buckets": cfg.data.enable_bucket,
+        "caption dropout": cfg.captions.dropout_rate > 0 or cfg.captions.dropout_every_n_epochs > 0,
+        "cached latents and text features (both are computed online)": False,
+        "samples during training": bool(cfg.sample.every_n_steps or cfg.sample.every_n_epochs),
+    }
+    return [name for name, enabled in off.items() if not enabled]

@@ -1,0 +1,216 @@
+"""report.json: everything that an outsider needs to believe a run's numbers and to make them again."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.report import environment
+from difftrain.report.baselines import LABEL, PUBLISHED
+from difftrain.report.casename import case_name
+from difftrain.report.facts import DEFINITIONS, not_enabled
+from difftrain.report.files import write_whole
+from difftrain.report.metrics import METRICS, VALIDATION, read_lines
+from difftrain.report.peaks import vendor_peak
+from difftrain.report.sessions import read_sessions
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
+    from difftrain.report.clock import Account
+
+REPORT = "report.json"
+REJECTED = "rejected.jsonl"
+LOSS_WINDOW = 100
+NAMED_REJECTS = 50  # the page names so many; rejected.jsonl has them all
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that the run set out to reach."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool = True  # else at most
+
+    @property
+    def met(self) -> bool:
+        """Tell whether it was reached; a figure that is no number never is."""
+        if not math.isfinite(self.value):
+            return False
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON holds it."""
+        sign = ">=" if self.at_least else "<="
+        return {"name": self.name, "value": self.value, "target": f"{sign} {self.limit:g}", "met": self.met}
+
+
+@dataclass
+class RunFacts:
+    """What only the loop knows at the end of a session; the rest is read from the run's folder.
+
+    device: Device.describe(). dataset: name, count, fingerprint, buckets, ... as data/ sums it up. weights: where they
+    came from. flops_per_sample: at the main resolution, from the family's formula. matmul_flops: measured on one card.
+    """
+
+    run_dir: Path
+    network: str
+    argv: list[str]
+    device: dict[str, Any]
+    world_size: int
+    global_batch: int
+    steps: int
+    planned_steps: int
+    epochs: int
+    samples_seen: int
+    account: Account  # Clock.total()
+    session: Account  # Clock.session()
+    dataset: dict[str, Any]
+    weights: str
+    peak_memory_gib: float
+    attention: str = ""
+    skipped: int = 0
+    parameters: dict[str, int] = field(default_factory=dict)
+    flops_per_sample: float | None = None
+    matmul_flops: float | None = None
+    quantile_losses: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, Any] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def make_report(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+    """Return the whole report as plain data."""
+    return {
+        **_identity(cfg, facts),
+        **_speed(cfg, facts),
+        **_losses(facts.run_dir),
+        "skipped_steps": facts.skipped,
+        "quantile_losses": facts.quantile_losses,
+        "scores": facts.scores,
+        **_verdict(facts.targets),
+        "dataset": facts.dataset,
+        "rejected": _rejected(facts.run_dir),
+        "not_enabled": not_enabled(cfg),
+        "sessions": read_sessions(facts.run_dir).get("sessions", []),
+        "versions": environment.versions(facts.device),
+        "config": environment.redacted(cfg.model_dump(mode="json")),
+        "definitions": DEFINITIONS,
+        "published_baselines": {"label": LABEL, "rows": [row._asdict() for row in PUBLISHED]},
+        "notes": facts.notes,
+    }
+
+
+def write_report(run_dir: Path, report: dict[str, Any]) -> Path:
+    """Write report.json whole; NaN, which JSON does not have, as null."""
+    return write_whole(run_dir / REPORT, json.dumps(_plain(report), indent=1, ensure_ascii=False) + "\n")
+
+
+def _identity(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+    training = cfg.training
+    return {
+        "network": facts.network,
+        "case_name": case_name(
+            facts.network,
+            training.batch_size,
+            facts.world_size,
+            performance=training.performance,
+            max_epochs=training.max_epochs,
+        ),
+        "finished": facts.steps >= facts.planned_steps,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": environment.command(facts.argv),
+        "code_version": environment.code_version(),
+        "machine": facts.device.get("host") or {},
+        "device": {key: value for key, value in facts.device.items() if key != "host"},
+        "attention": facts.attention,
+        "weights": environment.redact(facts.weights),
+        "parameters": facts.parameters,
+        "seed": training.seed,
+        "precision": training.mixed_precision,
+        "world_size": facts.world_size,
+        "batch_size": training.batch_size,
+        "accumulation": training.accumulation,
+        "global_batch": facts.global_batch,
+        "steps": facts.steps,
+        "planned_steps": facts.planned_steps,
+        "epochs": facts.epochs,
+        "samples_seen": facts.samples_seen,
+    }
+
+
+def _speed(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+    span = facts.account.measured
+    flops = span.flops / span.wall_s / facts.world_size if span.wall_s > 0 else 0.0
+    peak = vendor_peak(str(facts.device.get("name", "")), cfg.training.mixed_precision)
+    earlier = read_sessions(facts.run_dir).get("sessions", [])[:-1]  # the last one is this
+    return {
+        "fps": span.fps,
+        "compute_fps": span.compute_fps,
+        "ips": span.fps / facts.world_size,
+        "training_time_s": span.step_s,
+        "data_wait_s": span.step_wait_s,
+        "measured_steps": span.steps,
+        "warmup_steps": facts.account.warmup_excluded,
+        "e2e_training_time_s": sum(s["elapsed_s"] for s in earlier) + facts.session.e2e_s,
+        "e2e_this_session_s": facts.session.e2e_s,
+        "pauses_s": facts.account.pauses_s,
+        "peak_memory_gib": facts.peak_memory_gib,
+        "flops_per_sample": facts.flops_per_sample,
+        "model_flops_per_s_and_card": flops or None,
+        "mfu": flops / peak[0] if peak and flops else None,
+        "mfu_peak": {"flops_per_s": peak[0], "source": peak[1]} if peak else None,
+        "matmul_utilisation": flops / facts.matmul_flops if facts.matmul_flops and flops else None,
+        "matmul_flops_per_s": facts.matmul_flops,
+    }
+
+
+def _losses(run_dir: Path) -> dict[str, Any]:
+    lines = [line for line in read_lines(run_dir / METRICS) if isinstance(line.get("step_loss"), float | int)]
+    window = [float(line["step_loss"]) for line in lines[-LOSS_WINDOW:]]
+    return {
+        "final_loss": window[-1] if window else None,
+        "final_avr_loss": lines[-1].get("avr_loss") if lines else None,
+        "loss_mean": statistics.fmean(window) if window else None,
+        "loss_std": statistics.stdev(window) if len(window) > 1 else None,
+        "loss_window": len(window),
+        "validation": list(read_lines(run_dir / VALIDATION)),
+    }
+
+
+def _verdict(targets: list[Target]) -> dict[str, Any]:
+    if not targets:
+        return {"targets": [], "verdict": "no target was set for this run"}
+    missed = [target.name for target in targets if not target.met]
+    verdict = f"missed: {', '.join(missed)}" if missed else f"all {len(targets)} targets met"
+    return {"targets": [target.record() for target in targets], "verdict": verdict}
+
+
+def _rejected(run_dir: Path) -> dict[str, Any]:
+    """Sum up rejected.jsonl: how many of each reason, and the first few by name."""
+    reasons: Counter[str] = Counter()
+    named: list[dict[str, Any]] = []
+    for item in read_lines(run_dir / REJECTED):
+        reasons[str(item.get("reason", "")).split(":")[0]] += 1
+        if len(named) < NAMED_REJECTS:
+            named.append({"path": item.get("path", ""), "reason": item.get("reason", "")})
+    return {"count": reasons.total(), "reasons": dict(reasons.most_common()), "first": named}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
