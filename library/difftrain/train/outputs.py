@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from difftrain.config import LoggingSection, TrainConfig
 from difftrain.contracts import Reject
@@ -17,6 +17,9 @@ from difftrain.report.line import StepMetrics
 from difftrain.report.metrics import METRICS, VALIDATION, JsonLines
 from difftrain.report.sessions import Sessions
 from difftrain.report.trackers import Tracker, open_trackers
+
+if TYPE_CHECKING:
+    from difftrain.train.state import Run
 
 log = logging.getLogger("difftrain")
 REJECTED = "rejected.jsonl"
@@ -136,6 +139,11 @@ class Outputs:
             file.writelines(map(_reject_line, rejects))
         for reject in rejects:
             log.warning("%s: %s; the next record of its bucket took its place", reject.path, reject.reason)
+
+    def session_ends(self, run: Run, outcome: str) -> None:
+        """Record how this session ended: finished, stopped or failed."""
+        if self._on:
+            self.sessions.note(run.progress.step, run.clock.session().e2e_s, outcome)
 
     def close(self) -> None:
         """Close everything."""

@@ -21,7 +21,6 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     losses: dict[str, Any] = field(default_factory=dict)
-    training_s: float = 0.0  # over all sessions, for the end-to-end time
 
     def write(self, folder: Path) -> Path:
         """Write progress.json into a checkpoint folder."""

@@ -7,21 +7,26 @@ Export: weights for inference, `NAME-step00000004`, `NAME-000001` or `NAME` in t
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from difftrain import checkpoint
-from difftrain.contracts import TrainingFault
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.train.progress import Progress
 from difftrain.train.state import Run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("difftrain")
+EMA_FILE = "ema.safetensors"
+CLOCK_FILE = "clock.json"
 DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -71,7 +76,7 @@ class Saving:
         if state:
             self._checkpoint(run, f"{name}-state", kind)
         if run.ranks.is_logger:
-            checkpoint.retain_exports(run.out, run.name, run.cfg.save, kind, run.progress.step)
+            checkpoint.retain_exports(run.out, run.name, run.cfg.save, run.progress.step, log.info)
 
     def _checkpoint(self, run: Run, name: str, kind: str, *, must: bool = False) -> None:
         """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
@@ -83,13 +88,16 @@ class Saving:
                 files = snapshot.write(folder)
                 if run.ranks.is_logger:
                     files.append(run.progress.write(folder))
+                    files.append(folder / CLOCK_FILE)
+                    files[-1].write_text(json.dumps(run.clock.state()))
                     if run.ema is not None:
-                        files.append(run.ema.write(folder))
+                        files.append(folder / EMA_FILE)
+                        save_file(run.ema.state_dict(), files[-1])
                 return files
 
             try:
                 path = checkpoint.commit(run.out, name, write, run.ranks, self._meta(run, kind))
-            except TrainingFault as error:
+            except checkpoint.SaveFault as error:
                 if must:
                     raise
                 log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
@@ -97,7 +105,7 @@ class Saving:
                 return
         if run.ranks.is_logger:
             log.info("checkpoint %s at step %d", path.name, run.progress.step)
-            checkpoint.retain(run.out, run.name, run.cfg.save, kind, run.progress.step)
+            checkpoint.retain_states(run.out, run.name, run.cfg.save, run.progress.step, log.info)
 
     def _meta(self, run: Run, kind: str) -> dict[str, object]:
         return {**run.facts["identity"], "step": run.progress.step, "kind": kind}
@@ -106,7 +114,7 @@ class Saving:
         """Export the weights, and the averaged ones; every rank takes part in gathering them."""
         self._export_weights(run, name, run.engine.full_weights())
         if run.ema is not None:
-            self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights()))
+            self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights))
 
     def _export_weights(self, run: Run, name: str, weights: Iterator[tuple[str, Tensor]]) -> None:
         if not run.ranks.is_logger:
@@ -124,3 +132,16 @@ class Saving:
             metadata=run.facts["metadata"](run) if not save.no_metadata else None,
         )
         log.info("export %s", path.name)
+
+
+def load_counters(run: Run, folder: Path) -> None:
+    """Take counters, clock and averaged weights from a checkpoint; the engine takes the rest."""
+    run.progress = Progress.read(folder)
+    run.clock.load(json.loads((folder / CLOCK_FILE).read_text()))
+    if run.ema is None:
+        return
+    if not (folder / EMA_FILE).is_file():
+        raise ConfigFault(
+            [Fault("--use_ema", f"{folder} has no averaged weights", "continue without --use_ema, as that run was")]
+        )
+    run.ema.load_state_dict(load_file(folder / EMA_FILE))

@@ -1,0 +1,159 @@
+"""run.json: which run a folder belongs to, and what may be done with a folder that is not empty."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from difftrain.checkpoint.files import write_json
+from difftrain.checkpoint.find import Say, newest
+from difftrain.checkpoint.names import parse
+from difftrain.contracts import ConfigFault, Fault
+
+RUN_FILE = "run.json"
+_OF_A_RUN = ("metrics.jsonl", "report.json", "report.html", "rejected.jsonl")
+_SUFFIXES = (".safetensors", ".ckpt", "")
+
+
+def now() -> str:
+    """Return the time as run.json spells it: UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run, from its first start over every resume to its end. Written by the holder of the folder's claim."""
+
+    config_digest: str
+    seed: int
+    output_name: str
+    total_steps: int
+    started: str = field(default_factory=now)
+    sessions: tuple[dict[str, Any], ...] = ()  # one a start: {"at", "from_step", "world_size"}
+    finished_step: int | None = None  # None: not finished
+    finished: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)  # what config_digest hashes, to name differences
+    format: int = 1
+
+    def begun(self, from_step: int, world_size: int) -> RunRecord:
+        """Return the record with one more session; a run that goes on is not finished."""
+        session = {"at": now(), "from_step": from_step, "world_size": world_size}
+        return replace(self, sessions=(*self.sessions, session), finished_step=None, finished="")
+
+    def ended(self, step: int) -> RunRecord:
+        """Return the record of the finished run."""
+        return replace(self, finished_step=step, finished=now())
+
+    def write(self, output_dir: Path) -> None:
+        """Replace run.json in one piece."""
+        write_json(output_dir / RUN_FILE, asdict(self))
+
+    @classmethod
+    def read(cls, output_dir: Path) -> RunRecord | None:
+        """Return a folder's record, or None where there is none. Raises ConfigFault where it cannot be read."""
+        path = output_dir / RUN_FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            known = {each.name for each in fields(cls)}
+            record = cls(**{key: value for key, value in content.items() if key in known})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            what = f"{path} cannot be read: {error}"
+            raise ConfigFault([Fault("--output_dir", what, "move the folder away, or mend that file")]) from None
+        return replace(record, sessions=tuple(record.sessions))
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Nothing of a run is here; other files may be."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """There is no run.json, but there are files that a run of this name would overwrite, checkpoints perhaps."""
+
+    files: tuple[str, ...]
+    newest: Path | None = None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A run that has not reached its last step. newest: its newest whole checkpoint."""
+
+    record: RunRecord
+    newest: Path | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is done."""
+
+    record: RunRecord
+    newest: Path | None
+
+
+State = Empty | Foreign | Unfinished | Finished
+
+
+def inspect(output_dir: Path, output_name: str, say: Say | None = None) -> State:
+    """Say what an output folder holds."""
+    record = RunRecord.read(output_dir) if output_dir.is_dir() else None
+    if record is None:
+        files = tuple(_files_of_a_run(output_dir, output_name))
+        return Foreign(files, newest(output_dir, output_name, say)) if files else Empty()
+    found = newest(output_dir, record.output_name, say)
+    return Unfinished(record, found) if record.finished_step is None else Finished(record, found)
+
+
+def _files_of_a_run(output_dir: Path, output_name: str) -> list[str]:
+    def is_one(path: Path) -> bool:
+        if path.name in _OF_A_RUN or parse(path.name, output_name, state=True):
+            return True
+        return path.suffix in _SUFFIXES and parse(path.name.removesuffix(path.suffix), output_name) is not None
+
+    return sorted(path.name for path in output_dir.iterdir() if is_one(path)) if output_dir.is_dir() else []
+
+
+def choose_start(state: State, resume: str | None, config_digest: str, output_dir: Path) -> Path | None:
+    """Return the checkpoint to continue from, or None to start afresh. Raises ConfigFault where neither is right.
+
+    resume: the flag: None, "auto", or a folder, which open_given() has found to be whole.
+    """
+    given = Path(resume) if resume and resume != "auto" else None
+    if isinstance(state, Empty):
+        return given
+    if given is not None and given.resolve().parent == output_dir.resolve():
+        return given  # one of this folder's own, older than the newest perhaps
+    if isinstance(state, Foreign):
+        if resume == "auto" and state.newest is not None:
+            return state.newest
+        raise ConfigFault([_foreign(state, output_dir)])
+    if resume != "auto":
+        raise ConfigFault([_another_run(state, output_dir)])
+    if state.newest is not None:
+        return state.newest
+    if state.record.config_digest == config_digest or not any(_files_of_a_run(output_dir, state.record.output_name)):
+        return None  # nothing to continue from; the same configuration writes the same files again
+    what = f"{output_dir} holds a run of another configuration that left no checkpoint to continue from"
+    raise ConfigFault([Fault("--output_dir", what, "give another folder, or move this one away")])
+
+
+def _foreign(state: Foreign, output_dir: Path) -> Fault:
+    more = f" and {len(state.files) - 3} more" if len(state.files) > 3 else ""
+    what = f"{output_dir} holds files that this run would overwrite: {', '.join(state.files[:3])}{more}"
+    return Fault("--output_dir", what, "give another --output_dir or --output_name, or move them away")
+
+
+def _another_run(state: Unfinished | Finished, output_dir: Path) -> Fault:
+    if isinstance(state, Finished):
+        what = f"finished at step {state.record.finished_step} on {state.record.finished}"
+    elif state.newest is not None:
+        what = f"begun {state.record.started}, its newest checkpoint is {state.newest.name}"
+    else:
+        what = f"begun {state.record.started}, without a checkpoint yet"
+    remedy = "--resume=auto continues it; or give another folder"
+    return Fault("--output_dir", f"{output_dir} holds another run ({what})", remedy)

@@ -1,0 +1,61 @@
+"""Pictures drawn during training, from the averaged weights where the run has them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from difftrain.sampling import Prompt, draw_grid, parse_prompts
+from difftrain.train.evaluating import averaged
+from difftrain.train.state import Run
+
+if TYPE_CHECKING:
+    from difftrain.train.outputs import Outputs
+
+log = logging.getLogger("difftrain")
+FOLDER = "sample"
+
+
+class Drawing:
+    """Draw the prompts every n steps or epochs, before the first step where asked for, and at the end."""
+
+    def __init__(self, run: Run, outputs: Outputs) -> None:
+        section = run.cfg.sample
+        self._prompts: list[Prompt] = parse_prompts(Path(section.prompts)) if section.prompts else []
+        self._steps, self._epochs = section.every_n_steps, section.every_n_epochs
+        self._outputs = outputs
+
+    def before_training(self, run: Run) -> None:
+        """Draw from the weights at the start."""
+        if run.cfg.sample.at_first and run.progress.step == 0:
+            self._draw(run)
+
+    def after_step(self, run: Run) -> None:
+        """Draw where it is due, and at the last step."""
+        epoch = run.epoch_end()
+        by_steps = self._steps and run.progress.step % self._steps == 0
+        if by_steps or (epoch and self._epochs and epoch % self._epochs == 0) or not run.steps_left:
+            self._draw(run)
+
+    def after_training(self, run: Run) -> None:
+        """The last step has drawn."""
+
+    def _draw(self, run: Run) -> None:
+        """Draw on the logger rank, while the others wait at the next step."""
+        if not self._prompts or not run.ranks.is_logger:
+            return
+        epoch = run.epoch_end()
+        when = f"e{epoch:06d}" if epoch and not self._steps else f"{run.progress.step:06d}"
+        with run.clock.paused("sampling"), averaged(run), run.device.autocast(run.cfg.training.mixed_precision):
+            grid = draw_grid(
+                run.family.pipeline(run.parts),
+                self._prompts,
+                run.out / FOLDER,
+                run.name,
+                when,
+                sampler=run.cfg.sample.sampler,
+                seed=run.cfg.training.seed,
+            )
+        self._outputs.picture(run.progress.step, "samples", grid)
+        log.info("samples at step %d: %s", run.progress.step, grid)

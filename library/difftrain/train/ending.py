@@ -1,0 +1,121 @@
+"""What a finished run leaves: last export and checkpoint, scores, report.json, report.html, CaseName.log."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from difftrain.contracts import Bucket
+from difftrain.report.casename import final_lines, write_case_log
+from difftrain.report.html import build_html
+from difftrain.report.peaks import measure_matmul
+from difftrain.report.report import RunFacts, Target, make_report, write_report
+from difftrain.train.evaluating import Evaluating
+from difftrain.train.start import Start
+from difftrain.train.state import Run
+
+if TYPE_CHECKING:
+    from difftrain.train.outputs import Outputs
+    from difftrain.train.saving import Saving
+
+log = logging.getLogger("difftrain")
+
+
+def finish(run: Run, outputs: Outputs, saving: Saving, evaluating: Evaluating, start: Start) -> None:
+    """Save the end, score it, and report. Every rank calls it; the record says finished only when all is written."""
+    saving.after_training(run)
+    scores, targets = _scores(run)
+    quantiles = evaluating.quantiles(run)
+    if not run.ranks.is_logger:
+        return
+    outputs.session_ends(run, "finished")
+    report = write_reports(run, outputs, scores=scores, targets=targets, quantile_losses=quantiles)
+    start.record.ended(run.progress.step).write(run.out)
+    for line in final_lines(report):
+        print(line, flush=True)
+
+
+def write_reports(run: Run, outputs: Outputs, **late: Any) -> dict[str, Any]:
+    """Write report.json, report.html and CaseName.log of the session so far; late: RunFacts known only at the end."""
+    last = run.meter.last
+    facts = RunFacts(
+        run_dir=run.out,
+        network=run.cfg.model.family.upper(),
+        argv=run.argv,
+        device=run.device.describe(),
+        world_size=run.ranks.size,
+        global_batch=run.global_batch,
+        steps=run.progress.step,
+        planned_steps=run.total_steps,
+        epochs=run.plan.locate(max(run.progress.step - 1, 0))[0] + 1,
+        samples_seen=run.progress.samples_seen,
+        account=run.clock.total(),
+        session=run.clock.session(),
+        dataset=run.data.summary(),
+        weights=weights_of(run),
+        peak_memory_gib=last.peak_memory_gib if last else run.device.peak_memory_gib(),
+        attention=run.facts.get("attention", ""),
+        skipped=run.progress.skipped,
+        parameters=parameter_counts(run),
+        flops_per_sample=run.family.flops_per_sample(run.parts, main_bucket(run)),
+        matmul_flops=measure_matmul(run.device.torch_device, run.cfg.training.mixed_precision, run.device.synchronise),
+        notes={"failed_saves": run.facts.get("failed_saves", 0), "choices": run.facts.get("choices", [])},
+        **late,
+    )
+    report = make_report(run.cfg, facts)
+    write_report(run.out, report)
+    write_case_log(run.out, report)
+    build_html(run.out)
+    return report
+
+
+def main_bucket(run: Run) -> Bucket:
+    """Return the bucket of --resolution, for figures that need one shape."""
+    width, height = run.cfg.data.resolution or (1024, 1024)
+    return Bucket(height, width)
+
+
+def parameter_counts(run: Run) -> dict[str, int]:
+    """Count parameters of every part, and those that are trained."""
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in run.parts.root.named_children()}
+    counts |= {name: sum(p.numel() for p in part.parameters()) for name, part in run.parts.frozen.items()}
+    return {**counts, "trained": sum(p.numel() for p in run.parts.root.parameters() if p.requires_grad)}
+
+
+def weights_of(run: Run) -> str:
+    """Say where the weights at the start came from."""
+    model = run.cfg.model
+    if model.pretrained:
+        return model.pretrained
+    return f"random ({model.init_from_config}), seed {run.cfg.training.seed}"
+
+
+def _scores(run: Run) -> tuple[dict[str, Any], list[Target]]:
+    """Score a demo run by what it drew; nothing for any other."""
+    if not run.cfg.demo.score:
+        return {}, []
+    from difftrain.train.demo.score import score_run
+
+    with run.clock.paused("scoring"):
+        return score_run(run)
+
+
+def say_what_runs(run: Run) -> None:
+    """Print once, at the start, what is trained on what, the batch arithmetic, and each automatic choice."""
+    cfg, size = run.cfg, run.engine.dp_size
+    counts = parameter_counts(run)
+    said = [
+        f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
+        f"precision {cfg.training.mixed_precision}",
+        f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
+        f"batch: {cfg.training.batch_size} a rank x {cfg.training.accumulation} accumulated x {size} ranks = "
+        f"{run.global_batch} images a step",
+        *run.plan.lines(),
+        f"length: {run.total_steps} steps"
+        + (f" ({cfg.training.max_epochs} epochs; epochs win over steps)" if cfg.training.max_epochs else "")
+        + (f", {run.progress.step} of them done" if run.progress.step else ""),
+        *run.parts.notes,
+        *run.facts.get("choices", []),
+    ]
+    for line in said:
+        log.info(line)
