@@ -1,0 +1,42 @@
+"""Checkpoints: whole or absent. The commit, finding the newest whole one, retention, and one run a folder."""
+
+from difftrain.checkpoint.claim import Claim, claim_together
+from difftrain.checkpoint.commit import SaveFault, commit
+from difftrain.checkpoint.find import clean, newest, newest_everywhere, open_given
+from difftrain.checkpoint.manifest import Manifest, Torn, load_meta, verify
+from difftrain.checkpoint.names import SaveName
+from difftrain.checkpoint.record import (
+    Empty,
+    Finished,
+    Foreign,
+    RunRecord,
+    Unfinished,
+    choose_start,
+    inspect,
+)
+from difftrain.checkpoint.retain import retain_exports, retain_states
+
+__all__ = [
+    "Claim",
+    "Empty",
+    "Finished",
+    "Foreign",
+    "Manifest",
+    "RunRecord",
+    "SaveFault",
+    "SaveName",
+    "Torn",
+    "Unfinished",
+    "choose_start",
+    "claim_together",
+    "clean",
+    "commit",
+    "inspect",
+    "load_meta",
+    "newest",
+    "newest_everywhere",
+    "open_given",
+    "retain_exports",
+    "retain_states",
+    "verify",
+]

@@ -1,0 +1,161 @@
+"""The commit: all ranks write aside, one rank a disk lists and seals, then the folder gets its name.
+
+Ranks may share one disk, or have one a machine: whoever makes the folder on a disk owns it there. A failure of any
+rank is told to all of them, and leaves every earlier checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from difftrain.checkpoint.files import FileEntry, entries, fsync_file, fsync_folder, remove
+from difftrain.checkpoint.manifest import Manifest
+from difftrain.contracts import TrainingFault
+
+if TYPE_CHECKING:
+    from difftrain.distributed.ranks import Ranks
+
+T = TypeVar("T")
+WORK = "tmp-"  # + 32 hex digits: being written
+OLD = "-old"  # + WORK name: whole, pushed aside by a newer checkpoint of the same name
+TRASH = "trash-"  # + 32 hex digits: being deleted
+
+
+class SaveFault(TrainingFault):
+    """Say why a checkpoint was not written; raised on every rank alike, so that training may go on."""
+
+
+def commit(
+    parent: Path,
+    name: str,
+    write_rank: Callable[[Path], list[Path]],
+    ranks: Ranks,
+    meta: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint parent/name; every rank calls it, and all return or all raise SaveFault.
+
+    write_rank: writes this rank's files below the folder it is given and returns them; names differ between ranks.
+    meta: JSON; must have "step".
+    """
+    token = ranks.broadcast(uuid.uuid4().hex)
+    work = parent / f"{WORK}{token}"
+    made: list[Path] = []
+    try:
+        _make(work, ranks, made)
+        owner = bool(made)
+        told = _together(ranks, "write its part of", lambda: _write(work, write_rank))
+        files = _one_list(told)
+        mine = _claim(work, owner, files, ranks)
+        owners = sum(any_owned for any_owned, _ in mine)
+        manifest = Manifest(
+            commit=token,
+            name=name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            world_size=ranks.size,
+            meta=dict(meta),
+            files={path: files[path] for path in mine[ranks.rank][1]},
+            spread=owners > 1,
+        )
+        _together(ranks, "seal", lambda: manifest.write(work) if owner else None)
+        _together(ranks, "name", lambda: _publish(work, parent / name) if owner else None)
+    except SaveFault:
+        for folder in made:
+            with contextlib.suppress(OSError):  # what cannot be removed now is cleaned up by the next run
+                remove(folder)
+        raise
+    return parent / name
+
+
+def _together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
+    """Run an action on every rank and return all results everywhere; one failure is everybody's SaveFault."""
+    mine: T | None = None
+    fault = ""
+    try:
+        mine = action()
+    except Exception as error:
+        fault = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    told = ranks.gather((mine, fault))
+    faults = [f"rank {rank} could not {what} it: {fault}" for rank, (_, fault) in enumerate(told) if fault]
+    if faults:
+        more = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
+        raise SaveFault("; ".join(faults[:3]) + more)
+    return [result for result, _ in told]
+
+
+def _make(work: Path, ranks: Ranks, made: list[Path]) -> None:
+    """Make the folder once a disk; the rank that did owns it there and has it in `made`.
+
+    mkdir is decided by the file server, never by a stale cache. Rank 0 goes first, so that it owns a shared disk.
+    """
+
+    def make(my_turn: bool) -> None:
+        if not my_turn:
+            return
+        work.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            work.mkdir()
+            made.append(work)
+
+    _together(ranks, "begin", lambda: make(ranks.rank == 0))
+    if ranks.size > 1:
+        _together(ranks, "begin", lambda: make(ranks.rank != 0))
+
+
+def _write(work: Path, write_rank: Callable[[Path], list[Path]]) -> dict[str, FileEntry]:
+    names = [path.relative_to(work).as_posix() for path in write_rank(work)]
+    for name in names:
+        fsync_file(work / name)
+    return entries(work, names)
+
+
+def _one_list(told: list[dict[str, FileEntry]]) -> dict[str, FileEntry]:
+    files: dict[str, FileEntry] = {}
+    for rank, its in enumerate(told):
+        twice = sorted(files.keys() & its.keys())
+        assert not twice, f"rank {rank} wrote {twice}, which another rank has written too"
+        files |= its
+    return files
+
+
+def _claim(work: Path, owner: bool, files: Mapping[str, FileEntry], ranks: Ranks) -> list[tuple[bool, list[str]]]:
+    """Let each disk's owner find the files that are on its disk: all of them, between the owners."""
+
+    def look() -> tuple[bool, list[str]]:
+        if not owner:
+            return False, []
+        here = [name for name, entry in files.items() if _has(work / name, entry)]
+        for folder in sorted({(work / name).parent for name in here}, reverse=True):
+            fsync_folder(folder)
+        return True, sorted(here)
+
+    told = _together(ranks, "list", look)
+    found = {name for _, names in told for name in names}
+    lost = sorted(files.keys() - found)
+    if lost:
+        raise SaveFault(f"files were written and are not there: {', '.join(lost[:5])}")
+    return told
+
+
+def _has(path: Path, entry: FileEntry) -> bool:
+    return path.is_file() and path.stat().st_size == entry.size
+
+
+def _publish(work: Path, final: Path) -> None:
+    old = work.with_name(work.name + OLD)
+    if final.exists():  # torn, or of a run that went past this step before: pushed aside, whole as it is
+        final.rename(old)
+    try:
+        work.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    fsync_folder(final.parent)
+    if old.exists():
+        with contextlib.suppress(OSError):
+            remove(old)

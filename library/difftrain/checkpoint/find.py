@@ -1,0 +1,145 @@
+"""Which checkpoint to continue from: the newest whole one. What a dead run left behind is cleaned up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from difftrain.checkpoint.commit import OLD, TRASH, WORK
+from difftrain.checkpoint.files import MANIFEST, fsync_folder, remove
+from difftrain.checkpoint.manifest import Manifest, Torn, verify
+from difftrain.checkpoint.names import parse
+from difftrain.contracts import ConfigFault, Fault
+
+if TYPE_CHECKING:
+    from difftrain.distributed.ranks import Ranks
+
+Say = Callable[[str], None]
+_LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
+
+
+class Found(NamedTuple):
+    """A checkpoint folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+
+def candidates(parent: Path, output_name: str | None = None, say: Say | None = None) -> list[Found]:
+    """List the checkpoints of a folder by their manifests, the newest first; files are not looked at yet.
+
+    output_name: only NAME-step…-state, NAME-00…-state and NAME-state; None: any folder with a manifest.
+    say: is told of folders that are named like checkpoints and have no good manifest.
+    """
+    found = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        if not path.is_dir() or _LEFT_BEHIND.fullmatch(path.name):
+            continue
+        if output_name is None:
+            if not (path / MANIFEST).is_file():
+                continue
+        elif parse(path.name, output_name, state=True) is None:
+            continue
+        try:
+            found.append(Found(path, Manifest.read(path)))
+        except Torn as torn:
+            if say is not None:
+                say(f"checkpoint {path.name} is passed over: {torn}")
+    return sorted(found, key=lambda each: (each.manifest.step, each.manifest.created, each.path.name), reverse=True)
+
+
+def newest(parent: Path, output_name: str | None = None, say: Say | None = None) -> Path | None:
+    """Return the newest checkpoint that is whole to the last byte, or None; torn ones are named and passed over."""
+    for path, _ in candidates(parent, output_name, say):
+        try:
+            verify(path)
+        except Torn as torn:
+            if say is not None:
+                say(f"checkpoint {path.name} is passed over: {torn}")
+            continue
+        return path
+    return None
+
+
+def newest_everywhere(parent: Path, output_name: str | None, ranks: Ranks, say: Say | None = None) -> Path | None:
+    """Return the newest checkpoint that is whole on every machine's disk; every rank calls it.
+
+    One rank a machine reads. Each rank gets the path below its own parent.
+    """
+    if ranks.size == 1:
+        return newest(parent, output_name, say)
+    reads = ranks.local_rank == 0
+    mine = {each.manifest.commit: each for each in candidates(parent, output_name, say)} if reads else {}
+    told = ranks.gather({commit: each.path.name for commit, each in mine.items()} if reads else None)
+    lists = [each for each in told if each is not None]
+    common = set.intersection(*(set(each) for each in lists))
+    partly = sorted({name for each in lists for commit, name in each.items() if commit not in common})
+    if partly and say is not None:
+        say(f"not on every machine, and passed over: {', '.join(partly)}")
+    order = ranks.broadcast([commit for commit in mine if commit in common])  # rank 0's: the newest first
+    for commit in order:
+        fault = _fault(mine[commit].path) if reads else ""
+        faults = [each for each in ranks.gather((fault, ranks.rank)) if each[0]]
+        if not faults:
+            return parent / lists[0][commit]
+        if say is not None:
+            say(f"checkpoint {lists[0][commit]} is passed over: rank {faults[0][1]} says: {faults[0][0]}")
+    return None
+
+
+def _fault(path: Path) -> str:
+    try:
+        verify(path)
+    except Torn as torn:
+        return str(torn)
+    return ""
+
+
+def open_given(path: Path, flag: str = "--resume") -> Path:
+    """Check the checkpoint folder that a user named. Raises ConfigFault that says what is wrong with it."""
+    if not path.is_dir():
+        raise ConfigFault([Fault(flag, f"{path} is not a folder", "give a folder ...-state, or auto")])
+    if not (path / MANIFEST).is_file():
+        inside = candidates(path)
+        remedy = f"the newest one in it is {inside[0].path.name}" if inside else "give a folder ...-state, or auto"
+        raise ConfigFault([Fault(flag, f"{path} is not a checkpoint: it has no {MANIFEST}", remedy)])
+    try:
+        verify(path)
+    except Torn as torn:
+        others = [each.path.name for each in candidates(path.parent) if each.path.name != path.name]
+        remedy = f"others beside it: {', '.join(others[:3])}" if others else "there is no other beside it"
+        raise ConfigFault([Fault(flag, f"{path} is not whole: {torn}", remedy)]) from None
+    return path
+
+
+def clean(parent: Path, say: Say | None = None) -> None:
+    """Put away what a dead run left while saving or deleting. Only the holder of the folder's claim may call it.
+
+    A checkpoint that was complete and lacked only its name gets it; everything else aside is removed.
+    """
+    if not parent.is_dir():
+        return
+    left = [path for path in parent.iterdir() if path.is_dir() and _LEFT_BEHIND.fullmatch(path.name)]
+    # A newer one of the same name comes before the one that it pushed aside.
+    for path in sorted(left, key=lambda each: (each.name.endswith(OLD), each.name)):
+        manifest = _whole(path)
+        if manifest is not None and not (parent / manifest.name).exists():
+            path.rename(parent / manifest.name)
+            fsync_folder(parent)
+            message = f"checkpoint {manifest.name} was complete but for its name, and is kept"
+        else:
+            remove(path)
+            message = f"{path.name}, left by a run that ended while it was saving, is removed"
+        if say is not None:
+            say(message)
+
+
+def _whole(path: Path) -> Manifest | None:
+    if path.name.startswith(TRASH):
+        return None
+    try:
+        return verify(path)
+    except Torn:
+        return None

@@ -1,0 +1,174 @@
+"""How many saves are kept: kohya's --save_last_n_*, and never fewer than the last two good ones.
+
+kohya's meaning: --save_last_n_steps=N keeps the step saves of the last N steps (a window, not a count);
+--save_last_n_epochs=N keeps the last N epoch saves; the _state flags say the same of checkpoints, and where they are
+absent the others hold for checkpoints too. The save at the end is never deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import uuid
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from difftrain.checkpoint.commit import TRASH
+from difftrain.checkpoint.files import remove
+from difftrain.checkpoint.find import Say
+from difftrain.checkpoint.manifest import Manifest, Torn, verify
+from difftrain.checkpoint.names import SaveName, parse
+
+if TYPE_CHECKING:
+    from difftrain.config.sections import SaveSection
+
+ALWAYS_KEPT = 2
+_EXPORT_SUFFIXES = ("", ".safetensors", ".ckpt")
+_AVERAGED = "-ema"  # the averaged weights of a save come and go with it
+_read_before: set[str] = set()  # digests of manifests whose files this process has read once
+
+
+@dataclass(frozen=True)
+class Window:
+    """Say how much is kept: step saves of the last n steps, the last n epoch saves; None keeps all."""
+
+    last_n_steps: int | None = None
+    last_n_epochs: int | None = None
+
+    @classmethod
+    def of_exports(cls, save: SaveSection) -> Window:
+        """Read the flags for exports."""
+        return cls(save.last_n_steps, save.last_n_epochs)
+
+    @classmethod
+    def of_states(cls, save: SaveSection) -> Window:
+        """Read the flags for checkpoints."""
+        return cls(save.last_n_steps_state or save.last_n_steps, save.last_n_epochs_state or save.last_n_epochs)
+
+    def outside(self, saves: list[SaveName], step: int) -> set[SaveName]:
+        """Return which saves may go after a save at `step`."""
+        gone: set[SaveName] = set()
+        if self.last_n_steps is not None:
+            gone |= {each for each in saves if each.kind == "step" and each.number < step - self.last_n_steps}
+        if self.last_n_epochs is not None:
+            epochs = sorted(each for each in saves if each.kind == "epoch")
+            gone |= set(epochs[: max(0, len(epochs) - self.last_n_epochs)])
+        return gone
+
+
+def retain_states(parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None) -> list[str]:
+    """Delete checkpoints that the flags no longer keep, after a save at `step`; return the names of the deleted.
+
+    Called by the one process that holds the folder's claim. The newest is read again, to the last byte, before
+    anything older is deleted.
+    """
+    saves: dict[SaveName, list[Path]] = {}
+    for path in parent.iterdir():
+        name = parse(path.name, output_name, state=True)
+        if name is not None and path.is_dir():
+            saves.setdefault(name, []).append(path)
+
+    def age(name: SaveName) -> tuple[int, str]:
+        manifest = _manifest(saves[name][0])
+        return (manifest.step, manifest.created) if manifest else (-1, "")
+
+    return _retain(saves, Window.of_states(save), step, age, lambda name: _whole_state(saves[name][0]), say)
+
+
+def retain_exports(parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None) -> list[str]:
+    """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
+    saves: dict[SaveName, list[Path]] = {}
+    for path in parent.iterdir():
+        suffix = path.suffix if path.suffix in _EXPORT_SUFFIXES else None
+        if suffix is None or path.is_dir() != (suffix == ""):
+            continue
+        name = parse(path.name.removesuffix(suffix).removesuffix(_AVERAGED), output_name)
+        if name is not None:
+            saves.setdefault(name, []).append(path)
+
+    def age(name: SaveName) -> tuple[int, str]:
+        return max(path.stat().st_mtime_ns for path in saves[name]), ""
+
+    def whole(name: SaveName) -> bool:
+        return all(export_is_whole(path) for path in saves[name])
+
+    return _retain(saves, Window.of_exports(save), step, age, whole, say)
+
+
+def _retain(
+    saves: dict[SaveName, list[Path]],
+    window: Window,
+    step: int,
+    age: Callable[[SaveName], tuple[int, str]],
+    whole: Callable[[SaveName], bool],
+    say: Say | None,
+) -> list[str]:
+    gone = window.outside(list(saves), step)
+    if not gone:
+        return []
+    good: list[SaveName] = []
+    for name in sorted(saves, key=age, reverse=True):
+        if len(good) < ALWAYS_KEPT and whole(name):
+            good.append(name)
+    if not good or (len(good) < ALWAYS_KEPT and len(saves) > len(good)):
+        if say is not None:
+            say(f"nothing is deleted: of {len(saves)} saves only {len(good)} can be shown to be whole")
+        return []
+    deleted = []
+    for name in sorted(gone - set(good)):
+        for path in saves[name]:
+            _delete(path)
+            deleted.append(path.name)
+    if deleted and say is not None:
+        say(f"deleted, as --save_last_n_* asks: {', '.join(deleted)}")
+    return deleted
+
+
+def _delete(path: Path) -> None:
+    """Take the name away first, so that a crash half-way leaves nothing that looks like a save."""
+    if path.is_dir():
+        path = path.rename(path.with_name(f"{TRASH}{uuid.uuid4().hex}"))
+    remove(path)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    try:
+        return Manifest.read(path)
+    except Torn:
+        return None
+
+
+def _whole_state(path: Path) -> bool:
+    try:
+        manifest = Manifest.read(path)
+        verify(path, deep=manifest.digest not in _read_before)
+    except Torn:
+        return False
+    _read_before.add(manifest.digest)
+    return True
+
+
+def export_is_whole(path: Path) -> bool:
+    """Tell whether an export has all the bytes that its own header promises."""
+    if path.is_dir():
+        weights = sorted(path.rglob("*.safetensors"))
+        return (path / "model_index.json").is_file() and bool(weights) and all(map(export_is_whole, weights))
+    try:
+        if path.suffix == ".safetensors":
+            return _safetensors_is_whole(path)
+        return zipfile.is_zipfile(path)  # .ckpt: the directory of a zip file is its last part
+    except (OSError, ValueError, KeyError, struct.error):
+        return False
+
+
+def _safetensors_is_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > path.stat().st_size:
+            return False
+        header = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return path.stat().st_size == 8 + length + max(ends, default=0)

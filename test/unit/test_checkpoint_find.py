@@ -1,0 +1,119 @@
+"""Which checkpoint a run continues from, and what a dead run left."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from difftrain.checkpoint import clean, commit, newest, newest_everywhere, open_given
+from difftrain.contracts import ConfigFault
+from difftrain.distributed.ranks import Ranks
+from difftrain.testing.threads import on_threads
+
+
+def write(work: Path) -> list[Path]:
+    (work / "weights").write_bytes(b"1234")
+    return [work / "weights"]
+
+
+def save(parent: Path, name: str, step: int) -> Path:
+    return commit(parent, name, write, Ranks(), {"step": step})
+
+
+def test_the_order_is_that_of_steps_whatever_the_names(tmp_path):
+    save(tmp_path, "N-step00000004-state", 4)
+    save(tmp_path, "N-000001-state", 6)
+    assert newest(tmp_path, "N").name == "N-000001-state"
+    save(tmp_path, "N-step00000008-state", 8)
+    save(tmp_path, "N-state", 10)
+    assert newest(tmp_path, "N").name == "N-state"
+    save(tmp_path, "N-step123456789-state", 123456789)
+    assert newest(tmp_path, "N").name == "N-step123456789-state"
+
+
+def test_other_names_are_other_runs(tmp_path):
+    save(tmp_path, "N2-state", 10)
+    save(tmp_path, "N-step4-state", 10)
+    assert newest(tmp_path, "N") is None
+    assert newest(tmp_path).name == "N2-state"
+    assert newest(tmp_path / "missing", "N") is None
+
+
+def test_machines_agree_on_what_all_of_them_have(tmp_path):
+    def both(name, step):
+        return on_threads(
+            2, lambda ranks: commit(tmp_path / str(ranks.rank), name, part(ranks.rank), ranks, {"step": step}), 1
+        )
+
+    def part(rank):
+        def write(work):
+            (work / f"part-{rank}").write_text("x")
+            return [work / f"part-{rank}"]
+
+        return write
+
+    both("N-step00000004-state", 4)
+    both("N-step00000008-state", 8)
+    both("N-step00000012-state", 12)
+    shutil.rmtree(tmp_path / "1" / "N-step00000012-state")
+    (tmp_path / "1" / "N-step00000008-state" / "part-1").write_text("y")
+    said: list[str] = []
+
+    def find(ranks):
+        return newest_everywhere(tmp_path / str(ranks.rank), "N", ranks, said.append if ranks.rank == 0 else None)
+
+    assert on_threads(2, find, 1) == [tmp_path / str(rank) / "N-step00000004-state" for rank in range(2)]
+    assert "not on every machine, and passed over: N-step00000012-state" in said[0]
+    assert "N-step00000008-state is passed over: rank 1 says: part-1 is damaged" in said[1]
+
+
+def test_ranks_of_one_machine_find_the_same(tmp_path):
+    save(tmp_path, "N-state", 10)
+    found = on_threads(3, lambda ranks: newest_everywhere(tmp_path, "N", ranks))
+    assert found == [tmp_path / "N-state"] * 3
+    assert on_threads(3, lambda ranks: newest_everywhere(tmp_path, "M", ranks)) == [None] * 3
+
+
+def test_what_a_dead_run_left_is_put_away_by_name(tmp_path):
+    whole = save(tmp_path, "N-step00000004-state", 4)
+    unnamed = save(tmp_path, "N-step00000008-state", 8).rename(tmp_path / ("tmp-" + "a" * 32))
+    torn = save(tmp_path, "N-step00000012-state", 12).rename(tmp_path / ("tmp-" + "b" * 32))
+    (torn / "manifest.json").unlink()
+    trash = save(tmp_path, "N-step00000002-state", 2).rename(tmp_path / ("trash-" + "c" * 32))
+    theirs = tmp_path / "tmp-of-mine"
+    theirs.mkdir()
+    said: list[str] = []
+    clean(tmp_path, said.append)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        whole.name,
+        "N-step00000008-state",
+        "tmp-of-mine",
+    ]
+    assert len(said) == 3 and not unnamed.exists() and not torn.exists() and not trash.exists()
+    assert newest(tmp_path, "N").name == "N-step00000008-state"
+
+
+def test_of_a_name_and_what_it_pushed_aside_the_newer_stays(tmp_path):
+    token = "d" * 32
+    save(tmp_path, "N-state", 4).rename(tmp_path / f"tmp-{token}-old")
+    save(tmp_path, "N-state", 8).rename(tmp_path / f"tmp-{token}")
+    clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["N-state"]
+    from difftrain.checkpoint import load_meta
+
+    assert load_meta(tmp_path / "N-state") == {"step": 8}
+
+
+def test_a_named_folder_is_checked_and_the_error_helps(tmp_path):
+    good = save(tmp_path, "N-step00000004-state", 4)
+    torn = save(tmp_path, "N-step00000008-state", 8)
+    (torn / "weights").write_bytes(b"12")
+    assert open_given(good) == good
+    with pytest.raises(ConfigFault, match="not a folder"):
+        open_given(tmp_path / "missing")
+    with pytest.raises(ConfigFault, match=r"no manifest.json \(the newest one in it is N-step00000008-state\)"):
+        open_given(tmp_path)
+    with pytest.raises(ConfigFault, match=r"weights has 2 bytes, not 4 \(others beside it: N-step00000004-state\)"):
+        open_given(torn)
