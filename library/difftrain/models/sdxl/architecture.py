@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 FLAVORS = ("base", "tiny", "demo")
 PARTS = ("unet", "vae", "text_encoder_1", "text_encoder_2")
 _KEYS = {"unet": "unet", "vae": "vae", "text_encoder": "text_encoder_1", "text_encoder_2": "text_encoder_2"}
+_TEXT_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
+    "initializer_factor", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 NUM_TIMESTEPS = 1000
 
 
@@ -45,8 +50,15 @@ class Architecture:
 
     @property
     def is_base(self) -> bool:
-        """Tell whether a reader that knows only SDXL base can tell the sizes by itself."""
-        return self.to_dict() | {"name": "base"} == named("base").to_dict()
+        """Tell whether these are SDXL base's sizes, which every reader of single files knows by heart."""
+        base, ours = named("base").to_dict(), self.to_dict()
+        loose = ("sample_size", "force_upcast", "bos_token_id", "eos_token_id", "pad_token_id")
+        return all(
+            ours[section].get(key) == value
+            for section in _KEYS
+            for key, value in base[section].items()
+            if key not in loose
+        )
 
     @property
     def vae_factor(self) -> int:
@@ -121,21 +133,19 @@ def _faults(content: dict[str, Any], where: str) -> list[Fault]:
     if missing:
         return faults
     for key, part in _KEYS.items():
-        known = _known_keys(part)
+        known = known_keys(part)
         faults += [Fault(f"{where} [{key}]", f"unknown key {name!r}") for name in sorted(set(content[key]) - known)]
     return faults or _mismatches(content, where)
 
 
-def _known_keys(part: str) -> set[str]:
-    if part == "unet":
-        from diffusers import UNet2DConditionModel as Model
-    elif part == "vae":
-        from diffusers import AutoencoderKL as Model
-    else:
-        from transformers import CLIPTextConfig
+def known_keys(part: str) -> set[str]:
+    """Name the constructor arguments that a part's sizes may give."""
+    if part not in ("unet", "vae"):
+        return set(_TEXT_KEYS)
+    from diffusers import AutoencoderKL, UNet2DConditionModel
 
-        return set(CLIPTextConfig().to_dict())
-    return set(inspect.signature(Model.__init__).parameters) - {"self"}
+    model = UNet2DConditionModel if part == "unet" else AutoencoderKL
+    return set(inspect.signature(model.__init__).parameters) - {"self"}
 
 
 def _mismatches(content: dict[str, Any], where: str) -> list[Fault]:

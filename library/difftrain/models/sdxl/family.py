@@ -13,7 +13,7 @@ from difftrain.diffusion import ddpm
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.load import learning_rates, load_parts
 from difftrain.models.sdxl.text import encode_first, encode_second
-from difftrain.models.sdxl.tokens import SDXLTokenize
+from difftrain.models.sdxl.tokens import SDXLTokenize, vocabularies
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,8 +42,8 @@ class SDXLFamily:
         return self.source.architecture.features
 
     def load(self, *, meta: bool = False) -> Parts:
-        """Build root and frozen parts, with their tokenizers; names and shapes only where meta."""
-        return load_parts(self.cfg, self.source, self.source.vocabularies(required=not meta), meta=meta)
+        """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault."""
+        return load_parts(self.cfg, self.source, vocabularies(self.cfg, self.source), meta=meta)
 
     def tokenizer(self, parts: Parts) -> SDXLTokenize:
         """Return the picklable function from captions to token ids."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +13,11 @@ from difftrain.models.sdxl.root import SDXLRoot
 from difftrain.models.sdxl.text import unused_names
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from difftrain.config import TrainConfig
     from difftrain.models.parts.clip_vocabulary import ClipVocabulary
     from difftrain.models.sdxl.sources import Source
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -42,37 +41,50 @@ def learning_rates(cfg: TrainConfig) -> dict[str, float]:
     return rates
 
 
-def load_parts(
-    cfg: TrainConfig, source: Source, vocabularies: tuple[ClipVocabulary, ClipVocabulary] | None, *, meta: bool
-) -> Parts:
+def load_parts(cfg: TrainConfig, source: Source, pair: tuple[ClipVocabulary, ClipVocabulary], *, meta: bool) -> Parts:
     """Build all parts; trained ones in fp32, frozen ones in the mixed precision's dtype (the VAE as vae_fp32 says).
 
-    On the meta device with meta=True: names and shapes only.
+    On the meta device with meta=True: names and shapes only. Raises ConfigFault where the weights do not fit.
     """
     rates = learning_rates(cfg)
     modules = {part: source.architecture.build(part) for part in PARTS}
+    faults = source.faults(modules)
+    if faults:
+        raise ConfigFault(faults)
     if not meta:
         for part, module in modules.items():
-            fill(
-                module, source.weights(part, module), storage_dtype(cfg, part, trained=part in rates or part == "unet")
-            )
-    frozen = {part: module for part, module in modules.items() if part not in rates and part != "unet"}
-    for module in frozen.values():
-        module.requires_grad_(False).eval()
-    trained = {part: modules.get(part) if part in rates else None for part in ("text_encoder_1", "text_encoder_2")}
-    root = SDXLRoot(modules["unet"], **trained)
-    parts = Parts(root, frozen, config=source.architecture.to_dict())
-    if vocabularies is not None:
-        parts.tokenizers = {f"tokenizer_{i}": v for i, v in enumerate(vocabularies, start=1)}
-    _freeze(parts, rates)
+            fill(module, source.weights(part, module), storage_dtype(cfg, part, rates))
+    parts = _sorted_out(modules, rates)
+    parts.config = source.architecture.to_dict()
+    parts.tokenizers = {f"tokenizer_{i}": vocabulary for i, vocabulary in enumerate(pair, start=1)}
+    parts.notes += [*source.notes, *_disagreement(cfg, source)]
     if cfg.training.gradient_checkpointing:
-        _checkpoint(root)
+        _checkpoint(parts.root)
     return parts
 
 
-def storage_dtype(cfg: TrainConfig, part: str, *, trained: bool) -> torch.dtype:
-    """Return the dtype that a part's weights are kept in."""
-    if trained or (part == "vae" and cfg.model.vae_fp32):
+def _sorted_out(modules: dict[str, nn.Module], rates: dict[str, float]) -> Parts:
+    """Put what is trained into root, the rest aside; the UNet is in root even where it is frozen."""
+    encoders = {part: modules[part] for part in ("text_encoder_1", "text_encoder_2") if part in rates}
+    frozen = {part: module for part, module in modules.items() if part != "unet" and part not in rates}
+    for module in frozen.values():
+        module.requires_grad_(False).eval()
+    parts = Parts(SDXLRoot(modules["unet"], **encoders), frozen)
+    _freeze(parts, rates)
+    return parts
+
+
+def _disagreement(cfg: TrainConfig, source: Source) -> list[str]:
+    if source.prediction_type in (None, cfg.model.prediction_type):
+        return []
+    return [
+        f"these weights say that they predict {source.prediction_type}; this run trains {cfg.model.prediction_type}"
+    ]
+
+
+def storage_dtype(cfg: TrainConfig, part: str, rates: dict[str, float]) -> torch.dtype:
+    """Return the dtype that a part's weights are kept in; the UNet is in root, and root is fp32."""
+    if part == "unet" or part in rates or (part == "vae" and cfg.model.vae_fp32):
         return torch.float32
     return DTYPES[cfg.training.mixed_precision]
 

@@ -20,13 +20,11 @@ class SDXLRoot(nn.Module):
     (input_ids_1, input_ids_2), and time_ids (B, 6).
     """
 
-    def __init__(self, unet: nn.Module, text_encoder_1: nn.Module | None, text_encoder_2: nn.Module | None) -> None:
+    def __init__(self, unet: nn.Module, **text_encoders: nn.Module) -> None:
         super().__init__()
         self.unet = unet
-        if text_encoder_1 is not None:
-            self.text_encoder_1 = text_encoder_1
-        if text_encoder_2 is not None:
-            self.text_encoder_2 = text_encoder_2
+        for part, encoder in text_encoders.items():
+            self.add_module(part, encoder)
 
     def forward(self, x_t: Tensor, timestep: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Predict. Shapes: x_t (B, C, H, W), timestep (B,) -> (B, C, H, W)."""

@@ -5,33 +5,68 @@ Every source hands out (name, tensor) of a part one at a time, so that a model i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.parts.initial import by_fan_in, clip_scale, initial_weights
-from difftrain.models.sdxl.architecture import Architecture, read_architecture
-from difftrain.models.sdxl.tokens import built_in
+from difftrain.models.sdxl.architecture import Architecture, named, read_architecture
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
-    from difftrain.models.parts.clip_vocabulary import ClipVocabulary
+
+Modules = Mapping[str, "nn.Module"]
 
 
 class Source(Protocol):
     """Give the architecture, and the weights of one part by the names of its module."""
 
-    architecture: Architecture
-
+    @property
+    def architecture(self) -> Architecture: ...
+    @property
+    def tokenizer_dirs(self) -> tuple[Path, Path] | None: ...
+    @property
+    def prediction_type(self) -> str | None: ...  # what the weights say they predict, where they say it
+    @property
+    def notes(self) -> Sequence[str]: ...
+    def faults(self, modules: Modules) -> list[Fault]: ...
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]: ...
-    def vocabularies(self, *, required: bool) -> tuple[ClipVocabulary, ClipVocabulary] | None: ...
 
 
 def source_of(cfg: TrainConfig) -> Source:
-    """Choose the source that the configuration names. Raises ConfigFault."""
-    return RandomSource(read_architecture(cfg.model.init_from_config or ""), cfg.training.seed or 0)
+    """Choose the source that the configuration names; --vae takes the VAE from elsewhere. Raises ConfigFault."""
+    model = cfg.model
+    source: Source
+    if model.pretrained and model.init_from_config:
+        text = "contradicts --init_from_config: weights come from a file or from a seed"
+        raise ConfigFault([Fault("--pretrained_model_name_or_path", text, "give one of the two")])
+    if model.pretrained:
+        source = _pretrained(model.pretrained)
+    elif model.init_from_config:
+        source = RandomSource(read_architecture(model.init_from_config), cfg.training.seed or 0)
+    else:
+        remedy = "give --pretrained_model_name_or_path=PATH, or --init_from_config=base|tiny|demo|FILE.json"
+        raise ConfigFault([Fault("[model]", "no weights are named", remedy)])
+    return WithVae(source, model.vae) if model.vae else source
+
+
+def _pretrained(name: str) -> Source:
+    from difftrain.models.sdxl.file_source import SingleFileSource
+    from difftrain.models.sdxl.folder_source import FolderSource
+
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return FolderSource(path)
+    if path.is_file():
+        return SingleFileSource(path)
+    remedy = "give a diffusers folder or a single .safetensors or .ckpt file that is on this machine"
+    raise ConfigFault([Fault("--pretrained_model_name_or_path", f"there is no file or folder {name!r}", remedy)])
 
 
 @dataclass(frozen=True)
@@ -40,14 +75,77 @@ class RandomSource:
 
     architecture: Architecture
     seed: int
+    tokenizer_dirs: tuple[Path, Path] | None = None
+    prediction_type: str | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        if self._ships_vae:
+            return ["all weights are random but the VAE's, which is a small one trained by us on synthetic pictures"]
+        return ["all weights are random, the VAE's too: it can only draw noise (--vae takes a trained one)"]
+
+    @property
+    def _ships_vae(self) -> bool:
+        return (
+            self.architecture.vae == named("tiny").vae
+            and resources.files(__package__).joinpath("tiny_vae.safetensors").is_file()
+        )
+
+    def faults(self, modules: Modules) -> list[Fault]:
+        return []
 
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        if part == "vae" and self._ships_vae:
+            yield from shipped_vae(module)
+            return
         scale = by_fan_in
         if part.startswith("text_encoder"):
             scale = clip_scale(module.config.num_hidden_layers, module.config.hidden_size)
         yield from initial_weights(module, part, self.seed, scale)
 
-    def vocabularies(self, *, required: bool) -> tuple[ClipVocabulary, ClipVocabulary] | None:
-        return built_in(
-            (self.architecture.text_encoder_1["vocab_size"], self.architecture.text_encoder_2["vocab_size"])
-        )
+
+def shipped_vae(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Give the weights of tiny's VAE: trained by us (models/sdxl/make_tiny_vae.py). Absent tensors are zeros."""
+    import torch
+    from safetensors.torch import load
+
+    stored = load(resources.files(__package__).joinpath("tiny_vae.safetensors").read_bytes())
+    for name, param in module.state_dict().items():
+        yield name, stored[name].float() if name in stored else torch.zeros(param.shape)
+
+
+@dataclass(frozen=True)
+class WithVae:
+    """Take the VAE from another place than the rest: a diffusers folder, or a file of either layout."""
+
+    base: Source
+    path: str
+
+    @cached_property
+    def vae(self) -> Source:
+        from difftrain.models.sdxl.folder_source import VaeSource
+
+        return VaeSource(Path(self.path).expanduser(), self.base.architecture)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return replace(self.base.architecture, vae=self.vae.architecture.vae)
+
+    @property
+    def tokenizer_dirs(self) -> tuple[Path, Path] | None:
+        return self.base.tokenizer_dirs
+
+    @property
+    def prediction_type(self) -> str | None:
+        return self.base.prediction_type
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.base.notes, f"the VAE is {self.path}"]
+
+    def faults(self, modules: Modules) -> list[Fault]:
+        others = {part: module for part, module in modules.items() if part != "vae"}
+        return [*self.base.faults(others), *self.vae.faults({"vae": modules["vae"]})]
+
+    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return (self.vae if part == "vae" else self.base).weights(part, module)

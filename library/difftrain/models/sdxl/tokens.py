@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.parts.clip_vocabulary import LENGTH, NUM_FIXED, ClipVocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from difftrain.config import TrainConfig
+    from difftrain.models.sdxl.sources import Source
+
 PAD_1, PAD_2 = "<|endoftext|>", "!"  # CLIP-L fills up with EOS, bigG with id 0
 CHUNK = LENGTH - 2
+MAX_BUILT_IN = 2048  # larger vocabularies are CLIP's own, which has to be given
 
 # What the built-in vocabularies of the small sizes are learned from: words that captions of pictures use.
 _TEXT = """
@@ -32,15 +37,54 @@ sitting standing running walking holding wearing looking playing happy sad angry
 """
 
 
-def built_in(vocab_sizes: tuple[int, int]) -> tuple[ClipVocabulary, ClipVocabulary]:
-    """Build the two vocabularies of the small sizes from code; each has as many merges as its size asks for."""
-    first, second = (size - NUM_FIXED for size in vocab_sizes)
-    return ClipVocabulary.learn(_TEXT, first, PAD_1), ClipVocabulary.learn(_TEXT, second, PAD_2)
+def vocabularies(cfg: TrainConfig, source: Source) -> tuple[ClipVocabulary, ClipVocabulary]:
+    """Read both vocabularies: --tokenizer1_path and 2, else the folder's own, else the built-in of the small sizes.
+
+    Raises ConfigFault that says what to place where; the padding rule is the encoder's, whatever files say.
+    """
+    sizes = (source.architecture.text_encoder_1, source.architecture.text_encoder_2)
+    given = (cfg.model.tokenizer1, cfg.model.tokenizer2)
+    beside = source.tokenizer_dirs or (None, None)
+    faults: list[Fault] = []
+    pair = []
+    for i, (size, path, pad) in enumerate(zip(sizes, given, (PAD_1, PAD_2))):
+        flag = f"--tokenizer{i + 1}_path"
+        try:
+            vocabulary = _vocabulary(Path(path).expanduser() if path else beside[i], size["vocab_size"], pad)
+            faults += _misfits(flag, vocabulary, size)
+            pair.append(vocabulary)
+        except (OSError, ValueError, KeyError) as error:
+            faults.append(Fault(flag, str(error), _REMEDY))
+    if faults:
+        raise ConfigFault(faults)
+    return pair[0], pair[1]
 
 
-def read_pair(first: Path, second: Path) -> tuple[ClipVocabulary, ClipVocabulary]:
-    """Read both vocabularies; the padding rule is the encoder's, whatever the files say."""
-    return ClipVocabulary.read(first, PAD_1), ClipVocabulary.read(second, PAD_2)
+_REMEDY = (
+    "give a folder with CLIP's vocab.json and merges.txt (tokenizer and tokenizer_2 of any SDXL folder of diffusers), "
+    "one with tokenizer.json, or OpenAI's file bpe_simple_vocab_16e6.txt.gz"
+)
+
+
+def _vocabulary(path: Path | None, size: int, pad: str) -> ClipVocabulary:
+    if path is not None:
+        if not path.exists():
+            raise ValueError(f"there is no file or folder '{path}'")
+        return ClipVocabulary.read(path, pad)
+    if size > MAX_BUILT_IN:
+        raise ValueError("is needed: the weights come without a tokenizer")
+    return ClipVocabulary.learn(_TEXT, size - NUM_FIXED, pad)
+
+
+def _misfits(flag: str, vocabulary: ClipVocabulary, size: dict[str, Any]) -> list[Fault]:
+    """Say where a vocabulary does not belong to its encoder. eos_token_id 2 is CLIP's old mark for "the largest id"."""
+    faults = []
+    if len(vocabulary) > size["vocab_size"]:
+        faults.append(Fault(flag, f"has {len(vocabulary)} tokens, the text encoder knows {size['vocab_size']}"))
+    marked = size.get("eos_token_id", 2)
+    if marked not in (2, vocabulary.eos_id) or vocabulary.eos_id != len(vocabulary) - 1:
+        faults.append(Fault(flag, f"ends texts with id {vocabulary.eos_id}, the text encoder expects {marked}"))
+    return faults
 
 
 class SDXLTokenize:

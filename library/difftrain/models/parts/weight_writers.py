@@ -1,0 +1,199 @@
+"""Files of weights, written one tensor at a time: a model of 3.5 billion parameters needs no second copy in memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class WeightWriter(Protocol):
+    """Take tensors in any order; whole tensors, or one of `count` equal stacks on dim 0."""
+
+    def write(self, key: str, value: Tensor, index: int = 0, count: int = 1) -> None: ...
+
+
+@contextmanager
+def safetensors_writer(path: Path, shapes: Shapes, metadata: dict[str, str] | None = None) -> Iterator[WeightWriter]:
+    """Write a safetensors file whose keys, dtypes and shapes are known beforehand; whole or absent.
+
+    Raises ValueError on leaving where a tensor is missing.
+    """
+    with _aside(path) as temporary, temporary.open("wb") as file:
+        writer = _SafetensorsWriter(file, shapes, metadata or {})
+        yield writer
+        writer.finish()
+        _sync(file)
+
+
+@contextmanager
+def torch_writer(path: Path, shapes: Shapes) -> Iterator[WeightWriter]:
+    """Write what torch.save would for {key: tensor}, tensor by tensor; whole or absent."""
+    with _aside(path) as temporary:
+        writer = _TorchWriter(temporary, shapes)
+        yield writer
+        writer.finish()
+        with temporary.open("rb+") as file:
+            _sync(file)
+
+
+class _SafetensorsWriter:
+    def __init__(self, file: io.BufferedWriter, shapes: Shapes, metadata: dict[str, str]) -> None:
+        self._file, self._shapes = file, shapes
+        self._missing = {key: _num_bytes(*shape) for key, shape in shapes.items()}
+        self._offsets: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        position = 0
+        for key in sorted(shapes, key=lambda k: (-shapes[k][0].itemsize, k)):  # wide dtypes first: all stay aligned
+            dtype, shape = shapes[key]
+            end = position + self._missing[key]
+            header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+            self._offsets[key], position = position, end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(self._start + position)
+
+    def write(self, key: str, value: Tensor, index: int = 0, count: int = 1) -> None:
+        value = _checked(self._shapes, key, value, count)
+        data = value.view(torch.uint8) if value.ndim else value.reshape(1).view(torch.uint8)
+        self._file.seek(self._start + self._offsets[key] + index * data.numel())
+        self._file.write(data.numpy().data)
+        self._missing[key] -= data.numel()
+
+    def finish(self) -> None:
+        _complete(self._missing)
+
+
+class _TorchWriter:
+    """Write the records of torch's zip format: a pickle of the names, then one record a tensor."""
+
+    def __init__(self, path: Path, shapes: Shapes) -> None:
+        self._shapes = shapes
+        self._missing = {key: _num_bytes(*shape) for key, shape in shapes.items()}
+        self._records = {key: str(i) for i, key in enumerate(shapes)}
+        self._pieces: dict[str, dict[int, Tensor]] = {}
+        self._file = torch._C.PyTorchFileWriter(str(path))
+        data = _pickled(shapes, self._records)
+        self._file.write_record("data.pkl", data, len(data))
+        self._file.write_record("byteorder", b"little", len(b"little"))
+
+    def write(self, key: str, value: Tensor, index: int = 0, count: int = 1) -> None:
+        value = _checked(self._shapes, key, value, count)
+        if count > 1:
+            pieces = self._pieces.setdefault(key, {})
+            pieces[index] = value.clone()
+            if len(pieces) < count:
+                return
+            value = torch.cat([pieces[i] for i in range(count)])
+            del self._pieces[key]
+        storage = value.untyped_storage() if value.storage_offset() == 0 else value.clone().untyped_storage()
+        size = value.numel() * value.element_size()
+        self._file.write_record(f"data/{self._records[key]}", storage, size)
+        self._missing[key] -= size
+
+    def finish(self) -> None:
+        _complete(self._missing)
+        self._file.write_end_of_file()
+
+
+class _Storage:
+    """Stand for a storage in the pickle; it is written later, as a record of its own."""
+
+    def __init__(self, dtype: torch.dtype, record: str, numel: int) -> None:
+        self.pid = ("storage", _typed_storage(dtype), record, "cpu", numel)
+
+
+class _Later:
+    """Stand for a tensor: unpickles as torch._utils._rebuild_tensor_v2 of its storage, as torch.save has it."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], record: str) -> None:
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        self._args = (_Storage(dtype, record, meta.numel()), 0, shape, meta.stride(), False, OrderedDict())
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return torch._utils._rebuild_tensor_v2, self._args
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.pid if isinstance(obj, _Storage) else None
+
+
+def _pickled(shapes: Shapes, records: dict[str, str]) -> bytes:
+    buffer = io.BytesIO()
+    content = {key: _Later(dtype, shape, records[key]) for key, (dtype, shape) in shapes.items()}
+    _Pickler(buffer, protocol=2).dump(content)
+    return buffer.getvalue()
+
+
+def _typed_storage(dtype: torch.dtype) -> type:
+    """Return the class that torch.save writes for a dtype: torch.HalfStorage, torch.FloatStorage, …"""
+    names = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double",
+             torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+             torch.bool: "Bool"}  # fmt: skip
+    return getattr(torch, f"{names[dtype]}Storage")
+
+
+def _checked(shapes: Shapes, key: str, value: Tensor, count: int) -> Tensor:
+    """Cast to the announced dtype on the host; refuse another shape than announced."""
+    dtype, shape = shapes[key]
+    expected = (shape[0] // count, *shape[1:]) if count > 1 else shape
+    if tuple(value.shape) != tuple(expected):
+        raise ValueError(f"{key} has the shape {tuple(value.shape)}, not {tuple(expected)}")
+    return value.detach().to("cpu", dtype).contiguous()
+
+
+def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _complete(missing: dict[str, int]) -> None:
+    left = [key for key, size in missing.items() if size]
+    if left:
+        raise ValueError(f"{len(left)} tensors were not written whole: {', '.join(left[:5])}")
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """Hand out a temporary name in the same folder; rename on success, remove otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

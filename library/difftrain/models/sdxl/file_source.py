@@ -1,0 +1,93 @@
+"""SDXL weights in one .safetensors or .ckpt file of the original layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.models.parts.recognise import Shapes, differences, looks_like
+from difftrain.models.parts.weight_files import UnreadableWeights, WeightFile, open_weights
+from difftrain.models.sdxl.architecture import Architecture, named
+from difftrain.models.sdxl.convert import EXTRA_KEYS, LOGIT_SCALE, PREFIXES, original_places
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from difftrain.models.sdxl.sources import Modules
+
+FLAG = "--pretrained_model_name_or_path"
+ARCHITECTURE_KEY = "difftrain.architecture"
+# Tables and marks that trainers and mergers leave beside the weights; nothing here reads them.
+_IGNORED = re.compile(
+    r"^(betas|alphas_cumprod.*|sqrt_.*|log_one_minus_.*|posterior_.*|logvar|model_ema\..*|denoiser\.sigmas"
+    r"|v_pred|ztsnr|edm_vpred\..*|edm_(mean|std))$"
+)
+
+
+def opened(path: Path, flag: str) -> WeightFile:
+    """Open a file of weights. Raises ConfigFault that names the flag."""
+    try:
+        return open_weights(path)
+    except UnreadableWeights as error:
+        raise ConfigFault([Fault(flag, f"{path} {error}")]) from None
+
+
+class SingleFileSource:
+    """Read every part from one file; sizes from our header where we wrote it, else those of SDXL base."""
+
+    tokenizer_dirs = None
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _file(self) -> WeightFile:
+        return opened(self.path, FLAG)
+
+    @cached_property
+    def _shapes(self) -> Shapes:
+        return {key: shape for key, shape in self._file.shapes().items() if not _IGNORED.match(key)}
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        text = self._file.metadata.get(ARCHITECTURE_KEY)
+        return Architecture.from_dict(json.loads(text), str(self.path)) if text else named("base")
+
+    @property
+    def prediction_type(self) -> str | None:
+        if {"v_pred", "edm_vpred.sigma_max"} & set(self._file.shapes()):
+            return "v_prediction"
+        return {"v": "v_prediction", "epsilon": "epsilon"}.get(self._file.metadata.get("modelspec.prediction_type", ""))
+
+    @property
+    def logit_scale(self) -> Tensor | None:
+        return self._file.get(LOGIT_SCALE) if LOGIT_SCALE in self._shapes else None
+
+    def faults(self, modules: Modules) -> list[Fault]:
+        """Compare keys and shapes with those of the parts that are to come from this file."""
+        wanted: Shapes = {}
+        for part, module in modules.items():
+            tensors = module.state_dict()
+            wanted |= {p.key: p.stored_shape(tensors[n].shape) for n, p in original_places(part, module).items()}
+        prefixes = tuple(PREFIXES[part] for part in PREFIXES if part not in modules)
+        found = {
+            k: s for k, s in self._shapes.items() if k not in EXTRA_KEYS and not (prefixes and k.startswith(prefixes))
+        }
+        lines = differences(wanted, found)
+        if not lines:
+            return []
+        remedy = (
+            "SDXL's original layout has model.diffusion_model., first_stage_model. and conditioner.embedders.0 and 1"
+        )
+        kind = looks_like(self._shapes)
+        return [Fault(FLAG, f"{self.path} looks like {kind}; tensors {'; '.join(lines)}", remedy)]
+
+    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, place in original_places(part, module).items():
+            yield name, place.restored(self._file.get(place.key))

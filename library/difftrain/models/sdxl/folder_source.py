@@ -1,0 +1,236 @@
+"""SDXL weights in a diffusers folder, and VAEs on their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.models.parts.recognise import differences, looks_like
+from difftrain.models.parts.weight_files import WeightFile
+from difftrain.models.sdxl.architecture import Architecture, known_keys
+from difftrain.models.sdxl.convert import Place, diffusers_places, original_places
+from difftrain.models.sdxl.file_source import FLAG, opened
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from difftrain.models.sdxl.sources import Modules
+
+SUBFOLDERS = {"unet": "unet", "vae": "vae", "text_encoder_1": "text_encoder", "text_encoder_2": "text_encoder_2"}
+_STEMS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
+_TEXT_STEMS = ("model", "pytorch_model")
+# AutoencoderKL's attention before diffusers 0.17
+_OLD_VAE_NAMES = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+
+
+class FolderSource:
+    """Read every part from its subfolder: config.json beside the weights."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        kind = _read_json(self.path / "model_index.json").get("_class_name", "nothing")
+        if not kind.startswith("StableDiffusionXL"):
+            remedy = "a diffusers folder of SDXL has a model_index.json that says StableDiffusionXLPipeline"
+            raise ConfigFault([Fault(FLAG, f"{self.path} holds {kind}, not SDXL", remedy)])
+        sections = {part: read_config(self.path / folder, part, FLAG) for part, folder in SUBFOLDERS.items()}
+        sections["text_encoder"] = sections.pop("text_encoder_1")
+        return Architecture.from_dict({"name": "custom"} | sections, str(self.path))
+
+    @property
+    def tokenizer_dirs(self) -> tuple[Path, Path] | None:
+        pair = (self.path / "tokenizer", self.path / "tokenizer_2")
+        return pair if all(folder.is_dir() for folder in pair) else None
+
+    @property
+    def prediction_type(self) -> str | None:
+        return _read_json(self.path / "scheduler" / "scheduler_config.json").get("prediction_type")
+
+    def faults(self, modules: Modules) -> list[Fault]:
+        return [
+            f
+            for part, module in modules.items()
+            for f in _Folder(self.path / SUBFOLDERS[part], part, FLAG).faults(module)
+        ]
+
+    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return _Folder(self.path / SUBFOLDERS[part], part, FLAG).weights(module)
+
+
+class VaeSource:
+    """Read a VAE of a folder (its own, or a whole model's) or of a file in diffusers' or the original layout."""
+
+    tokenizer_dirs = None
+    prediction_type = None
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, base: Architecture) -> None:
+        self.path, self.base = path, base
+        if not path.exists():
+            remedy = "give a diffusers folder or a file of VAE weights that is on this machine"
+            raise ConfigFault([Fault("--vae", f"there is no file or folder '{path}'", remedy)])
+
+    @property
+    def _folder(self) -> Path | None:
+        if self.path.is_file():
+            return None
+        return self.path / "vae" if (self.path / "vae").is_dir() else self.path
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        if self._folder is None:
+            return self.base
+        return replace(self.base, vae=read_config(self._folder, "vae", "--vae"))
+
+    def faults(self, modules: Modules) -> list[Fault]:
+        latents, taken = self.architecture.vae["latent_channels"], self.base.unet["in_channels"]
+        if latents != taken:
+            return [Fault("--vae", f"{self.path} makes {latents} latent channels, the UNet takes {taken}")]
+        return self._reader(modules["vae"]).faults(modules["vae"])
+
+    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return self._reader(module).weights(module)
+
+    def _reader(self, module: nn.Module) -> _Weights:
+        if self._folder is not None:
+            return _Folder(self._folder, "vae", "--vae")
+        return _VaeFile(self.path)
+
+
+class _Weights:
+    """Some files that hold one part, and the key of every tensor in them."""
+
+    def __init__(self, path: Path, flag: str) -> None:
+        self.path, self.flag = path, flag
+
+    def _files(self) -> list[WeightFile]:
+        raise NotImplementedError
+
+    def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
+        raise NotImplementedError
+
+    def _located(self) -> dict[str, WeightFile]:
+        return {key: file for file in self._files() for key in file.shapes()}
+
+    def faults(self, module: nn.Module) -> list[Fault]:
+        found = {key: shape for file in self._files() for key, shape in file.shapes().items() if not _is_extra(key)}
+        tensors = module.state_dict()
+        wanted = {p.key: p.stored_shape(tensors[n].shape) for n, p in self._places(module, set(found)).items()}
+        lines = differences(wanted, found)
+        text = f"{self.path} looks like {looks_like(found)}; tensors {'; '.join(lines)}"
+        return [Fault(self.flag, text, "weights and config.json must belong together")] if lines else []
+
+    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        located = self._located()
+        for name, place in self._places(module, set(located)).items():
+            yield name, place.restored(located[place.key].get(place.key))
+
+
+class _Folder(_Weights):
+    """One part's folder: a single file or shards with an index, safetensors before torch's."""
+
+    def __init__(self, path: Path, part: str, flag: str) -> None:
+        super().__init__(path, flag)
+        self.part = part
+
+    def _files(self) -> list[WeightFile]:
+        return [opened(path, self.flag) for path in find_weights(self.path, self.part, self.flag)]
+
+    def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
+        places = diffusers_places(self.part, module)
+        if self.part == "vae" and any(".query." in key for key in keys):
+            places = {name: Place(_old_vae_name(place.key)) for name, place in places.items()}
+        if self.part == "text_encoder_1" and not any(key.startswith("text_model.") for key in keys):
+            places = {name: Place(name.removeprefix("text_model.")) for name in places}
+        return places
+
+
+class _VaeFile(_Weights):
+    """A VAE in one file: diffusers' names, or the original's with or without first_stage_model."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "--vae")
+
+    def _files(self) -> list[WeightFile]:
+        return [_OnlyVae(opened(self.path, self.flag))]
+
+    def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
+        if any(".down_blocks." in key for key in keys):
+            places = diffusers_places("vae", module)
+            if any(".query." in key for key in keys):
+                places = {name: Place(_old_vae_name(place.key)) for name, place in places.items()}
+            return places
+        places = original_places("vae", module)
+        if any(key.startswith("first_stage_model.") for key in keys):
+            return places
+        return {n: replace(p, key=p.key.removeprefix("first_stage_model.")) for n, p in places.items()}
+
+
+class _OnlyVae:
+    """Hide what is not the VAE in a file of a whole model."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file, self.metadata = file, file.metadata
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = self._file.shapes()
+        inside = {key: shape for key, shape in shapes.items() if key.startswith("first_stage_model.")}
+        return inside or shapes
+
+    def get(self, key: str) -> Tensor:
+        return self._file.get(key)
+
+
+def _old_vae_name(name: str) -> str:
+    for new, old in _OLD_VAE_NAMES.items():
+        name = name.replace(new, old)
+    return name
+
+
+def _is_extra(key: str) -> bool:
+    """Tell buffers and training helpers that old files carry beside the weights."""
+    return key.endswith("embeddings.position_ids") or key.startswith(("loss.", "model_ema."))
+
+
+def find_weights(folder: Path, part: str, flag: str) -> list[Path]:
+    """List the files with a part's weights: whole or in shards, fp16 variants where nothing else is there.
+
+    Raises ConfigFault that names what was looked for.
+    """
+    stems = (_STEMS[part],) if part in _STEMS else _TEXT_STEMS
+    names = [f"{stem}{variant}{end}" for variant in ("", ".fp16") for end in (".safetensors", ".bin") for stem in stems]
+    for name in names:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return [folder / shard for shard in sorted(set(_read_json(index)["weight_map"].values()))]
+    raise ConfigFault([Fault(flag, f"{folder} has no weights", f"looked for {', '.join(names)} and their .index.json")])
+
+
+def read_config(folder: Path, part: str, flag: str) -> dict[str, Any]:
+    """Read config.json of a part, without what its class does not take. Raises ConfigFault where it is missing."""
+    content = _read_json(folder / "config.json")
+    if not content:
+        raise ConfigFault(
+            [Fault(flag, f"{folder / 'config.json'} is missing or is not JSON", "give a diffusers folder")]
+        )
+    known = known_keys(part)
+    return {key: value for key, value in content.items() if key in known}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
