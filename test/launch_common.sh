@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# What every launcher does: find a Python that will do, see to the packages, source the device's environment, and hand
+# over to test/launching, which knows the flags. Usage: launch_common.sh RECIPE LAYOUT [flags]
+# Each stage replaces the one before it, so that the process a user stops is the one that runs the training.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+
+# shellcheck source=test/find_python.sh
+source "$here/find_python.sh"
+
+# The address that the device environments route to. The flag is read properly by test/launching; this needs only it.
+master_of() {
+    local previous="" word address="${master_ip:-}"
+    for word in "$@"; do
+        case "$previous" in --master_ip) address="$word" ;; esac
+        case "$word" in --master_ip=*) address="${word#*=}" ;; esac
+        previous="$word"
+    done
+    echo "$address"
+}
+
+python="$(find_python)"
+python="$("$python" "$here/launching/environment.py")"
+
+MASTER_IP="$(master_of "$@")"
+export MASTER_IP
+# shellcheck source=/dev/null
+source "$here/env_npu.sh"
+# shellcheck source=/dev/null
+source "$here/env_cuda.sh"
+
+exec "$python" "$here/launching/main.py" "$@"

@@ -1,0 +1,185 @@
+"""See to the packages before anything imports them, and print the interpreter to go on with.
+
+Standard library only: this runs on a bare Python 3.11. Messages go to standard error; standard output carries nothing
+but the path of the interpreter.
+
+The interpreter at hand is used as it is where it has everything. Else a `.venv` beside the README is made on top of
+it, so that packages that are there (a torch built for an NPU above all) stay in use, and only what is missing is
+added. Nothing outside `.venv` is ever changed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH_NEEDED, TORCH_TESTED = (2, 7), (2, 13)
+_REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*([<>=!~][^;#]*)?")
+_ABOVE = "DIFFTRAIN_VENV_STAGE"  # set while the packages of .venv are looked at from within it
+
+
+class Unusable(Exception):
+    """Say why training cannot start here, in the user's words."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One line of requirements.txt: the whole line, its distribution, the versions that will do."""
+
+    line: str
+    name: str
+    versions: str
+
+
+def say(text: str) -> None:
+    """Print a message for the user."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def requirements(path: Path) -> list[Requirement]:
+    """Read a requirements file: one distribution a line, comments and options left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.split("#")[0].strip()
+        match = _REQUIREMENT.match(text)
+        if text and not text.startswith("-") and match:
+            found.append(Requirement(text, match[1], (match[2] or "").strip()))
+    return found
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version: "2.7.1+cpu" -> (2, 7, 1)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a distribution that this interpreter finds, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def satisfied(version: str, versions: str) -> bool:
+    """Say whether a version is new enough for ">=1.2,<3"; an exact pin is a minimum for what is already there."""
+    for clause in filter(None, versions.split(",")):
+        match = re.match(r"\s*(>=|==|~=|<=|<|>|!=)\s*([0-9.]+)", clause)
+        if match is None:
+            continue
+        have, want = numbers(version), numbers(match[2])
+        length = max(len(have), len(want))
+        have, want = (side + (0,) * (length - len(side)) for side in (have, want))
+        if match[1] in (">=", "==", "~=") and have < want:
+            return False
+        if (match[1] == "<" and have >= want) or (match[1] == "<=" and have > want) or (match[1] == ">" and have <= want):
+            return False
+    return True
+
+
+def missing(wanted: list[Requirement]) -> list[Requirement]:
+    """Return what this interpreter lacks. A torch that is there is never in the list.
+
+    Raises: Unusable where torch is older than what the package runs on.
+    """
+    lacking = []
+    for requirement in wanted:
+        version = installed(requirement.name)
+        if requirement.name == "torch" and version is not None:
+            if numbers(version)[:2] < TORCH_NEEDED:
+                raise Unusable(
+                    f"needs Python 3.11 / torch {_dotted(TORCH_NEEDED)}, found torch {version} in {sys.prefix}; "
+                    "it is left as it is: install a newer one, or give another Python as PYTHON=…"
+                )
+        elif version is None or not satisfied(version, requirement.versions):
+            lacking.append(requirement)
+    return lacking
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def name_untested_torch() -> None:
+    """Say so where torch is there in a version that nobody has tested this with."""
+    version = installed("torch")
+    if version is not None and numbers(version)[:2] != TORCH_TESTED:
+        say(f"torch {version} is here and stays; {_dotted(TORCH_TESTED)} is what is tested")
+
+
+def make_venv(folder: Path) -> Path:
+    """Make the .venv on top of this interpreter's packages, and return its Python."""
+    say(f"making {folder} on top of {sys.executable}")
+    done = subprocess.run(
+        [sys.executable, "-m", "venv", "--system-site-packages", str(folder)], capture_output=True, text=True
+    )
+    if done.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise Unusable(
+            f"{sys.executable} -m venv failed: {(done.stdout + done.stderr).strip()[-600:]}\n"
+            "(on Debian and Ubuntu the package python3-venv is needed)"
+        )
+    if sys.prefix != sys.base_prefix:  # an environment itself: "system" would mean the Python below it
+        for site in folder.glob("lib/python*/site-packages"):
+            places = [place for place in sys.path if place.endswith("site-packages")]
+            (site / "difftrain_below.pth").write_text("".join(f"{place}\n" for place in places))
+    return folder / "bin" / "python"
+
+
+def install(lacking: list[Requirement]) -> None:
+    """Install what is missing with pip, whose output is shown only where it fails."""
+    say(f"installing {', '.join(r.line for r in lacking)}")
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *(r.line for r in lacking)]
+    torch = installed("torch")
+    environ = dict(os.environ)
+    if torch is not None:  # no dependency of theirs may bring another one
+        kept = Path(sys.prefix) / "difftrain-constraints.txt"
+        kept.write_text(f"torch=={torch}\n")
+        command += ["--constraint", str(kept)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+    if done.returncode:
+        say(done.stdout)
+        raise Unusable(f"pip could not install what is missing (exit code {done.returncode}); its output is above")
+
+
+def main() -> str:
+    """Return the interpreter that has every package."""
+    wanted = requirements(ROOT / "requirements.txt")
+    venv = ROOT / ".venv"
+    python = venv / "bin" / "python"
+    inside = os.environ.get(_ABOVE) == "1"
+    lacking = missing(wanted)
+    if not lacking:
+        name_untested_torch()
+        return sys.executable
+    if inside:
+        install(lacking)
+        name_untested_torch()
+        return sys.executable
+    if not python.exists():
+        python = make_venv(venv)
+    return _again(python)
+
+
+def _again(python: Path) -> str:
+    """Look at the packages once more, from within .venv."""
+    command = [str(python), str(Path(__file__).resolve())]
+    done = subprocess.run(command, env={**os.environ, _ABOVE: "1"}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    try:
+        print(main())
+    except Unusable as error:
+        say(str(error))
+        sys.exit(2)

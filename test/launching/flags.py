@@ -1,0 +1,141 @@
+"""The flags that a launcher owns; every other flag goes to the training script, which knows them all.
+
+A value comes from the command line, else from a shell variable of the same name, else from the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One flag: its names (the first is what messages say), its door's spelling, what it means."""
+
+    names: tuple[str, ...]
+    door: str  # "" where the launcher itself acts on it
+    help: str
+    kind: str = "str"  # str | int | switch
+
+
+OWNED: tuple[Owned, ...] = (
+    Owned(("batch_size",), "train_batch_size", "images a card takes at once", "int"),
+    Owned(("max_train_epoch", "max_train_epochs"), "max_train_epochs", "epochs; below 120 it is a speed run", "int"),
+    Owned(("mixed_precision",), "mixed_precision", "no, fp16 or bf16"),
+    Owned(("resolution",), "resolution", "WIDTH,HEIGHT or one number"),
+    Owned(
+        ("model_name", "pretrain_model_path"), "pretrained_model_name_or_path", "weights: a diffusers folder or one file"
+    ),
+    Owned(("vae_model_path",), "vae", "another VAE"),
+    Owned(("tokenizer1_path",), "tokenizer1_path", "folder of the first tokenizer"),
+    Owned(("tokenizer2_path",), "tokenizer2_path", "folder of the second tokenizer"),
+    Owned(("dataset_name",), "train_data_dir", "folder of the data; shapes or emoji: the embedded demo"),
+    Owned(("device_id",), "", "the card of a one-card run; names the output folder", "int"),
+    Owned(("performance",), "performance", "a speed run: 13 epochs unless told otherwise", "switch"),
+    Owned(("nnodes",), "", "number of machines", "int"),
+    Owned(("nproc_per_node",), "", "cards of each machine", "int"),
+    Owned(("node_rank",), "", "which machine this is, from 0", "int"),
+    Owned(("master_ip",), "", "address of machine 0"),
+    Owned(("master_port",), "", "a port of it that is free (8989)", "int"),
+    Owned(("demo_scale",), "", "share of the demo's pictures and steps: 0.1 is a quick look"),
+    Owned(("dry_run",), "dry_run", "print what would be done, touch no device", "switch"),
+)
+_BY_NAME = {name: flag for flag in OWNED for name in flag.names}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass
+class Given:
+    """What the user asked for, and what was wrong with it.
+
+    values: by the first name of each owned flag. origins: the flag or variable a value came from. rest: words for the
+    training script, in their order.
+    """
+
+    values: dict[str, str | int | bool] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def number(self, name: str, default: int) -> int:
+        """Return a whole number."""
+        value = self.values.get(name, default)
+        return value if isinstance(value, int) else default
+
+    def text(self, name: str) -> str:
+        """Return a text, empty where it was not given."""
+        return str(self.values.get(name, ""))
+
+    def names_rest(self) -> set[str]:
+        """Return the names of the flags that go to the training script."""
+        return {word[2:].split("=")[0] for word in self.rest if word.startswith("--")}
+
+
+def read(argv: list[str], environ: Mapping[str, str]) -> Given:
+    """Sort a command line into owned flags and the rest; add shell variables of the same names."""
+    given = Given()
+    at = 0
+    while at < len(argv):
+        word, at = argv[at], at + 1
+        name, equals, value = word[2:].partition("=")
+        flag = _BY_NAME.get(name) if word.startswith("--") else None
+        if flag is None:
+            given.rest.append(word)
+            continue
+        if not equals and flag.kind != "switch":
+            if at < len(argv) and not argv[at].startswith("--"):
+                value, at = argv[at], at + 1
+            else:
+                given.faults.append(f"--{name}: its value is missing ({flag.help})")
+                continue
+        _take(given, flag, value if equals or flag.kind != "switch" else "1", f"--{name}")
+    for name, flag in _BY_NAME.items():
+        if environ.get(name, "").strip() and flag.names[0] not in given.values:
+            _take(given, flag, environ[name], f"the shell variable {name}")
+    return given
+
+
+def _take(given: Given, flag: Owned, text: str, origin: str) -> None:
+    name, text = flag.names[0], text.strip()
+    value: str | int | bool = text
+    if flag.kind == "switch":
+        if text.lower() not in _TRUE + _FALSE:
+            given.faults.append(f"{origin}: is a switch, got {text!r} (give it alone, or true or false)")
+            return
+        value = text.lower() in _TRUE
+    elif not text:
+        given.faults.append(f"{origin}: its value is empty ({flag.help})")
+        return
+    elif flag.kind == "int":
+        if not text.isdecimal():
+            given.faults.append(f"{origin}: must be a whole number, got {text!r} ({flag.help})")
+            return
+        value = int(text)
+    given.values[name] = value
+    given.origins[name] = origin
+
+
+def to_door(given: Given) -> list[str]:
+    """Return the owned flags that were given, in the training script's spelling."""
+    words = []
+    for flag in OWNED:
+        value = given.values.get(flag.names[0])
+        if not flag.door or value is None or value is False:
+            continue
+        words.append(f"--{flag.door}" if value is True else f"--{flag.door}={value}")
+    return words
+
+
+def usage(script: str) -> str:
+    """Return the help of a launcher."""
+    lines = [f"usage: bash test/{script} [--key=value | --key value] ...", "", "flags of the launcher:"]
+    for flag in OWNED:
+        names = ", ".join(f"--{name}" for name in flag.names)
+        lines.append(f"  {names:38s} {flag.help}")
+    lines += [
+        "",
+        "Each of these names works as a shell variable too. Every other flag goes to sd_scripts_xl/sdxl_pretrain.py",
+        "(its --help lists them). With no model and no data the embedded demo runs.",
+    ]
+    return "\n".join(lines)

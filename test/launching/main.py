@@ -1,0 +1,151 @@
+"""Launch one recipe on this machine: `python test/launching/main.py RECIPE LAYOUT [flags]`.
+
+launch_common.sh calls it once the packages and the device's environment are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT / "test")
+sys.path.insert(1, str(ROOT / "library"))
+
+from difftrain.config import TrainConfig  # noqa: E402
+from difftrain.config.digest import digest  # noqa: E402
+from difftrain.config.parse import parse  # noqa: E402
+from launching import flags, machines, occupant, recipes  # noqa: E402
+from launching.flags import Given  # noqa: E402
+from launching.machines import Where  # noqa: E402
+
+LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None}  # cards of each machine; None: those that are found
+
+
+class Refused(Exception):
+    """Carry every fault of a launch; exit code 2."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("\n".join(f"  {fault}" for fault in faults))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, decided: where it runs, what it runs, where its files go."""
+
+    where: Where
+    recipe: recipes.Recipe
+    output: Path
+    index: int
+    door: Path
+    words: list[str]
+
+    @property
+    def log(self) -> Path:
+        """Return the file that has everything the run prints."""
+        return self.output / f"train_{self.index}.log"
+
+
+def decide(recipe_name: str, layout: str, given: Given, environ: dict[str, str]) -> Launch:
+    """Work out everything before anything is done.
+
+    Raises: Refused with every fault of the launcher's flags and of the training script's.
+    """
+    index = given.number("device_id", machines.device_index(environ))
+    found = machines.found()
+    where = machines.where(layout, LAYOUTS[layout], given, found, environ)
+    recipe = recipes.choose(recipe_name, given, where)
+    output = ROOT / "test" / "output" / str(index)
+    if layout == "nm_np":
+        output /= f"node{where.node_rank}"
+    words = [*recipe.words, *flags.to_door(given), *given.rest, f"--output_dir={output}"]
+    faults = [*given.faults, *where.faults, *recipe.faults]
+    if not recipe.faults:
+        faults += recipes.door_faults(words)
+    if faults:
+        raise Refused(faults)
+    return Launch(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
+
+
+def say(launch: Launch, given: Given) -> None:
+    """Print what was chosen and why, once."""
+    for name, origin in given.origins.items():
+        if not origin.startswith("--"):
+            print(f"{name}={given.values[name]} comes from {origin}")
+    print(launch.where.sentence)
+    for line in launch.recipe.notes:
+        print(line)
+    print(f"files go to {launch.output}", flush=True)
+
+
+def dry_run(launch: Launch) -> int:
+    """Let the training script print its plan, for as many processes as the launch would start."""
+    launch.recipe.prepare(dry=True)
+    environ = {**os.environ, **launch.where.dry_environment()}
+    words = launch.recipe.dry_words(launch.words)
+    return subprocess.run([sys.executable, str(launch.door), *words], env=environ).returncode
+
+
+def clear_the_way(launch: Launch, cfg: TrainConfig) -> None:
+    """Keep an unfinished run of this configuration; move a finished or different one aside.
+
+    Raises: Refused where another process is training in the folder.
+    """
+    found = occupant.look(launch.output, cfg, launch.where.world_size)
+    if found.running:
+        raise Refused([f"{found.sentence} (stop it, or give another --device_id)"])
+    if not found.in_the_way:
+        if found.sentence:
+            print(f"{launch.output} {found.sentence}", flush=True)
+        return
+    base = ROOT / "test" / "output" / str(launch.index)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    aside = base.with_name(f"{base.name}.{stamp}") / launch.output.relative_to(base)
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    launch.output.rename(aside)
+    print(f"{launch.output} {found.sentence}: moved aside to {aside}", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Launch; return the exit code, or become the process that starts the ranks."""
+    recipe_name, layout, *rest = argv
+    if {"--help", "-h"} & set(rest):
+        print(flags.usage(f"pretrain_full_{layout}_{recipe_name}.sh"))
+        return 0
+    given = flags.read(rest, os.environ)
+    try:
+        launch = decide(recipe_name, layout, given, dict(os.environ))
+        say(launch, given)
+        if given.values.get("dry_run"):
+            return dry_run(launch)
+        cfg = parse(launch.words).config
+        clear_the_way(launch, cfg)
+    except Refused as refused:
+        print(f"cannot start:\n{refused}", file=sys.stderr)
+        return 2
+    code = launch.recipe.prepare(dry=False)
+    if code:
+        return code
+    start(launch, digest(cfg, launch.where.world_size))
+    return 0
+
+
+def start(launch: Launch, config_digest: str) -> None:
+    """Become the process that starts the ranks."""
+    launch.output.mkdir(parents=True, exist_ok=True)
+    occupant.write_note(launch.output, config_digest, finished=False)
+    environ = launch.where.environment(dict(os.environ))
+    ranks = [*launch.where.torchrun(), str(launch.door), *launch.words]
+    print("torchrun " + shlex.join(ranks), flush=True)
+    workers = ROOT / "test" / "launching" / "workers.py"
+    os.execve(sys.executable, [sys.executable, str(workers), str(launch.log), config_digest, json.dumps(ranks)], environ)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
