@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,9 @@ import torch
 from difftrain.contracts import Batch, FeatureSpec, Group, Inputs, Parts
 from difftrain.diffusion import ddpm
 from difftrain.models.parts.vae import raw_latents
+from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.load import learning_rates, load_parts
+from difftrain.models.sdxl.schedule import SchedulerConfig
 from difftrain.models.sdxl.text import encode_first, encode_second
 from difftrain.models.sdxl.tokens import SDXLTokenize, vocabularies
 
@@ -117,3 +120,47 @@ class SDXLFamily:
             named = [(n, p) for n, p in root.named_parameters() if n.startswith(f"{part}.") and p.requires_grad]
             groups.append(Group(part, named, rate))
         return groups
+
+    def export(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        parts: Parts,
+        layout: str,
+        path: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> Path:
+        """Write weights for inference; what the stream lacks comes from parts. Returns the file or folder."""
+        metadata = metadata or {}
+        if layout.startswith("diffusers"):
+            return export_folder(weights, parts, path, layout, dtype, metadata, self.schedule)
+        scale = getattr(self.source, "logit_scale", None)
+        return export_file(weights, parts, path, layout, dtype, metadata, scale)
+
+    @property
+    def schedule(self) -> SchedulerConfig:
+        return SchedulerConfig(self.cfg.model.prediction_type)
+
+    def stream(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
+        """Give every weight of the configured model straight from its source: parts may be on the meta device."""
+        held = {**dict(parts.root.named_children()), **parts.frozen}
+        for part, module in held.items():
+            yield from ((f"{part}.{name}", value) for name, value in self.source.weights(part, module))
+
+    def pipeline(self, parts: Parts) -> Any:
+        """Return a StableDiffusionXLPipeline over the very modules of parts."""
+        from diffusers import StableDiffusionXLPipeline
+
+        held = {**dict(parts.root.named_children()), **parts.frozen}
+        return StableDiffusionXLPipeline(
+            vae=held["vae"],
+            text_encoder=held["text_encoder_1"],
+            text_encoder_2=held["text_encoder_2"],
+            tokenizer=parts.tokenizers["tokenizer_1"].transformers_tokenizer(),
+            tokenizer_2=parts.tokenizers["tokenizer_2"].transformers_tokenizer(),
+            unet=held["unet"],
+            scheduler=self.schedule.make("EulerDiscreteScheduler"),
+            force_zeros_for_empty_prompt=False,
+            add_watermarker=False,
+        )
