@@ -148,7 +148,7 @@ class Clock:
         self._piece = Span()  # since the last synchronisation
         self._waits: list[tuple[float, Mark | None, Mark | None]] = []
         self._opened: float | None = None
-        self._pause_depth = 0
+        self._pause: tuple[str, float] | None = None  # name and beginning of the outermost one
 
     @property
     def running(self) -> bool:
@@ -192,21 +192,21 @@ class Clock:
     @contextmanager
     def paused(self, name: str) -> Iterator[None]:
         """Keep something out of the speed, and account for it under a name; inner pauses belong to the outer one."""
-        outermost = self._pause_depth == 0
-        if outermost and self.running:
+        if self._pause is not None:
+            yield
+            return
+        if self.running:
             self._close()  # the steps' queued work is theirs, not the pause's
-        began = self._now()
-        self._pause_depth += 1
+        self._pause = (name, self._now())
         try:
             yield
         finally:
-            self._pause_depth -= 1
-            if outermost:
-                self._synchronize()
-                ended = self._now()
-                self._session.pauses_s[name] = self._session.pauses_s.get(name, 0.0) + ended - began
-                if self.running:
-                    self._opened = ended
+            self._synchronize()
+            ended = self._now()
+            began, self._pause = self._pause[1], None
+            self._session.pauses_s[name] = self._session.pauses_s.get(name, 0.0) + ended - began
+            if self.running:
+                self._opened = ended
 
     def stop(self) -> None:
         """End measuring; what was not read yet stays in the account."""
@@ -215,10 +215,12 @@ class Clock:
         self._opened = None
 
     def session(self) -> Account:
-        """Return the account of this session up to now."""
-        account = Account()
+        """Return the account of this session up to now, a pause that is going on included."""
+        account = Account(e2e_s=self._now() - self._born)
         account.add(self._session)
-        account.e2e_s = self._now() - self._born
+        if self._pause is not None:
+            name, began = self._pause
+            account.pauses_s[name] = account.pauses_s.get(name, 0.0) + self._now() - began
         return account
 
     def total(self) -> Account:

@@ -1,0 +1,144 @@
+"""Validation and quantile losses against sums done by hand, over one and over several ranks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from difftrain.contracts import Batch, Bucket, DrawSpec
+from difftrain.evaluation import quantile_losses, validate
+from difftrain.evaluation.quantile import value_at, with_draw
+
+DRAWS = {"noise": DrawSpec("normal", channels=1), "timestep": DrawSpec("integer", high=1000)}
+
+
+def batch(first: int, size: int) -> Batch:
+    ids = torch.arange(first, first + size)
+    return Batch(
+        bucket=Bucket(8, 8),
+        record_id=ids,
+        occurrence=torch.zeros_like(ids),
+        features={"pixels": ids.float()},
+        draws={"noise": (ids * 0.37) % 1, "timestep": (ids * 7919) % 1000},
+        counts={"samples": float(size)},
+    )
+
+
+def loss_of(each: Batch) -> torch.Tensor:
+    """A loss that depends on record, noise and timestep."""
+    return (1 + each.features["pixels"] / 10) * (each.draws["timestep"] / 1000) + each.draws["noise"]
+
+
+class Ranks:
+    """Let threads be ranks: a gather and a summed evaluation that wait for all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=10)
+        self._box: list[Any] = [None] * size
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._box[rank] = value
+        self._barrier.wait()
+        values = list(self._box)
+        self._barrier.wait()
+        return values
+
+
+class Engine:
+    """Sum the losses of all ranks' batches, as an engine's evaluate does; collective."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank, self.calls = ranks, rank, 0
+
+    def evaluate(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        mine = sum((loss_of(each).double().sum() for each in micro), torch.zeros((), dtype=torch.float64))
+        total = sum(self.ranks.gather(self.rank, mine))
+        return {"loss": total, "denoise": total * 0.75, "other": total * 0.25}
+
+
+def on_ranks(shares: list[list[Batch]], work: Any) -> list[Any]:
+    ranks = Ranks(len(shares))
+    results: list[Any] = [None] * len(shares)
+
+    def run(rank: int) -> None:
+        results[rank] = work(Engine(ranks, rank), shares[rank], lambda value: ranks.gather(rank, value))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(shares))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all(result is not None for result in results)
+    return results
+
+
+SPLITS = [
+    [[batch(0, 4), batch(4, 4), batch(8, 3)]],
+    [[batch(0, 2), batch(2, 2), batch(4, 2)], [batch(6, 5)]],
+    [[batch(0, 11)], [], []],
+    [[batch(0, 1)], [batch(1, 9), batch(10, 1)], []],
+]
+
+
+@pytest.mark.parametrize("shares", SPLITS)
+def test_validation_is_the_mean_over_samples_on_any_split(shares: list[list[Batch]]) -> None:
+    results = on_ranks(shares, lambda engine, mine, gather: validate(engine, mine, gather=gather))
+    expected = loss_of(batch(0, 11)).double().mean().item()
+    for result in results:
+        assert result.samples == 11 and result.loss == pytest.approx(expected, rel=1e-12)
+        assert result.terms == pytest.approx({"denoise": 0.75 * expected, "other": 0.25 * expected})
+    assert results[0].record(5) == {"step": 5, "loss": results[0].loss, "samples": 11, "terms": results[0].terms}
+
+
+@pytest.mark.parametrize("shares", SPLITS)
+def test_quantile_losses_are_those_of_fixed_timesteps(shares: list[list[Batch]]) -> None:
+    results = on_ranks(shares, lambda engine, mine, gather: quantile_losses(engine, mine, DRAWS, gather=gather))
+    whole = batch(0, 11)
+    for rows in results:
+        assert [row["quantile"] for row in rows] == pytest.approx([k / 10 for k in range(1, 10)])
+        assert [row["timestep"] for row in rows] == list(range(100, 1000, 100))
+        for row in rows:
+            expected = loss_of(with_draw(whole, "timestep", row["timestep"])).double().mean().item()
+            assert row["loss"] == pytest.approx(expected, rel=1e-12) and row["samples"] == 11
+
+
+def test_batches_are_taken_one_by_one_and_left_as_they_were() -> None:
+    ranks = Ranks(1)
+    engine = Engine(ranks, 0)
+    seen: list[int] = []
+
+    def source() -> Any:
+        for first in (0, 4):
+            seen.append(engine.calls)
+            yield batch(first, 4)
+
+    quantile_losses(engine, source(), DRAWS)
+    assert seen == [0, 9]
+    original = batch(0, 4)
+    changed = with_draw(original, "timestep", 300)
+    assert changed.draws["timestep"].tolist() == [300] * 4 and changed.draws["timestep"].dtype == torch.int64
+    assert (
+        torch.equal(changed.draws["noise"], original.draws["noise"]) and original.draws["timestep"].unique().numel() > 1
+    )
+
+
+def test_no_samples_give_no_number() -> None:
+    result = validate(Engine(Ranks(1), 0), [])
+    assert result.samples == 0 and result.loss != result.loss
+    rows = quantile_losses(Engine(Ranks(1), 0), [], DRAWS)
+    assert len(rows) == 9 and all(row["loss"] != row["loss"] for row in rows)
+
+
+def test_quantiles_of_each_kind_of_draw() -> None:
+    assert [value_at(DrawSpec("integer", high=1000), k) for k in range(1, 10)] == list(range(100, 1000, 100))
+    assert [value_at(DrawSpec("integer", high=7), k) for k in (1, 5, 9)] == [0, 3, 6]
+    assert value_at(DrawSpec("uniform"), 3) == 0.3
+    with pytest.raises(ValueError, match="no place along the noise"):
+        value_at(DRAWS["noise"], 5)
+    with pytest.raises(ValueError, match="no draw 'u_t', only noise, timestep"):
+        quantile_losses(Engine(Ranks(1), 0), [], DRAWS, draw="u_t")

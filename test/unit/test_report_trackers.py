@@ -1,0 +1,180 @@
+"""TensorBoard for real, Weights & Biases against a stand-in that records its calls, the console on both kinds of stream."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import ConfigFault
+from difftrain.report.console import Console
+from difftrain.report.trackers import open_trackers, tracker_faults
+
+
+def open_for(tmp_path: Path, step: int = 0, **logging_section: Any) -> list[Any]:
+    cfg = TrainConfig.model_validate({"logging": logging_section})
+    config = {"training": {"seed": 1}}
+    return open_trackers(cfg, step=step, run_id="run1", started="20260102030405", config=config, out=tmp_path / "out")
+
+
+def events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def test_nothing_is_opened_unasked(tmp_path: Path) -> None:
+    assert open_for(tmp_path) == [] and not (tmp_path / "out").exists()
+
+
+def test_tensorboard_writes_where_kohya_does_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    section = {"logging_dir": str(tmp_path / "logs"), "log_prefix": "sdxl_", "tracker_name": "mine", "log_config": True}
+    picture = tmp_path / "grid.png"
+    Image.new("RGBA", (12, 8), (255, 0, 0, 128)).save(picture)
+    (board,) = open_for(tmp_path, **section)
+    for step in range(1, 9):
+        board.scalars(step, {"loss/current": 1.0 / step})
+    board.close()
+    (board,) = open_for(tmp_path, step=5, **section)  # killed at 8, the checkpoint is of 5
+    for step in range(6, 11):
+        board.scalars(step, {"loss/current": 2.0 / step})
+    board.image(10, "samples", picture)
+    board.close()
+    found = events(tmp_path / "logs" / "sdxl_20260102030405" / "mine")
+    curve = [(event.step, event.value) for event in found.Scalars("loss/current")]
+    assert [step for step, _ in curve] == list(range(1, 11))
+    assert curve[4][1] == pytest.approx(1 / 5) and curve[5][1] == pytest.approx(2 / 6)
+    assert found.Images("samples")[0].width == 12
+    text = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "training.seed = 1" in text
+
+
+class FakeWandB(types.ModuleType):
+    """Record what is asked of it; refuse to go online where told so."""
+
+    def __init__(self, *, key: str | None, reachable: bool = True) -> None:
+        super().__init__("wandb")
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = False
+        self.api = types.SimpleNamespace(api_key=key)
+        self.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+        self.Settings = lambda **settings: settings
+        self.Image = lambda path: f"image of {path}"
+        self._reachable = reachable
+
+    def init(self, **options: Any) -> Any:
+        if options.get("mode") is None and not self._reachable:
+            raise self.errors.Error("Run initialization has timed out")
+        self.inits.append(options)
+        return types.SimpleNamespace(
+            log=lambda values, step: self.logged.append((step, values)), finish=lambda: setattr(self, "finished", True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "reachable", "mode"), [("k", True, None), ("k", False, "offline"), (None, True, "offline")]
+)
+def test_wandb_goes_offline_where_it_must(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    key: str | None,
+    reachable: bool,
+    mode: str | None,
+) -> None:
+    fake = FakeWandB(key=key, reachable=reachable)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(logging.getLogger("difftrain"), "propagate", True)
+    toml = tmp_path / "trackers.toml"
+    toml.write_text('[wandb]\nentity = "team"\n')
+    (tracker,) = open_for(tmp_path, log_with="wandb", wandb_run_name="night run", tracker_config=str(toml))
+    tracker.scalars(3, {"loss/current": 0.5})
+    tracker.image(3, "samples", tmp_path / "grid.png")
+    tracker.close()
+    (options,) = fake.inits
+    assert options.get("mode") == mode
+    assert (options["id"], options["resume"], options["name"]) == ("run1", "allow", "night run")
+    assert (options["entity"], options["project"]) == ("team", "finetuning")
+    assert Path(options["dir"]).is_dir() and options["config"] is None  # recorded only with --log_config
+    assert fake.logged == [(3, {"loss/current": 0.5}), (3, {"samples": f"image of {tmp_path / 'grid.png'}"})]
+    assert fake.finished and ("offline" in caplog.text) == (mode == "offline")
+
+
+def test_both_trackers_and_an_environment_that_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandB(key=None, reachable=False)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    fake._reachable = True
+    trackers = open_for(tmp_path, log_with="all")
+    assert len(trackers) == 2 and "mode" not in fake.inits[0]
+    for tracker in trackers:
+        tracker.close()
+
+
+def test_a_missing_package_and_a_bad_tracker_file_are_configuration_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[wandb\n")
+    cfg = TrainConfig.model_validate({"logging": {"log_with": "wandb", "tracker_config": str(bad)}})
+    messages = [str(fault) for fault in tracker_faults(cfg)]
+    assert any("wandb" in m and "not installed" in m for m in messages) and any("bad.toml" in m for m in messages)
+    with pytest.raises(ConfigFault, match=r"bad\.toml"):
+        open_for(tmp_path, log_with="all", tracker_config=str(bad))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_file_gets_plain_lines_only() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(10, out=out, err=err)
+    for step in range(3):
+        console.advance()
+        console.line(f"step={step} FPS: 1.0")
+    console.close()
+    assert out.getvalue() == "step=0 FPS: 1.0\nstep=1 FPS: 1.0\nstep=2 FPS: 1.0\n" and err.getvalue() == ""
+
+
+def test_a_terminal_gets_whole_lines_and_a_bar_that_counts_from_the_resumed_step() -> None:
+    out, err = io.StringIO(), Terminal()
+    console = Console(100, done=40, out=out, err=err)
+    console.advance(0.25)
+    console.line("step=41 FPS: 1.0")
+    console.advance(0.25)
+    console.close()
+    assert out.getvalue() == "step=41 FPS: 1.0\n"
+    assert "42/100" in err.getvalue() and "avr_loss=0.2500" in err.getvalue()
+    console.line("after")
+    assert out.getvalue().endswith("after\n")
+
+
+def test_log_messages_go_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("difftrain")
+    handler = logging.StreamHandler(sys.stdout)
+    log.addHandler(handler)
+    log.setLevel("INFO")
+    console = Console(10, err=Terminal())
+    try:
+        assert handler not in log.handlers  # tqdm's own stands in for it
+        log.info("a checkpoint was written")
+        console.close()
+        assert handler in log.handlers
+    finally:
+        log.removeHandler(handler)
+    captured = capsys.readouterr()
+    assert "a checkpoint was written\n" in captured.out + captured.err
