@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 
 from difftrain.config.flags import FLAGS
@@ -10,6 +11,7 @@ from difftrain.config.flags import FLAGS
 REDACTED = "***"
 SECRET_FLAGS = {f"--{flag.name}": flag.secret for flag in FLAGS.values() if flag.secret}
 SECRET_VARIABLES = (*SECRET_FLAGS.values(), "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
+_SHAPES = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})")
 
 
 def redact(argv: Iterable[str]) -> list[str]:
@@ -29,12 +31,12 @@ def redact(argv: Iterable[str]) -> list[str]:
 
 
 def redact_text(text: str) -> str:
-    """Return text without any token that this process knows of."""
+    """Return text without any token that this process knows of, or that looks like one."""
     for variable in SECRET_VARIABLES:
         value = os.environ.get(variable, "")
         if len(value) >= 8:  # a shorter one would blank out ordinary words
             text = text.replace(value, REDACTED)
-    return text
+    return _SHAPES.sub(REDACTED, text)
 
 
 def keep_in_environment(variable: str, value: str) -> None:
