@@ -52,7 +52,9 @@ class Launch:
                     )
                 ]
             )
-        return cls._checked({**found, "LOCAL_WORLD_SIZE": env.get("LOCAL_WORLD_SIZE", "").strip()})
+        # LOCAL_SIZE is the deepspeed launcher's word for it.
+        local_size = env.get("LOCAL_WORLD_SIZE", "").strip() or env.get("LOCAL_SIZE", "").strip()
+        return cls._checked({**found, "LOCAL_WORLD_SIZE": local_size})
 
     @classmethod
     def _checked(cls, found: Mapping[str, str]) -> Launch:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from difftrain.contracts import TrainingFault
 from difftrain.distributed.launch import Launch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from torch import Tensor
@@ -44,14 +46,22 @@ class Ranks:
     def open(cls, launch: Launch, device: _Device, timeout_min: float | None = None) -> Ranks:
         """Join the job: the device's group first, then a gloo group for decisions on the host.
 
-        timeout_min: how long any collective waits for a rank that does not come.
+        timeout_min: how long any collective waits for a rank that does not come. Raises TrainingFault where the ranks
+        do not meet in time.
         """
         if not launch.distributed:
             return cls()
         timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
-        dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        meeting = f"{launch.size} ranks at {launch.master_addr}:{launch.master_port}"
+        with _told(launch.rank, f"{meeting} did not meet within {timeout.total_seconds() / 60:g} min"):
+            dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
+            control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control)
+
+    @property
+    def leads_node(self) -> bool:
+        """Tell whether this rank does what one process a machine does: downloads, the index."""
+        return self.local_rank == 0
 
     @property
     def is_logger(self) -> bool:
@@ -63,7 +73,8 @@ class Ranks:
         if self.control is None:
             return int(value)
         box = torch.tensor(int(value), dtype=torch.int64)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
+        with self._together():
+            dist.all_reduce(box, dist.ReduceOp.MAX, group=self.control)
         return int(box)
 
     def any(self, flag: bool) -> bool:
@@ -75,7 +86,8 @@ class Ranks:
         if self.control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with self._together():
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -83,8 +95,12 @@ class Ranks:
         if self.control is None:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value, group=self.control)
+        with self._together():
+            dist.all_gather_object(box, value, group=self.control)
         return box
+
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        return _told(self.rank, "another rank has ended or did not come in time; its own error says why")
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -122,3 +138,13 @@ class Ranks:
         self.control = None
         with contextlib.suppress(Exception):  # the first error is the one to be seen
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _told(rank: int, what: str) -> Iterator[None]:
+    """Turn what the network says when a rank is lost into one line that a user can read."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TrainingFault(f"rank {rank}: {what} ({reason})") from error

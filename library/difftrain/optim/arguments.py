@@ -44,7 +44,7 @@ def check(where: str, what: str, taker: Callable[..., Any], given: Iterable[str]
     anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
     wrong = [name for name in given if name in own or (name not in accepted and not anything)]
     if wrong:
-        names = ", ".join(sorted(accepted))
+        names = ", ".join(sorted(accepted)) or "nothing"
         raise ConfigFault([Fault(where, f"{what} takes no {', '.join(wrong)} here", f"it takes {names}")])
 
 

@@ -1,0 +1,154 @@
+"""Ranks as processes: they agree, they sum, and none is left behind when one dies. Also what optimizers share."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from difftrain.testing.spawn import run_ranks
+
+HERE = __file__
+
+
+def _open(timeout_min: float = 1.0):
+    from difftrain.device import choose
+    from difftrain.distributed.launch import Launch
+    from difftrain.distributed.ranks import Ranks
+
+    launch = Launch.from_environment()
+    return Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min)
+
+
+def agreement() -> None:
+    import torch
+
+    with _open() as ranks:
+        total = ranks.sum_(torch.tensor([float(ranks.rank + 1), 2.0]))
+        seen = {
+            "agree": ranks.agree(10 * ranks.rank),
+            "any_one": ranks.any(ranks.rank == 1),
+            "any_none": ranks.any(False),
+            "broadcast": ranks.broadcast({"from": ranks.rank}),
+            "gather": ranks.gather(chr(ord("a") + ranks.rank)),
+            "sum": total.tolist(),
+            "logger": ranks.is_logger,
+            "leads": ranks.leads_node,
+            "place": [ranks.rank, ranks.size, ranks.local_rank, ranks.local_size],
+        }
+        ranks.barrier()
+    print(json.dumps(seen))
+
+
+def test_three_ranks_agree_and_sum() -> None:
+    ended = run_ranks(3, f"{HERE}::agreement")
+    for rank, seen in enumerate(json.loads(e.out.splitlines()[-1]) for e in ended):
+        assert seen == {
+            "agree": 20,
+            "any_one": True,
+            "any_none": False,
+            "broadcast": {"from": 0},
+            "gather": ["a", "b", "c"],
+            "sum": [6.0, 6.0],
+            "logger": rank == 0,
+            "leads": rank == 0,
+            "place": [rank, 3, rank, 3],
+        }
+
+
+def one_dies(how: str) -> None:
+    with _open() as ranks:
+        ranks.barrier()
+        if ranks.rank == 1:
+            if how == "raises":
+                raise ValueError("a fault of rank 1 alone")
+            if how == "exits":
+                os._exit(7)
+        for _ in range(100):
+            ranks.barrier()
+            time.sleep(0.01)
+    print("done", file=sys.stderr)
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_a_rank_that_dies_takes_the_others_with_it_at_once(how: str) -> None:
+    ended = run_ranks(3, f"{HERE}::one_dies", how, check=False, timeout_s=50)
+    assert ended[1].code == (7 if how == "exits" else 1)
+    assert how == "exits" or "ValueError: a fault of rank 1 alone" in ended[1].err
+    for other in (ended[0], ended[2]):
+        assert other.code == 1, other.err
+        assert f"TrainingFault: rank {other.rank}: another rank has ended" in other.err
+    assert max(e.seconds for e in ended) < 40  # well within the minute that a collective would wait
+
+
+def one_stays_away() -> None:
+    ranks = _open(timeout_min=0.05)
+    ranks.barrier()
+    if ranks.rank == 1:
+        time.sleep(12)
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        ranks.barrier()
+    finally:
+        print(f"waited {time.monotonic() - start:.2f}", flush=True)
+        ranks.abort()
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
+    ended = run_ranks(2, f"{HERE}::one_stays_away", check=False, timeout_s=60)
+    assert ended[0].code == 1
+    assert "TrainingFault: rank 0: another rank has ended or did not come in time" in ended[0].err
+    assert 2.5 < float(ended[0].out.split()[-1]) < 9.0
+
+
+def nobody_else_starts() -> None:
+    _open(timeout_min=0.03)
+
+
+def test_ranks_that_do_not_meet_say_where() -> None:
+    ended = run_ranks(
+        1, f"{HERE}::nobody_else_starts", check=False, timeout_s=60, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    )
+    assert ended[0].code == 1
+    assert "TrainingFault: rank 0: 2 ranks at 127.0.0.1:" in ended[0].err
+
+
+def sharded_optimizer() -> None:
+    """Train the same weights whole and with the state sharded; print how far they part and how much state is here."""
+    import torch
+
+    from difftrain.config.sections import OptimizerSection
+    from difftrain.contracts import Group
+    from difftrain.optim import inner, make_optimizer, make_schedule
+
+    with _open() as ranks:
+        ended = {}
+        for kind in ("AdamW", "oss"):
+            torch.manual_seed(0)
+            weights = [torch.nn.Parameter(torch.randn(n)) for n in (50, 30, 20, 10)]
+            groups = [
+                Group("unet", [(f"w{i}", weights[i]) for i in (0, 1)], 1e-2),
+                Group("te1", [(f"w{i}", weights[i]) for i in (2, 3)], 1e-3),
+            ]
+            section = OptimizerSection(type=kind, learning_rate=1e-2, args=("weight_decay=0.1",), scheduler="cosine")
+            optimizer = make_optimizer(section, groups, dp_size=ranks.size)
+            schedule = make_schedule(section, optimizer, 6)
+            for step in range(6):
+                for i, weight in enumerate(weights):
+                    weight.grad = torch.sin(weight.detach() * (step + 1 + i))
+                optimizer.step()
+                schedule.step()
+            state = inner(optimizer).state
+            ended[kind] = (torch.cat([w.detach() for w in weights]), sum(s["exp_avg"].numel() for s in state.values()))
+        apart = (ended["AdamW"][0] - ended["oss"][0]).abs().max().item()
+        print(json.dumps({"apart": apart, "whole": ended["AdamW"][1], "shard": ended["oss"][1]}))
+
+
+def test_oss_shards_the_state_and_trains_the_same() -> None:
+    seen = [json.loads(e.out.splitlines()[-1]) for e in run_ranks(2, f"{HERE}::sharded_optimizer")]
+    assert all(s["apart"] == 0.0 and s["whole"] == 110 for s in seen), seen
+    assert sum(s["shard"] for s in seen) == 110 and all(s["shard"] < 110 for s in seen), seen
