@@ -71,8 +71,15 @@ class FakeWandB(types.ModuleType):
         self.Settings = lambda **settings: settings
         self.Image = lambda path: f"image of {path}"
         self._reachable = reachable
+        self._held: set[str] = set()
+
+    def teardown(self) -> None:
+        self._held.clear()
 
     def init(self, **options: Any) -> Any:
+        if options["id"] in self._held:  # as the real service answers
+            raise RuntimeError(f"run ID {options['id']} is in use")
+        self._held.add(options["id"])
         if options.get("mode") is None and not self._reachable:
             raise self.errors.Error("Run initialization has timed out")
         self.inits.append(options)

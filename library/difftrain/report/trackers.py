@@ -82,6 +82,7 @@ class WandB:
             return self._wandb.init(settings=self._wandb.Settings(init_timeout=ONLINE_TIMEOUT_S), **options)
         except self._wandb.errors.Error as error:
             log.warning("wandb: %s; logging offline, `wandb sync` sends it later", error)
+            self._wandb.teardown()  # its service still holds the id of the run that could not begin
             return self._wandb.init(mode="offline", **options)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
