@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from difftrain.contracts import Batch, Bucket, DrawSpec
 from difftrain.evaluation import quantile_losses, validate
 from difftrain.evaluation.quantile import value_at, with_draw
+from difftrain.testing.threads import on_threads
 
 DRAWS = {"noise": DrawSpec("normal", channels=1), "timestep": DrawSpec("integer", high=1000)}
 
@@ -32,48 +32,24 @@ def loss_of(each: Batch) -> torch.Tensor:
     return (1 + each.features["pixels"] / 10) * (each.draws["timestep"] / 1000) + each.draws["noise"]
 
 
-class Ranks:
-    """Let threads be ranks: a gather and a summed evaluation that wait for all."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=10)
-        self._box: list[Any] = [None] * size
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self._box[rank] = value
-        self._barrier.wait()
-        values = list(self._box)
-        self._barrier.wait()
-        return values
-
-
 class Engine:
     """Sum the losses of all ranks' batches, as an engine's evaluate does; collective."""
 
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.calls = ranks, rank, 0
+    def __init__(self, ranks: Any = None) -> None:
+        self.ranks, self.calls = ranks, 0
 
     def evaluate(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
         self.calls += 1
         mine = sum((loss_of(each).double().sum() for each in micro), torch.zeros((), dtype=torch.float64))
-        total = sum(self.ranks.gather(self.rank, mine))
+        total = sum(self.ranks.gather(mine)) if self.ranks else mine
         return {"loss": total, "denoise": total * 0.75, "other": total * 0.25}
 
 
 def on_ranks(shares: list[list[Batch]], work: Any) -> list[Any]:
-    ranks = Ranks(len(shares))
-    results: list[Any] = [None] * len(shares)
-
-    def run(rank: int) -> None:
-        results[rank] = work(Engine(ranks, rank), shares[rank], lambda value: ranks.gather(rank, value))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(shares))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert all(result is not None for result in results)
+    results = on_threads(len(shares), lambda ranks: work(Engine(ranks), shares[ranks.rank], ranks.gather))
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     return results
 
 
@@ -108,8 +84,7 @@ def test_quantile_losses_are_those_of_fixed_timesteps(shares: list[list[Batch]])
 
 
 def test_batches_are_taken_one_by_one_and_left_as_they_were() -> None:
-    ranks = Ranks(1)
-    engine = Engine(ranks, 0)
+    engine = Engine()
     seen: list[int] = []
 
     def source() -> Any:
@@ -128,9 +103,9 @@ def test_batches_are_taken_one_by_one_and_left_as_they_were() -> None:
 
 
 def test_no_samples_give_no_number() -> None:
-    result = validate(Engine(Ranks(1), 0), [])
+    result = validate(Engine(), [])
     assert result.samples == 0 and result.loss != result.loss
-    rows = quantile_losses(Engine(Ranks(1), 0), [], DRAWS)
+    rows = quantile_losses(Engine(), [], DRAWS)
     assert len(rows) == 9 and all(row["loss"] != row["loss"] for row in rows)
 
 
@@ -141,4 +116,4 @@ def test_quantiles_of_each_kind_of_draw() -> None:
     with pytest.raises(ValueError, match="no place along the noise"):
         value_at(DRAWS["noise"], 5)
     with pytest.raises(ValueError, match="no draw 'u_t', only noise, timestep"):
-        quantile_losses(Engine(Ranks(1), 0), [], DRAWS, draw="u_t")
+        quantile_losses(Engine(), [], DRAWS, draw="u_t")

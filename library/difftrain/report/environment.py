@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import difftrain
+from difftrain.config import secrets
 
 PACKAGES = (
     "torch",
@@ -37,9 +38,8 @@ PACKAGES = (
 
 NO_VERSIONS = {"kind", "index", "count", "reason", "name", "threads", "host", "memory_gib"}  # in Device.describe()
 
-HIDDEN = "<hidden>"
+HIDDEN = secrets.REDACTED
 _SECRET_NAME = re.compile(r"(token|secret|password|passwd|api_?key|access_?key|credentials?)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})")
 _LOGIN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
@@ -84,34 +84,21 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def redact(text: str) -> str:
-    """Hide what looks like a secret in one value: known token shapes, and logins in addresses."""
-    return _LOGIN_IN_ADDRESS.sub(HIDDEN, _SECRET_VALUE.sub(HIDDEN, text))
+    """Hide what is or looks like a secret in one value: tokens, and logins in addresses."""
+    return _LOGIN_IN_ADDRESS.sub(HIDDEN, secrets.redact_text(text))
 
 
-def is_secret_name(name: str) -> bool:
-    """Tell whether a flag or key of this name holds a secret."""
-    return bool(_SECRET_NAME.search(name))
+def command(argv: Sequence[str]) -> str:
+    """Return the command line as one can type it again, secrets hidden.
 
-
-def command(argv: Sequence[str] | None = None) -> str:
-    """Return the command line as one can type it again, launcher's process count included, secrets hidden."""
-    words = [Path(sys.executable).name, *(sys.argv if argv is None else argv)]
-    shown, hide_next = [], False
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if hide_next:
-            shown.append(HIDDEN)
-            hide_next = False
-        elif word.startswith("--") and is_secret_name(flag):
-            shown.append(f"{flag}={HIDDEN}" if equals else flag)
-            hide_next = not equals
-        else:
-            shown.append(redact(word))
-    line = shlex.join(shown)
+    argv: with or without the script before the flags. Where a launcher started several processes, their number follows
+    as a comment.
+    """
+    script = [sys.argv[0]] if not argv or argv[0].startswith("-") else []
+    words = [Path(sys.executable).name, *script, *(redact(word) for word in secrets.redact(argv))]
     size = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    return (
-        f"{line}  # {size} processes, {os.environ.get('LOCAL_WORLD_SIZE', size)} on this machine" if size > 1 else line
-    )
+    local = os.environ.get("LOCAL_WORLD_SIZE", size)
+    return shlex.join(words) + (f"  # {size} processes, {local} on this machine" if size > 1 else "")
 
 
 def redacted(config: Any, name: str = "") -> Any:
@@ -121,7 +108,7 @@ def redacted(config: Any, name: str = "") -> Any:
     if isinstance(config, list | tuple):
         return [redacted(value, name) for value in config]
     if isinstance(config, str | Path):
-        return HIDDEN if config and is_secret_name(name) else redact(str(config))
+        return HIDDEN if config and _SECRET_NAME.search(name) else redact(str(config))
     return config
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,9 @@ class Outputs:
         """Print and record the numbers of a step."""
         if not self._on:
             return
+        metrics = replace(
+            metrics, session=self.sessions.number
+        )  # killed sessions counted, which no checkpoint knows of
         self._metrics.write(metrics.record())
         self._console.line(metrics.line())
         for tracker in self._trackers:
