@@ -46,6 +46,7 @@ TOGETHER = [
     ("--enable_bucket --min_bucket_reso=36", ["--min_bucket_reso", "multiple of 8", "got 36"]),
     ("--enable_bucket --min_bucket_reso=128", ["--min_bucket_reso", "shorter side of --resolution", "128 > 64"]),
     ("--enable_bucket --min_bucket_reso=32 --max_bucket_reso=48", ["--max_bucket_reso", "longer side", "48 < 64"]),
+    ("--save_n_epoch_ratio=3", ["--save_n_epoch_ratio", "needs --max_train_epochs"]),
     ("--save_last_n_steps=100", ["--save_last_n_steps", "needs --save_every_n_steps"]),
     ("--save_last_n_epochs=2", ["--save_last_n_epochs", "needs --save_every_n_epochs"]),
     ("--save_every_n_steps=4 --save_last_n_steps_state=8", ["--save_last_n_steps_state", "needs --save_state"]),
@@ -97,7 +98,7 @@ def test_one_contradiction_is_one_fault(line: dict[str, str], tmp_path: Path, mo
 
 SAID = [
     ("--max_train_epochs=3 --max_train_steps=10", "--max_train_steps: has no effect: --max_train_epochs wins"),
-    ("--save_n_epoch_ratio=3 --save_every_n_epochs=1", "--save_every_n_epochs: has no effect"),
+    ("--max_train_epochs=9 --save_n_epoch_ratio=3 --save_every_n_epochs=1", "--save_every_n_epochs: has no effect"),
     ("--min_bucket_reso=32", "--min_bucket_reso: has no effect without --enable_bucket"),
     ("--dynamo_backend=eager", "--dynamo_backend: has no effect without --torch_compile"),
     ("--lr_scheduler_power=2", "--lr_scheduler_power: acts on polynomial only"),
@@ -119,7 +120,7 @@ FINE = [
     "--validation_split=0.1",
     "--validation_split=0.1 --validate_every_n_steps=4 --validation_seed=3 --max_validation_steps=2",
     "--save_every_n_epochs=1 --save_last_n_epochs=2",
-    "--save_n_epoch_ratio=3 --save_last_n_epochs=2",
+    "--max_train_epochs=9 --save_n_epoch_ratio=3 --save_last_n_epochs=2",
     "--save_every_n_steps=4 --save_last_n_steps=8 --save_state --save_last_n_steps_state=8",
     "--sample_prompts={here}/prompts.txt --sample_every_n_steps=2 --sample_at_first --sample_sampler=k_dpm_2",
     "--lr_scheduler=constant_with_warmup --lr_warmup_steps=10",

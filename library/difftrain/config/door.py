@@ -22,17 +22,25 @@ def open_door(prog: str, argv: list[str], work: Callable[[Parsed], int], rules: 
 
     rules: those of rooms that configuration must not know.
     """
-    if "-h" in argv or "--help" in argv:
-        return guard(prog, lambda: print(help_text(prog)) or 0)
+    return enter(prog, argv, lambda: parse(argv, rules), work, lambda: help_text(prog))
 
-    def enter() -> int:
-        parsed = parse(argv, rules)
+
+def enter(
+    prog: str, argv: list[str], read: Callable[[], Parsed], work: Callable[[Parsed], int], help: Callable[[], str]
+) -> int:
+    """Do what open_door does, for a command line that is read in another way."""
+
+    def inner() -> int:
+        if "-h" in argv or "--help" in argv:
+            print(help())
+            return 0
+        parsed = read()
         if _speaks():
             for note in parsed.notes:
                 print(f"{prog}: {note}", file=sys.stderr)
         return work(parsed)
 
-    return guard(prog, enter)
+    return guard(prog, inner)
 
 
 def guard(prog: str, work: Callable[[], int]) -> int:

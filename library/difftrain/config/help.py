@@ -37,7 +37,12 @@ def _offered(flag: Flag) -> bool:
 
 
 def _paragraph(title: str, says: str, flags: Iterable[Flag]) -> str:
-    return f"[{title}] {says.splitlines()[0]}\n" + "".join(map(_entry, flags))
+    return f"[{title}] {says.splitlines()[0]}\n" + entries(flags)
+
+
+def entries(flags: Iterable[Flag]) -> str:
+    """Write a line or more for each flag: how it is spelt, what it means, its default."""
+    return "".join(map(_entry, flags))
 
 
 def _entry(flag: Flag) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import rules, rules_names, rules_paths, toml
+from difftrain.config import rules as together
+from difftrain.config import rules_names, rules_paths, toml
 from difftrain.config.finding import Rule, check, value_of
 from difftrain.config.flag import Flag, convert
 from difftrain.config.flags import FLAGS, flag_of
@@ -17,17 +18,25 @@ from difftrain.config.sections import TrainConfig
 from difftrain.config.validate import Values, build, choices_of, default_of
 from difftrain.contracts.errors import ConfigFault, Fault
 
-RULES = (*rules.RULES, *rules_names.RULES, *rules_paths.RULES)
+RULES = (*together.RULES, *rules_names.RULES, *rules_paths.RULES)
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """A configuration without a fault, and what is worth saying about how it came."""
+    """A configuration without a fault, and what is worth saying about how it came.
+
+    bare: flags that set no field, with their last word: dry_run, a command's own. argv: redacted, fit to be written.
+    """
 
     config: TrainConfig
     notes: tuple[str, ...]
-    dry_run: bool
-    argv: tuple[str, ...]  # redacted: fit to be written down
+    bare: dict[str, str]
+    argv: tuple[str, ...]
+
+    @property
+    def dry_run(self) -> bool:
+        """Say whether the run is only to be described."""
+        return "dry_run" in self.bare
 
 
 @dataclass
@@ -46,25 +55,30 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
     """Read the command line of a training door.
 
     extra_rules: what only the rooms above know, such as the kinds of devices.
-
     Raises: ConfigFault with every fault of flags, TOML file and their combination.
     """
-    found = scan(argv, FLAGS)
+    return resolve(argv, FLAGS, (*RULES, *extra_rules))
+
+
+def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -> Parsed:
+    """Read a command line that knows the flags of a table, and judge it by some rules; as parse does."""
+    found = scan(argv, table)
     src = _Sources(faults=found.faults, notes=found.notes)
     if "config" in found.words:
         _take_toml(Path(found.words["config"][-1]), src)
     for name, texts in found.words.items():
-        _take_flag(FLAGS[name], texts, src)
+        _take_flag(table[name], texts, src)
     cfg, misfits = build(src.values)
     for section, key, what, remedy in misfits:
         path = f"{section}.{key}"
         src.bad.add(path)
         src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
     asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
-    faults, notes = check(cfg, (*RULES, *extra_rules), asked, src.bad, src.origins)
+    faults, notes = check(cfg, rules, asked, src.bad, src.origins)
     if faults := [*src.faults, *faults]:
         raise ConfigFault(faults)
-    return Parsed(cfg, (*src.notes, *notes), "dry_run" in found.words, tuple(redact(argv)))
+    bare = {name: "".join(texts[-1:]) for name, texts in found.words.items() if not table[name].to}
+    return Parsed(cfg, (*src.notes, *notes), bare, tuple(redact(argv)))
 
 
 def _take_toml(path: Path, src: _Sources) -> None:

@@ -37,6 +37,7 @@ NEEDS: tuple[Need, ...] = (
     Need("validation.every_n_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.every_n_epochs", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.max_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
+    Need("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs --max_train_epochs"),
     Need("save.last_n_steps", lambda c: c.save.every_n_steps, "needs --save_every_n_steps"),
     Need("save.last_n_steps_state", lambda c: c.save.every_n_steps, "needs --save_every_n_steps"),
     Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs --save_every_n_epochs or --save_n_epoch_ratio"),
@@ -82,13 +83,13 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.dirs",), "is missing", "give at least one folder of pictures, tars or parquet")
     if not cfg.data.resolution:
         yield Finding(("data.resolution",), "is missing", "give WIDTH,HEIGHT; for SDXL 1024,1024")
-    if not cfg.model.pretrained and not cfg.model.init_from_config:
-        remedy = "give weights, or --init_from_config=base|tiny|FILE.json for random ones"
-        yield Finding(("model.pretrained", "model.init_from_config"), "is missing", remedy)
 
 
 def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Weights come from one place."""
+    if not cfg.model.pretrained and not cfg.model.init_from_config:
+        remedy = "give weights, or --init_from_config=base|tiny|FILE.json for random ones"
+        yield Finding(("model.pretrained", "model.init_from_config"), "is missing", remedy)
     if cfg.model.pretrained and cfg.model.init_from_config:
         remedy = "give weights to start from, or a size for random ones, not both"
         yield Finding(
@@ -138,10 +139,14 @@ def cadence(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("training.max_steps",), "has no effect: --max_train_epochs wins", note=True)
     if {"save.n_epoch_ratio", "save.every_n_epochs"} <= asked:
         yield Finding(("save.every_n_epochs",), "has no effect: --save_n_epoch_ratio wins", note=True)
+
+
+def no_metadata(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Nothing can be written into a header that is not written."""
     if cfg.save.no_metadata:
-        for key in cfg.metadata.model_fields:
+        for key in type(cfg.metadata).model_fields:
             if getattr(cfg.metadata, key) is not None:
                 yield Finding((f"metadata.{key}",), "contradicts --no_metadata", "give one of them")
 
 
-RULES: tuple[Rule, ...] = (required, model, sizes, data_counts, cadence, companions)
+RULES: tuple[Rule, ...] = (required, model, sizes, data_counts, cadence, no_metadata, companions)

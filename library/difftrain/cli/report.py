@@ -1,0 +1,21 @@
+"""`difftrain report RUN_DIR`: report.html anew, from the files that a run left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from difftrain.cli.words import exactly
+from difftrain.config.door import guard
+
+
+def main(argv: list[str]) -> int:
+    """Build the page and name it."""
+
+    def work() -> int:
+        (folder,) = exactly("report", argv, "RUN_DIR")
+        from difftrain.report.html import build_html
+
+        print(build_html(Path(folder)))
+        return 0
+
+    return guard("difftrain report", work)
