@@ -28,6 +28,7 @@ FORMAT = 1  # of the index on disk; raise it when the schema or the meaning of a
 CURRENT = "current"  # names the folder of the newest whole index
 DATABASE = "index.sqlite"
 META = "index.json"
+LONG_CAPTION = 2000  # characters: more than any text encoder here takes in
 
 _RECORD = """
 SELECT files.source, coalesce(records.path, files.path), records.member, records.offset, records.length,
@@ -42,7 +43,7 @@ class Columns:
 
     Shapes: keys (N, 16) uint8, ascending byte by byte; width, height, shard, row (N,) uint32; source (N,) uint16.
     width and height are those after EXIF rotation. shard counts the tars or parquet files of a source by name, 0 for
-    plain files. row is the record's place in the order of reading: consecutive within a shard.
+    plain files. row is the record's place in the database.
     """
 
     keys: np.ndarray
@@ -71,8 +72,9 @@ class IndexSummary:
     sources: tuple[SourceInfo, ...]
     shards: tuple[int, ...]  # of each source
     verify: str  # full | quick
+    long_captions: int = 0  # of more than LONG_CAPTION characters
     notes: tuple[str, ...] = ()  # choices made and things passed over, one sentence each
-    stamp: str = ""  # of the settings that decide what is accepted
+    stamp: str = ""  # of what was refused before any file was opened
     reused: int = field(default=0, compare=False)  # files taken over from the previous index unread
     read: int = field(default=0, compare=False)
 
@@ -106,7 +108,7 @@ def newest(folder: Path) -> Path | None:
     except OSError:
         return None
     found = folder / name
-    return found if name and (found / META).is_file() else None
+    return found if name and (found / META).is_file() and (found / DATABASE).is_file() else None
 
 
 def connect(database: Path) -> sqlite3.Connection:

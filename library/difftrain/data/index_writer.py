@@ -22,7 +22,7 @@ from urllib.parse import quote
 import numpy as np
 
 from difftrain.contracts import DataFault, TrainingFault
-from difftrain.data.index import CURRENT, DATABASE, META, Columns, IndexSummary, newest
+from difftrain.data.index import CURRENT, DATABASE, LONG_CAPTION, META, Columns, IndexSummary, newest
 
 _SCHEMA = """
 CREATE TABLE files (
@@ -52,6 +52,7 @@ class _Sorted:
     columns: Columns
     fingerprint: str
     duplicates: int | None
+    long_captions: int
 
 
 class IndexWriter:
@@ -122,6 +123,7 @@ class IndexWriter:
                 count=len(made.columns.row),
                 fingerprint=made.fingerprint,
                 duplicates=made.duplicates,
+                long_captions=made.long_captions,
                 rejected=sum(reasons.values()),
                 reasons=reasons,
             )
@@ -150,10 +152,11 @@ class IndexWriter:
             raise DataFault(f"{count} records: an index holds at most 4,294,967,295")
         keys = np.empty((count, 16), np.uint8)
         content = np.zeros((count, 16), np.uint8)
-        numbers = np.empty((count, 5), np.uint32)
+        numbers = np.empty((count, 6), np.uint32)
         cursor = self.db.execute(
-            "SELECT records.key, records.content, width, height, source, coalesce(shard, 0), row"
-            " FROM records JOIN files ON files.id = records.file ORDER BY row"
+            "SELECT records.key, records.content, width, height, source, coalesce(shard, 0), row, length(captions) > ?"
+            " FROM records JOIN files ON files.id = records.file ORDER BY row",
+            (LONG_CAPTION,),
         )
         start = hashed = 0
         while rows := cursor.fetchmany(_CHUNK):
@@ -166,7 +169,8 @@ class IndexWriter:
         order = sort_keys(keys)
         width, height, source, shard, row = (numbers[order, i] for i in range(5))
         columns = Columns(keys[order], width, height, source.astype(np.uint16), shard, row)
-        return _Sorted(columns, fingerprint(columns), count - _distinct(content) if hashed == count else None)
+        duplicates = count - _distinct(content) if hashed == count else None
+        return _Sorted(columns, fingerprint(columns), duplicates, int(numbers[:, 5].sum()))
 
     def _name(self, target: Path) -> None:
         """Make `target` the current index and remove those that nobody starts from any more."""

@@ -37,7 +37,7 @@ class SourceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One file that a listing came upon. role: media (holds items), caption, outside (kohya), other."""
+    """One file that a listing came upon. role: media (holds items), caption, other."""
 
     role: str
     path: str  # relative to the root, forward slashes
@@ -63,6 +63,7 @@ class Item:
     size: int  # bytes of the picture
     captions: tuple[str, ...]
     open: Callable[[], BinaryIO]
+    lacking: str = "no caption"  # the reason to give where captions is empty
     path: str | None = None  # where the bytes lie in another file than the one that was listed
 
 
@@ -94,12 +95,37 @@ class Source(ABC):
         Raises: OSError, DataFault.
         """
 
+    def count(self, path: str, enough: int) -> int:
+        """Count the items of a file from its headers, stopping at `enough`.
+
+        Raises: OSError.
+        """
+        return 1
+
+    def check(self, path: str) -> str:
+        """Look at one file before any is read; return a sentence worth printing, or "".
+
+        Raises: DataFault where this source cannot be read as it is configured.
+        """
+        return ""
+
     @abstractmethod
     def read(self, media: MediaRef) -> bytes:
         """Read the bytes of one picture.
 
         Raises: OSError where there are fewer than there were.
         """
+
+
+def split_suffix(path: str) -> tuple[str, str]:
+    """Return (path without its last suffix, the suffix in lower case with its dot; "" where there is none)."""
+    dot = path.rfind(".")
+    return (path[:dot], path[dot:].lower()) if dot > path.rfind("/") + 1 else (path, "")
+
+
+def is_picture(path: str) -> bool:
+    """Tell by the suffix."""
+    return split_suffix(path)[1] in IMAGE_SUFFIXES
 
 
 def key_path(file: str, member: str | None) -> str:

@@ -1,0 +1,272 @@
+"""Building the index of the configured data: list, take over what is known, look at the rest, write.
+
+One process of a node does this, before training starts. What it costs is printed while it goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from difftrain.contracts import DataFault, Reject
+from difftrain.data.buckets import BucketTable
+from difftrain.data.index import FORMAT, LONG_CAPTION, Index, IndexSummary, newest
+from difftrain.data.index_writer import IndexWriter
+from difftrain.data.inspection import FULL, QUICK, Accepted, Files, Refused, inspect
+from difftrain.data.media import MEDIA_VERSION
+from difftrain.data.pool import Job, run_jobs
+from difftrain.data.scan import (
+    Listing,
+    count_items,
+    count_shards,
+    list_sources,
+    name_files,
+    take_over,
+    unread_files,
+    unread_size,
+)
+from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.configured import Configured, configured_sources
+
+if TYPE_CHECKING:
+    from difftrain.config import CaptionSection, DataSection
+
+Log = Callable[[str], None]
+
+AUTO_FULL_ITEMS = 20_000
+DECODE_LIMIT_S = 60.0
+_MAX_WORKERS = 32
+_ITEMS_A_WORKER = 50  # below this, starting another process costs more than it saves
+_OUTSIDE = "outside the <repeats>_<class> folders: kohya's layout has no place for it"
+_QUICK_MEANS = "headers and file ends are read, pictures are not decoded, and duplicates are not looked for"
+_EXAMPLES = 3
+_JOB_FILES = {FULL: 32, QUICK: 512}
+_EVERY_S = 10.0
+
+
+def build_index(
+    data: DataSection,
+    captions: CaptionSection,
+    folder: Path | str,
+    *,
+    log: Log,
+    decode_limit_s: float = DECODE_LIMIT_S,
+    workers: int | None = None,
+) -> IndexSummary:
+    """Bring the index in `folder` up to date with the data, and return what it holds.
+
+    folder: of the index alone; the data is only read. Files that have not changed since the last time are not opened
+    (of a parquet file that names pictures by path, the pictures' own changes are not noticed).
+    Raises: ConfigFault; DataFault where there is no usable data or more than data.max_rejected_share of it is rejected;
+    TrainingFault where `folder` can't be written.
+    """
+    started = time.monotonic()
+    configured = configured_sources(data, captions)
+    previous = _previous(Path(folder), log)
+    while True:
+        builder = _Builder(data, captions, configured, Path(folder), log, decode_limit_s, workers)
+        try:
+            summary = builder.build(previous)
+            break
+        except sqlite3.DatabaseError as error:
+            if previous is None:
+                raise
+            log(f"index: the previous one is damaged ({error}) and is built afresh")
+            previous = None
+        finally:
+            builder.writer.discard()  # of a finished index nothing is left to remove
+    _report(summary, time.monotonic() - started, log)
+    _refuse(summary, data.max_rejected_share)
+    return summary
+
+
+def _previous(folder: Path, log: Log) -> IndexSummary | None:
+    found = newest(folder)
+    try:
+        return IndexSummary.load(found) if found else None
+    except DataFault as fault:
+        log(f"index: {fault}")
+        return None
+
+
+class _Builder:
+    """One attempt: the writer, and what the steps share."""
+
+    def __init__(
+        self,
+        data: DataSection,
+        captions: CaptionSection,
+        configured: Configured,
+        folder: Path,
+        log: Log,
+        decode_limit_s: float,
+        workers: int | None,
+    ) -> None:
+        self.data, self.allow_empty, self.configured = data, captions.allow_empty, configured
+        self.infos = configured.infos
+        # Only without upscaling can a picture be without a bucket; else the index doesn't depend on the resolution.
+        self.shapes = BucketTable.of(data) if data.enable_bucket and data.bucket_no_upscale else None
+        self.log, self.decode_limit_s, self.workers = log, decode_limit_s, workers
+        self.writer = IndexWriter(folder)
+
+    def build(self, previous: IndexSummary | None) -> IndexSummary:
+        writer, infos = self.writer, self.infos
+        listing = list_sources(writer, infos)
+        level, why = self._level()
+        name_files(writer, infos, level, [self._stamp(info) for info in infos], listing)
+        outside = sorted(f"{root}/{path}" for root, path in self.configured.outside())
+        writer.add_rejects((None, path, _OUTSIDE) for path in outside)
+        same, had = take_over(writer, previous, infos) if previous else (0, 0)
+        notes = [*self.configured.notes, *_about_captions(listing), why, *listing.passed_over, *self._check()]
+        summary = IndexSummary(
+            folder="",
+            count=0,
+            fingerprint="",
+            duplicates=None,
+            rejected=0,
+            reasons={},
+            sources=tuple(infos),
+            shards=tuple(count_shards(writer, info) for info in infos),
+            verify="full" if level == FULL else "quick",
+            notes=tuple(notes),
+            stamp=hashlib.blake2b("\n".join(outside).encode(), digest_size=8).hexdigest(),
+            reused=same,
+            read=listing.files - same,
+        )
+        for note in notes:
+            self.log(f"data: {note}")
+        if previous and same == had == listing.files and _equal_but_for_order(previous, summary):
+            return replace(previous, notes=summary.notes, reused=same, read=0)
+        self._read(level, summary)
+        return writer.finish(summary)
+
+    def _stamp(self, info: SourceInfo) -> str:
+        """Return what, besides the file itself, decides what its items become."""
+        shapes = f"{self.shapes.steps}/{self.shapes.max_area}" if self.shapes else "any"
+        parts = (
+            FORMAT,
+            MEDIA_VERSION,
+            int(self.allow_empty),
+            shapes,
+            info.words,
+            info.image_column,
+            info.caption_column,
+        )
+        return ".".join(map(str, parts))
+
+    def _level(self) -> tuple[int, str]:
+        """Decide how closely to look, and say why."""
+        if self.data.verify == "full":
+            return FULL, "verify=full: every picture is decoded once"
+        if self.data.verify == "quick":
+            return QUICK, f"verify=quick: {_QUICK_MEANS}"
+        items = count_items(self.writer, self.infos, AUTO_FULL_ITEMS + 1)
+        if items > AUTO_FULL_ITEMS:
+            return QUICK, f"verify=auto, more than {AUTO_FULL_ITEMS:,} items, so quick: {_QUICK_MEANS}"
+        return FULL, f"verify=auto, {items:,} items, so full: every picture is decoded once"
+
+    def _check(self) -> Iterator[str]:
+        """Look at every shard that will be read, before the work begins."""
+        sources = {info.ordinal: open_source(info) for info in self.infos if open_source(info).sharded}
+        if sources:
+            sentences = (sources[s].check(file.path) for _, s, file in unread_files(self.writer) if s in sources)
+            yield from dict.fromkeys(list(filter(None, sentences))[:3])
+
+    def _read(self, level: int, summary: IndexSummary) -> None:
+        if not summary.read:
+            return
+        size = unread_size(self.writer)
+        workers = self.workers or max(1, min(_cpus(), _MAX_WORKERS, -(-size.items // _ITEMS_A_WORKER)))
+        self.log(
+            f"index: looking at {summary.read:,} files with {workers} processes, {summary.reused:,} are known from before"
+        )
+        parts = -(-workers // size.shards) if size.shards else 1
+        jobs = self._jobs(level, parts)
+        done = rejected = 0
+        started = spoken = time.monotonic()
+        for rows in run_jobs(jobs, inspect, workers=workers, limit_s=self.decode_limit_s):
+            refused = [row for row in rows if isinstance(row, Refused)]
+            self.writer.add_records(row for row in rows if isinstance(row, Accepted))
+            self.writer.add_rejects(refused)
+            done, rejected, now = done + len(rows), rejected + len(refused), time.monotonic()
+            if now - spoken > _EVERY_S:
+                spoken, speed = now, done / (now - started)
+                left = "" if size.shards else f", about {(size.items - done) / speed:.0f} s left"
+                self.log(f"index: {done:,} items, {rejected:,} rejected, {speed:.0f} a second{left}")
+
+    def _jobs(self, level: int, parts: int) -> Iterator[Job]:
+        """Cut the unread files into jobs: plain files by the dozen, shards one by one or, where they are few, in parts."""
+        for source, group in groupby(unread_files(self.writer), key=lambda row: row[1]):
+            info = self.infos[source]
+            files = ((number, file) for number, _, file in group)
+            if open_source(info).sharded:
+                for entry in files:
+                    for part in range(parts):
+                        yield Job(Files(info, (entry,), level, self.allow_empty, self.shapes, part, parts))
+            else:
+                while chunk := tuple(islice(files, _JOB_FILES[level])):
+                    yield Job(Files(info, chunk, level, self.allow_empty, self.shapes))
+
+
+def _equal_but_for_order(previous: IndexSummary, new: IndexSummary) -> bool:
+    looked = previous.verify == new.verify or previous.verify == "full"
+    return looked and (previous.sources, previous.stamp) == (new.sources, new.stamp)
+
+
+def _about_captions(listing: Listing) -> Iterator[str]:
+    if listing.captions:
+        yield "captions: " + ", ".join(f"{count:,} {where}" for where, count in listing.captions.items())
+
+
+def _report(summary: IndexSummary, seconds: float, log: Log) -> None:
+    how = (
+        f"{summary.read:,} files read, {summary.reused:,} known from before" if summary.read else "nothing has changed"
+    )
+    log(f"index: {summary.count:,} records, {summary.rejected:,} rejected, in {seconds:.1f} s ({how})")
+    if summary.duplicates:
+        log(f"index: {summary.duplicates:,} records have the same bytes as another one; they are kept")
+    if summary.long_captions:
+        log(
+            f"index: {summary.long_captions:,} captions have more than {LONG_CAPTION:,} characters; "
+            "what exceeds the model's tokens is cut off there"
+        )
+    for kind, count in summary.reasons.items():
+        log(f"index: rejected, {kind}: {count:,}")
+
+
+def _refuse(summary: IndexSummary, limit: float) -> None:
+    """Stop where too little is left.
+
+    Raises: DataFault with the sum by reason and examples.
+    """
+    items = summary.count + summary.rejected
+    share = summary.rejected / items if items else 0.0
+    if summary.count and share <= limit:
+        return
+    if not items:
+        raise DataFault(f"{', '.join(sorted({s.root for s in summary.sources}))}: no items in any of the files")
+    lines = [
+        f"{summary.rejected:,} of {items:,} items are rejected ({share:.0%}; data.max_rejected_share is {limit:g}):"
+    ]
+    examples = Index(Path(summary.folder)).rejects()
+    by_kind: dict[str, list[Reject]] = {}
+    for reject in examples:
+        by_kind.setdefault(reject.reason.partition(":")[0], []).append(reject)
+    for kind, count in summary.reasons.items():
+        lines.append(f"  {count:,} x {kind}")
+        lines += [f"      {reject.path}: {reject.reason}" for reject in by_kind[kind][:_EXAMPLES]]
+    remedy = "Mend or remove them, or raise --max_rejected_share."
+    if any(kind in ("no caption", "empty caption") for kind in summary.reasons):
+        remedy += " --allow_empty_caption accepts pictures without a caption."
+    raise DataFault("\n".join([*lines, remedy]))
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

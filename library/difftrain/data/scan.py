@@ -1,0 +1,251 @@
+"""Listing the sources into an index under construction: which files there are, and which are known from before.
+
+Listings of tens of millions of files never stand in memory: they go into a scratch database, where SQL joins pictures
+with their captions and with the previous index.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from difftrain.contracts import DataFault
+from difftrain.data.index import DATABASE, IndexSummary
+from difftrain.data.index_writer import IndexWriter, disk_faults
+from difftrain.data.inspection import PASSING
+from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.base import FileRef, Listed, split_suffix
+
+_FOREIGN_CACHES = ("_sdxl.npz", "_sd.npz", "_sd3.npz", "_flux.npz", "_te_outputs.npz", "_sd3_te.npz", "_flux_te.npz")
+_PAGE = 4096
+_BYTES_AN_ITEM = 50_000
+
+_SCRATCH = """
+CREATE TABLE scan.media (source INTEGER, path TEXT, stem TEXT, size INTEGER, mtime_ns INTEGER);
+CREATE TABLE scan.captions (source INTEGER, stem TEXT, rank INTEGER, path TEXT, size INTEGER, mtime_ns INTEGER);
+CREATE TABLE scan.mapping (old INTEGER PRIMARY KEY, new INTEGER);
+CREATE TABLE scan.same (old INTEGER PRIMARY KEY, new INTEGER);
+"""
+_FILES = """
+INSERT INTO main.files (source, path, size, mtime_ns, stamp, level, shard, caption)
+SELECT m.source, m.path, m.size, m.mtime_ns, ? || coalesce('|' || c.path || '|' || c.size || '|' || c.mtime_ns, ''),
+       ?, {shard}, c.path
+FROM scan.media m LEFT JOIN scan.captions c ON c.rowid = (
+    SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.stem ORDER BY k.rank LIMIT 1)
+WHERE m.source = ?
+"""
+_SAME = """
+INSERT OR IGNORE INTO scan.same
+SELECT o.id, n.id FROM scan.mapping p JOIN main.files n ON n.source = p.new
+JOIN old.files o ON o.source = p.old AND o.path = n.path AND o.size = n.size AND o.mtime_ns = n.mtime_ns
+    AND o.stamp = n.stamp AND o.level >= n.level
+"""
+_TAKE_RECORDS = """
+INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key)
+SELECT s.new, r.path, r.member, r.offset, r.length, r.width, r.height, r.captions, r.content, r.key
+FROM old.records r JOIN scan.same s ON s.old = r.file ORDER BY r.row
+"""
+_TAKE_REJECTS = (
+    "INSERT INTO main.rejects SELECT s.new, r.path, r.reason FROM old.rejects r JOIN scan.same s ON s.old = r.file"
+)
+
+
+@dataclass
+class Listing:
+    """What listing the sources found. passed_over: sentences about files that are no data."""
+
+    files: int = 0
+    passed_over: list[str] = field(default_factory=list)
+    captions: Counter[str] = field(default_factory=Counter)  # where captions come from -> pictures
+
+
+def list_sources(writer: IndexWriter, infos: Iterable[SourceInfo]) -> Listing:
+    """List every source into the scratch database.
+
+    Raises: DataFault where a folder cannot be listed.
+    """
+    with disk_faults(writer.folder):
+        writer.attach("scan", "scan.sqlite")
+        writer.db.executescript(_SCRATCH)
+    others: dict[str, Counter[str]] = {}
+    for info in infos:
+        rows = _rows(info, others.setdefault(info.root, Counter()))
+        with disk_faults(writer.folder):
+            writer.db.execute("BEGIN")
+            for table, row in rows:
+                values = ", ".join("?" * len(row))
+                writer.db.execute(f"INSERT INTO scan.{table} VALUES ({values})", row)
+            writer.db.execute("COMMIT")
+    with disk_faults(writer.folder):
+        writer.db.execute("CREATE INDEX scan.by_stem ON captions (source, stem, rank)")
+    listing = Listing()
+    (listing.files,) = writer.db.execute("SELECT count(*) FROM scan.media").fetchone()
+    listing.passed_over = [sentence for root, counts in others.items() for sentence in _about_others(root, counts)]
+    return listing
+
+
+def _rows(info: SourceInfo, others: Counter[str]) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Iterate over (table, row) of a source's files; count those that are no data."""
+    try:
+        for file in open_source(info).listing():
+            if not _writable(file):
+                raise DataFault(
+                    f"{info.root}/{_escaped(file.path)}: the file's name is not UTF-8 and can't be written down; rename it"
+                )
+            stem, suffix = split_suffix(file.path)
+            if file.role == "media":
+                yield "media", (info.ordinal, file.path, stem, file.size, file.mtime_ns)
+            elif file.role == "caption":
+                rank = info.suffixes.index(suffix)
+                yield "captions", (info.ordinal, stem, rank, file.path, file.size, file.mtime_ns)
+            else:
+                others[_kind_of_other(file.path)] += 1
+    except OSError as error:
+        raise DataFault(f"{error.filename or info.root}: cannot be listed ({error.strerror})") from None
+
+
+def _writable(file: Listed) -> bool:
+    return file.path.isprintable() or _escaped(file.path) == file.path
+
+
+def _escaped(path: str) -> str:
+    return path.encode("utf-8", "backslashreplace").decode()
+
+
+def _kind_of_other(path: str) -> str:
+    for ending in _FOREIGN_CACHES:
+        if path.endswith(ending):
+            return f"*{ending}"
+    return split_suffix(path)[1] or "no suffix"
+
+
+def _about_others(root: str, counts: Counter[str]) -> Iterator[str]:
+    caches = {kind: count for kind, count in counts.items() if kind.startswith("*")}
+    if caches:
+        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(caches.items()))
+        yield f"{root}: {listed}: features cached by another trainer, not used"
+    rest = [(kind, count) for kind, count in counts.most_common() if not kind.startswith("*")]
+    if rest:
+        listed = ", ".join(f"{count} {kind}" for kind, count in rest[:6]) + (" and more" if len(rest) > 6 else "")
+        yield f"{root}: files that are no data of this kind, not read: {listed}"
+
+
+def name_files(
+    writer: IndexWriter, infos: Iterable[SourceInfo], level: int, stamps: list[str], listing: Listing
+) -> None:
+    """Turn the listing into the index's files: captions joined, shards numbered in the order of their names."""
+    with disk_faults(writer.folder):
+        for info in infos:
+            shard = "row_number() OVER (ORDER BY m.path) - 1" if open_source(info).sharded else "NULL"
+            writer.db.execute(_FILES.format(shard=shard), (stamps[info.ordinal], level, info.ordinal))
+            if info.suffixes:
+                _count_captions(writer, info, listing)
+
+
+def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> None:
+    for suffix in info.suffixes:
+        (count,) = writer.db.execute(
+            "SELECT count(*) FROM main.files WHERE source = ? AND lower(substr(caption, ?)) = ?",
+            (info.ordinal, -len(suffix), suffix),
+        ).fetchone()
+        if count:
+            listing.captions[f"from {suffix} files"] += count
+    (bare,) = writer.db.execute(
+        "SELECT count(*) FROM main.files WHERE source = ? AND caption IS NULL", (info.ordinal,)
+    ).fetchone()
+    if bare:
+        listing.captions["the folder's class words" if info.words else "none"] += bare
+    lone = "FROM scan.captions WHERE source = ?1 AND stem NOT IN (SELECT stem FROM scan.media WHERE source = ?1)"
+    count, example = writer.db.execute(f"SELECT count(*), min(path) {lone}", (info.ordinal,)).fetchone()
+    if count:
+        listing.passed_over.append(f"{info.root}: {count} caption files without a picture, for example {example}")
+
+
+def take_over(writer: IndexWriter, previous: IndexSummary, infos: Iterable[SourceInfo]) -> tuple[int, int]:
+    """Copy what is known of unchanged files from the previous index; return how many, and how many it had.
+
+    A file is unchanged when its source, path, size, time and caption file are, and it was looked at as closely.
+    """
+    places = {(old.name, old.prefix, old.root, old.kind): old.ordinal for old in previous.sources}
+    db = writer.db
+    with disk_faults(writer.folder):
+        db.execute("ATTACH DATABASE ? AS old", (f"{(Path(previous.folder) / DATABASE).as_uri()}?mode=ro&immutable=1",))
+        for info in infos:
+            old = places.get((info.name, info.prefix, info.root, info.kind))
+            if old is not None:
+                db.execute("INSERT INTO scan.mapping VALUES (?, ?)", (old, info.ordinal))
+        db.execute(_SAME)
+        for kind in PASSING:
+            db.execute(
+                "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)", (f"{kind}:%",)
+            )
+        db.execute(_TAKE_RECORDS)
+        db.execute(_TAKE_REJECTS)
+        db.execute(
+            "UPDATE main.files SET level = (SELECT o.level FROM scan.same s JOIN old.files o ON o.id = s.old"
+            " WHERE s.new = files.id) WHERE id IN (SELECT new FROM scan.same)"
+        )
+        (same,) = db.execute("SELECT count(*) FROM scan.same").fetchone()
+        (had,) = db.execute("SELECT count(*) FROM old.files").fetchone()
+        db.execute("CREATE INDEX scan.taken ON same (new)")
+    return same, had
+
+
+def unread_files(writer: IndexWriter) -> Iterator[tuple[int, int, FileRef]]:
+    """Iterate over (id, source, file) of what was not taken over, grouped by source."""
+    last = 0
+    while True:
+        rows = writer.db.execute(
+            "SELECT id, source, path, caption FROM main.files WHERE id > ?"
+            " AND id NOT IN (SELECT new FROM scan.same) ORDER BY id LIMIT ?",
+            (last, _PAGE),
+        ).fetchall()
+        if not rows:
+            return
+        last = rows[-1][0]
+        for number, source, path, caption in rows:
+            yield number, source, FileRef(path, caption)
+
+
+class Unread(NamedTuple):
+    """How much is left to read. items: of shards an estimate by their bytes."""
+
+    items: int
+    shards: int
+
+
+def unread_size(writer: IndexWriter) -> Unread:
+    """Estimate the work."""
+    plain, shards, size = writer.db.execute(
+        "SELECT count(*) - count(shard), count(shard), coalesce(sum(CASE WHEN shard IS NOT NULL THEN size END), 0)"
+        " FROM main.files WHERE id NOT IN (SELECT new FROM scan.same)"
+    ).fetchone()
+    return Unread(plain + size // _BYTES_AN_ITEM, shards)
+
+
+def count_shards(writer: IndexWriter, info: SourceInfo) -> int:
+    """Return how many shards a source has, 0 for plain files."""
+    (count,) = writer.db.execute("SELECT count(shard) FROM main.files WHERE source = ?", (info.ordinal,)).fetchone()
+    return int(count)
+
+
+def count_items(writer: IndexWriter, infos: Iterable[SourceInfo], enough: int) -> int:
+    """Count items by the headers of shards, stopping at `enough`."""
+    total = 0
+    for info in infos:
+        source = open_source(info)
+        if not source.sharded:
+            total += writer.db.execute("SELECT count(*) FROM scan.media WHERE source = ?", (info.ordinal,)).fetchone()[
+                0
+            ]
+            continue
+        for (path,) in writer.db.execute("SELECT path FROM scan.media WHERE source = ?", (info.ordinal,)):
+            if total >= enough:
+                return total
+            with suppress(OSError):  # a damaged shard is named when it is read
+                total += source.count(path, enough - total)
+    return total

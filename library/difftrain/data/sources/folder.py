@@ -1,0 +1,93 @@
+"""Image folders: pictures at any depth, each with a caption file of the same stem."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from difftrain.contracts import MediaRef
+from difftrain.data.sources.base import IMAGE_SUFFIXES, Bad, FileRef, Item, Listed, Source, split_suffix
+from difftrain.data.sources.texts import BadCaption, decode_text, first_line
+
+MAX_CAPTION_BYTES = 1 << 20
+
+
+class FolderSource(Source):
+    """A folder, or one `<repeats>_<class>` sub-folder of it (then info.prefix and info.words are set)."""
+
+    sharded = False
+
+    def listing(self) -> Iterator[Listed]:
+        for path, entry in walk(self.root, self.info.prefix):
+            suffix = split_suffix(path)[1]
+            role = "media" if suffix in IMAGE_SUFFIXES else "caption" if suffix in self.info.suffixes else "other"
+            if role == "other":
+                yield Listed(role, path)
+            else:
+                yield Listed(role, path, *size_and_time(entry))
+
+    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+        path = self.root / file.path
+        try:
+            captions = self._captions(file)
+        except BadCaption as error:
+            yield Bad(None, str(error))
+            return
+
+        def open_file() -> BinaryIO:
+            return path.open("rb")
+
+        lacking = f"empty caption: {file.caption} holds nothing" if file.caption else self._no_caption()
+        yield Item(None, 0, 0, path.stat().st_size, captions, open_file, lacking)
+
+    def _no_caption(self) -> str:
+        return f"no caption: no {' or '.join(self.info.suffixes)} file of its name beside it"
+
+    def _captions(self, file: FileRef) -> tuple[str, ...]:
+        if file.caption is None:
+            return (self.info.words,) if self.info.words else ()
+        path = self.root / file.caption
+        with path.open("rb") as opened:
+            data = opened.read(MAX_CAPTION_BYTES + 1)
+        if len(data) > MAX_CAPTION_BYTES:
+            raise BadCaption(f"caption too long: {file.caption} has more than {MAX_CAPTION_BYTES} bytes")
+        text = first_line(decode_text(data, file.caption))
+        return (text,) if text else ()
+
+    def read(self, media: MediaRef) -> bytes:
+        return (self.root / media.path).read_bytes()
+
+
+def walk(root: Path, below: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Iterate over (relative path, entry) of the files of a folder, at any depth, in no order.
+
+    Linked folders are followed, each real folder once; hidden files and folders are left out.
+    Raises: OSError where a folder cannot be read.
+    """
+    waiting, seen = [below.rstrip("/")], set()
+    while waiting:
+        folder = waiting.pop()
+        found = (root / folder).stat()
+        if (found.st_dev, found.st_ino) in seen:
+            continue
+        seen.add((found.st_dev, found.st_ino))
+        with os.scandir(root / folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    continue
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir():
+                    waiting.append(path)
+                elif entry.is_file() or entry.is_symlink():  # a broken link is an item that cannot be read
+                    yield path, entry
+
+
+def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
+    """Return (size, mtime_ns) of a listed file, zeros for one that has gone or is a broken link."""
+    try:
+        found = entry.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns

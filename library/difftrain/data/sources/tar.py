@@ -1,0 +1,165 @@
+"""Tars as img2dataset and LAION write them: `0001.jpg` + `0001.txt` + `0001.json`, read in place."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from difftrain.contracts import MediaRef
+from difftrain.data.sources.base import (
+    IMAGE_SUFFIXES,
+    Bad,
+    FileRef,
+    Item,
+    Listed,
+    Source,
+    SourceInfo,
+    is_picture,
+    split_suffix,
+)
+from difftrain.data.sources.files import Descriptors, open_span, read_span
+from difftrain.data.sources.folder import MAX_CAPTION_BYTES, size_and_time, walk
+from difftrain.data.sources.tar_headers import Damage, Member, read_members
+from difftrain.data.sources.texts import BadCaption, caption_of_json, captions_of
+
+
+@dataclass
+class _Shard:
+    """The members of one tar that matter, by name without suffix."""
+
+    pictures: list[Member] = field(default_factory=list)
+    texts: dict[str, Member] = field(default_factory=dict)
+    sidecars: dict[str, Member] = field(default_factory=dict)
+    bad: list[Bad] = field(default_factory=list)
+
+
+class TarSource(Source):
+    """Every *.tar below the root, or one of them."""
+
+    def __init__(self, info: SourceInfo) -> None:
+        super().__init__(info)
+        self._files = Descriptors()
+
+    def listing(self) -> Iterator[Listed]:
+        yield from list_shards(self, ".tar")
+
+    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+        shard = _read_shard(read_members(self.root / file.path))
+        stems = {split_suffix(picture.name)[0] for picture in shard.pictures}
+        opened = self._files.get(self.root / file.path)
+        for picture in shard.pictures:
+            yield _item(opened, picture, shard)
+        yield from shard.bad
+        for stem, sidecar in shard.sidecars.items():
+            if stem not in stems:
+                yield Bad(sidecar.name, "no picture: the tar has no picture of this name")
+        for stem, text in shard.texts.items():  # any other .txt is none of ours
+            if stem not in stems and stem not in shard.sidecars and stem.rpartition("/")[2].isdigit():
+                yield Bad(text.name, "no picture: the tar has no picture of this name")
+
+    def count(self, path: str, enough: int) -> int:
+        count = 0
+        for member in read_members(self.root / path):
+            count += isinstance(member, Member) and is_picture(member.name)
+            if count >= enough:
+                break
+        return count
+
+    def read(self, media: MediaRef) -> bytes:
+        return read_span(self._files.get(self.root / media.path), media.offset, media.length)
+
+
+def list_shards(source: Source, suffix: str) -> Iterator[Listed]:
+    """List the files of a suffix below a source's root as media, everything else as other."""
+    for path, entry in walk(source.root):
+        if source.info.only and path != source.info.only:
+            continue
+        if path.lower().endswith(suffix):
+            yield Listed("media", path, *size_and_time(entry))
+        else:
+            yield Listed("other", path)
+
+
+def _read_shard(members: Iterator[Member | Damage]) -> _Shard:
+    shard = _Shard()
+    seen: dict[str, Member] = {}
+    for member in members:
+        if isinstance(member, Damage):
+            shard.bad.append(Bad(None, member.reason))
+            continue
+        name = _clean(member.name)
+        suffix = split_suffix(name)[1]
+        if (suffix not in IMAGE_SUFFIXES and suffix not in (".txt", ".json")) or name.rpartition("/")[2].startswith(
+            "."
+        ):
+            continue
+        reason = _refuse(member, suffix)
+        if reason:
+            shard.bad.append(Bad(_printable(name), reason))
+            continue
+        if name in seen:
+            shard.bad.append(Bad(name, "same name twice: a later member of the tar has it and is used"))
+        seen[name] = member._replace(name=name)
+    for name, member in seen.items():
+        if is_picture(name):
+            shard.pictures.append(member)
+        else:
+            (shard.texts if name.lower().endswith(".txt") else shard.sidecars)[split_suffix(name)[0]] = member
+    return shard
+
+
+def _refuse(member: Member, suffix: str) -> str:
+    """Return why a member that could matter is not used, "" where it is."""
+    if _printable(member.name) != member.name:
+        return "name not UTF-8: the member's name cannot be written down"
+    if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
+        return "outside its folder: the member's name leads out of the tar"
+    if member.kind != "a file" or member.fault:
+        return member.fault
+    if not member.size and suffix in IMAGE_SUFFIXES:
+        return "empty: 0 bytes"
+    return ""
+
+
+def _item(opened: io.FileIO, picture: Member, shard: _Shard) -> Item | Bad:
+    stem = split_suffix(picture.name)[0]
+    try:
+        captions = _captions(opened, shard.texts.get(stem), shard.sidecars.get(stem))
+    except BadCaption as error:
+        return Bad(picture.name, str(error))
+    if stem in shard.texts:
+        lacking = f"empty caption: {shard.texts[stem].name} holds nothing"
+    elif stem in shard.sidecars:
+        lacking = f"empty caption: {shard.sidecars[stem].name} has no caption"
+    else:
+        lacking = "no caption: no .txt or .json of its name in the tar"
+    return Item(picture.name, picture.offset, picture.size, picture.size, captions, _opener(opened, picture), lacking)
+
+
+def _opener(opened: io.FileIO, member: Member) -> Callable[[], BinaryIO]:
+    return lambda: open_span(opened, member.offset, member.size)
+
+
+def _captions(opened: io.FileIO, text: Member | None, sidecar: Member | None) -> tuple[str, ...]:
+    """Return the text's caption; without a text, the sidecar's."""
+    chosen = text or sidecar
+    if chosen is None:
+        return ()
+    if chosen.size > MAX_CAPTION_BYTES:
+        raise BadCaption(
+            f"caption too long: {chosen.name} has {chosen.size} bytes, at most {MAX_CAPTION_BYTES} are read"
+        )
+    data = read_span(opened, chosen.offset, chosen.size)
+    return captions_of(data, chosen.name) if text is not None else caption_of_json(data, chosen.name)
+
+
+def _clean(name: str) -> str:
+    while name.startswith("./"):
+        name = name[2:]
+    return name
+
+
+def _printable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
