@@ -22,7 +22,7 @@ class Drawing:
 
     def __init__(self, run: Run, outputs: Outputs) -> None:
         section = run.cfg.sample
-        self._prompts: list[Prompt] = parse_prompts(Path(section.prompts)) if section.prompts else []
+        self._prompts: list[Prompt] = parse_prompts(Path(section.prompts), section.sampler) if section.prompts else []
         self._steps, self._epochs = section.every_n_steps, section.every_n_epochs
         self._outputs = outputs
 

@@ -11,6 +11,7 @@ import torch
 
 from difftrain.contracts import Batch, FeatureSpec, Group, Inputs, Parts
 from difftrain.diffusion import ddpm
+from difftrain.models.parts.quiet import quiet_imports
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.load import learning_rates, load_parts
@@ -150,7 +151,8 @@ class SDXLFamily:
 
     def pipeline(self, parts: Parts) -> Any:
         """Return a StableDiffusionXLPipeline over the very modules of parts."""
-        from diffusers import StableDiffusionXLPipeline
+        with quiet_imports():
+            from diffusers import StableDiffusionXLPipeline
 
         held = {**dict(parts.root.named_children()), **parts.frozen}
         return StableDiffusionXLPipeline(
