@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,18 @@ class Device:
         """Wait until the device has done all that was asked of it."""
         if self.module is not None:
             self.module.synchronize(self.torch_device)
+
+    def marker(self) -> Callable[[], Any] | None:
+        """Return a function that records an event with timing in the device's stream; None where work is not queued."""
+        if self.module is None:
+            return None
+
+        def mark() -> Any:
+            event = self.module.Event(enable_timing=True)
+            event.record()
+            return event
+
+        return mark
 
     def peak_memory_gib(self) -> float:
         """Return the peak since the last reset: of the allocator, or on the CPU of this process's resident memory."""

@@ -54,12 +54,12 @@ def write_reports(run: Run, outputs: Outputs, **late: Any) -> dict[str, Any]:
         dataset=run.data.summary(),
         weights=weights_of(run),
         peak_memory_gib=last.peak_memory_gib if last else run.device.peak_memory_gib(),
-        attention=run.facts.get("attention", ""),
+        attention=run.facts["attention"],
         skipped=run.progress.skipped,
         parameters=parameter_counts(run),
         flops_per_sample=run.family.flops_per_sample(run.parts, main_bucket(run)),
         matmul_flops=measure_matmul(run.device.torch_device, run.cfg.training.mixed_precision, run.device.synchronise),
-        notes={"failed_saves": run.facts.get("failed_saves", 0), "choices": run.facts.get("choices", [])},
+        notes={"failed_saves": run.facts.get("failed_saves", 0), "choices": run.choices},
         **late,
     )
     report = make_report(run.cfg, facts)
@@ -115,7 +115,7 @@ def say_what_runs(run: Run) -> None:
         + (f" ({cfg.training.max_epochs} epochs; epochs win over steps)" if cfg.training.max_epochs else "")
         + (f", {run.progress.step} of them done" if run.progress.step else ""),
         *run.parts.notes,
-        *run.facts.get("choices", []),
+        *run.choices,
     ]
     for line in said:
         log.info(line)

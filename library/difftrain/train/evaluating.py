@@ -54,9 +54,7 @@ class Evaluating:
         if not self._on:
             return []
         with run.clock.paused("evaluation"), averaged(run):
-            return quantile_losses(
-                run.engine, self._batches(run), run.family.features.draws, gather=run.ranks.gather
-            )
+            return quantile_losses(run.engine, self._batches(run), run.family.features.draws, gather=run.ranks.gather)
 
     def _validate(self, run: Run) -> None:
         with run.clock.paused("evaluation"), averaged(run):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts
 from difftrain.data.loader import make_loader
-from difftrain.data.prepare import make_plan, open_data, prepare
-from difftrain.device import Device, choose
+from difftrain.data.plan import EpochPlan
+from difftrain.data.prepare import Data, make_plan, open_data, prepare
+from difftrain.device import Device, choose, use_attention
 from difftrain.diffusion.ema import Ema
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
@@ -21,7 +24,7 @@ from difftrain.models.registry import make_family
 from difftrain.optim.registry import make_optimizer
 from difftrain.optim.schedule import make_schedule
 from difftrain.report.clock import Clock
-from difftrain.report.environment import process_age_s, redacted
+from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, say_what_runs
 from difftrain.train.evaluating import Evaluating
@@ -69,6 +72,7 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
             dp_size=this.engine.dp_size,
             first_step=this.progress.step,
             last_step=this.total_steps,
+            local_size=ranks.local_size,
         )
         if not train(this, steps, hooks, saving, requests):
             outputs.session_ends(this, "stopped")
@@ -93,17 +97,15 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     global_batch = cfg.training.batch_size * cfg.training.accumulation * engine.dp_size
     plan = make_plan(data, cfg, global_batch)
     total = plan.total_steps(cfg.training.max_epochs) if cfg.training.max_epochs else cfg.training.max_steps
-    facts = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
+    facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
     check_same(start, facts["identity"])
-    warm = warm_batches(cfg, data, plan, family, parts, engine)
+    facts["attention"] = attend(cfg, device, parts)
     engine.build(
         family,
         parts,
-        lambda groups: make_optimizer(
-            cfg.optimizer, groups, dp_size=engine.dp_size, fused_ok=device.fused_optimizer
-        ),
+        lambda groups: make_optimizer(cfg.optimizer, groups, dp_size=engine.dp_size, fused_ok=device.fused_optimizer),
         lambda optimizer: make_schedule(cfg.optimizer, optimizer, total),
-        warm,
+        warm_batches(cfg, data, plan, family, parts, engine),
     )
     this = Run(
         cfg=cfg,
@@ -117,8 +119,9 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         plan=plan,
         total_steps=total,
         global_batch=global_batch,
-        clock=Clock(device.synchronise, session_steps=total - start.step, age_s=process_age_s()),
+        clock=Clock(device.synchronise, session_steps=total - start.step, mark=device.marker(), age_s=process_age_s()),
         facts=facts,
+        choices=[facts["attention"]],
     )
     if cfg.ema.enable:
         this.ema = Ema(((name, shard) for name, shard, _ in engine.shards()), cfg.ema.decay)
@@ -127,3 +130,57 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         load_counters(this, start.checkpoint)
     device.reset_peak_memory()
     return this
+
+
+def attend(cfg: TrainConfig, device: Device, parts: Parts) -> str:
+    """Give every part the one attention function; return the sentence that says which it is."""
+    training = cfg.training
+    options = {"fused": training.fused_attention, "choice": training.attention}
+    said = use_attention(parts.root, device, **options, precision=training.mixed_precision)
+    for part in parts.frozen.values():
+        use_attention(part, device, **options, precision=training.mixed_precision)
+    return said
+
+
+def warm_batches(
+    cfg: TrainConfig, data: Data, plan: EpochPlan, family: Family, parts: Parts, engine: Engine
+) -> list[Batch]:
+    """Return one real micro batch where several ranks need it to settle the order of their sums."""
+    if engine.dp_size == 1:
+        return []
+    here = cfg.model_copy(update={"data": cfg.data.model_copy(update={"workers": 0})})
+    first = make_loader(
+        data,
+        plan,
+        family.features,
+        family.tokenizer(parts),
+        here,
+        dp_rank=engine.dp_rank,
+        dp_size=engine.dp_size,
+        first_step=0,
+        last_step=1,
+    )
+    return next(iter(first))[:1]
+
+
+@contextmanager
+def open_outputs(run: Run, start: Start) -> Iterator[Outputs]:
+    """Open console, metrics and trackers; a session that ends by an error is recorded as failed."""
+    config = redacted(run.cfg.model_dump(mode="json"))
+    outputs = Outputs(
+        run.cfg,
+        is_logger=run.ranks.is_logger,
+        step=run.progress.step,
+        total_steps=run.total_steps,
+        earlier_s=run.clock.total().e2e_s - run.clock.session().e2e_s,
+        facts={"command": command(run.argv), "world_size": run.ranks.size, "device": run.device.kind},
+        recorded=config,
+    )
+    try:
+        yield outputs
+    except BaseException:
+        with suppress(OSError):  # the disk may be full; the first error is the one to be seen
+            outputs.session_ends(run, "failed")
+        raise
+    finally:
+        outputs.close()

@@ -129,7 +129,7 @@ class Saving:
             save.model_as or "safetensors",
             run.out / name,
             dtype=dtype,
-            metadata=run.facts["metadata"](run) if not save.no_metadata else None,
+            metadata=None,
         )
         log.info("export %s", path.name)
 

@@ -149,9 +149,13 @@ def check_same(start: Start, now: dict[str, Any]) -> None:
         parted = "; ".join(changes(was.get("plan", {}), now["plan"])[:6])
         if start.auto:
             remedy = "put the data back, or start from the checkpoint with --resume=FOLDER in another --output_dir"
-            faults.append(Fault("--train_data_dir", f"the data or its order changed since the checkpoint: {parted}", remedy))
+            faults.append(
+                Fault("--train_data_dir", f"the data or its order changed since the checkpoint: {parted}", remedy)
+            )
         else:
-            log.warning("the data or its order is not that of the checkpoint: %s; step %d goes on in it", parted, start.step)
+            log.warning(
+                "the data or its order is not that of the checkpoint: %s; step %d goes on in it", parted, start.step
+            )
     if faults:
         raise ConfigFault(faults)
     if was.get("threads") != now["threads"] or was.get("world_size") != now["world_size"]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from difftrain.contracts import Engine, Family, Parts
+from difftrain.contracts import Batch, Bucket, Engine, Family, Parts
 from difftrain.train.progress import Progress
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
-    from difftrain.data import Data, EpochPlan
+    from difftrain.data.plan import EpochPlan
+    from difftrain.data.prepare import Data
     from difftrain.device import Device
     from difftrain.diffusion.ema import Ema
     from difftrain.distributed.ranks import Ranks
@@ -38,7 +39,19 @@ class Run:
     ema: Ema | None = None
     progress: Progress = field(default_factory=Progress)
     facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers
-    meter: Meter | None = None
+    choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
+    _meter: Meter | None = None
+    _flops: dict[Bucket, float] = field(default_factory=dict)
+
+    @property
+    def meter(self) -> Meter:
+        """Return the meter, which needs the run to be made."""
+        assert self._meter is not None
+        return self._meter
+
+    @meter.setter
+    def meter(self, meter: Meter) -> None:
+        self._meter = meter
 
     @property
     def out(self) -> Path:
@@ -54,6 +67,13 @@ class Run:
     def steps_left(self) -> int:
         """Return how many updates are still to do."""
         return self.total_steps - self.progress.step
+
+    def flops(self, micro: list[Batch]) -> float:
+        """Return the model FLOPs of a step in the bucket of these micro batches, over all ranks."""
+        bucket = micro[0].bucket
+        if bucket not in self._flops:
+            self._flops[bucket] = self.family.flops_per_sample(self.parts, bucket)
+        return self._flops[bucket] * self.global_batch
 
     def epoch_end(self) -> int | None:
         """Return the number of epochs done where the last step ended one, else None.

@@ -28,7 +28,9 @@ def for_all(ranks: Ranks, worker: bool, action: Callable[[], T]) -> T:
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
-    told = error if error is None or isinstance(error, DifftrainError) else TrainingFault(f"rank {ranks.rank}: {error!r}")
+    told = (
+        error if error is None or isinstance(error, DifftrainError) else TrainingFault(f"rank {ranks.rank}: {error!r}")
+    )
     answers = ranks.gather((worker, result, told))
     if error is not None:
         raise error
