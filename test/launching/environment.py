@@ -79,7 +79,11 @@ def satisfied(version: str, versions: str) -> bool:
         have, want = (side + (0,) * (length - len(side)) for side in (have, want))
         if match[1] in (">=", "==", "~=") and have < want:
             return False
-        if (match[1] == "<" and have >= want) or (match[1] == "<=" and have > want) or (match[1] == ">" and have <= want):
+        if (
+            (match[1] == "<" and have >= want)
+            or (match[1] == "<=" and have > want)
+            or (match[1] == ">" and have <= want)
+        ):
             return False
     return True
 
@@ -101,6 +105,15 @@ def missing(wanted: list[Requirement]) -> list[Requirement]:
         elif version is None or not satisfied(version, requirement.versions):
             lacking.append(requirement)
     return lacking
+
+
+def for_npu(wanted: list[Requirement], *, present: bool) -> list[Requirement]:
+    """Return torch_npu in the version of the torch that is there or will be, on a machine with NPU device files."""
+    if not present:
+        return []
+    pin = next((r.versions.removeprefix("==") for r in wanted if r.name == "torch"), "")
+    version = _dotted(numbers(installed("torch") or pin))
+    return [Requirement(f"torch_npu=={version}", "torch_npu", f"=={version}")]
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -152,6 +165,7 @@ def install(lacking: list[Requirement]) -> None:
 def main() -> str:
     """Return the interpreter that has every package."""
     wanted = requirements(ROOT / "requirements.txt")
+    wanted += for_npu(wanted, present=any(Path("/dev").glob("davinci[0-9]*")))
     venv = ROOT / ".venv"
     python = venv / "bin" / "python"
     inside = os.environ.get(_ABOVE) == "1"

@@ -25,7 +25,9 @@ OWNED: tuple[Owned, ...] = (
     Owned(("mixed_precision",), "mixed_precision", "no, fp16 or bf16"),
     Owned(("resolution",), "resolution", "WIDTH,HEIGHT or one number"),
     Owned(
-        ("model_name", "pretrain_model_path"), "pretrained_model_name_or_path", "weights: a diffusers folder or one file"
+        ("model_name", "pretrain_model_path"),
+        "pretrained_model_name_or_path",
+        "weights: a diffusers folder or one file",
     ),
     Owned(("vae_model_path",), "vae", "another VAE"),
     Owned(("tokenizer1_path",), "tokenizer1_path", "folder of the first tokenizer"),

@@ -217,9 +217,7 @@ def _device_id(
     return wanted
 
 
-def _sentence(
-    device: Found, nodes: int, rank: int, processes: int, master: str, port: int, given: Given
-) -> str:
+def _sentence(device: Found, nodes: int, rank: int, processes: int, master: str, port: int, given: Given) -> str:
     each = "1 process" if processes == 1 else f"{processes} processes"
     on = f"the CPU ({device.count} cores)" if device.kind == "cpu" else f"{device.kind} ({device.count} found)"
     text = f"{each} on {on}"

@@ -18,12 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT / "test")
 sys.path.insert(1, str(ROOT / "library"))
 
-from difftrain.config import TrainConfig  # noqa: E402
-from difftrain.config.digest import digest  # noqa: E402
-from difftrain.config.parse import parse  # noqa: E402
 from launching import flags, machines, occupant, recipes  # noqa: E402
 from launching.flags import Given  # noqa: E402
 from launching.machines import Where  # noqa: E402
+
+from difftrain.config import TrainConfig  # noqa: E402
+from difftrain.config.digest import digest  # noqa: E402
+from difftrain.config.parse import parse  # noqa: E402
 
 LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None}  # cards of each machine; None: those that are found
 
@@ -144,7 +145,9 @@ def start(launch: Launch, config_digest: str) -> None:
     ranks = [*launch.where.torchrun(), str(launch.door), *launch.words]
     print("torchrun " + shlex.join(ranks), flush=True)
     workers = ROOT / "test" / "launching" / "workers.py"
-    os.execve(sys.executable, [sys.executable, str(workers), str(launch.log), config_digest, json.dumps(ranks)], environ)
+    os.execve(
+        sys.executable, [sys.executable, str(workers), str(launch.log), config_digest, json.dumps(ranks)], environ
+    )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ def choose(name: str, given: Given, where: Where) -> Recipe:
     faults = []
     if not own & SELF_CONTAINED:
         if not has_model:
-            faults.append("--model_name: is missing (weights to start from, or --init_from_config=base for random ones)")
+            faults.append(
+                "--model_name: is missing (weights to start from, or --init_from_config=base for random ones)"
+            )
         if not has_data:
             faults.append("--dataset_name: is missing (a folder of pictures, tars or parquet)")
     if "demo_scale" in given.values:

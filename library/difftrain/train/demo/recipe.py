@@ -103,7 +103,8 @@ def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> Plan:
         + (f", {scale:g} of its full length" if scale != 1 else ""),
         f"  precision {precision}: " + ("a CPU computes best in fp32" if cpu else "every NPU and CUDA card has fp16"),
         f"  batch {batch} x {processes} process{'es' if processes > 1 else ''} = {batch * processes}: "
-        "what the demo is tuned for" + ("" if batch * processes == GLOBAL_BATCH else ", as near as the processes allow"),
+        "what the demo is tuned for"
+        + ("" if batch * processes == GLOBAL_BATCH else ", as near as the processes allow"),
         f"  {steps} steps" + (": fewer than one process takes, since they share the cores" if crowded else ""),
     )
     words = [f"--dataset={dataset}", f"--scale={scale:g}"]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from difftrain.contracts import Batch
+from difftrain.contracts import Batch, Bucket
 from difftrain.data import make_loader
 from difftrain.data.validation import validation_batches
 from difftrain.diffusion.draws import key_of, normal
@@ -175,12 +175,10 @@ def draw(run: Run, captions: list[str], numbers: list[int]) -> list[NDArray[np.u
     )
     pipeline.set_progress_bar_config(disable=True)
     width, height = run.cfg.data.resolution or (recipe.SIDE, recipe.SIDE)
-    channels = run.parts.root.unet.config.in_channels
-    factor = pipeline.vae_scale_factor
+    shape = run.family.features.draws["noise"].shape(Bucket(height, width))
     pictures: list[NDArray[np.uint8]] = []
     for first in range(0, len(captions), recipe.GLOBAL_BATCH):
         part = slice(first, first + recipe.GLOBAL_BATCH)
-        shape = (channels, height // factor, width // factor)
         noise = np.stack([normal(recipe.SEED, key_of("score"), n, "noise", shape) for n in numbers[part]])
         with torch.no_grad(), run.device.autocast(run.cfg.training.mixed_precision):
             images = pipeline(

@@ -1,0 +1,72 @@
+"""The packages before the first import: what is missing, what is never replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import environment as env
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Installed distributions, to be filled by the test."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(env, "installed", found.get)
+    return found
+
+
+def wanted(tmp_path: Path, text: str) -> list[env.Requirement]:
+    path = tmp_path / "requirements.txt"
+    path.write_text(text)
+    return env.requirements(path)
+
+
+def test_requirements_are_read(tmp_path: Path) -> None:
+    found = wanted(tmp_path, "# a comment\ntorch==2.13.0\n\nnumpy>=1.26,<3  # why\n-r other.txt\nPillow\n")
+    assert [(r.name, r.versions) for r in found] == [("torch", "==2.13.0"), ("numpy", ">=1.26,<3"), ("Pillow", "")]
+
+
+@pytest.mark.parametrize(
+    ("version", "versions", "good"),
+    [
+        ("1.26.4", ">=1.26", True),
+        ("1.25", ">=1.26", False),
+        ("1.26", ">=1.26.0", True),
+        ("3.0", ">=1.26,<3", False),
+        ("2.7.1+cpu", ">=2.7", True),
+        ("0.43", "==0.42.1", True),  # newer than the pin: here already, so it stays
+        ("0.41", "==0.42.1", False),
+        ("5.0", "", True),
+    ],
+)
+def test_versions(version: str, versions: str, good: bool) -> None:
+    assert env.satisfied(version, versions) is good
+
+
+def test_only_what_is_missing_is_named(tmp_path: Path, versions: dict[str, str]) -> None:
+    versions.update({"torch": "2.9.1+cu128", "numpy": "1.20"})
+    lacking = env.missing(wanted(tmp_path, "torch==2.13.0\nnumpy>=1.26\npydantic>=2.7\n"))
+    assert [r.line for r in lacking] == ["numpy>=1.26", "pydantic>=2.7"]  # an older torch than the pin stays
+
+
+def test_a_torch_that_is_too_old_is_the_first_thing_said(tmp_path: Path, versions: dict[str, str]) -> None:
+    versions["torch"] = "2.1.0"
+    with pytest.raises(env.Unusable, match=r"needs Python 3\.11 / torch 2\.7, found torch 2\.1\.0"):
+        env.missing(wanted(tmp_path, "pydantic>=2.7\ntorch==2.13.0\n"))
+
+
+def test_an_untested_torch_is_named(versions: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    versions["torch"] = "2.9.1"
+    env.name_untested_torch()
+    versions["torch"] = "2.13.0+cpu"
+    env.name_untested_torch()
+    assert capsys.readouterr().err == "torch 2.9.1 is here and stays; 2.13 is what is tested\n"
+
+
+def test_npu_machines_get_the_adapter_of_their_torch(versions: dict[str, str], tmp_path: Path) -> None:
+    lines = wanted(tmp_path, "torch==2.13.0\n")
+    assert env.for_npu(lines, present=False) == []
+    assert [r.line for r in env.for_npu(lines, present=True)] == ["torch_npu==2.13.0"]
+    versions["torch"] = "2.9.0+cpu"
+    assert [r.line for r in env.for_npu(lines, present=True)] == ["torch_npu==2.9.0"]
