@@ -1,0 +1,27 @@
+"""Engines: how steps are run. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from difftrain.contracts import ConfigFault, Engine, Fault
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
+    from difftrain.device import Device
+    from difftrain.distributed.ranks import Ranks
+
+ENGINES = {
+    "native": "difftrain.engine.native:NativeEngine",
+}
+
+
+def make_engine(cfg: TrainConfig, device: Device, ranks: Ranks) -> Engine:
+    """Make the engine that a configuration names. Raises ConfigFault for an unknown one."""
+    target = ENGINES.get(cfg.training.engine)
+    if target is None:
+        known = ", ".join(sorted(ENGINES))
+        raise ConfigFault([Fault("--engine", f"there is no engine {cfg.training.engine!r}", f"one of: {known}")])
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)(cfg, device, ranks)

@@ -1,0 +1,67 @@
+"""DistributedDataParallel that sums: gradients are never averaged, because the loss is divided by the global count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from difftrain.contracts import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from difftrain.config.sections import TrainingSection
+    from difftrain.device import Device
+
+# The reducer rebuilds its buckets in the order in which gradients came, between the first backward and the second
+# forward. From then on the order of sums is fixed, so a resumed process must get there before its first step.
+WARM_PASSES = 2
+
+
+def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum a bucket over the ranks; DDP's own reduction would divide by their number."""
+    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.SUM, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def wrap(root: nn.Module, device: Device, section: TrainingSection) -> DistributedDataParallel:
+    """Wrap the root; parameters keep their names inside."""
+    trained = {name for name, _ in root.named_parameters()}
+    state = any(name not in trained for name in root.state_dict())  # running statistics; constants need no sending
+    wrapped = DistributedDataParallel(
+        root,
+        device_ids=None if device.torch_device.index is None else [device.torch_device.index],
+        broadcast_buffers=state,
+        gradient_as_bucket_view=section.ddp_bucket_view,
+        static_graph=section.ddp_static_graph,
+    )
+    wrapped.register_comm_hook(None, sum_hook)
+    return wrapped
+
+
+def warm_up(root: nn.Module, batch: Batch, backward: Callable[[Batch], None]) -> None:
+    """Run the dummy passes on a real batch; weights, buffers and statistics are as before."""
+    with _kept_buffers(root):
+        for _ in range(WARM_PASSES):
+            backward(batch)
+    for parameter in root.parameters():
+        parameter.grad = None
+
+
+@contextmanager
+def _kept_buffers(root: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)

@@ -1,0 +1,366 @@
+"""The native engine: one process, or DistributedDataParallel over the ranks, optimizer state whole or sharded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
+from difftrain.diffusion.keys import module_seed
+from difftrain.engine import ddp
+from difftrain.engine.shelf import Shelf
+from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, NativeSnapshot, TensorFile, shares
+from difftrain.engine.state import NamedState, merge_states
+from difftrain.engine.tensors import HostBuffers
+from difftrain.engine.update import update
+from difftrain.optim import inner
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from difftrain.config import TrainConfig
+    from difftrain.device import Device
+    from difftrain.distributed.ranks import Ranks
+
+log = logging.getLogger("difftrain")
+FORMAT = 1
+TOTAL = "loss"
+COUNT = "samples"
+# Regional compile keeps one version per block class, width and bucket: more than dynamo's default of 8.
+_COMPILED_VERSIONS = 256
+
+
+class NativeEngine:
+    """Own wrapping, precision, scaler, optimizer and schedule. Collective: build, step, evaluate, restore."""
+
+    def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
+        self.cfg, self.device, self.ranks = cfg, device, ranks
+        self.dp_rank, self.dp_size, self.is_logger = ranks.rank, ranks.size, ranks.is_logger
+        self.position = 0  # updates done or skipped
+        self._terms: list[str] = []
+        self._swapped = False
+        self._snapshots = 0
+        self._buffers = HostBuffers()
+
+    # ------------------------------------------------------------------ building
+
+    def faults(self) -> list[str]:
+        """Say what is asked and cannot be done; touches no device."""
+        found = []
+        section = self.cfg.training
+        if section.compile:
+            known = torch.compiler.list_backends(exclude_tags=())
+            if section.compile_backend not in known:
+                found.append(f"there is no compile backend {section.compile_backend!r}; known: {', '.join(known)}")
+        return found
+
+    def build(
+        self,
+        family: Family,
+        parts: Parts,
+        make_optimizer: Callable[[list[Group]], Any],
+        make_schedule: Callable[[Any], Any],
+        warm: list[Batch],
+    ) -> None:
+        """Move, compile and wrap the model, then make optimizer and schedule.
+
+        warm: a real batch, needed by several ranks; it leaves no trace. Raises ConfigFault where parameters that are
+        trained get no gradient, or the optimizer cannot be stepped.
+        """
+        self.family, self.parts = family, parts
+        self.root = parts.root.to(self.device.torch_device).train()
+        for module in parts.frozen.values():
+            module.to(self.device.torch_device).eval()
+        self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
+        if not self._trained:
+            raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])
+        self._compile()
+        self._scaler = self.device.scaler(self.cfg.training.mixed_precision)
+        self._wrapped: nn.Module = self.root
+        if self.dp_size > 1:
+            self._wrapped = ddp.wrap(self.root, self.device, self.cfg.training)
+            ddp.warm_up(self.root, warm[0], self._dummy_backward)
+        self.optimizer = make_optimizer(family.param_groups(self.root))
+        self._check_optimizer()
+        names = {id(parameter): name for name, parameter in self._trained.items()}
+        self.schedule = make_schedule(self.optimizer)
+        self.optimizer._opt_called = True  # the rate goes on where an update is skipped: no warning at the first
+        self._state = NamedState(self.optimizer, names)
+
+    def _compile(self) -> None:
+        """Compile block by block, in place: names stay, and a block's code is shared by its like."""
+        section = self.cfg.training
+        if not section.compile:
+            return
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED_VERSIONS)
+        dynamic = None if self.cfg.data.enable_bucket else False
+        for _, unit in self.family.units(self.parts):
+            unit.compile(backend=section.compile_backend, dynamic=dynamic)
+
+    def _check_optimizer(self) -> None:
+        held = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        left = sorted(name for name, each in self._trained.items() if id(each) not in held)
+        assert not left, f"parameters in no group: {left[:5]}"
+        closure = inspect.signature(inner(self.optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            what = f"{type(self.optimizer).__name__} evaluates the loss several times a step"
+            raise ConfigFault([Fault("--optimizer_type", what, "use an optimizer that takes gradients as they are")])
+
+    def _dummy_backward(self, batch: Batch) -> None:
+        _sum(self._forward(batch, self._wrapped).values()).backward()
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Name parameters that a backward left out; other ranks would wait for them for ever."""
+        left = [name for name, each in self._trained.items() if each.grad is None]
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            what = f"parameters take no part in the loss: {', '.join(left[:5])}{more}"
+            raise ConfigFault([Fault("model", what, "the family must freeze them")])
+
+    # ------------------------------------------------------------------ stepping
+
+    def step(self, micro: list[Batch], counts: dict[str, float]) -> Stats:
+        """Make one update from this rank's micro batches; the host waits for nothing on an accelerator.
+
+        counts: the GLOBAL number of samples of this step, known before the backward: loss = global sum / that.
+        """
+        self._must_not_be_swapped()
+        sums: list[Tensor] = []
+        for place, batch in enumerate(micro):
+            with nullcontext() if place + 1 == len(micro) else self._unsynchronised():
+                self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, place, self.dp_rank))
+                terms = self._forward(batch, self._wrapped)
+                loss = _sum(terms[name] / counts.get(name, counts[COUNT]) for name in self._terms)
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+                sums.append(self._vector(terms))
+        if self.position == 0:
+            self._check_gradients()
+        total = self.ranks.sum_(torch.stack(sums).sum(0))
+        means = {name: total[i] / counts.get(name, counts[COUNT]) for i, name in enumerate(self._terms)}
+        means[TOTAL] = _sum(means.values())
+        lrs = {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
+        parameters = list(self._trained.values())
+        done = update(self.optimizer, parameters, means[TOTAL], self._scaler, self.cfg.training.max_grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()  # a function of the position alone, so also after a skipped update
+        self.position += 1
+        return Stats(means, done.grad_norm, done.skipped, lrs)
+
+    def _forward(self, batch: Batch, root: nn.Module) -> dict[str, Tensor]:
+        """Return the sums of this batch's loss terms, fp32. Mixed precision covers inputs and forward only."""
+        batch = self.device.to_device(batch)
+        with self.device.autocast(self.cfg.training.mixed_precision):
+            with torch.no_grad():
+                inputs = self.family.inputs(batch, self.parts)
+            outputs = self.family.forward(root, inputs)
+        terms = self.family.loss_sums(tuple(each.float() for each in outputs), inputs)
+        if not self._terms:
+            assert TOTAL not in terms or len(terms) == 1, f"{TOTAL} is the total of the terms {sorted(terms)}"
+            self._terms = sorted(terms)
+        return terms
+
+    def _vector(self, terms: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([terms[name].detach().float() for name in self._terms])
+
+    def _unsynchronised(self) -> Any:
+        """Let gradients gather without a reduction: of several micro batches only the last reduces."""
+        no_sync = getattr(self._wrapped, "no_sync", nullcontext)
+        return no_sync()
+
+    # ------------------------------------------------------------------ evaluating
+
+    @torch.no_grad()
+    def evaluate(self, micro: list[Batch]) -> dict[str, Tensor]:
+        """Return the global sums of the loss terms, and their total; ranks may have different shares, or none."""
+        with self._evaluating():
+            sums = [self._vector(self._forward(batch, self.root)) for batch in micro]
+        if not self._terms:  # one rank, and nothing to evaluate
+            return {}
+        empty = torch.zeros(len(self._terms), device=self.device.torch_device)
+        total = self.ranks.sum_(torch.stack(sums).sum(0) if sums else empty)
+        found = {name: total[i] for i, name in enumerate(self._terms)}
+        return {**found, TOTAL: _sum(found.values())}
+
+    @torch.no_grad()
+    def predict(self, inputs: Inputs) -> Tensor:
+        """Call the denoiser once, on this rank alone; fp32."""
+        with self._evaluating(), self.device.autocast(self.cfg.training.mixed_precision):
+            return self.family.forward(self.root, inputs)[0].float()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.root.modules()]
+        self.root.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    # ------------------------------------------------------------------ weights
+
+    def shards(self) -> Iterator[tuple[str, Tensor, Extent]]:
+        """Yield the trained fp32 masters, the very tensors: every rank owns all of them, whole."""
+        for name, parameter in self._trained.items():
+            yield name, parameter.detach(), Extent(tuple(parameter.shape), 0)
+
+    @contextmanager
+    def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put other weights in place for a while, on this rank; the trained ones come back bit by bit."""
+        self._must_not_be_swapped()
+        kept = {name: self._trained[name].detach().clone() for name in weights}
+        self._swapped = True
+        try:
+            self._put(weights)
+            yield
+        finally:
+            self._put(kept)
+            self._swapped = False
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            self._trained[name].copy_(tensor)
+
+    def _must_not_be_swapped(self) -> None:
+        assert not self._swapped, "other weights are in place of the trained ones"
+
+    def full_weights(self, source: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all of the root's weights by name, on the CPU, those of `source` in place of the trained ones."""
+        weights = self.root.state_dict()
+        assert source is None or source.keys() <= weights.keys(), "weights of another model"
+        for name, tensor in weights.items():
+            yield name, (source or {}).get(name, tensor).detach().to("cpu")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def snapshot(self) -> NativeSnapshot:
+        """Copy what this rank has to write. Weights and whole state are shared out over the first machine's ranks."""
+        self._must_not_be_swapped()
+        self._snapshots += 1
+        mine = self._snapshots
+        weights = self.root.state_dict()
+        sharded = inner(self.optimizer) is not self.optimizer
+        writes = self.ranks.rank == self.ranks.local_rank  # on the first machine
+        share = shares({name: each.numel() for name, each in weights.items()}, self.ranks.local_size)
+        names = set(share[self.ranks.local_rank]) if writes else set()
+        kept: dict[str, Tensor] = {}
+        states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
+        engine = self._describe(kept.__setitem__) if self.ranks.rank == 0 else None
+        copies = self._buffers.copy((f"{WEIGHTS} {name}", weights[name]) for name in sorted(names))
+        state_copies = self._buffers.copy((f"{OPTIMIZER} {name}", tensor) for name, tensor in kept.items())
+        self.device.synchronise()
+        files = []
+        if names:
+            tensors = {name: copies[f"{WEIGHTS} {name}"] for name in names}
+            files.append(TensorFile(f"{WEIGHTS}-{self.dp_rank:05d}.safetensors", tensors, {}))
+        if states or kept:
+            tensors = {name: state_copies[f"{OPTIMIZER} {name}"] for name in kept}
+            file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
+            files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
+        return NativeSnapshot(files, engine, lambda: mine == self._snapshots)
+
+    def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "engine": "native",
+            "position": self.position,
+            "ranks": self.dp_size,
+            "precision": self.cfg.training.mixed_precision,
+            "optimizer": self._state.kind,
+            "groups": self._state.groups(keep),
+            "lrs": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "torch": torch.__version__,
+        }
+
+    @torch.no_grad()
+    def restore(self, path: Path) -> None:
+        """Take everything back from a checkpoint folder. Raises ConfigFault, changing nothing, where it does not fit."""
+        self._must_not_be_swapped()
+        told = self.ranks.gather(_engine_file(path))
+        about = next((each for each in told if each is not None), None)
+        if about is None:
+            raise ConfigFault([Fault("--resume", f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
+        weights, optimizer = Shelf(path, WEIGHTS, self.ranks), Shelf(path, OPTIMIZER, self.ranks)
+        states = merge_states(optimizer.metadata)
+        self._check_fits(path, about, weights, states)
+        own = self.root.state_dict()
+        for name, tensor in weights.tensors(lambda name: True):
+            own[name].copy_(tensor)
+        owned = set(self._state.owned)
+        found = dict(optimizer.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned))
+        self._state.load(states, about["groups"], found.__getitem__)
+        self._restore_scaler(about)
+        self._go_to(int(about["position"]), about["lrs"])
+
+    def _check_fits(self, path: Path, about: dict[str, Any], weights: Shelf, states: Mapping[str, Any]) -> None:
+        if about["format"] > FORMAT:
+            raise ConfigFault([Fault("--resume", f"{path} is of a later version (format {about['format']})")])
+        own = {name: tuple(each.shape) for name, each in self.root.state_dict().items()}
+        faults = _parted("weights", own, weights.shapes)
+        if about["optimizer"] != self._state.kind:
+            faults.append(f"it was trained with {about['optimizer']}, this run uses {self._state.kind}")
+        elif not faults:
+            faults = _parted("optimizer states", dict.fromkeys(self._trained), dict.fromkeys(states))
+        if faults:
+            remedy = "give a folder of this model and this optimizer"
+            raise ConfigFault(
+                [Fault("--resume", f"{path} is a resume folder of another model: {each}", remedy) for each in faults]
+            )
+
+    def _restore_scaler(self, about: dict[str, Any]) -> None:
+        if self._scaler is not None and about["scaler"] is not None:
+            self._scaler.load_state_dict(about["scaler"])
+        if about["precision"] != self.cfg.training.mixed_precision and self.is_logger:
+            was, now = about["precision"], self.cfg.training.mixed_precision
+            log.warning("the checkpoint was trained in mixed precision %s, this run in %s", was, now)
+
+    def _go_to(self, position: int, lrs: list[float]) -> None:
+        """Bring the schedule to a position: by its formula where it has one, else by as many steps."""
+        if isinstance(self.schedule, LambdaLR):
+            if position:
+                self.schedule.last_epoch = position - 1
+                self.schedule.step()
+        else:
+            for _ in range(position):
+                self.schedule.step()
+        self.position = position
+        for group, before in zip(self.optimizer.param_groups, lrs):
+            if float(group["lr"]) != before and self.is_logger:
+                name = group.get("name", "all")
+                log.warning("learning rate of %s is %g, the checkpoint's was %g", name, float(group["lr"]), before)
+
+
+def _sum(values: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum()
+
+
+def _engine_file(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((path / ENGINE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _parted(what: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Say how two tables of names and shapes differ."""
+    said = []
+    for word, names in (
+        (f"{what} missing from it", sorted(own.keys() - found.keys())),
+        (f"{what} that this model has not", sorted(found.keys() - own.keys())),
+        (f"{what} of another shape", sorted(name for name in own.keys() & found.keys() if own[name] != found[name])),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            said.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
+    return said

@@ -1,0 +1,127 @@
+"""An optimizer's state by parameter NAME: loads on any number of ranks, sharded or whole.
+
+What the optimizer has changed in its groups (Prodigy's d, a momentum that cycles) is state and comes back; what the
+configuration says (betas, weight decay) is the configuration's, and the rate is the schedule's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.engine.plain import decode, encode
+from difftrain.optim import inner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+Keep = Callable[[str, "Tensor"], None]
+# Not state: the parameters, what the schedule sets, and how the update is computed on this device.
+_NOT_STATE = {"params", "param_names", "name", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
+
+
+class NamedState:
+    """See an optimizer's state by the names of parameters. Made before the first update."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names  # id(parameter) -> name
+        self._configured = [self._values(group) for group in inner(optimizer).param_groups]
+
+    @property
+    def kind(self) -> str:
+        """Name the class whose state this is, whatever shards it."""
+        worker = type(inner(self._optimizer))
+        return f"{worker.__module__}.{worker.__name__}"
+
+    @property
+    def owned(self) -> list[str]:
+        """Return the names of the parameters whose state this rank holds."""
+        return [self._names[id(each)] for group in inner(self._optimizer).param_groups for each in group["params"]]
+
+    def parameters(self, names: Iterable[str], keep: Keep) -> dict[str, Any]:
+        """Encode the state of the named ones among the owned parameters."""
+        names = set(names)
+        worker = inner(self._optimizer)
+        found = {}
+        for group in worker.param_groups:
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                if name in names:
+                    state = worker.state.get(parameter, {})
+                    found[name] = {key: encode(value, f"{name}/{key}", keep) for key, value in state.items()}
+        return found
+
+    def groups(self, keep: Keep) -> list[dict[str, Any]]:
+        """Encode what the optimizer has changed in its groups, with the names of their parameters."""
+        found = []
+        for place, group in enumerate(inner(self._optimizer).param_groups):
+            before = self._configured[place]
+            changed = {
+                key: encode(value, f"group {place}/{key}", keep)
+                for key, value in self._values(group).items()
+                if key not in before or not _equal(value, before[key])
+            }
+            found.append(changed)
+        return found
+
+    def load(
+        self, states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]], find: Callable[[str], Tensor]
+    ) -> None:
+        """Take encoded states and groups back, bit by bit; find returns the tensors of what this rank owns."""
+        if len(groups) != len(self._optimizer.param_groups):
+            what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
+            raise ConfigFault([Fault("--resume", f"{what}{len(self._optimizer.param_groups)}")])
+        worker = inner(self._optimizer)
+        plain = worker.state_dict()
+        plain["state"] = {}
+        place = 0
+        for group in worker.param_groups:
+            for parameter in group["params"]:
+                state = states[self._names[id(parameter)]]
+                if state:
+                    plain["state"][place] = _decoded(state, find, parameter)
+                place += 1
+        worker.load_state_dict(plain)
+        for optimizer in {id(each): each for each in (worker, self._optimizer)}.values():
+            for group, changed in zip(optimizer.param_groups, groups):
+                for key, value in changed.items():
+                    group[key] = decode(value, lambda name: find(name).clone())
+
+    @staticmethod
+    def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(value) for key, value in group.items() if key not in _NOT_STATE}
+
+
+def _decoded(state: Mapping[str, Any], find: Callable[[str], Tensor], like: Tensor) -> dict[str, Any]:
+    return {key: decode(value, lambda name: _copied(find(name), like)) for key, value in state.items()}
+
+
+def _copied(tensor: Tensor, like: Tensor) -> Tensor:
+    """Copy a stored tensor to where its parameter is, laid out as it: fused kernels want the same strides."""
+    if tensor.ndim == 0:
+        return tensor.clone()  # counters: the optimizer knows where it wants them
+    if tensor.shape != like.shape:
+        return tensor.to(like.device, copy=True)
+    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return both and a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def merge_states(metadata: Iterable[Mapping[str, str]]) -> dict[str, dict[str, Any]]:
+    """Put the states together that several files describe."""
+    merged: dict[str, dict[str, Any]] = {}
+    for each in metadata:
+        merged |= json.loads(each["states"])
+    return merged

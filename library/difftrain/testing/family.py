@@ -1,0 +1,151 @@
+"""A family of a few layers: everything an engine must bear (dropout, statistics, two loss terms), in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from difftrain.contracts import Batch, Bucket, DrawSpec, FeatureSpec, Group, Inputs, Parts
+
+CHANNELS, SIDE = 3, 4
+_STEPS = 1000
+
+
+class TinyRoot(nn.Module):
+    """Blocks over a flattened picture, with the timestep as one more input."""
+
+    def __init__(self, width: int = 16, blocks: int = 3, dropout: float = 0.0, statistics: bool = False) -> None:
+        super().__init__()
+        size = CHANNELS * SIDE * SIDE
+        self.first = nn.Linear(size + 1, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 2 * width),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(2 * width, width),
+            )
+            for _ in range(blocks)
+        )
+        self.statistics = nn.BatchNorm1d(width) if statistics else None
+        self.last = nn.Linear(width, size)
+
+    def forward(self, x_t: Tensor, timestep: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Predict. Shapes: x_t (B, C, H, W), timestep (B,) -> (B, C, H, W)."""
+        time = timestep[:, None].to(x_t.dtype) / _STEPS
+        hidden = self.first(torch.cat([x_t.flatten(1), time], 1))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        if self.statistics is not None:
+            hidden = self.statistics(hidden)
+        return self.last(hidden).unflatten(1, x_t.shape[1:])
+
+
+class TinyFamily:
+    """Learn to undo noise on small pictures; options are TinyRoot's, and terms: how many loss terms there are."""
+
+    name = "tiny"
+
+    def __init__(self, lr: float = 1e-3, terms: int = 1, seed: int = 0, **options: Any) -> None:
+        self.lr, self.terms, self.seed, self.options = lr, terms, seed, options
+
+    @property
+    def features(self) -> FeatureSpec:
+        """Ask for noise and a timestep."""
+        return FeatureSpec({}, {"noise": DrawSpec("normal", CHANNELS), "timestep": DrawSpec("integer", high=_STEPS)})
+
+    def load(self, *, meta: bool = False) -> Parts:
+        """Build the model from the seed."""
+        with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(self.seed)
+            root = TinyRoot(**self.options)
+        return Parts(root, {"encoder": nn.Identity()})
+
+    def tokenizer(self, parts: Parts) -> Callable[[list[str]], dict[str, Tensor]]:
+        """Return what makes nothing of captions."""
+        return _no_tokens
+
+    def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]:
+        """Return none."""
+        return {}
+
+    def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
+        """List the blocks."""
+        return [(f"blocks.{i}", block) for i, block in enumerate(parts.root.blocks)]  # type: ignore[arg-type]
+
+    def inputs(self, batch: Batch, parts: Parts) -> Inputs:
+        """Mix picture and noise by the timestep."""
+        x, noise, t = batch.features["pixels"].float(), batch.draws["noise"], batch.draws["timestep"]
+        share = (t / _STEPS)[:, None, None, None]
+        return Inputs((1 - share) * x + share * noise, t, {}, x, torch.ones(len(t), device=x.device))
+
+    def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Predict the picture."""
+        return (root(inputs.x_t, inputs.timestep, inputs.conditions),)
+
+    def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]:
+        """Sum the samples' mean squared errors, and absolute ones where there are two terms."""
+        error = outputs[0] - inputs.target
+        sums = {"square": (inputs.weight * error.square().flatten(1).mean(1)).sum()}
+        if self.terms > 1:
+            sums["absolute"] = 0.1 * (inputs.weight * error.abs().flatten(1).mean(1)).sum()
+        return sums
+
+    def param_groups(self, root: nn.Module) -> list[Group]:
+        """Make two groups with rates of their own."""
+        named = [(name, each) for name, each in root.named_parameters() if each.requires_grad]
+        body = [pair for pair in named if pair[0].startswith("blocks.")]
+        rest = [pair for pair in named if not pair[0].startswith("blocks.")]
+        return [Group("body", body, self.lr), Group("rest", rest, self.lr / 2, weight_decay=0.1)]
+
+    def export(self, weights: Iterable[tuple[str, Tensor]], parts: Parts, layout: str, path: Path, **_: Any) -> Path:
+        """Write the weights as they are."""
+        from safetensors.torch import save_file
+
+        path = path.with_name(path.name + ".safetensors")
+        save_file(dict(weights), path)
+        return path
+
+    def pipeline(self, parts: Parts) -> Any:
+        """There is nothing to draw."""
+        raise NotImplementedError("a tiny family draws no pictures")
+
+    def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
+        """Count two operations a weight forward and four backward."""
+        return 6.0 * sum(each.numel() for each in parts.root.parameters() if each.ndim > 1)
+
+
+def _no_tokens(captions: list[str]) -> dict[str, Tensor]:
+    return {}
+
+
+def tiny_batch(samples: Iterable[int], seed: int = 0) -> Batch:
+    """Make a batch of samples by number: each is the same whatever batch it is in."""
+    samples = list(samples)
+    shape = (CHANNELS, SIDE, SIDE)
+    rows = [np.random.Generator(np.random.Philox(key=[seed, sample])) for sample in samples]
+    pixels, noise = ([row.standard_normal(shape, dtype=np.float32) for row in rows] for _ in range(2))
+    return Batch(
+        bucket=Bucket(SIDE, SIDE),
+        record_id=torch.tensor(samples, dtype=torch.int64),
+        occurrence=torch.zeros(len(samples), dtype=torch.int64),
+        features={"pixels": torch.from_numpy(np.stack(pixels))},
+        draws={
+            "noise": torch.from_numpy(np.stack(noise)),
+            "timestep": torch.tensor([int(row.integers(_STEPS)) for row in rows]),
+        },
+        counts={"samples": float(len(samples))},
+    )
+
+
+def tiny_step(step: int, global_batch: int, dp_rank: int = 0, dp_size: int = 1, accumulation: int = 1) -> list[Batch]:
+    """Return a rank's micro batches of a step, as the loader deals them: draws [rank::size], cut into pieces."""
+    mine = list(range(step * global_batch, (step + 1) * global_batch))[dp_rank::dp_size]
+    size = len(mine) // accumulation
+    return [tiny_batch(mine[i * size : (i + 1) * size]) for i in range(accumulation)]
