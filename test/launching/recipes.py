@@ -64,7 +64,7 @@ SDXL = {
     "enable_npu_flash_attention": True,
     "max_train_epochs": EPOCHS,
     "save_every_n_epochs": 10,
-    "save_last_n_epochs": 10,
+    "save_last_n_epochs": 2,
     "save_state": True,
 }
 RECIPES = {"sdxl": ("sdxl_pretrain.py", SDXL)}

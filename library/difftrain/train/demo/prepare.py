@@ -43,8 +43,8 @@ def _whole(place: Path, write: Callable[[Path], None]) -> None:
     """Write a folder beside its place and rename it; another process may have been faster, and its folder stays."""
     if place.is_dir():
         return
+    place.parent.mkdir(parents=True, exist_ok=True)
     aside = place.with_name(f"{place.name}-{uuid.uuid4().hex}")
-    aside.mkdir(parents=True)
     try:
         write(aside)
         try:

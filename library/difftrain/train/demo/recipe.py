@@ -25,12 +25,12 @@ class Size(NamedTuple):
     steps: int
     steps_by_many: int  # where several processes share a CPU
     held_out: float
-    vae_s: int  # CPU seconds that the decoder of the VAE is trained
+    vae_steps: int  # of 16 pictures, for the VAE's decoder
 
 
 SIZES = {
-    "shapes": Size(4096, 1500, 500, 0.05, 60),
-    "emoji": Size(0, 2400, 800, 0.08, 120),
+    "shapes": Size(4096, 1500, 500, 0.05, 300),
+    "emoji": Size(0, 2400, 800, 0.08, 600),
 }
 
 
