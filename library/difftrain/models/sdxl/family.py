@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch, FeatureSpec, Group, Inputs, Parts
+from difftrain.contracts import Batch, Bucket, FeatureSpec, Group, Inputs, Parts
 from difftrain.diffusion import ddpm
 from difftrain.models.parts.quiet import quiet_imports
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.export import export_file, export_folder
+from difftrain.models.sdxl.flops import flops_per_sample
 from difftrain.models.sdxl.load import learning_rates, load_parts
 from difftrain.models.sdxl.schedule import SchedulerConfig
 from difftrain.models.sdxl.text import encode_first, encode_second
@@ -166,3 +167,9 @@ class SDXLFamily:
             force_zeros_for_empty_prompt=False,
             add_watermarker=False,
         )
+
+    def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
+        """Count forward and backward of one sample (see flops.py)."""
+        chunks = self.tokenizer(parts).num_chunks
+        trained = frozenset(learning_rates(self.cfg))
+        return flops_per_sample(self.source.architecture, bucket, num_chunks=chunks, trained=trained)
