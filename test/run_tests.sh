@@ -47,7 +47,7 @@ done
 
 # The environment: one for each set of requirements, kept between runs, built under a lock and marked when whole.
 base="$(find_python)"
-key="$(cat requirements.txt test/requirements.txt <("$base" -VV) <(echo "$base") | cksum | cut -d ' ' -f 1)"
+key="$(cat requirements.txt requirements-dev.txt <("$base" -VV) <(echo "$base") | cksum | cut -d ' ' -f 1)"
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/difftrain"
 venv="$cache/test-venv-$key"
 mkdir -p "$cache"
@@ -61,7 +61,7 @@ if [ ! -e "$venv/ready" ]; then
     log="$cache/test-venv-$key.log"
     if ! {
         "$base" -m venv "$venv" &&
-            "$venv/bin/python" -m pip install --disable-pip-version-check -r requirements.txt -r test/requirements.txt
+            "$venv/bin/python" -m pip install --disable-pip-version-check -r requirements-dev.txt
     } >"$log" 2>&1 </dev/null; then
         cat "$log" >&2
         echo "the test environment could not be made; pip's output is above" >&2

@@ -34,6 +34,7 @@ def checkout(tmp_path: Path) -> Path:
     place.mkdir(parents=True)
     shutil.copy(SOURCE, place)
     (tmp_path / "repo" / "requirements.txt").write_text("torch==2.13.0\ndifftrain_probe>=1.0\n")
+    (tmp_path / "repo" / "pyproject.toml").write_text('[project]\ndependencies = ["torch>=2.7"]\n')
     wheel(tmp_path / "wheels", "difftrain_probe", "1.2")
     return tmp_path / "repo"
 

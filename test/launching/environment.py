@@ -5,7 +5,8 @@ but the path of the interpreter.
 
 The interpreter at hand is used as it is where it has everything. Else a `.venv` beside the README is made on top of
 it, so that packages that are there (a torch built for an NPU above all) stay in use, and only what is missing is
-added. Nothing outside `.venv` is ever changed.
+added. Nothing outside `.venv` is ever changed. What is there counts where pyproject.toml allows its version;
+requirements.txt says which versions are tested, and are installed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCH_NEEDED, TORCH_TESTED = (2, 7), (2, 13)
+TORCH_NEEDED = (2, 7)
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*([<>=!~][^;#]*)?")
 _ABOVE = "DIFFTRAIN_VENV_STAGE"  # set while the packages of .venv are looked at from within it
 
@@ -31,11 +33,12 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Requirement:
-    """One line of requirements.txt: the whole line, its distribution, the versions that will do."""
+    """One line of requirements.txt: the whole line, its distribution, the versions tested, and those that will do."""
 
     line: str
     name: str
-    versions: str
+    tested: str
+    allowed: str = ""
 
 
 def say(text: str) -> None:
@@ -43,15 +46,22 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def requirements(path: Path) -> list[Requirement]:
-    """Read a requirements file: one distribution a line, comments and options left out."""
+def requirements(root: Path) -> list[Requirement]:
+    """Read requirements.txt, one distribution a line, and what pyproject.toml allows of each."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    allowed = {name.lower(): versions for name, versions in map(_split, project["project"]["dependencies"])}
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines():
         text = line.split("#")[0].strip()
-        match = _REQUIREMENT.match(text)
-        if text and not text.startswith("-") and match:
-            found.append(Requirement(text, match[1], (match[2] or "").strip()))
+        if text and not text.startswith("-"):
+            name, versions = _split(text)
+            found.append(Requirement(text, name, versions, allowed.get(name.lower(), versions)))
     return found
+
+
+def _split(text: str) -> tuple[str, str]:
+    match = _REQUIREMENT.match(text)
+    return (match[1], (match[2] or "").strip()) if match else (text, "")
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -69,23 +79,23 @@ def installed(name: str) -> str | None:
 
 
 def satisfied(version: str, versions: str) -> bool:
-    """Say whether a version is new enough for ">=1.2,<3"; an exact pin is a minimum for what is already there."""
-    for clause in filter(None, versions.split(",")):
-        match = re.match(r"\s*(>=|==|~=|<=|<|>|!=)\s*([0-9.]+)", clause)
-        if match is None:
-            continue
-        have, want = numbers(version), numbers(match[2])
-        length = max(len(have), len(want))
-        have, want = (side + (0,) * (length - len(side)) for side in (have, want))
-        if match[1] in (">=", "==", "~=") and have < want:
-            return False
-        if (
-            (match[1] == "<" and have >= want)
-            or (match[1] == "<=" and have > want)
-            or (match[1] == ">" and have <= want)
-        ):
-            return False
-    return True
+    """Say whether a version is among ">=1.26,<3", "==2.13.0" or "~=2.4" (2.4 or later, below 3)."""
+    return all(_meets(numbers(version), clause.strip()) for clause in versions.split(",") if clause.strip())
+
+
+def _meets(have: tuple[int, ...], clause: str) -> bool:
+    match = re.match(r"(>=|==|~=|<=|<|>|!=)\s*([0-9.]+)", clause)
+    if match is None:
+        return True
+    want = numbers(match[2])
+    if match[1] == "~=" and have[: len(want) - 1] != want[:-1]:
+        return False
+    length = max(len(have), len(want))
+    have, want = (side + (0,) * (length - len(side)) for side in (have, want))
+    return {
+        ">=": have >= want, "~=": have >= want, "==": have == want, "!=": have != want,
+        "<": have < want, "<=": have <= want, ">": have > want,
+    }[match[1]]  # fmt: skip
 
 
 def missing(wanted: list[Requirement]) -> list[Requirement]:
@@ -102,7 +112,7 @@ def missing(wanted: list[Requirement]) -> list[Requirement]:
                     f"needs Python 3.11 / torch {_dotted(TORCH_NEEDED)}, found torch {version} in {sys.prefix}; "
                     "it is left as it is: install a newer one, or give another Python as PYTHON=…"
                 )
-        elif version is None or not satisfied(version, requirement.versions):
+        elif version is None or not satisfied(version, requirement.allowed):
             lacking.append(requirement)
     return lacking
 
@@ -111,20 +121,24 @@ def for_npu(wanted: list[Requirement], *, present: bool) -> list[Requirement]:
     """Return torch_npu in the version of the torch that is there or will be, on a machine with NPU device files."""
     if not present:
         return []
-    pin = next((r.versions.removeprefix("==") for r in wanted if r.name == "torch"), "")
+    pin = next((r.tested.removeprefix("==") for r in wanted if r.name == "torch"), "")
     version = _dotted(numbers(installed("torch") or pin))
-    return [Requirement(f"torch_npu=={version}", "torch_npu", f"=={version}")]
+    return [Requirement(f"torch_npu=={version}", "torch_npu", f"=={version}", f"=={version}")]
 
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def name_untested_torch() -> None:
-    """Say so where torch is there in a version that nobody has tested this with."""
-    version = installed("torch")
-    if version is not None and numbers(version)[:2] != TORCH_TESTED:
-        say(f"torch {version} is here and stays; {_dotted(TORCH_TESTED)} is what is tested")
+def name_untested(wanted: list[Requirement]) -> None:
+    """Name packages that are there, and stay, in a version that nobody has tested this with."""
+    untested = []
+    for requirement in wanted:
+        version = installed(requirement.name)
+        if version is not None and not satisfied(version, requirement.tested):
+            untested.append(f"{requirement.name} {version} (tested {requirement.tested})")
+    if untested:
+        say(f"here and kept, in a version that is not tested: {', '.join(untested)}")
 
 
 def make_venv(folder: Path) -> Path:
@@ -164,18 +178,18 @@ def install(lacking: list[Requirement]) -> None:
 
 def main() -> str:
     """Return the interpreter that has every package."""
-    wanted = requirements(ROOT / "requirements.txt")
+    wanted = requirements(ROOT)
     wanted += for_npu(wanted, present=any(Path("/dev").glob("davinci[0-9]*")))
     venv = ROOT / ".venv"
     python = venv / "bin" / "python"
     inside = os.environ.get(_ABOVE) == "1"
     lacking = missing(wanted)
     if not lacking:
-        name_untested_torch()
+        name_untested(wanted)
         return sys.executable
     if inside:
         install(lacking)
-        name_untested_torch()
+        name_untested(wanted)
         return sys.executable
     if not python.exists():
         python = make_venv(venv)
