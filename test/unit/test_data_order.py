@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from difftrain.contracts import Bucket
 from difftrain.data.order import merged
 from difftrain.data.plan import EpochPlan
-from difftrain.testing.tables import Item, make_tables
+from difftrain.testing.tables import Item, by_id, make_tables
 
 SIZES = (Bucket(64, 64), Bucket(32, 96), Bucket(96, 32))
 
@@ -38,7 +38,7 @@ def test_every_use_comes_exactly_once_a_pass(tmp_path_factory, shards, repeats, 
         bucket, draws = plan.batch(step)
         assert len(draws) == batch
         for draw in draws:
-            assert tables._index.items[draw.record_id].bucket == bucket
+            assert by_id(items)[draw.record_id].bucket == bucket
             seen.setdefault(draw.key, []).append(draw.occurrence)
     expected = {item.key: list(range(batch * (1 if item.source else repeats))) for item in items}
     assert {key: sorted(occurrences) for key, occurrences in seen.items()} == expected
@@ -56,7 +56,7 @@ def test_merge_of_millions_is_exact_where_it_can_be_checked():
     total = int(counts.sum())
     assert merged(0, counts) == (0, 0)
     assert merged(total - 1, counts) == (0, 999_999)
-    for index in (1, 12_345, 600_001, total // 2, total - 2):
+    for index in (1, 12_345, 600_001, total // 2, total // 2 + 1, total - 2):
         b, k = merged(index, counts)
         share = Fraction(2 * k + 1, 2 * int(counts[b]))
         before = 0
@@ -71,12 +71,15 @@ def test_merge_of_millions_is_exact_where_it_can_be_checked():
 @pytest.fixture
 def tars(tmp_path):
     """Two buckets over 32 tars of 40 pictures."""
-    items = [Item(f"{s}/{i}", SIZES[i % 4 == 0], shard=s) for s in range(32) for i in range(40)]
-    return make_tables(tmp_path / "t", items, layout="shard")
+    return make_tables(tmp_path / "t", TARS, layout="shard")
 
 
-def shards_of(tables, draws):
-    return [tables._index.items[d.record_id].shard for d in draws]
+TARS = [Item(f"{s}/{i}", SIZES[i % 4 == 0], shard=s) for s in range(32) for i in range(40)]
+TARS_BY_ID = by_id(TARS)
+
+
+def shards_of(draws):
+    return [TARS_BY_ID[d.record_id].shard for d in draws]
 
 
 def test_a_stream_reads_one_window_of_shards_at_a_time(tars):
@@ -86,7 +89,7 @@ def test_a_stream_reads_one_window_of_shards_at_a_time(tars):
         recent = []
         for step in range(plan.steps(0)):
             _, draws = plan.batch(step)
-            own = shards_of(tars, draws[stream::4])
+            own = shards_of(draws[stream::4])
             recent = (recent + own)[-16:]
             visited += [s for s in own if s not in visited]
         # A quarter of an epoch is 8 shards and the edges of its windows, not all 32.
@@ -100,7 +103,7 @@ def test_rank_reads_its_own_streams(tars):
     per_rank = [set(), set(), set(), set()]
     for step in range(plan.steps(0)):
         for rank in range(4):
-            per_rank[rank] |= set(shards_of(tars, plan.batch(step, slice(rank, None, 4))[1]))
+            per_rank[rank] |= set(shards_of(plan.batch(step, slice(rank, None, 4))[1]))
     # A rank has 2 of 8 streams, each 4 shards and the two windows that its ends cut.
     assert all(len(shards) <= 2 * 8 for shards in per_rank)
     assert set.union(*per_rank) == set(range(32))
@@ -120,7 +123,7 @@ def test_all_buckets_pass_the_shards_together(tars):
         bucket, draws = plan.batch(step)
         for other in places.values():
             other.append(other[-1] if other else 0)
-        places[bucket][-1] = rank[shards_of(tars, draws)[0]]
+        places[bucket][-1] = rank[shards_of(draws)[0]]
     apart = np.abs(np.subtract(*places.values()))
     assert apart.max() <= 2
 
@@ -129,7 +132,7 @@ def test_passes_differ_and_windows_are_shuffled(tars):
     plan = EpochPlan(tars, 5, 8, "sequential", streams=4, window=2)
     first, second = ([plan.batch(s + e * plan.steps(0)) for s in range(20)] for e in (0, 1))
     assert [d.key for _, draws in first for d in draws] != [d.key for _, draws in second for d in draws]
-    one_stream = [tars._index.items[draws[0].record_id] for bucket, draws in first if bucket == SIZES[0]]
+    one_stream = [TARS_BY_ID[draws[0].record_id] for bucket, draws in first if bucket == SIZES[0]]
     keys = [item.key for item in one_stream]
     assert keys != sorted(keys)
     assert len({item.shard for item in one_stream[:6]}) == 2  # a window mixes its shards

@@ -5,6 +5,7 @@ import pickle
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from difftrain.contracts import Bucket, DataFault
 from difftrain.data.plan import EpochPlan, changes
 from difftrain.data.table_build import Split
-from difftrain.testing.tables import Item, make_tables
+from difftrain.testing.tables import Item, by_id, make_tables
 
 SIZES = (Bucket(64, 64), Bucket(32, 96), Bucket(96, 32), Bucket(128, 64))
 
@@ -53,8 +54,8 @@ def test_every_use_comes_exactly_once_a_pass(tmp_path_factory, counts, repeats, 
         assert len(draws) == batch
         for draw in draws:
             seen.setdefault(draw.key, []).append(draw.occurrence)
-            assert tables._index.items[draw.record_id].key == draw.key
-            assert tables._index.items[draw.record_id].bucket == bucket
+            assert by_id(items)[draw.record_id].key == draw.key
+            assert by_id(items)[draw.record_id].bucket == bucket
     by_key = {item.key: repeats[item.source] for item in items}
     assert seen.keys() == by_key.keys()
     for key, occurrences in seen.items():
@@ -210,8 +211,6 @@ def test_held_out_records_are_stable_and_never_trained_on(tables):
 
 
 def validation_keys(tables):
-    import numpy as np
-
     keys = []
     for rows in tables.validation:
         keys += tables.take(np.arange(rows.first, rows.first + rows.records))[1]
@@ -219,13 +218,30 @@ def validation_keys(tables):
     return set(keys)
 
 
+def test_records_that_fit_no_bucket_are_the_last_rows(tables):
+    items = [*items_of([8, 5]), *(Item(f"thin{i}", Bucket(0, 0)) for i in range(3))]
+    made = tables(items, split=Split(0.3, 1))
+    assert made.unplaced == 3 and made.count == 16
+    ids, keys = made.take(np.arange(13, 16))
+    assert {by_id(items)[i].name for i in ids} == {"thin0", "thin1", "thin2"}
+    planned = {d.key for _, draws in all_draws(EpochPlan(made, 1, 2), 4) for d in draws}
+    assert len(planned) + len(validation_keys(made)) == 13 and not planned & set(keys)
+
+
+def test_rows_outside_a_table_are_refused(tables):
+    with pytest.raises(IndexError, match="5 entries"):
+        tables(items_of([5])).take(np.array([5]))
+
+
 def test_nothing_left_to_train_on_is_said(tables):
     with pytest.raises(DataFault, match="validation_split"):
         EpochPlan(tables(items_of([5]), split=Split(0.9999999999, 1)), 1, 4)
 
 
-def test_damaged_tables_are_named(tables, tmp_path):
+def test_damaged_tables_are_named(tables):
     made = tables(items_of([5]))
-    (made.folder / "ids.npy").write_bytes(b"torn")
-    with pytest.raises(DataFault, match="remove this folder"):
-        pickle.loads(pickle.dumps(made))
+    whole = (made.folder / "ids.npy").read_bytes()
+    for torn in (b"torn", whole[:-1], b""):
+        (made.folder / "ids.npy").write_bytes(torn)
+        with pytest.raises(DataFault, match="remove this folder"):
+            pickle.loads(pickle.dumps(made))

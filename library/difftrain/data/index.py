@@ -21,6 +21,7 @@ from urllib.parse import quote
 import numpy as np
 
 from difftrain.contracts import DataFault, MediaRef, Record, Reject
+from difftrain.data.columns import Column
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import Source
 
@@ -163,6 +164,10 @@ class Index:
         return Columns.open(self.folder)
 
     @cached_property
+    def _rows(self) -> Column:
+        return Column(self.folder / "row.npy")
+
+    @cached_property
     def _sources(self) -> list[Source]:
         return [open_source(info) for info in self.sources]
 
@@ -181,7 +186,7 @@ class Index:
         """
         if not 0 <= record_id < self.summary.count:
             raise IndexError(f"record {record_id}: this index has ids 0 to {self.count - 1}")
-        row = self._connection().execute(_RECORD, (int(self._columns.row[record_id]),)).fetchone()
+        row = self._connection().execute(_RECORD, (int(self._rows.take([record_id])[0]),)).fetchone()
         source, path, member, offset, length, width, height, captions, content, file, key = row
         return Record(
             id=record_id,
@@ -196,6 +201,10 @@ class Index:
     def records(self, ids: Iterable[int]) -> list[Record]:
         """Look up several records, in the order asked for."""
         return [self.record(int(i)) for i in ids]
+
+    def path(self, record: Record) -> str:
+        """Return what rejects call a record: the whole path, and the member where it lies in a shard."""
+        return str(Path(self.sources[record.media.source].root).parent / record.name)
 
     def read(self, media: MediaRef) -> bytes:
         """Read the bytes of a picture, in place.

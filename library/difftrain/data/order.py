@@ -122,6 +122,21 @@ class SequentialOrder:
             pass_, lambda: Permutation(self._shards, self._seed, "shards", pass_)(np.arange(self._shards))
         )
 
+    def window_at(self, bucket: int, place: int) -> tuple[int, int]:
+        """Return the places at which the window around a place of the endless stream begins and ends."""
+        pass_, offset = divmod(place, self.buckets[bucket].uses)
+        starts = self.windows(bucket, pass_).starts
+        w = int(np.searchsorted(starts, offset, side="right"))
+        return place - offset + int(starts[w - 1]), place - offset + int(starts[w])
+
+    def shards_at(self, bucket: int, place: int) -> list[int]:
+        """Return the shards of the window around a place of the endless stream."""
+        pass_, offset = divmod(place, self.buckets[bucket].uses)
+        windows = self.windows(bucket, pass_)
+        number = int(windows.numbers[int(np.searchsorted(windows.starts, offset, side="right")) - 1])
+        shards: list[int] = self.shard_order(pass_)[number * self.window : (number + 1) * self.window].tolist()
+        return shards
+
     def _lay_out(self, bucket: int, pass_: int) -> Windows:
         segments = self.buckets[bucket].segments
         place = np.empty(self._shards, dtype=np.int64)
@@ -139,28 +154,28 @@ class SequentialOrder:
 def merged(index: int, counts: np.ndarray) -> tuple[int, int]:
     """Return (b, k) of the `index`-th item, when items (b, k), k < counts[b], are sorted by (k + 1/2) / counts[b], b.
 
-    Exact in integers and without a table: for every b, bisect for the last k whose rank is at most `index`.
+    Without a table: an item's rank is its share of the total, give or take half a place for every bucket, so that only
+    the items around that share need sorting. The share is one correctly rounded division, the same on every machine.
     """
-    own, total = counts.astype(np.int64), int(counts.sum())
-    # An item's rank is its share of the total, give or take one for every bucket.
-    slack = len(own) + 1
-    low = np.maximum((index - slack) * own // total - 1, 0)
-    high = np.minimum((index + slack) * own // total + 2, own)
-    present = own > 0
-    safe = np.maximum(own, 1)
-    earlier = np.arange(len(own))[:, None] > np.arange(len(own))[None, :]  # [b, other]: other wins ties
-    while bool((high - low > 1)[present].any()):
-        middle = (low + high) // 2
-        at_most = _ranks(middle, own, safe, earlier) <= index
-        low, high = np.where(at_most, middle, low), np.where(at_most, high, middle)
-    found = np.flatnonzero(present & (_ranks(low, own, safe, earlier) == index))
-    bucket = int(found[0])
-    return bucket, int(low[bucket])
+    total, slack = int(counts.sum()), len(counts)
+    first = _below((index - slack) / total, counts)
+    after = _below((index + slack + 1) / total, counts)
+    number = after - first
+    bucket = np.repeat(np.arange(len(counts)), number)
+    k = np.arange(len(bucket)) - np.repeat(np.cumsum(number) - number - first, number)
+    chosen = np.lexsort((bucket, _share(k, counts[bucket])))[index - int(first.sum())]
+    return int(bucket[chosen]), int(k[chosen])
 
 
-def _ranks(k: np.ndarray, own: np.ndarray, safe: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """Count for each bucket b the items before (b, k[b]): others j with (2 j + 1) own[b] < (2 k + 1) own[other]."""
-    bound = (2 * k + 1)[:, None] * own[None, :]
-    below = (bound + safe[:, None] - 1) // (2 * safe[:, None])  # j with (2 j + 1) safe < bound
-    ties = (bound % safe[:, None] == 0) & ((bound // safe[:, None]) % 2 == 1) & earlier
-    return np.minimum(below + ties, own[None, :]).sum(axis=1)
+def _share(k: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    shares: np.ndarray = (2 * k + 1) / (2 * counts)
+    return shares
+
+
+def _below(share: float, counts: np.ndarray) -> np.ndarray:
+    """Count each bucket's items whose share is below `share`."""
+    some = np.maximum(counts, 1)
+    number = np.clip(np.rint(share * counts).astype(np.int64), 0, counts)
+    number -= (number > 0) & (_share(number - 1, some) >= share)  # rounding can be one off, never two
+    number += (number < counts) & (_share(number, some) < share)
+    return number

@@ -59,11 +59,14 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ x >> np.uint64(31)
 
 
+TRAINING, VALIDATION, UNPLACED = range(3)  # parts of the rows, in this order
+
+
 @dataclass(frozen=True)
 class _Arrangement:
     """One entry a record (by id), and the order of the rows."""
 
-    held: np.ndarray
+    part: np.ndarray
     bucket: np.ndarray  # rank of its bucket by size
     shard: np.ndarray  # counted through all sources
     repeats: np.ndarray
@@ -83,7 +86,7 @@ def build_tables(
 ) -> None:
     """Write the tables of an index into `folder`, under a temporary name that is renamed at the end.
 
-    buckets, ordinals (N,): the bucket of each record. repeats: of each source, by its ordinal.
+    buckets, ordinals (N,): the bucket of each record, -1 where none fits. repeats: of each source, by its ordinal.
     """
     count = len(columns.keys)
     if not 0 < count < 1 << 32:
@@ -91,15 +94,9 @@ def build_tables(
     temporary = folder.with_name(f"tmp-{folder.name}-{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
-        sizes = sorted(set(buckets))  # a bucket is known by its size, never by its place in a list
-        rank = np.array([sizes.index(bucket) for bucket in buckets], dtype=np.int64)
+        sizes = sorted(set(buckets))
         shard, firsts = _through_all_sources(columns, len(repeats))
-        held = split.held_out(columns.keys)
-        times = np.where(held, 1, np.asarray(repeats, dtype=np.int64)[columns.source])  # held-out records serve once
-        place = rank[np.asarray(ordinals, dtype=np.int64)]
-        group = times if layout == "key" else shard
-        order = _sorted_by(np.where(held, 0, group), place, held.astype(np.int64))
-        arranged = _Arrangement(held, place, shard, times, order)
+        arranged = _arrange(columns, sizes, buckets, ordinals, shard, repeats, split, layout)
         header = {"version": VERSION, "fingerprint": fingerprint, "layout": layout, "records": count, "shards": firsts}
         _write(temporary, columns.keys, sizes, arranged, layout, header)
         try:
@@ -109,6 +106,28 @@ def build_tables(
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _arrange(
+    columns: Columns,
+    sizes: Sequence[Bucket],
+    buckets: Sequence[Bucket],
+    ordinals: np.ndarray,
+    shard: np.ndarray,
+    repeats: Sequence[int],
+    split: Split,
+    layout: Layout,
+) -> _Arrangement:
+    """Decide part, bucket and order. A bucket is known by its size, never by its place in a list."""
+    rank_of = {bucket: rank for rank, bucket in enumerate(sizes)}
+    rank = np.array([*(rank_of[bucket] for bucket in buckets), 0], dtype=np.int64)
+    part = np.where(split.held_out(columns.keys), VALIDATION, TRAINING)
+    part[np.asarray(ordinals) < 0] = UNPLACED
+    trained = part == TRAINING
+    times = np.where(trained, np.asarray(repeats, dtype=np.int64)[columns.source], 1)  # held-out records serve once
+    place = np.where(part == UNPLACED, 0, rank[ordinals])
+    group = np.where(trained, times if layout == "key" else shard, 0)
+    return _Arrangement(part, place, shard, times, _sorted_by(group, place, part))
 
 
 def _through_all_sources(columns: Columns, sources: int) -> tuple[np.ndarray, list[int]]:
@@ -142,9 +161,13 @@ def _write(
     order = arranged.order
     np.save(folder / "ids.npy", order.astype("<u4"))
     segments: list[tuple[int, int, int, int]] = []
-    parts: dict[str, list[dict[str, Any]]] = {"training": [], "validation": []}
-    for first, stop in _runs((arranged.bucket + len(sizes) * arranged.held)[order]):
+    parts: dict[int, list[dict[str, Any]]] = {TRAINING: [], VALIDATION: []}
+    unplaced = 0
+    for first, stop in _runs((arranged.bucket + len(sizes) * arranged.part)[order]):
         id_ = order[first]
+        if arranged.part[id_] == UNPLACED:
+            unplaced = stop - first
+            continue
         own = _segments(arranged, first, stop, layout)
         entry = {
             "bucket": list(sizes[arranged.bucket[id_]]),
@@ -154,10 +177,11 @@ def _write(
             "digest": _digest(keys, order, own),
             "segments": [len(segments), len(segments) + len(own)],
         }
-        parts["validation" if arranged.held[id_] else "training"].append(entry)
+        parts[int(arranged.part[id_])].append(entry)
         segments += own
+    header |= {"training": parts[TRAINING], "validation": parts[VALIDATION], "unplaced": unplaced}
     np.save(folder / "segments.npy", np.array(segments, dtype=SEGMENT))
-    (folder / "header.json").write_text(json.dumps(header | parts, indent=1))
+    (folder / "header.json").write_text(json.dumps(header, indent=1))
     for name in ("ids.npy", "segments.npy", "header.json"):
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
@@ -167,7 +191,7 @@ def _segments(arranged: _Arrangement, first: int, stop: int, layout: Layout) -> 
     """Cut the rows of one bucket into runs of (shard, first row, records, repeats)."""
     ids = arranged.order[first:stop]
     shards = arranged.shard[ids] if layout == "shard" else np.zeros(len(ids), dtype=np.int64)
-    if arranged.held[ids[0]]:
+    if arranged.part[ids[0]] == VALIDATION:
         return [(0, first, len(ids), 1)]
     times = arranged.repeats[ids]
     changes = np.column_stack([shards, times])

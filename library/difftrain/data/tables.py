@@ -1,24 +1,23 @@
 """Columnar tables for planning: the ids of each bucket's records, in an order that only keys and settings decide.
 
-One file of uint32 ids beside a JSON header, memory-mapped: SQLite would scan 0.6 s a million. table_build.py writes
-them; every rank and worker reads them in constant memory.
+One file of uint32 ids beside a JSON header: SQLite would scan 0.6 s a million. table_build.py writes them; every rank
+and worker reads them in place, in constant memory.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from difftrain.contracts import Bucket, DataFault
+from difftrain.data.columns import Column
 
 VERSION = 1
 SEGMENT = np.dtype([("shard", "<i8"), ("first", "<i8"), ("records", "<i8"), ("repeats", "<i8")])
-_RELEASE_ROWS = 256  # a touched entry maps up to 64 KiB around itself: at most 16 MiB a file between two releases
 
 Layout = Literal["key", "shard"]  # rows of a bucket by (repeats, key), or by (shard, key) to read tars in sequence
 
@@ -35,20 +34,19 @@ class BucketRows:
     segments: np.ndarray  # SEGMENT, memory-mapped
 
 
-class Indexed(Protocol):
-    """What the tables need of an index; picklable."""
-
-    def columns(self) -> Any: ...
-
-
 class Tables:
-    """Read tables: what each bucket holds, and the id and key of any row. Picklable."""
+    """Read tables: what each bucket holds, and the id and key of any row. Picklable.
 
-    def __init__(self, folder: Path, index: Indexed) -> None:
-        self.folder, self._index = Path(folder), index
+    folder: the tables'. index_folder: that of the index they are of, for its column of keys.
+    Raises: DataFault where a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, index_folder: Path) -> None:
+        self.folder, self._index_folder = Path(folder), Path(index_folder)
         try:
             header = json.loads((self.folder / "header.json").read_text())
-            self._ids: np.ndarray = np.load(self.folder / "ids.npy", mmap_mode="r")
+            self._ids = Column(self.folder / "ids.npy")
+            self._keys = Column(self._index_folder / "keys.npy")
             segments = np.load(self.folder / "segments.npy", mmap_mode="r")
         except (OSError, ValueError) as error:
             raise DataFault(
@@ -64,13 +62,10 @@ class Tables:
         self.shard_firsts: tuple[int, ...] = tuple(header["shards"])
         self.training = tuple(_bucket_rows(entry, segments) for entry in header["training"])
         self.validation = tuple(_bucket_rows(entry, segments) for entry in header["validation"])
-        columns = index.columns()
-        self._keys: np.ndarray = columns.keys
-        self._maps = [found for array in (self._ids, *vars(columns).values()) if (found := _map_of(array))]
-        self._taken = 0
+        self.unplaced: int = header["unplaced"]  # records that fit no bucket: the last rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tables, (self.folder, self._index)
+        return Tables, (self.folder, self._index_folder)
 
     @property
     def shards(self) -> int:
@@ -84,29 +79,12 @@ class Tables:
 
     def take(self, rows: np.ndarray) -> tuple[list[int], list[bytes]]:
         """Return ids and keys of rows."""
-        ids = self._ids[rows]
-        keys = np.ascontiguousarray(self._keys[ids]).tobytes()
-        self._taken += len(ids)
-        if self._taken >= _RELEASE_ROWS:
-            self.release()
-        return ids.tolist(), [keys[i : i + 16] for i in range(0, len(keys), 16)]
-
-    def release(self) -> None:
-        """Unmap the touched pages of the tables and columns: they count as this process's memory; they stay cached."""
-        for mapped in self._maps:
-            mapped.madvise(mmap.MADV_DONTNEED)
-        self._taken = 0
+        ids: list[int] = self._ids.take(rows.tolist()).tolist()
+        keys = self._keys.take(ids).tobytes()
+        return ids, [keys[i : i + 16] for i in range(0, len(keys), 16)]
 
 
 def _bucket_rows(entry: dict[str, Any], segments: np.ndarray) -> BucketRows:
     low, high = entry["segments"]
     bucket = Bucket(*entry["bucket"])
     return BucketRows(bucket, entry["first"], entry["records"], entry["uses"], entry["digest"], segments[low:high])
-
-
-def _map_of(array: np.ndarray) -> mmap.mmap | None:
-    """Return the map behind an array, where the system can release its pages."""
-    base: Any = array
-    while base is not None and not isinstance(base, mmap.mmap):
-        base = getattr(base, "base", None)
-    return base if hasattr(mmap, "MADV_DONTNEED") else None

@@ -39,14 +39,17 @@ class MemoryColumns:
 
 
 class MemoryIndex:
-    """An index of made-up records: ids follow the keys, as in a real one."""
+    """An index of made-up records: ids follow the keys, as in a real one. Of its files, only the keys are written."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, folder: Path, items: Sequence[Item]) -> None:
         self.items = sorted(items, key=lambda item: item.key)
         keys = np.frombuffer(b"".join(item.key for item in self.items), dtype=np.uint8).reshape(-1, 16)
         source = np.array([item.source for item in self.items], dtype=np.uint16)
         shard = np.array([item.shard for item in self.items], dtype=np.uint32)
         self._columns = MemoryColumns(keys, source, shard)
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "keys.npy", keys)
 
     def columns(self) -> MemoryColumns:
         """Return the columns."""
@@ -61,18 +64,23 @@ def make_tables(
     split: Split | None = None,
     layout: Layout = "key",
 ) -> Tables:
-    """Build and open tables of made-up records."""
-    index = MemoryIndex(items)
-    buckets = list(dict.fromkeys(item.bucket for item in items))  # in order of appearance, which must not matter
-    ordinals = np.array([buckets.index(item.bucket) for item in index.items])
+    """Build and open tables of made-up records. An item of bucket (0, 0) fits none."""
+    index = MemoryIndex(folder, items)
+    buckets = [bucket for bucket in dict.fromkeys(item.bucket for item in items) if bucket.height]
+    places = {bucket: place for place, bucket in enumerate(buckets)}  # by appearance, which must not matter
     build_tables(
-        folder,
+        folder / "tables",
         index.columns(),
         buckets,
-        ordinals,
+        np.array([places.get(item.bucket, -1) for item in index.items]),
         repeats,
         split=split or Split(),
         layout=layout,
         fingerprint="made up",
     )
-    return Tables(folder, index)
+    return Tables(folder / "tables", folder)
+
+
+def by_id(items: Sequence[Item]) -> list[Item]:
+    """Return items in the order of the ids that they get."""
+    return sorted(items, key=lambda item: item.key)

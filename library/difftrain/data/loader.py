@@ -1,0 +1,205 @@
+"""Loader processes: micro batch n of a rank is a pure function of n, so any number of workers yields the same."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
+from difftrain.data.plan import EpochPlan, Uses
+from difftrain.data.readahead import Readahead
+from difftrain.data.samples import SampleMaker
+from difftrain.distributed.launch import Launch
+
+if TYPE_CHECKING:
+    from difftrain.data.prepare import Data
+
+log = logging.getLogger("difftrain")
+
+SPARE = 16  # neighbours that are tried for a record whose file is gone, before the data is called unreadable
+_PREFETCH = 2  # micro batches a worker keeps ready
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of every global batch: draws rank, rank + dp_size, ..., cut into micro batches in this order."""
+
+    dp_rank: int
+    dp_size: int
+    batch_size: int
+    accumulation: int = 1
+
+    @property
+    def global_batch(self) -> int:
+        """Return the draws of a step over all ranks."""
+        return self.batch_size * self.accumulation * self.dp_size
+
+    def part(self, micro: int) -> slice:
+        """Return where micro batch `micro` lies in the global batch."""
+        span = self.dp_size * self.batch_size
+        return slice(self.dp_rank + micro * span, (micro + 1) * span, self.dp_size)
+
+
+class MicroBatches(Dataset[Any]):
+    """Item n is micro batch n % accumulation of step n // accumulation. Picklable."""
+
+    def __init__(self, maker: SampleMaker, plan: EpochPlan, share: Share) -> None:
+        self._maker, self._plan, self._share = maker, plan, share
+        self._readahead = Readahead(maker.index, plan) if plan.order == "sequential" else None
+
+    def __getitem__(self, n: int) -> Batch | DataFault:
+        step, micro = divmod(n, self._share.accumulation)
+        part = self._share.part(micro)
+        if self._readahead is not None:
+            self._readahead.advise(step, part)
+        uses = self._plan.uses_of(step, part)
+        draws = self._plan.draws(uses.rows, uses.occurrences)
+        epoch, _ = self._plan.locate(step)
+        try:
+            return self._maker.batch(uses.bucket.bucket, draws, epoch, lambda place: self._spare(uses, place))
+        except DataFault as fault:
+            return fault  # raised by the parent, without the worker's traceback around it
+
+    def _spare(self, uses: Uses, place: int) -> list[int]:
+        """Return the ids of the next records of the bucket in the order of its table: by key, or by key in a shard."""
+        bucket, row = uses.bucket, int(uses.rows[place])
+        after = row - bucket.first + 1 + np.arange(min(SPARE, bucket.records - 1))
+        ids, _ = self._plan.tables.take(bucket.first + after % bucket.records)
+        return ids
+
+
+class Steps:
+    """Iterate over steps: a list of `accumulation` micro batches each."""
+
+    def __init__(self, loader: DataLoader[Any], accumulation: int) -> None:
+        self._loader, self._accumulation = loader, accumulation
+
+    def __len__(self) -> int:
+        return len(self._loader) // self._accumulation
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        micro: list[Batch] = []
+        for batch in items_of(self._loader):
+            micro.append(batch)
+            if len(micro) == self._accumulation:
+                yield micro
+                micro = []
+
+
+def make_loader(
+    data: Data,
+    plan: EpochPlan,
+    features: FeatureSpec,
+    tokenize: Tokenize,
+    cfg: TrainConfig,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    first_step: int,
+    last_step: int,
+    local_size: int | None = None,
+) -> Steps:
+    """Yield this rank's micro batches of steps first_step to last_step - 1.
+
+    local_size: processes of this machine that load data (default: what the launcher says); they share its processors.
+    """
+    share = Share(dp_rank, dp_size, cfg.training.batch_size, cfg.training.accumulation)
+    if share.global_batch != plan.global_batch:
+        raise ValueError(f"a plan of global batch {plan.global_batch} for ranks that take {share.global_batch}")
+    check_sizes(plan, features)
+    maker = SampleMaker(data.index, data.buckets, cfg.data, cfg.captions, features, tokenize, plan.seed)
+    items = range(first_step * share.accumulation, last_step * share.accumulation)
+    workers = num_workers(cfg.data.workers, local_size)
+    loader = data_loader(MicroBatches(maker, plan, share), items, workers, persistent=cfg.data.persistent_workers)
+    return Steps(loader, share.accumulation)
+
+
+def check_sizes(plan: EpochPlan, features: FeatureSpec) -> None:
+    """Refuse buckets that the model cannot take. Raises DataFault."""
+    multiple = features.size_multiple
+    odd = [str(rows.bucket) for rows in plan.buckets if rows.bucket.height % multiple or rows.bucket.width % multiple]
+    if odd:
+        raise DataFault(
+            f"the model takes sizes that are multiples of {multiple}, the data makes {', '.join(odd[:6])}: "
+            f"choose --resolution and --bucket_reso_steps accordingly"
+        )
+
+
+def data_loader(dataset: Dataset[Any], items: range, workers: int, *, persistent: bool = False) -> DataLoader[Any]:
+    """Make a loader over items in their order, that neither reads nor moves the process's random state."""
+    more: dict[str, Any] = {}
+    if workers:
+        more = {"prefetch_factor": _PREFETCH, "persistent_workers": persistent, "worker_init_fn": _start_worker}
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=items,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # else the loader seeds its workers from the global generator, and moves it
+        **more,
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _start_worker(_: int) -> None:
+    """Leave signals to the parent: it finishes its step and saves, for which it needs this worker."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def items_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Iterate over a loader's items; raise the fault that a worker handed on, and name a worker's death."""
+    iterator = iter(loader)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise TrainingFault(
+                f"{error}. A process that loads data was killed, most often for memory: "
+                f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
+            ) from error
+        if isinstance(item, DataFault):
+            raise item
+        yield item
+
+
+def num_workers(wanted: int, local_size: int | None = None) -> int:
+    """Return the number of loader processes: as many as wanted, at most one a processor that this process has."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = local_size or Launch.from_environment().local_size
+    most = max(1, processors // ranks)
+    if wanted > most:
+        _say_capped(wanted, most, processors, ranks)
+    return min(wanted, most)
+
+
+@functools.cache
+def _say_capped(wanted: int, most: int, processors: int, ranks: int) -> None:
+    log.info(
+        "%d loader process%s a rank instead of %d (--max_data_loader_n_workers): %d processors for %d rank%s here",
+        most,
+        "es"[: 2 * (most > 1)],
+        wanted,
+        processors,
+        ranks,
+        "s"[: ranks > 1],
+    )

@@ -1,0 +1,214 @@
+"""Preparing the data: index and planning tables, made by one process a machine, opened by all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import DataFault, Reject
+from difftrain.data.buckets import BucketTable
+from difftrain.data.index import Index
+from difftrain.data.indexing import build_index
+from difftrain.data.plan import EpochPlan
+from difftrain.data.table_build import Split, build_tables
+from difftrain.data.tables import VERSION, BucketRows, Layout, Tables
+
+Say = Callable[[str], object]
+NO_BUCKET = "no bucket"
+
+
+@dataclass(frozen=True)
+class Data:
+    """A prepared data set. Picklable."""
+
+    index: Index
+    tables: Tables
+    buckets: BucketTable
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Return how many items are not trained on, by kind of reason."""
+        unplaced = {NO_BUCKET: self.tables.unplaced} if self.tables.unplaced else {}
+        return self.index.summary.reasons | unplaced
+
+    def rejects(self) -> Iterator[Reject]:
+        """Iterate over what is not trained on and why: what the index refused, and what fits no bucket."""
+        yield from self.index.rejects()
+        ids, _ = self.tables.take(np.arange(self.tables.count - self.tables.unplaced, self.tables.count))
+        for record in map(self.index.record, ids):
+            height, width = record.size_hw
+            steps = self.buckets.steps
+            yield Reject(
+                self.index.path(record),
+                f"{NO_BUCKET}: {width} x {height} px, a side must have {steps} without enlarging",
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Return what reports say of the data set, as JSON."""
+        return {
+            "names": sorted({source.label for source in self.index.sources}),
+            "records": self.index.count,
+            "fingerprint": self.index.fingerprint,
+            "rejected": self.index.summary.rejected + self.tables.unplaced,
+            "rejected_by_reason": self.reasons,
+            "duplicates": self.index.duplicates,
+            "draws_per_epoch": sum(rows.uses for rows in self.tables.training),
+            "held_out": sum(rows.records for rows in self.tables.validation),
+            "buckets": {str(rows.bucket): rows.uses for rows in self.tables.training},
+        }
+
+
+def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
+    """Bring index and planning tables up to date; return the folder that `open_data` takes. One process a machine.
+
+    Raises: ConfigFault; DataFault where nothing is left to train on, or too much is rejected; TrainingFault where the
+    cache folder can't be written.
+    """
+    index = Index(Path(build_index(cfg.data, cfg.captions, index_folder(cfg), log=log).folder))
+    started = time.perf_counter()
+    built = make_tables(cfg, index)
+    took = time.perf_counter() - started
+    for line in lines(cfg, Data(index, Tables(tables_folder(cfg, index), index.folder), _buckets(cfg))):
+        log(line)
+    if built and took > 1:
+        log(f"planning tables made in {took:.1f} s, kept in {index.folder}")
+    return index.folder
+
+
+def open_data(cfg: TrainConfig, folder: Path) -> Data:
+    """Open what `prepare` has made, in constant time."""
+    index = Index(Path(folder))
+    return Data(index, Tables(tables_folder(cfg, index), index.folder), _buckets(cfg))
+
+
+def make_plan(data: Data, cfg: TrainConfig, global_batch: int) -> EpochPlan:
+    """Make the plan that a configuration asks for. The seed must be settled."""
+    assert cfg.training.seed is not None
+    return EpochPlan(
+        data.tables,
+        cfg.training.seed,
+        global_batch,
+        cfg.data.tar_order,
+        streams=cfg.data.tar_streams,
+        window=cfg.data.tar_window,
+    )
+
+
+def index_folder(cfg: TrainConfig) -> Path:
+    """Return where the index of these sources lives: one place for every combination of folders and reading settings."""
+    if cfg.data.cache_dir:
+        cache = Path(cfg.data.cache_dir).expanduser()
+    elif sys.platform == "darwin":
+        cache = Path.home() / "Library" / "Caches" / "difftrain"
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftrain"
+    reading = {
+        "dirs": [os.path.realpath(Path(folder).expanduser()) for folder in cfg.data.dirs],
+        "repeats": cfg.data.repeats,
+        "columns": [cfg.data.image_column, cfg.data.caption_column],
+        "captions": [cfg.captions.extension, cfg.captions.allow_empty],
+    }
+    return cache / "index" / _short_hash(reading)
+
+
+def make_tables(cfg: TrainConfig, index: Index) -> bool:
+    """Build the planning tables of an index where they are missing; return whether they were."""
+    folder = tables_folder(cfg, index)
+    if (folder / "header.json").is_file():
+        return False
+    columns = index.columns()
+    buckets, ordinals = _buckets(cfg).select_many(np.asarray(columns.width), np.asarray(columns.height))
+    repeats = [source.repeats for source in index.sources]
+    split = Split(cfg.validation.split, validation_seed(cfg))
+    build_tables(folder, columns, buckets, ordinals, repeats, split=split, layout=_layout(cfg), fingerprint=folder.name)
+    return True
+
+
+def tables_folder(cfg: TrainConfig, index: Index) -> Path:
+    """Return where the tables of an index lie: inside it, named by all else that decides them."""
+    data = cfg.data
+    sized = [data.resolution, data.enable_bucket]
+    if data.enable_bucket:
+        sized += [data.min_bucket_reso, data.max_bucket_reso, data.bucket_reso_steps, data.bucket_no_upscale]
+    held_out = [cfg.validation.split, validation_seed(cfg)] if cfg.validation.split else []
+    parts = [VERSION, index.fingerprint, [source.repeats for source in index.sources], sized, held_out, _layout(cfg)]
+    return index.folder / f"tables-{_short_hash(parts)}"
+
+
+def validation_seed(cfg: TrainConfig) -> int:
+    """Return the seed of the split and of validation's draws: its own, else that of training."""
+    return next((seed for seed in (cfg.validation.seed, cfg.training.seed) if seed is not None), 0)
+
+
+def _layout(cfg: TrainConfig) -> Layout:
+    return "shard" if cfg.data.tar_order == "sequential" else "key"
+
+
+def _buckets(cfg: TrainConfig) -> BucketTable:
+    return BucketTable.of(cfg.data)
+
+
+def _short_hash(parts: Any) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+
+
+def lines(cfg: TrainConfig, data: Data) -> list[str]:
+    """Say what there is to train on: records, repeats, buckets, what is held out.
+
+    Raises: DataFault where that is nothing, or too little.
+    """
+    _refuse(cfg, data)
+    training, held = data.tables.training, data.tables.validation
+    records, uses = sum(rows.records for rows in training), sum(rows.uses for rows in training)
+    said = [f"data: {note}" for note in data.buckets.notes]
+    if data.tables.unplaced:
+        said.append(f"data: rejected, {NO_BUCKET}: {data.tables.unplaced:,}")
+    said.append(f"data: {records:,} records to train on, {uses:,} draws an epoch with repeats")
+    if held:
+        said.append(f"data: {sum(rows.records for rows in held):,} records held out for validation")
+    if cfg.data.tar_order == "sequential":
+        said.append(
+            f"data: shards are read in sequence: {data.tables.shards} in all, windows of {cfg.data.tar_window}, up to "
+            f"{cfg.data.tar_streams} streams; a folder of plain files counts as one shard"
+        )
+    return said + _bucket_lines(training)
+
+
+def _refuse(cfg: TrainConfig, data: Data) -> None:
+    tables, share = data.tables, cfg.validation.split
+    rejected = data.index.summary.rejected + tables.unplaced
+    limit, items = cfg.data.max_rejected_share, data.index.summary.rejected + tables.count
+    if tables.unplaced and (tables.unplaced == tables.count or rejected > limit * items):
+        some = next(reject for reject in data.rejects() if reject.reason.startswith(NO_BUCKET))
+        raise DataFault(
+            f"{rejected:,} of {items:,} items are rejected (--max_rejected_share={limit:g}), {tables.unplaced:,} of them "
+            f"because they fit no bucket, such as {some.path} ({some.reason}): "
+            "choose smaller --bucket_reso_steps, or leave out --bucket_no_upscale"
+        )
+    placed = tables.count - tables.unplaced
+    if not tables.training:
+        raise DataFault(f"--validation_split={share} holds out all {placed} records: nothing is left to train on")
+    if share and not tables.validation:
+        raise DataFault(
+            f"--validation_split={share} holds out none of {placed} records with seed {validation_seed(cfg)}: a record "
+            "is chosen by the hash of its name, whatever else there is; give a larger share or another --validation_seed"
+        )
+
+
+def _bucket_lines(training: tuple[BucketRows, ...], most: int = 40) -> list[str]:
+    """Give the draws of every bucket, and of the small ones together where there are very many."""
+    ordered = sorted(training, key=lambda rows: (-rows.uses, rows.bucket))
+    said = [f"bucket {rows.bucket}: {rows.uses:,}" for rows in ordered[:most]]
+    if len(ordered) > most:
+        said.append(f"and {len(ordered) - most} smaller buckets: {sum(rows.uses for rows in ordered[most:]):,}")
+    return said

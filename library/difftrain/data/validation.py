@@ -1,0 +1,107 @@
+"""Validation batches: every held-out record once, with the same draws at every step, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import Batch, Bucket, Draw, FeatureSpec, Reject, Tokenize
+from difftrain.data.loader import Share, data_loader, items_of, num_workers
+from difftrain.data.prepare import Data, validation_seed
+from difftrain.data.samples import SampleMaker
+from difftrain.data.tables import Tables
+from difftrain.diffusion.permutation import Permutation
+
+log = logging.getLogger("difftrain")
+
+
+class Chunks:
+    """The held-out records of each bucket, cut into chunks of at most one global batch; chunks in keyed order.
+
+    max_steps keeps the first so many chunks: the same records on any number of ranks with the same global batch.
+    """
+
+    def __init__(self, tables: Tables, seed: int, global_batch: int, max_steps: int | None) -> None:
+        self._tables, self._global_batch = tables, global_batch
+        counts = [-(-rows.records // global_batch) for rows in tables.validation]
+        self._ends = np.cumsum(counts)
+        total = sum(counts)
+        self._order = Permutation(total, seed, "validation chunks") if total else None
+        self._length = min(total, max_steps or total)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self, n: int) -> tuple[Bucket, np.ndarray]:
+        """Return bucket and table rows of chunk n."""
+        assert self._order is not None
+        slot = self._order(n)
+        which = int(np.searchsorted(self._ends, slot, side="right"))
+        held = self._tables.validation[which]
+        start = (slot - int(self._ends[which - 1] if which else 0)) * self._global_batch
+        stop = min(start + self._global_batch, held.records)
+        return held.bucket, np.arange(held.first + start, held.first + stop)
+
+
+class HeldOut(Dataset[Any]):
+    """Item n is micro batch n % accumulation of chunk n // accumulation; where nothing is left of it, its rejects."""
+
+    def __init__(self, maker: SampleMaker, tables: Tables, chunks: Chunks, share: Share) -> None:
+        self._maker, self._tables, self._chunks, self._share = maker, tables, chunks, share
+
+    def __getitem__(self, n: int) -> Batch | list[Reject]:
+        chunk, micro = divmod(n, self._share.accumulation)
+        bucket, rows = self._chunks.rows(chunk)
+        ids, keys = self._tables.take(rows[self._share.part(micro)])
+        draws = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
+        samples, kept, rejects = self._maker.samples(bucket, draws, 0, spare=None)
+        return self._maker.collate(bucket, samples, kept, rejects) if samples else rejects
+
+
+class ValidationBatches:
+    """Iterate over this rank's part, as often as wanted. Ranks may have different numbers of batches, or none."""
+
+    def __init__(self, dataset: HeldOut, chunks: Chunks, accumulation: int, workers: int) -> None:
+        self._dataset, self._chunks, self._items = dataset, chunks, range(len(chunks) * accumulation)
+        self._workers = min(workers, len(self._items))
+
+    @property
+    def records(self) -> int:
+        """Return how many records all ranks look at together, as long as all can still be read."""
+        return sum(len(self._chunks.rows(n)[1]) for n in range(len(self._chunks)))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for item in items_of(data_loader(self._dataset, self._items, self._workers)):
+            batch = item if isinstance(item, Batch) else None
+            for reject in batch.rejects if batch else item:
+                log.warning("left out of the validation: %s: %s", reject.path, reject.reason)
+            if batch is not None:
+                yield batch
+
+
+def validation_batches(
+    data: Data,
+    tokenize: Tokenize,
+    features: FeatureSpec,
+    cfg: TrainConfig,
+    dp_rank: int,
+    dp_size: int,
+    *,
+    local_size: int | None = None,
+) -> ValidationBatches:
+    """Return this rank's part of the held-out records: occurrence 0, no flip, centre crop, the caption as it stands."""
+    share = Share(dp_rank, dp_size, cfg.training.batch_size, cfg.training.accumulation)
+    seed = validation_seed(cfg)
+    plain = cfg.data.model_copy(update={"flip": False, "random_crop": False})
+    told = cfg.captions.model_copy(
+        update={"shuffle": False, "dropout_rate": 0.0, "dropout_every_n_epochs": 0, "tag_dropout_rate": 0.0}
+    )
+    maker = SampleMaker(data.index, data.buckets, plain, told, features, tokenize, seed)
+    chunks = Chunks(data.tables, seed, share.global_batch, cfg.validation.max_steps)
+    dataset = HeldOut(maker, data.tables, chunks, share)
+    return ValidationBatches(dataset, chunks, share.accumulation, num_workers(cfg.data.workers, local_size))
