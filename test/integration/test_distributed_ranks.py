@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -23,30 +24,70 @@ def _open(timeout_min: float = 1.0):
     return Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min)
 
 
-def agreement() -> None:
-    import torch
-
+def healthy() -> None:
+    """Everything that needs no rank to fail, in one launch."""
     with _open() as ranks:
-        total = ranks.sum_(torch.tensor([float(ranks.rank + 1), 2.0]))
-        seen = {
-            "agree": ranks.agree(10 * ranks.rank),
-            "any_one": ranks.any(ranks.rank == 1),
-            "any_none": ranks.any(False),
-            "broadcast": ranks.broadcast({"from": ranks.rank}),
-            "gather": ranks.gather(chr(ord("a") + ranks.rank)),
-            "sum": total.tolist(),
-            "logger": ranks.is_logger,
-            "leads": ranks.leads_node,
-            "place": [ranks.rank, ranks.size, ranks.local_rank, ranks.local_size],
-        }
-        ranks.barrier()
+        seen = {"agreement": _agreement(ranks), "sharding": _sharding(ranks)}
     print(json.dumps(seen))
 
 
-def test_three_ranks_agree_and_sum() -> None:
-    ended = run_ranks(3, f"{HERE}::agreement")
-    for rank, seen in enumerate(json.loads(e.out.splitlines()[-1]) for e in ended):
-        assert seen == {
+def _agreement(ranks: Any) -> dict[str, Any]:
+    import torch
+
+    total = ranks.sum_(torch.tensor([float(ranks.rank + 1), 2.0]))
+    seen = {
+        "agree": ranks.agree(10 * ranks.rank),
+        "any_one": ranks.any(ranks.rank == 1),
+        "any_none": ranks.any(False),
+        "broadcast": ranks.broadcast({"from": ranks.rank}),
+        "gather": ranks.gather(chr(ord("a") + ranks.rank)),
+        "sum": total.tolist(),
+        "logger": ranks.is_logger,
+        "leads": ranks.leads_node,
+        "place": [ranks.rank, ranks.size, ranks.local_rank, ranks.local_size],
+    }
+    ranks.barrier()
+    return seen
+
+
+def _sharding(ranks: Any) -> dict[str, Any]:
+    """Train the same weights whole and with the state sharded; say how far they part and how much state is here."""
+    import torch
+
+    from difftrain.config.sections import OptimizerSection
+    from difftrain.contracts import Group
+    from difftrain.optim import inner, make_optimizer, make_schedule
+
+    ended = {}
+    for kind in ("AdamW", "oss"):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(n)) for n in (50, 30, 20, 10)]
+        groups = [
+            Group("unet", [(f"w{i}", weights[i]) for i in (0, 1)], 1e-2),
+            Group("te1", [(f"w{i}", weights[i]) for i in (2, 3)], 1e-3),
+        ]
+        section = OptimizerSection(type=kind, learning_rate=1e-2, args=("weight_decay=0.1",), scheduler="cosine")
+        optimizer = make_optimizer(section, groups, dp_size=ranks.size)
+        schedule = make_schedule(section, optimizer, 6)
+        for step in range(6):
+            for i, weight in enumerate(weights):
+                weight.grad = torch.sin(weight.detach() * (step + 1 + i))
+            optimizer.step()
+            schedule.step()
+        state = inner(optimizer).state
+        ended[kind] = (torch.cat([w.detach() for w in weights]), sum(s["exp_avg"].numel() for s in state.values()))
+    apart = (ended["AdamW"][0] - ended["oss"][0]).abs().max().item()
+    return {"apart": apart, "whole": ended["AdamW"][1], "shard": ended["oss"][1]}
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> list[dict[str, Any]]:
+    return [json.loads(e.out.splitlines()[-1]) for e in run_ranks(3, f"{HERE}::healthy")]
+
+
+def test_three_ranks_agree_and_sum(three_ranks: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(three_ranks):
+        assert seen["agreement"] == {
             "agree": 20,
             "any_one": True,
             "any_none": False,
@@ -57,6 +98,12 @@ def test_three_ranks_agree_and_sum() -> None:
             "leads": rank == 0,
             "place": [rank, 3, rank, 3],
         }
+
+
+def test_oss_shards_the_state_and_trains_the_same(three_ranks: list[dict[str, Any]]) -> None:
+    seen = [rank["sharding"] for rank in three_ranks]
+    assert all(s["apart"] == 0.0 and s["whole"] == 110 for s in seen), seen
+    assert sum(s["shard"] for s in seen) == 110 and all(s["shard"] < 110 for s in seen), seen
 
 
 def one_dies(how: str) -> None:
@@ -115,40 +162,3 @@ def test_ranks_that_do_not_meet_say_where() -> None:
     )
     assert ended[0].code == 1
     assert "TrainingFault: rank 0: 2 ranks at 127.0.0.1:" in ended[0].err
-
-
-def sharded_optimizer() -> None:
-    """Train the same weights whole and with the state sharded; print how far they part and how much state is here."""
-    import torch
-
-    from difftrain.config.sections import OptimizerSection
-    from difftrain.contracts import Group
-    from difftrain.optim import inner, make_optimizer, make_schedule
-
-    with _open() as ranks:
-        ended = {}
-        for kind in ("AdamW", "oss"):
-            torch.manual_seed(0)
-            weights = [torch.nn.Parameter(torch.randn(n)) for n in (50, 30, 20, 10)]
-            groups = [
-                Group("unet", [(f"w{i}", weights[i]) for i in (0, 1)], 1e-2),
-                Group("te1", [(f"w{i}", weights[i]) for i in (2, 3)], 1e-3),
-            ]
-            section = OptimizerSection(type=kind, learning_rate=1e-2, args=("weight_decay=0.1",), scheduler="cosine")
-            optimizer = make_optimizer(section, groups, dp_size=ranks.size)
-            schedule = make_schedule(section, optimizer, 6)
-            for step in range(6):
-                for i, weight in enumerate(weights):
-                    weight.grad = torch.sin(weight.detach() * (step + 1 + i))
-                optimizer.step()
-                schedule.step()
-            state = inner(optimizer).state
-            ended[kind] = (torch.cat([w.detach() for w in weights]), sum(s["exp_avg"].numel() for s in state.values()))
-        apart = (ended["AdamW"][0] - ended["oss"][0]).abs().max().item()
-        print(json.dumps({"apart": apart, "whole": ended["AdamW"][1], "shard": ended["oss"][1]}))
-
-
-def test_oss_shards_the_state_and_trains_the_same() -> None:
-    seen = [json.loads(e.out.splitlines()[-1]) for e in run_ranks(2, f"{HERE}::sharded_optimizer")]
-    assert all(s["apart"] == 0.0 and s["whole"] == 110 for s in seen), seen
-    assert sum(s["shard"] for s in seen) == 110 and all(s["shard"] < 110 for s in seen), seen

@@ -112,6 +112,9 @@ def test_the_table_does_not_hang_on_the_last_bits_of_the_mathematics_library(mon
 def test_keys_are_unambiguous() -> None:
     parts = [("ab", "c"), ("a", "bc"), ("abc",), (b"abc",), (1, 2), (12,), ("1", 2), (1, "2"), ("",), (b"",), ()]
     assert len({key_of(*p) for p in parts}) == len(parts)
+    assert key_of(np.int64(3)) == key_of(3)
+    with pytest.raises(TypeError):
+        key_of(0.5)  # type: ignore[arg-type]
     assert key_of("x", size=8) != key_of("x", size=16)[:8]
     seeds = {module_seed(s, t, m, r) for s in range(3) for t in range(3) for m in range(3) for r in range(3)}
     assert len(seeds) == 81 and all(0 <= seed < 2**63 for seed in seeds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 
 # Part of every key. Raise it when any mapping from key to value changes: runs of different versions never mix.
 STREAM_VERSION = 1
@@ -17,7 +18,7 @@ def _encode(part: bytes | str | int) -> bytes:
     elif isinstance(part, str):
         tag, body = b"s", part.encode()
     else:
-        tag, body = b"i", b"%d" % int(part)
+        tag, body = b"i", b"%d" % operator.index(part)
     return b"%s%d:%s" % (tag, len(body), body)
 
 

@@ -132,12 +132,15 @@ class Ranks:
             self.abort()
 
     def abort(self) -> None:
-        """Leave without waiting: the sockets close, and ranks that wait for this one fail at once."""
+        """Leave without waiting: the control group's sockets close, and ranks that wait for this one fail at once.
+
+        An accelerator's group is left to the end of the process: freeing it may wait for the very ranks that are lost.
+        """
         if self.control is None:
             return
-        self.control = None
+        control, self.control = self.control, None
         with contextlib.suppress(Exception):  # the first error is the one to be seen
-            dist.destroy_process_group()
+            dist.destroy_process_group(None if dist.get_backend() == "gloo" else control)
 
 
 @contextlib.contextmanager

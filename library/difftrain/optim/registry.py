@@ -62,6 +62,9 @@ def _table(group: Group) -> dict[str, Any]:
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that holds this rank's state and does the update: itself, or what a sharding one wraps."""
+    """Return the optimizer that holds this rank's state and does the update: itself, or what a sharding one wraps.
+
+    found_inf and grad_scale belong on this one.
+    """
     wrapped = getattr(optimizer, "optim", None)
     return wrapped if isinstance(wrapped, torch.optim.Optimizer) else optimizer

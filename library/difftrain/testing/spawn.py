@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -72,15 +73,15 @@ def run_ranks(
     command = [sys.executable, "-c", _CALL, path, function] if function else [sys.executable, path]
     command += [str(arg) for arg in args]
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, contextlib.ExitStack() as stack:
         logs = [
-            (Path(folder, f"{rank}.out").open("w+b"), Path(folder, f"{rank}.err").open("w+b")) for rank in range(size)
+            (
+                stack.enter_context(Path(folder, f"{rank}.out").open("w+b")),
+                stack.enter_context(Path(folder, f"{rank}.err").open("w+b")),
+            )
+            for rank in range(size)
         ]
-        try:
-            ended = _run(command, size, port, timeout_s, env, logs)
-        finally:
-            for log in (log for pair in logs for log in pair):
-                log.close()
+        ended = _run(command, size, port, timeout_s, env, logs)
     wrong = [e for e in ended if e.code is None or (check and e.code != 0)]
     if wrong:
         told = "\n".join(
