@@ -70,10 +70,10 @@ def test_files_of_the_contract_line(straight: Path) -> None:
         assert (straight / name).exists(), name
     lines = metrics(straight)
     assert [line["step"] for line in lines] == list(range(1, 13))
-    assert all(LINE_KEYS <= line.keys() for line in lines)
+    assert all(line.keys() >= LINE_KEYS for line in lines)
     assert [line["samples_seen"] for line in lines] == [2 * step for step in range(1, 13)]
     report = json.loads((straight / "report.json").read_text())
-    assert REPORT_KEYS <= report.keys()
+    assert report.keys() >= REPORT_KEYS
     assert report["steps"] == 12 and report["world_size"] == 1 and report["global_batch"] == 2
     assert not (straight / "rejected.jsonl").exists()
 
@@ -86,7 +86,8 @@ def test_console_lines_can_be_grepped(straight: Path) -> None:
 
 
 def test_weights_were_trained(straight: Path, door: Door, tmp_path: Path) -> None:
-    door.run(door.flags(tmp_path / "out", "--learning_rate=0", steps=1))
+    # A rate below the last bit of every weight: what is exported is what was there at the start.
+    door.run(door.flags(tmp_path / "out", "--learning_rate=1e-30", steps=1))
     trained, start = weights(straight), weights(tmp_path / "out")
     unet = [key for key in start if key.startswith("model.diffusion_model.")]
     moved = sum(not torch.equal(trained[key], start[key]) for key in unet)
