@@ -143,6 +143,14 @@ def test_a_tracker_that_is_not_installed_is_named(line: dict[str, str], monkeypa
     assert len(found) == 2 and "wandb" in found[0] and "tensorboard" in found[1]
 
 
+def test_a_sampler_whose_package_is_not_installed(
+    line: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules_paths, "find_spec", lambda package: None)
+    found = faults(words(line, f"--sample_prompts={tmp_path / 'prompts.txt'} --sample_at_first --sample_sampler=lms"))
+    assert len(found) == 1 and "scipy" in found[0]
+
+
 def test_an_output_folder_that_cannot_be_written_to(line: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_paths.os, "access", lambda path, mode: False)  # root may write anywhere
     assert "can't be written to" in faults(words(line))[0]
@@ -174,6 +182,9 @@ def test_names_are_those_that_the_rooms_build() -> None:
 
     assert set(names.OPTIMIZERS) == set(REGISTRY)
     assert set(names.SCHEDULERS) == set(SCHEDULES)
+    from difftrain.sampling import SAMPLERS
+
+    assert set(names.SAMPLERS) == set(SAMPLERS)
     assert not set(names.OPTIMIZERS_LATER) & set(names.OPTIMIZERS)
 
 

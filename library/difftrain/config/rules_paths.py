@@ -70,6 +70,9 @@ def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("sample.prompts",), f"prompts as {Path(given).suffix} are not built yet", remedy)
     elif not Path(given).is_file():
         yield Finding(("sample.prompts",), f"no such file: {given!r}", "give a text file, a prompt a line")
+    if cfg.sample.sampler in ("lms", "k_lms") and find_spec("scipy") is None:
+        what = f"{cfg.sample.sampler!r} needs the package scipy, which is not installed"
+        yield Finding(("sample.sampler",), what, "pip install scipy, or another sampler")
 
 
 def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

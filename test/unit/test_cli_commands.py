@@ -1,0 +1,183 @@
+"""The difftrain command: quick where it can be, every fault at once, and exports that replace nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from difftrain.cli import COMMANDS, LATER, doctor, export, main
+from difftrain.config.sections import TrainConfig
+
+LIBRARY = Path(__file__).parents[2] / "library"
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    read = capsys.readouterr()
+    return read.out + read.err
+
+
+def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2 and main(["--help"]) == 0
+    text = said(capsys)
+    assert all(name in text for name in (*COMMANDS, *LATER))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip().count(".") == 2
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_commands_that_are_not_built_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--x"]) == 2
+    assert f"difftrain {name}: is not built yet" in said(capsys)
+
+
+def test_a_misspelt_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exprot"]) == 2
+    assert "did you mean export?" in said(capsys)
+
+
+def test_the_schema_is_that_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == TrainConfig.model_json_schema()
+    assert main(["schema", "x", "--y"]) == 2
+    assert "'x'" in (text := said(capsys)) and "'--y'" in text
+
+
+@pytest.mark.parametrize("words", [["--help"], ["schema"], ["export", "--help"], ["export", "--sed=1"], ["report"]])
+def test_quick_commands_import_no_torch(words: list[str], tmp_path: Path) -> None:
+    probe = "import sys, atexit; from difftrain.cli import main; atexit.register(lambda: print('TORCH', 'torch' in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{probe}\nsys.exit(main(sys.argv[1:]))", *words],
+        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(LIBRARY)},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "TORCH False", done.stdout + done.stderr
+
+
+def test_report_of_a_folder_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert str(tmp_path) in said(capsys)
+
+
+def test_export_writes_what_the_layout_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [
+        "export",
+        "--family=sdxl",
+        "--init_from_config=tiny",
+        "--save_model_as=safetensors",
+        "--save_precision=fp16",
+    ]
+    for output in ("a", "b.safetensors"):
+        assert main([*line, f"--output={tmp_path / output}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        names = set(file.keys())
+        assert "model.diffusion_model.input_blocks.0.0.weight" in names
+        assert {file.get_slice(name).get_dtype() for name in names} <= {"F16", "I64"}
+
+
+def test_export_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    line = ["export", "--init_from_config=tiny", "--save_precision=fp16"]
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert main([*line, f"--seed={seed}", f"--output={tmp_path / name}"]) == 0
+    a, b, c = ((tmp_path / f"{name}.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_export_converts(tmp_path: Path) -> None:
+    assert main(["export", "--init_from_config=tiny", f"--output={tmp_path / 'one'}"]) == 0
+    source = f"--pretrained_model_name_or_path={tmp_path / 'one.safetensors'}"
+    assert main(["export", source, "--save_model_as=diffusers_safetensors", f"--output={tmp_path / 'two'}"]) == 0
+    source = f"--pretrained_model_name_or_path={tmp_path / 'two'}"
+    assert main(["export", source, "--save_model_as=safetensors", f"--output={tmp_path / 'three'}"]) == 0
+    with safe_open(tmp_path / "one.safetensors", "pt") as one, safe_open(tmp_path / "three.safetensors", "pt") as three:
+        assert set(one.keys()) == set(three.keys())
+        for name in one.keys():  # noqa: SIM118 - the file is no mapping
+            assert one.get_tensor(name).equal(three.get_tensor(name)), name
+
+
+def test_all_faults_of_an_export_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--famly=sdxl", "--save_precision=fp17", "--train_batch_size=2", "--vae=nowhere", "--family=sd9"]
+    assert main(["export", *line]) == 2
+    text = said(capsys)
+    for flag in (
+        "--output",
+        "--famly",
+        "--save_precision",
+        "--train_batch_size",
+        "--vae",
+        "--family",
+        "--pretrained_model",
+    ):
+        assert flag in text
+    assert "7 faults" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "says"),
+    [
+        ("safetensors", "file", ""),  # file.safetensors is another name
+        ("safetensors", "folder.safetensors", "is a folder"),
+        ("ckpt", "x.safetensors", "is named as safetensors"),
+        ("diffusers", "folder", "is not replaced"),
+        ("diffusers", "file", "is not replaced"),
+        ("diffusers", "model", ""),
+        ("diffusers", "empty", ""),
+        ("diffusers_safetensors", "new", ""),
+    ],
+)
+def test_export_replaces_nothing_that_is_no_export(tmp_path: Path, layout: str, name: str, says: str) -> None:
+    for folder in ("folder", "folder.safetensors", "model", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("too")
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    line = ["--init_from_config=tiny", f"--save_model_as={layout}", f"--output={tmp_path / name}"]
+    if not says:
+        assert export.read(line).bare["output"] == str(tmp_path / name)
+        return
+    with pytest.raises(export.ConfigFault, match=says):
+        export.read(line)
+
+
+def test_the_layouts_are_the_familys() -> None:
+    from difftrain.config.validate import choices_of
+    from difftrain.models.sdxl.export import SUFFIXES
+
+    assert SUFFIXES == export.SUFFIXES
+    assert set(choices_of("save.model_as")) == set(SUFFIXES)
+
+
+def test_the_doctor_checks_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "speed", lambda device: ("-", "matmul is not measured in a test"))
+    assert main(["doctor"]) == 0
+    text = said(capsys)
+    assert "ready to train" in text and "WRONG" not in text
+    assert "attention against its formula" in text and "training would take" in text
+
+
+def test_the_doctor_names_what_is_missing_or_old(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"torch": None, "numpy": "1.20", "torchvision": "0.1"}
+    monkeypatch.setattr(doctor, "installed", lambda name: found.get(name, "999.0"))
+    assert main(["doctor"]) == 1
+    text = said(capsys)
+    assert "torch is not installed" in text and "numpy 1.20 is older than 1.26" in text
+    assert "torchvision 0.1 is installed" in text and "2 things to mend" in text
+
+
+def test_a_check_that_fails_is_a_verdict_not_a_crash() -> None:
+    def broken(device: object) -> tuple[str, str]:
+        raise RuntimeError("the card is gone")
+
+    assert list(doctor._told(broken, None)) == [("WRONG", "broken: RuntimeError: the card is gone")]  # type: ignore[arg-type]
