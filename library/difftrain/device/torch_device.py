@@ -142,6 +142,7 @@ class Device:
             "reason": self.reason,
             "name": self._name(),
             "torch": torch.__version__,
+            "torch_commit": (torch.version.git_version or "")[:12],
             "threads": torch.get_num_threads(),
             "host": host.describe(),
         }

@@ -36,7 +36,8 @@ def tables(device: torch.device | str = "cpu") -> Tables:
     betas = np.linspace(BETA_START**0.5, BETA_END**0.5, STEPS) ** 2
     kept = np.cumprod(1.0 - betas)
     exact = (kept, np.sqrt(kept), np.sqrt(1.0 - kept), kept / (1.0 - kept))
-    return Tables(*(torch.from_numpy(column.astype(np.float32)).to(device) for column in exact))
+    with torch.inference_mode(False):  # kept for ever, and training may be the second to ask
+        return Tables(*(torch.from_numpy(column.astype(np.float32)).to(device) for column in exact))
 
 
 def alphas_cumprod() -> Tensor:

@@ -1,0 +1,27 @@
+"""What is wrong with an optimizer section, found before any device is touched."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from difftrain.config.sections import OptimizerSection
+from difftrain.contracts import ConfigFault, Fault, Group
+from difftrain.optim.registry import make_optimizer
+from difftrain.optim.schedule import make_schedule
+
+
+def faults(section: OptimizerSection, total_steps: int = 1000) -> list[Fault]:
+    """Return every fault of the optimizer's and the schedule's names and arguments, by making both for one number."""
+    group = Group("probe", [("probe", torch.nn.Parameter(torch.zeros(1)))], section.learning_rate)
+    found: list[Fault] = []
+    optimizer: Optimizer = torch.optim.SGD([group.named_params[0][1]], lr=section.learning_rate)
+    try:
+        optimizer = make_optimizer(section, [group])
+    except ConfigFault as fault:
+        found += fault.faults
+    try:
+        make_schedule(section, optimizer, total_steps)
+    except ConfigFault as fault:
+        found += fault.faults
+    return found
