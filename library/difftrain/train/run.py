@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -100,6 +101,8 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
     check_same(start, facts["identity"])
     facts["attention"] = attend(cfg, device, parts)
+    facts["started_at"] = time.time()
+    facts["session_id"] = str(secrets.randbits(32))  # kohya's: another one for every start
     engine.build(
         family,
         parts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from difftrain import checkpoint
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Fault, RunFacts
 from difftrain.train.progress import Progress
 from difftrain.train.state import Run
 
@@ -129,9 +130,23 @@ class Saving:
             save.model_as or "safetensors",
             run.out / name,
             dtype=dtype,
-            metadata=None,
+            metadata={} if save.no_metadata else run.family.metadata(name, time.time(), facts_of(run)),
         )
         log.info("export %s", path.name)
+
+
+def facts_of(run: Run) -> RunFacts:
+    """Return what the header of an export says of this run."""
+    return RunFacts(
+        step=run.progress.step,
+        epoch=run.plan.locate(max(run.progress.step - 1, 0))[0] + 1,
+        total_steps=run.total_steps,
+        num_epochs=run.cfg.training.max_epochs or run.plan.locate(max(run.total_steps - 1, 0))[0] + 1,
+        global_batch=run.global_batch,
+        started_at=run.facts["started_at"],
+        session_id=run.facts["session_id"],
+        data=run.data.summary(),
+    )
 
 
 def load_counters(run: Run, folder: Path) -> None:
