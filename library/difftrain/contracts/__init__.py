@@ -2,7 +2,7 @@
 
 from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats
 from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
-from difftrain.contracts.family import DrawSpec, Family, Feature, FeatureSpec, Group, Inputs, Parts, Tokenize
+from difftrain.contracts.family import DrawSpec, Family, Feature, FeatureSpec, Group, Inputs, Parts, RunFacts, Tokenize
 from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Parts",
     "Record",
     "Reject",
+    "RunFacts",
     "Snapshot",
     "Stats",
     "Tokenize",

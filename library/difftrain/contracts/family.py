@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -93,6 +93,20 @@ class Group:
     weight_decay: float | None = None
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What only a run knows, for the header of its exports. data: the data set's summary, as reports have it."""
+
+    step: int
+    epoch: int
+    total_steps: int
+    num_epochs: int
+    global_batch: int
+    started_at: float  # Unix seconds
+    session_id: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Family(Protocol):
     """Own the maths of one model family. Made from the resolved configuration."""
 
@@ -119,6 +133,7 @@ class Family(Protocol):
         dtype: torch.dtype | None = None,
         metadata: dict[str, str] | None = None,
     ) -> Path: ...
+    def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]: ...
     def pipeline(self, parts: Parts) -> Any: ...  # a diffusers pipeline over the very modules of parts
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float: ...
 

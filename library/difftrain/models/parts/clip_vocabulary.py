@@ -78,8 +78,8 @@ class ClipVocabulary:
         ids = dict(model["vocab"])
         for token in content.get("added_tokens", []):
             ids.setdefault(token["content"], token["id"])
-        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-        return cls(_checked(ids, path), tuple(merges), pad)
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        return cls(_checked(ids, path), tuple((a, b) for a, b in pairs), pad)
 
     @property
     def bos_id(self) -> int:
@@ -127,7 +127,7 @@ class ClipVocabulary:
 
     def transformers_tokenizer(self) -> Any:
         """Return the CLIPTokenizer that a diffusers pipeline takes."""
-        from transformers import CLIPTokenizerFast
+        from transformers import CLIPTokenizerFast  # type: ignore[attr-defined]
 
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))

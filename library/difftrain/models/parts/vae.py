@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ def pixels_to_unit(pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def raw_latents(vae: torch.nn.Module, pixels: Tensor, draw: Tensor, *, fp32: bool, batch_size: int | None) -> Tensor:
+def raw_latents(vae: Any, pixels: Tensor, draw: Tensor, *, fp32: bool, batch_size: int | None) -> Tensor:
     """Sample the posterior with a host draw: mean + std * draw, in fp32.
 
     Shapes: pixels (B, 3, H, W) uint8, draw (B, C, H / f, W / f). fp32 turns autocast off around the VAE, whose
@@ -30,5 +30,5 @@ def raw_latents(vae: torch.nn.Module, pixels: Tensor, draw: Tensor, *, fp32: boo
     return mean + logvar.clamp(-30.0, 20.0).mul(0.5).exp() * draw
 
 
-def _moments(vae: torch.nn.Module, x: Tensor) -> Tensor:
+def _moments(vae: Any, x: Tensor) -> Tensor:
     return vae.encode(x).latent_dist.parameters

@@ -117,7 +117,7 @@ class _TorchWriter:
             del self._pieces[key]
         storage = value.untyped_storage() if value.storage_offset() == 0 else value.clone().untyped_storage()
         size = value.numel() * value.element_size()
-        self._file.write_record(f"data/{self._records[key]}", storage, size)
+        self._file.write_record(f"data/{self._records[key]}", storage, size)  # type: ignore[arg-type]
         self._missing[key] -= size
 
     def finish(self) -> None:
@@ -137,7 +137,14 @@ class _Later:
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], record: str) -> None:
         meta = torch.empty(shape, dtype=dtype, device="meta")
-        self._args = (_Storage(dtype, record, meta.numel()), 0, shape, meta.stride(), False, OrderedDict())
+        self._args: tuple[Any, ...] = (
+            _Storage(dtype, record, meta.numel()),
+            0,
+            shape,
+            meta.stride(),
+            False,
+            OrderedDict(),
+        )
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return torch._utils._rebuild_tensor_v2, self._args

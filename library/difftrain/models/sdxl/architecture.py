@@ -7,13 +7,10 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.contracts.family import DrawSpec, Feature, FeatureSpec
-
-if TYPE_CHECKING:
-    from torch import nn
 
 FLAVORS = ("base", "tiny", "demo")
 PARTS = ("unet", "vae", "text_encoder_1", "text_encoder_2")
@@ -79,7 +76,7 @@ class Architecture:
             size_multiple=self.size_multiple,
         )
 
-    def build(self, part: str) -> nn.Module:
+    def build(self, part: str) -> Any:
         """Build one part on the meta device: names and shapes, no memory."""
         import torch
 
@@ -87,7 +84,7 @@ class Architecture:
             return _construct(part, getattr(self, part))
 
 
-def _construct(part: str, config: dict[str, Any]) -> nn.Module:
+def _construct(part: str, config: dict[str, Any]) -> Any:
     if part == "unet":
         from diffusers import UNet2DConditionModel
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 PREFIXES = {
     "unet": "model.diffusion_model.",
@@ -101,7 +101,7 @@ def canonical(part: str, name: str) -> str:
     return name
 
 
-def original_places(part: str, module: nn.Module) -> dict[str, Place]:
+def original_places(part: str, module: Any) -> dict[str, Place]:
     """Map every tensor of a part's module to its place in the original layout."""
     prefix = PREFIXES[part]
     rule = _RULES[part](module)
@@ -112,7 +112,7 @@ def original_places(part: str, module: nn.Module) -> dict[str, Place]:
     return places
 
 
-def diffusers_places(part: str, module: nn.Module) -> dict[str, Place]:
+def diffusers_places(part: str, module: Any) -> dict[str, Place]:
     """Map every tensor of a part's module to its name in a diffusers folder."""
     return {name: Place(canonical(part, name)) for name in module.state_dict()}
 
@@ -120,7 +120,7 @@ def diffusers_places(part: str, module: nn.Module) -> dict[str, Place]:
 class _Unet:
     """Number diffusers' blocks as the original's flat lists of input and output blocks."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         config = module.config
         self.stride = config.layers_per_block + 1
         self.up_types = config.up_block_types
@@ -157,7 +157,7 @@ class _Unet:
 class _Vae:
     """Rename AutoencoderKL's blocks; the original numbers the decoder's from the picture inwards."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.num_blocks = len(module.config.block_out_channels)
 
     def __call__(self, name: str) -> Place:
@@ -193,7 +193,7 @@ def _open_clip(name: str) -> Place:
     return Place(f"{block}.{_renamed(inner, _OPEN_CLIP_LAYER)}")
 
 
-_RULES: dict[str, Callable[[nn.Module], Callable[[str], Place]]] = {
+_RULES: dict[str, Callable[[Any], Callable[[str], Place]]] = {
     "unet": _Unet,
     "vae": _Vae,
     "text_encoder_1": lambda _: Place,

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch, Bucket, FeatureSpec, Group, Inputs, Parts
+from difftrain.contracts import Batch, Bucket, FeatureSpec, Group, Inputs, Parts, RunFacts
 from difftrain.diffusion import ddpm
 from difftrain.models.parts.quiet import quiet_imports
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
 from difftrain.models.sdxl.load import learning_rates, load_parts
+from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
 from difftrain.models.sdxl.text import encode_first, encode_second
 from difftrain.models.sdxl.tokens import SDXLTokenize, vocabularies
@@ -62,7 +63,7 @@ class SDXLFamily:
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""
         found = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
-        unet = parts.root.unet
+        unet: Any = parts.root.unet
         blocks = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
         blocks += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
         return found + [(f"unet.{name}", unet.get_submodule(name)) for name in blocks]
@@ -83,7 +84,8 @@ class SDXLFamily:
 
     def latents(self, batch: Batch, parts: Parts) -> Tensor:
         """Sample the VAE's posterior with the draw "moments", scaled to the UNet's range."""
-        model, vae = self.cfg.model, parts.frozen["vae"]
+        model = self.cfg.model
+        vae: Any = parts.frozen["vae"]
         raw = raw_latents(
             vae, batch.features["pixels"], batch.draws["moments"], fp32=model.vae_fp32, batch_size=model.vae_batch_size
         )
@@ -173,3 +175,7 @@ class SDXLFamily:
         chunks = self.tokenizer(parts).num_chunks
         trained = frozenset(learning_rates(self.cfg))
         return flops_per_sample(self.source.architecture, bucket, num_chunks=chunks, trained=trained)
+
+    def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]:
+        """Return modelspec.* and, of a run, ss_* for the header of an export (see metadata.py)."""
+        return header(self.cfg, self.source.architecture, title, saved_at, facts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -91,7 +91,7 @@ def storage_dtype(cfg: TrainConfig, part: str, rates: dict[str, float]) -> torch
 
 def _freeze(parts: Parts, rates: dict[str, float]) -> None:
     """Freeze what is in root but cannot, or shall not, be trained; say which."""
-    root = parts.root
+    root: Any = parts.root
     if "unet" not in rates:
         root.unet.requires_grad_(False)
         parts.notes.append("the UNet is frozen: its learning rate is 0")
@@ -106,7 +106,7 @@ def _freeze(parts: Parts, rates: dict[str, float]) -> None:
         )
 
 
-def _checkpoint(root: SDXLRoot) -> None:
+def _checkpoint(root: Any) -> None:
     """Recompute activations in the backward pass of the UNet and of trained encoders."""
     root.unet.enable_gradient_checkpointing()
     for part in ("text_encoder_1", "text_encoder_2"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,10 @@ class SDXLRoot(nn.Module):
     Conditions hold either what a frozen encoder made (hidden_1; hidden_2 and pooled) or the ids for a trained one
     (input_ids_1, input_ids_2), and time_ids (B, 6).
     """
+
+    unet: Any
+    text_encoder_1: Any  # where trained
+    text_encoder_2: Any
 
     def __init__(self, unet: nn.Module, **text_encoders: nn.Module) -> None:
         super().__init__()

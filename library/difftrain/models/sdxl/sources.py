@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.parts.initial import by_fan_in, clip_scale, initial_weights
+from difftrain.models.parts.initial import Scale, by_fan_in, clip_scale, initial_weights
 from difftrain.models.sdxl.architecture import Architecture, named, read_architecture
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from difftrain.config import TrainConfig
 
-Modules = Mapping[str, "nn.Module"]
+Modules = Mapping[str, Any]
 
 
 class Source(Protocol):
@@ -36,7 +36,7 @@ class Source(Protocol):
     @property
     def notes(self) -> Sequence[str]: ...
     def faults(self, modules: Modules) -> list[Fault]: ...
-    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]: ...
 
 
 def source_of(cfg: TrainConfig) -> Source:
@@ -94,17 +94,17 @@ class RandomSource:
     def faults(self, modules: Modules) -> list[Fault]:
         return []
 
-    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         if part == "vae" and self._ships_vae:
             yield from shipped_vae(module)
             return
-        scale = by_fan_in
+        scale: Scale = by_fan_in
         if part.startswith("text_encoder"):
             scale = clip_scale(module.config.num_hidden_layers, module.config.hidden_size)
         yield from initial_weights(module, part, self.seed, scale)
 
 
-def shipped_vae(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def shipped_vae(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Give the weights of tiny's VAE: trained by us (models/sdxl/make_tiny_vae.py). Absent tensors are zeros."""
     import torch
     from safetensors.torch import load
@@ -147,5 +147,5 @@ class WithVae:
         others = {part: module for part, module in modules.items() if part != "vae"}
         return [*self.base.faults(others), *self.vae.faults({"vae": modules["vae"]})]
 
-    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         return (self.vae if part == "vae" else self.base).weights(part, module)

@@ -1,0 +1,166 @@
+"""What the header of an export says: modelspec.* (Stability's ModelSpec 1.0.1) and kohya's ss_*, all as text."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import mimetypes
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain import __version__
+from difftrain.contracts import ConfigFault, Fault, RunFacts
+from difftrain.models.sdxl.architecture import Architecture
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
+
+IMPLEMENTATION = "difftrain"
+# fields of [metadata] that ModelSpec names; training_comment is kohya's own
+_MODELSPEC_FIELDS = (
+    "author", "description", "license", "tags", "usage_hint", "merged_from", "trigger_phrase", "preprocessor",
+    "is_negative_embedding",
+)  # fmt: skip
+
+
+def header(
+    cfg: TrainConfig, architecture: Architecture, title: str, saved_at: float, facts: RunFacts | None
+) -> dict[str, str]:
+    """Return everything for one export; without a run (a mere conversion) no ss_* keys.
+
+    title: the file's name where --metadata_title gives none. saved_at: Unix seconds.
+    """
+    found = modelspec(cfg, architecture, title, saved_at)
+    return found if facts is None else found | kohya_keys(cfg, facts, saved_at)
+
+
+def modelspec(cfg: TrainConfig, architecture: Architecture, title: str, saved_at: float) -> dict[str, str]:
+    """Describe the model. The date is local time to the second, as kohya writes it."""
+    native = architecture.unet.get("sample_size", 128) * architecture.vae_factor
+    width, height = cfg.data.resolution or (native, native)
+    values = {
+        "sai_model_spec": "1.0.1",
+        "architecture": "stable-diffusion-xl-v1-base",
+        "implementation": IMPLEMENTATION,
+        "implementation_version": __version__,
+        "title": cfg.metadata.title or title,
+        "resolution": f"{width}x{height}",
+        "date": datetime.datetime.fromtimestamp(int(saved_at)).isoformat(),
+        "prediction_type": "v" if cfg.model.prediction_type == "v_prediction" else "epsilon",
+        "thumbnail": thumbnail(cfg.metadata.thumbnail),
+    }
+    values |= {name: getattr(cfg.metadata, name) for name in _MODELSPEC_FIELDS}
+    return {f"modelspec.{name}": value for name, value in values.items() if value}
+
+
+def thumbnail(value: str | None) -> str | None:
+    """Turn a picture's path into a data URL; one that is a data URL already stays. Raises ConfigFault."""
+    if not value or value.startswith("data:"):
+        return value
+    try:
+        content = Path(value).expanduser().read_bytes()
+    except OSError as error:
+        remedy = "give a picture file or a data: URL"
+        raise ConfigFault(
+            [Fault("--metadata_thumbnail", f"{value} cannot be read: {error.strerror}", remedy)]
+        ) from None
+    kind = mimetypes.guess_type(value)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def kohya_keys(cfg: TrainConfig, facts: RunFacts, saved_at: float) -> dict[str, str]:
+    """Describe the training under kohya's names; what this run has not or does not know has no key.
+
+    Folders and files are named without their paths.
+    """
+    values = _of_the_run(cfg, facts, saved_at) | _of_the_settings(cfg) | _of_the_data(cfg, facts)
+    return {f"ss_{name}": _text(value) for name, value in values.items()}
+
+
+def _of_the_run(cfg: TrainConfig, facts: RunFacts, saved_at: float) -> dict[str, Any]:
+    return {
+        "session_id": facts.session_id,
+        "training_started_at": facts.started_at,
+        "training_finished_at": saved_at,
+        "output_name": cfg.save.output_name,
+        "base_model_version": "sdxl_base_v1-0",
+        "sd_model_name": _name(cfg.model.pretrained) or f"random weights ({_name(cfg.model.init_from_config)})",
+        "vae_name": _name(cfg.model.vae),
+        "steps": facts.step,
+        "epoch": facts.epoch,
+        "max_train_steps": facts.total_steps,
+        "num_epochs": facts.num_epochs,
+        "total_batch_size": facts.global_batch,
+        "training_comment": cfg.metadata.training_comment,
+        "sd_scripts_commit_hash": f"{IMPLEMENTATION} {__version__}",
+    }
+
+
+def _of_the_settings(cfg: TrainConfig) -> dict[str, Any]:
+    training, optimizer, model = cfg.training, cfg.optimizer, cfg.model
+    return {
+        "learning_rate": optimizer.learning_rate,
+        "unet_lr": optimizer.learning_rate,
+        "text_encoder_lr": [optimizer.learning_rate_te1, optimizer.learning_rate_te2]
+        if model.train_text_encoder
+        else None,
+        "optimizer": optimizer.type + (f"({','.join(optimizer.args)})" if optimizer.args else ""),
+        "lr_scheduler": optimizer.scheduler_type or optimizer.scheduler,
+        "lr_warmup_steps": optimizer.warmup_steps,
+        "batch_size_per_device": training.batch_size,
+        "gradient_accumulation_steps": training.accumulation,
+        "gradient_checkpointing": training.gradient_checkpointing,
+        "max_grad_norm": training.max_grad_norm,
+        "mixed_precision": training.mixed_precision,
+        "seed": training.seed,
+        "max_token_length": model.max_token_length,
+        "min_snr_gamma": cfg.loss.min_snr_gamma,
+        "v2": False,
+        "v_parameterization": model.prediction_type == "v_prediction",
+        "cache_latents": False,
+        "ema_decay": cfg.ema.decay if cfg.ema.enable else None,
+    }
+
+
+def _of_the_data(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+    data, captions = cfg.data, cfg.captions
+    repeats = [*data.repeats, *data.repeats[-1:] * (len(data.dirs) - len(data.repeats))]
+    uses = dict(facts.data.get("buckets", {}))
+    num_images = facts.data.get("draws_per_epoch", sum(uses.values()))
+    return {
+        "dataset_dirs": {_name(path): {"n_repeats": n} for path, n in zip(data.dirs, repeats)},
+        "num_train_images": num_images,
+        "num_reg_images": 0,
+        "num_batches_per_epoch": -(-num_images // max(1, cfg.training.batch_size)),
+        "resolution": list(data.resolution) if data.resolution else None,
+        "enable_bucket": data.enable_bucket,
+        "min_bucket_reso": data.min_bucket_reso,
+        "max_bucket_reso": data.max_bucket_reso,
+        "bucket_no_upscale": data.bucket_no_upscale,
+        "bucket_info": _bucket_info(uses),
+        "flip_aug": data.flip,
+        "random_crop": data.random_crop,
+        "shuffle_caption": captions.shuffle,
+        "keep_tokens": captions.keep_tokens,
+        "caption_dropout_rate": captions.dropout_rate,
+        "caption_dropout_every_n_epochs": captions.dropout_every_n_epochs,
+        "caption_tag_dropout_rate": captions.tag_dropout_rate,
+        "dataset_fingerprint": facts.data.get("fingerprint"),
+    }
+
+
+def _bucket_info(uses: Mapping[str, int]) -> dict[str, Any]:
+    """Write {"64x32": 10} as kohya's {"buckets": {"0": {"resolution": [64, 32], "count": 10}}}."""
+    rows = [{"resolution": [int(side) for side in name.split("x")[:2]], "count": n} for name, n in uses.items()]
+    return {"buckets": {str(i): row for i, row in enumerate(rows)}}
+
+
+def _name(path: str | None) -> str | None:
+    return Path(path).name if path else None
+
+
+def _text(value: Any) -> str:
+    """Write a value as kohya does: JSON for lists and tables, else Python's own words (True, None)."""
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
