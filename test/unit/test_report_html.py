@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from difftrain.contracts import DataFault
 from difftrain.report.chart import Curve, bar_chart, line_chart, thinned, ticks
 from difftrain.report.html import build_html
 from difftrain.report.metrics import JsonLines
+from difftrain.report.pictures import sample_pictures
 from difftrain.report.report import Target, make_report, write_report
 
 VOID = {"meta", "img", "br", "line", "rect", "circle", "polyline", "link", "input", "hr"}
@@ -167,6 +169,21 @@ def test_curves_are_where_their_points_are() -> None:
     assert "nothing was recorded" in line_chart([Curve("a", [1], [None])], x_label="step")
     assert "<circle" in line_chart([Curve("a", [5], [3.0])], x_label="step")
     assert "e-" not in re.sub(r"<[^>]*>", "", line_chart([Curve("a", [1, 2], [1e-7, 5e-7])], x_label="step"))
+
+
+def test_the_first_and_the_newest_grids_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "sample"
+    folder.mkdir()
+    names = [f"my_grid_run_{step:06d}_{kind}" for step in range(6) for kind in ("00_20240131_1", "grid")]
+    for place, name in enumerate(names):
+        Image.new("RGB", (4, 4)).save(folder / f"{name}.png")
+        os.utime(folder / f"{name}.png", (place, place))
+    chosen = [path.stem.split("_")[-2:] for path in sample_pictures(tmp_path)]
+    assert chosen == [[f"{step:06d}", "grid"] for step in (0, 3, 4, 5)]
+    for path in folder.glob("*_grid.png"):
+        path.unlink()
+    assert [path.stem[-1] for path in sample_pictures(tmp_path)] == ["1"] * 4
+    assert sample_pictures(tmp_path / "nowhere") == []
 
 
 def test_thinning_keeps_the_ends_of_every_stretch() -> None:

@@ -232,6 +232,9 @@ def _speed(report: dict[str, Any]) -> str:
         "matmul_utilisation", "matmul_flops_per_s", "peak_memory_gib", "skipped_steps",
     )  # fmt: skip
     figures = {key: report.get(key) for key in keys if key in report}
+    if figures.get("mfu") is None:
+        figures |= {"mfu": "none: no vendor's peak is known for this device and precision"}
+        figures.pop("mfu_peak", None)
     pauses = {key: value for key, value in (report.get("pauses_s") or {}).items()}
     beside = _panel(pairs(pauses) if pauses else '<p class="none">none</p>', "Pauses, seconds (in no speed figure)")
     off = "".join(f"<li>{escape(text)}</li>" for text in report.get("not_enabled") or [])

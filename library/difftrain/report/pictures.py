@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from pathlib import Path
 
 from PIL import Image
@@ -20,7 +19,7 @@ def sample_pictures(run_dir: Path, most: int = 4) -> list[Path]:
     Where a step has a grid of all prompts, only grids are taken.
     """
     found = sorted((run_dir / FOLDER).glob("*.png"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    grids = [path for path in found if re.search(r"(?<![a-z])grid(?![a-z])", path.stem)]
+    grids = [path for path in found if path.stem.endswith("_grid")]
     found = grids or found
     return found if len(found) <= most else [found[0], *found[1 - most :]]
 

@@ -10,6 +10,7 @@ from typing import Any
 from difftrain.report.line import fixed
 
 MOST_ROWS = 200
+LONG = 30  # items of a list longer than this stand on lines of their own
 
 
 def cell(value: Any) -> str:
@@ -29,7 +30,8 @@ def cell(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if value and all(isinstance(item, Mapping) for item in value):
             return rows(value)
-        return escape(", ".join(str(item) for item in value)) or "none"
+        between = "<br>" if any(len(str(item)) > LONG for item in value) else ", "
+        return between.join(escape(str(item)) for item in value) or "none"
     return escape(str(value)) or "none"
 
 
