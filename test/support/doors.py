@@ -34,6 +34,8 @@ def write_pictures(folder: Path, count: int = 10) -> Path:
 class Door:
     """Run sd_scripts_xl/sdxl_pretrain.py in a process of its own."""
 
+    path = DOOR
+
     def __init__(self, data: Path, cache: Path) -> None:
         self.data = data
         self.env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
@@ -69,8 +71,11 @@ class Door:
 
     def start(self, flags: list[str], ranks: int = 1, **env: str) -> subprocess.Popen[str]:
         """Start a run; one thread a process, so that runs can be compared bit by bit."""
+        return self._start(self.command(flags, ranks), **env)
+
+    def _start(self, words: list[str], **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(flags, ranks),
+            words,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -80,7 +85,15 @@ class Door:
 
     def run(self, flags: list[str], ranks: int = 1, expect: int | None = 0, timeout: int = 300, **env: str) -> str:
         """Run to the end and return what it printed."""
-        process = self.start(flags, ranks, **env)
+        return self.run_words(self.command(flags, ranks), expect, timeout, **env)
+
+    def shell(self, script: str, expect: int | None = 0) -> str:
+        """Run a line of bash to the end and return what it printed."""
+        return self.run_words(["bash", "-c", script], expect)
+
+    def run_words(self, words: list[str], expect: int | None = 0, timeout: int = 300, **env: str) -> str:
+        """Run any command to the end and return what it printed."""
+        process = self._start(words, **env)
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

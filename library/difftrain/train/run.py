@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts
+from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
 from difftrain.data.loader import make_loader
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
@@ -39,10 +40,23 @@ from difftrain.train.state import Hook, Run
 from difftrain.train.together import for_all
 
 log = logging.getLogger("difftrain")
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run(cfg: TrainConfig, argv: list[str]) -> int:
     """Train as configured and return the exit code: 0 finished, 128 + signal where a signal ended it early."""
+    try:
+        return _run(cfg, argv)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise TrainingFault(
+            f"{error.filename or cfg.output_dir}: {error.strerror}; checkpoints that were whole stay so: "
+            "make room, then the same command with --resume=auto goes on from the newest"
+        ) from error
+
+
+def _run(cfg: TrainConfig, argv: list[str]) -> int:
     launch = Launch.from_environment()
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
