@@ -1,8 +1,7 @@
 """DistributedDataParallel that sums: gradients are never averaged, because the loss is divided by the global count."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from difftrain.contracts import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
     from difftrain.config.sections import TrainingSection
     from difftrain.device import Device
 
@@ -26,13 +21,13 @@ if TYPE_CHECKING:
 WARM_PASSES = 2
 
 
-def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket over the ranks; DDP's own reduction would divide by their number."""
     work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.SUM, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def wrap(root: nn.Module, device: Device, section: TrainingSection) -> DistributedDataParallel:
+def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> DistributedDataParallel:
     """Wrap the root; parameters keep their names inside."""
     trained = {name for name, _ in root.named_parameters()}
     state = any(name not in trained for name in root.state_dict())  # running statistics; constants need no sending

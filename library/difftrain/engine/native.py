@@ -82,6 +82,7 @@ class NativeEngine:
         self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
         if not self._trained:
             raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])
+        self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
         self._compile()
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision)
         self._wrapped: nn.Module = self.root
@@ -251,8 +252,10 @@ class NativeEngine:
         weights = self.root.state_dict()
         sharded = inner(self.optimizer) is not self.optimizer
         writes = self.ranks.rank == self.ranks.local_rank  # on the first machine
-        share = shares({name: each.numel() for name, each in weights.items()}, self.ranks.local_size)
+        share = shares({name: weights[name].numel() for name in self._parameters}, self.ranks.local_size)
         names = set(share[self.ranks.local_rank]) if writes else set()
+        if self.ranks.rank == 0:  # running statistics differ between ranks; rank 0's are the ones that hold
+            names |= weights.keys() - self._parameters
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
         engine = self._describe(kept.__setitem__) if self.ranks.rank == 0 else None
