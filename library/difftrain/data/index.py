@@ -218,17 +218,6 @@ class Index:
         for path, reason in self._connection().execute("SELECT path, reason FROM rejects ORDER BY path, reason"):
             yield Reject(path, reason)
 
-    def write_rejects(self, path: Path) -> int:
-        """Write the rejects as JSON, a line an item; return how many. With none, no file is made."""
-        if not self.summary.rejected:
-            return 0
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("w", encoding="utf-8") as file:
-            for reject in self.rejects():
-                file.write(json.dumps({"path": reject.path, "reason": reject.reason}, ensure_ascii=False) + "\n")
-        temporary.replace(path)
-        return self.summary.rejected
-
     def shard_paths(self, source: int) -> list[str]:
         """Return the shards of a source by ordinal: paths relative to its root; empty for plain files."""
         rows = self._connection().execute(

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.contracts import DataFault, Reject
-from difftrain.data.buckets import BucketTable
 from difftrain.data.index import FORMAT, LONG_CAPTION, Index, IndexSummary, newest
 from difftrain.data.index_writer import IndexWriter
-from difftrain.data.inspection import FULL, QUICK, Accepted, Files, Refused, inspect
+from difftrain.data.inspection import FULL, QUICK, Accepted, Files, Refused
 from difftrain.data.media import MEDIA_VERSION
 from difftrain.data.pool import Job, run_jobs
 from difftrain.data.scan import (
@@ -47,6 +46,7 @@ _ITEMS_A_WORKER = 50  # below this, starting another process costs more than it 
 _OUTSIDE = "outside the <repeats>_<class> folders: kohya's layout has no place for it"
 _QUICK_MEANS = "headers and file ends are read, pictures are not decoded, and duplicates are not looked for"
 _EXAMPLES = 3
+_INSPECT = "difftrain.data.inspection:inspect"
 _JOB_FILES = {FULL: 32, QUICK: 512}
 _EVERY_S = 10.0
 
@@ -111,8 +111,6 @@ class _Builder:
     ) -> None:
         self.data, self.allow_empty, self.configured = data, captions.allow_empty, configured
         self.infos = configured.infos
-        # Only without upscaling can a picture be without a bucket; else the index doesn't depend on the resolution.
-        self.shapes = BucketTable.of(data) if data.enable_bucket and data.bucket_no_upscale else None
         self.log, self.decode_limit_s, self.workers = log, decode_limit_s, workers
         self.writer = IndexWriter(folder)
 
@@ -149,12 +147,10 @@ class _Builder:
 
     def _stamp(self, info: SourceInfo) -> str:
         """Return what, besides the file itself, decides what its items become."""
-        shapes = f"{self.shapes.steps}/{self.shapes.max_area}" if self.shapes else "any"
         parts = (
             FORMAT,
             MEDIA_VERSION,
             int(self.allow_empty),
-            shapes,
             info.words,
             info.image_column,
             info.caption_column,
@@ -191,7 +187,7 @@ class _Builder:
         jobs = self._jobs(level, parts)
         done = rejected = 0
         started = spoken = time.monotonic()
-        for rows in run_jobs(jobs, inspect, workers=workers, limit_s=self.decode_limit_s):
+        for rows in run_jobs(jobs, _INSPECT, workers=workers, limit_s=self.decode_limit_s):
             refused = [row for row in rows if isinstance(row, Refused)]
             self.writer.add_records(row for row in rows if isinstance(row, Accepted))
             self.writer.add_rejects(refused)
@@ -209,10 +205,10 @@ class _Builder:
             if open_source(info).sharded:
                 for entry in files:
                     for part in range(parts):
-                        yield Job(Files(info, (entry,), level, self.allow_empty, self.shapes, part, parts))
+                        yield Job(Files(info, (entry,), level, self.allow_empty, part, parts))
             else:
                 while chunk := tuple(islice(files, _JOB_FILES[level])):
-                    yield Job(Files(info, chunk, level, self.allow_empty, self.shapes))
+                    yield Job(Files(info, chunk, level, self.allow_empty))
 
 
 def _equal_but_for_order(previous: IndexSummary, new: IndexSummary) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from difftrain.data.buckets import BucketTable
 from difftrain.data.media import Unusable, check_size, decode, probe
 from difftrain.data.pool import Beat, Job
 from difftrain.data.sources import SourceInfo, open_source
@@ -28,7 +27,6 @@ class Files:
     files: tuple[tuple[int, FileRef], ...]  # row in the index, file
     level: int
     allow_empty: bool
-    shapes: BucketTable | None = None  # where it may have no bucket for a picture
     part: int = 0
     parts: int = 1
 
@@ -105,10 +103,6 @@ def _accept(work: Files, number: int, file: FileRef, item: Item | Bad, position:
         captions = ("",)
     (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
     check_size(width, height)
-    if work.shapes is not None and not work.shapes.fits((width, height)):
-        raise Unusable(
-            "too small", f"{width} x {height} px, less than a bucket step of {work.shapes.steps} without upscaling"
-        )
     return Accepted(
         number,
         item.path,

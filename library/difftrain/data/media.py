@@ -26,6 +26,7 @@ from PIL import (
 )
 
 from difftrain.data.resize import fit, resize
+from difftrain.data.webp import read_webp_header
 from difftrain.data.whole import late_exif, seems_whole
 
 __all__ = ["MAX_PIXELS", "MEDIA_VERSION", "MIN_SIDE", "Header", "Unusable", "decode", "fit", "probe", "resize"]
@@ -116,15 +117,32 @@ def probe(file: BinaryIO | bytes, *, max_pixels: int = MAX_PIXELS) -> Header:
     """
     stream = io.BytesIO(file) if isinstance(file, bytes) else file
     with _faults():
-        image = _open(stream, max_pixels)
-        width, height = image.size
-        tiff = isinstance(image, TiffImagePlugin.TiffImageFile)
-        if not tiff and _orientation(image, stream) >= 5:
-            width, height = height, width
-        form = str(image.format)
-        whole = not tiff and seems_whole(stream, form)
-    check_size(width, height)
-    return Header((width, height), form, whole)
+        header = _probe_webp(stream, max_pixels) or _probe(stream, max_pixels)
+    check_size(*header.size_wh)
+    return header
+
+
+def _probe(stream: BinaryIO, max_pixels: int) -> Header:
+    image = _open(stream, max_pixels)
+    width, height = image.size
+    tiff = isinstance(image, TiffImagePlugin.TiffImageFile)
+    if not tiff and _orientation(image, stream) >= 5:
+        width, height = height, width
+    form = str(image.format)
+    return Header((width, height), form, not tiff and seems_whole(stream, form))
+
+
+def _probe_webp(stream: BinaryIO, max_pixels: int) -> Header | None:
+    found = read_webp_header(stream)
+    stream.seek(0)
+    if found is None or not seems_whole(stream, "WEBP"):
+        stream.seek(0)
+        return None
+    width, height = found.size_wh
+    _check_pixels(width, height, max_pixels)
+    if found.exif is not None and _orientation_of(found.exif) >= 5:
+        width, height = height, width
+    return Header((width, height), "WEBP", True)
 
 
 def check_size(width: int, height: int) -> None:
@@ -149,17 +167,20 @@ def _open(stream: BinaryIO, max_pixels: int) -> Image.Image:
     except UnidentifiedImageError:
         form = next((name for name, is_it in _SIGNATURES.items() if is_it(head)), None)
         if form is not None:
-            raise Unusable("broken", f"a {form} file whose header cannot be read") from None
+            raise Unusable("broken", f"the header of a {form} file that cannot be read") from None
         raise Unusable("not a picture", _looks_like(head)) from None
     except Image.DecompressionBombError as error:
         raise Unusable("too many pixels", f"{error}") from None
-    width, height = image.size
-    if width * height > max_pixels:
+    _check_pixels(*image.size, max_pixels)
+    return image
+
+
+def _check_pixels(width: int, height: int, most: int) -> None:
+    if width * height > most:
         raise Unusable(
             "too many pixels",
-            f"{width} x {height} px is more than {max_pixels / 1e6:.0f} million (a decompression bomb, or scale it down)",
+            f"{width} x {height} px is more than {most / 1e6:.0f} million (a decompression bomb, or scale it down)",
         )
-    return image
 
 
 def _looks_like(head: bytes) -> str:
@@ -200,11 +221,18 @@ def _orientation(image: Image.Image, stream: BinaryIO | None) -> int:
         if image.format == "PNG" and "exif" not in image.info and stream is not None:
             late = late_exif(stream)
             if late is not None:
-                exif = Image.Exif()
-                exif.load(late)
-                return _valid(exif.get(_ORIENTATION))
+                return _orientation_of(late)
         return _valid(Image.Image.getexif(image).get(_ORIENTATION))
     except Exception:  # damaged EXIF data, in as many ways as there are cameras; the pixels may be fine
+        return 1
+
+
+def _orientation_of(data: bytes) -> int:
+    try:
+        exif = Image.Exif()
+        exif.load(data)
+        return _valid(exif.get(_ORIENTATION))
+    except Exception:  # as above
         return 1
 
 

@@ -7,9 +7,14 @@ the rest of its job goes on in a fresh one, with the bad item marked.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import importlib
+import mmap
 import os
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -24,6 +29,8 @@ _ROWS_A_MESSAGE = 256
 _SECONDS_A_MESSAGE = 0.5
 _DEATHS_OUTSIDE_ITEMS = 2  # of one job, before we give up on it
 
+_MAIN = "import sys; from difftrain.data.pool import serve; serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
+
 TOO_SLOW = "too slow: decoding took longer than {limit:g} s"
 DIED = "crashed: the process that decoded it ended with {how}"
 
@@ -31,8 +38,8 @@ DIED = "crashed: the process that decoded it ended with {how}"
 class Beat:
     """What a worker tells about where it is: the position of the item in hand, and since when. Shared memory."""
 
-    def __init__(self, values: Any) -> None:
-        self._values = values
+    def __init__(self, descriptor: int) -> None:
+        self._values = memoryview(mmap.mmap(descriptor, 16)).cast("d")
 
     @contextlib.contextmanager
     def item(self, position: int) -> Iterator[None]:
@@ -75,14 +82,23 @@ Handler = Callable[[Job, Beat], Iterator[tuple[int, Any]]]
 
 
 class _Worker:
-    def __init__(self, handler: Handler) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would carry the parent's locks and SQLite with it
-        values = context.RawArray("d", 2)
-        self.beat = Beat(values)
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, values, handler), daemon=True)
-        self.process.start()
-        theirs.close()
+    """A process of its own interpreter: it carries nothing of the parent's (locks, SQLite, an unguarded script)."""
+
+    def __init__(self, handler: str) -> None:
+        ours, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as shared, theirs:
+            shared.write(bytes(16))
+            shared.flush()
+            self.beat = Beat(shared.fileno())
+            passed = (theirs.fileno(), shared.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, *map(str, passed), handler],
+                pass_fds=passed,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the parent's to handle; without the parent they end by themselves
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            )
+        self.connection = Connection(ours.detach())
         self.job: Job | None = None
 
     def give(self, job: Job) -> None:
@@ -93,21 +109,20 @@ class _Worker:
 
     def end(self) -> str:
         """End the process and say how it ended."""
-        if self.process.is_alive():
+        if self.process.poll() is None:
             self.process.kill()
-        self.process.join()
+        code = self.process.wait()
         self.connection.close()
-        code = self.process.exitcode or 0
         if code >= 0:
             return f"exit code {code}"
         name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else str(-code)
         return f"{name} (out of memory?)" if name == "SIGKILL" else name
 
 
-def run_jobs(jobs: Iterable[Job], handler: Handler, *, workers: int, limit_s: float) -> Iterator[list[Any]]:
+def run_jobs(jobs: Iterable[Job], handler: str, *, workers: int, limit_s: float) -> Iterator[list[Any]]:
     """Run jobs on worker processes and iterate over rows in the order they come in.
 
-    handler: importable by name. Raises: DataFault that a handler raised; RuntimeError for its other exceptions.
+    handler: "module:function" of a Handler. Raises: DataFault that a handler raised; RuntimeError for its other exceptions.
     """
     waiting = iter(jobs)
     again: list[Job] = []
@@ -187,12 +202,12 @@ def _after_death(worker: _Worker) -> Job:
     return job
 
 
-def _serve(connection: Connection, values: Any, handler: Handler) -> None:
-    """Work on jobs until the parent closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def serve(socket_fd: int, beat_fd: int, handler_name: str) -> None:
+    """Work on jobs until the parent closes the connection (the main function of a worker)."""
     warnings.simplefilter("ignore")  # of damaged metadata and large pictures: what matters becomes a reason
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    beat = Beat(values)
+    module, _, attribute = handler_name.partition(":")
+    handler: Handler = getattr(importlib.import_module(module), attribute)
+    connection, beat = Connection(socket_fd), Beat(beat_fd)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             job = connection.recv()

@@ -24,22 +24,22 @@ def resize(rgb: np.ndarray, size_wh: tuple[int, int], interpolation: str | None 
     height, width = rgb.shape[:2]
     if (width, height) == tuple(size_wh):
         return rgb
+    pillow = Image.fromarray(rgb)
     shrinks = width >= size_wh[0] and height >= size_wh[1]
     name = interpolation or ("area" if shrinks else "lanczos")
-    chosen = _area(width, height, size_wh) if name == "area" else _FILTERS[name]
-    return np.asarray(Image.fromarray(rgb).resize(size_wh, chosen))
+    return np.asarray(_area(pillow, size_wh) if name == "area" else pillow.resize(size_wh, _FILTERS[name]))
 
 
-def _area(width: int, height: int, size_wh: tuple[int, int]) -> Image.Resampling:
-    """Choose the filter that is nearest to averaging over the covered area.
+def _area(pillow: Image.Image, size_wh: tuple[int, int]) -> Image.Image:
+    """Average over the covered area, exactly at whole factors, else by the nearest filter.
 
-    Averaging with fractional coverage is a trapezoid filter, which Pillow lacks. Its box is the same at whole factors
-    and jagged between them (31 dB at 1.1); the triangle and the Hamming window stay above 43 dB where they are used.
+    Averaging with fractional coverage is a trapezoid filter, which Pillow lacks. Its box is jagged between whole
+    factors (31 dB at 1.1); the triangle and the Hamming window stay above 43 dB where they are used here.
     """
-    if width % size_wh[0] == 0 and height % size_wh[1] == 0:
-        return Image.Resampling.BOX
-    scale = max(width / size_wh[0], height / size_wh[1])
-    return Image.Resampling.BILINEAR if scale < 1.35 else Image.Resampling.HAMMING
+    if pillow.width % size_wh[0] == 0 and pillow.height % size_wh[1] == 0:
+        return pillow.reduce((pillow.width // size_wh[0], pillow.height // size_wh[1]))
+    scale = max(pillow.width / size_wh[0], pillow.height / size_wh[1])
+    return pillow.resize(size_wh, Image.Resampling.BILINEAR if scale < 1.35 else Image.Resampling.HAMMING)
 
 
 def fit(

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 _TAIL = 1 << 16  # cameras append data of their own behind the picture; further than this, decoding has to tell
 _PNG_SIGNATURE = 8
+_SEGMENTS = 4096  # of a JPEG's head that are followed; sane files have about ten
 _MAX_EXIF = 1 << 24
 
 
@@ -29,11 +30,30 @@ def late_exif(file: BinaryIO) -> bytes | None:
 
 
 def _jpeg(file: BinaryIO, size: int) -> bool:
-    for length in (2, min(size, _TAIL)):  # nearly always the last two bytes
-        file.seek(size - length)
-        if b"\xff\xd9" in file.read(length):
+    scan = _jpeg_scan(file)  # a thumbnail before it has an end mark of its own
+    for length in (2, _TAIL):  # nearly always the last two bytes
+        start = max(scan, size - length)
+        file.seek(start)
+        if b"\xff\xd9" in file.read(size - start):
             return True
     return False
+
+
+def _jpeg_scan(file: BinaryIO) -> int:
+    """Return where the compressed pixels begin: behind the segments, each of which tells its length."""
+    at = 2
+    for _ in range(_SEGMENTS):
+        file.seek(at)
+        head = file.read(4)
+        if len(head) < 4:
+            break
+        if head[0] != 0xFF or head[1] in (0xFF, 0x01) or 0xD0 <= head[1] <= 0xD7:  # stuffing, marks without length
+            at += 1 if head[0] != 0xFF or head[1] == 0xFF else 2
+            continue
+        at += 2 + int.from_bytes(head[2:], "big")
+        if head[1] == 0xDA:
+            break
+    return at
 
 
 def _png(file: BinaryIO, size: int) -> bool:
