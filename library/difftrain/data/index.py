@@ -93,7 +93,7 @@ class IndexSummary:
             raw: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
             if raw.pop("format") != FORMAT:
                 raise DataFault(f"{folder}: an index of another version; remove the folder and it is built again")
-            raw["sources"] = tuple(SourceInfo(**source) for source in raw["sources"])
+            raw["sources"] = tuple(SourceInfo(**s | {"suffixes": tuple(s["suffixes"])}) for s in raw["sources"])
             raw |= {name: tuple(raw[name]) for name in ("shards", "notes")} | {"folder": str(folder)}
             return cls(**raw)
         except (OSError, ValueError, KeyError, TypeError) as error:
