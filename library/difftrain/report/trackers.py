@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import tomllib
@@ -118,21 +117,6 @@ def tracker_options(file: str | None, tracker: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigFault([Fault("--log_tracker_config", f"cannot read {file}: {error}")]) from error
     return dict(tables.get(tracker, {}))
-
-
-def tracker_faults(cfg: TrainConfig) -> list[Fault]:
-    """Say what keeps the trackers that are asked for from being opened, before anything else is started."""
-    faults = []
-    for package, names in {"wandb": ("wandb", "all"), "tensorboard": ("tensorboard", "all")}.items():
-        if cfg.logging.log_with in names and importlib.util.find_spec(package) is None:
-            faults.append(
-                Fault("--log_with", f"{cfg.logging.log_with} needs the package {package}, which is not installed")
-            )
-    try:
-        tracker_options(cfg.logging.tracker_config, "wandb")
-    except ConfigFault as fault:
-        faults += fault.faults
-    return faults
 
 
 def open_trackers(
