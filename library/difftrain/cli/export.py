@@ -5,6 +5,7 @@ The model is never in memory: modules are built on the meta device, and every we
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def work(parsed: Parsed) -> int:
         layout_of(parsed),
         _stem(parsed),
         dtype=dtypes[cfg.save.precision] if cfg.save.precision else None,
-        metadata=None,
+        metadata=None if cfg.save.no_metadata else family.metadata(_stem(parsed).name, time.time()),
     )
     print(path)
     return 0

@@ -33,7 +33,7 @@ KOHYA: tuple[Flag, ...] = (
     on("metadata_license", "str", "metadata.license", "modelspec.license of exports"),
     on("metadata_tags", "str", "metadata.tags", "modelspec.tags of exports, separated by commas"),
     on("metadata_usage_hint", "str", "metadata.usage_hint", "modelspec.usage_hint of exports"),
-    on("metadata_thumbnail", "str", "metadata.thumbnail", "modelspec.thumbnail of exports: a data URL"),
+    on("metadata_thumbnail", "str", "metadata.thumbnail", "modelspec.thumbnail of exports: a picture file or data URL"),
     on("metadata_merged_from", "str", "metadata.merged_from", "modelspec.merged_from of exports"),
     on("metadata_trigger_phrase", "str", "metadata.trigger_phrase", "modelspec.trigger_phrase of exports"),
     on("metadata_preprocessor", "str", "metadata.preprocessor", "modelspec.preprocessor of exports"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from difftrain.models.parts.quiet import quiet_imports
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
-from difftrain.models.sdxl.load import learning_rates, load_parts
+from difftrain.models.sdxl.load import by_name, learning_rates, load_parts
 from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
 from difftrain.models.sdxl.text import encode_first, encode_second
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
+    from difftrain.models.parts.clip_vocabulary import ClipVocabulary
     from difftrain.models.sdxl.sources import Source
 
 
@@ -49,12 +51,16 @@ class SDXLFamily:
 
     def load(self, *, meta: bool = False) -> Parts:
         """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault."""
-        return load_parts(self.cfg, self.source, vocabularies(self.cfg, self.source), meta=meta)
+        return load_parts(self.cfg, self.source, None if meta else self.vocabularies, meta=meta)
+
+    @cached_property
+    def vocabularies(self) -> tuple[ClipVocabulary, ClipVocabulary]:
+        """Read both; a conversion to a single file needs neither. Raises ConfigFault."""
+        return vocabularies(self.cfg, self.source)
 
     def tokenizer(self, parts: Parts) -> SDXLTokenize:
-        """Return the picklable function from captions to token ids."""
-        pair = (parts.tokenizers["tokenizer_1"], parts.tokenizers["tokenizer_2"])
-        return SDXLTokenize(pair, self.cfg.model.max_token_length)
+        """Return the picklable function from captions to token ids. Raises ConfigFault."""
+        return SDXLTokenize(self.vocabularies, self.cfg.model.max_token_length)
 
     def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]:
         """Return what turns features of a batch into latents and text conditions."""
@@ -138,6 +144,7 @@ class SDXLFamily:
         """Write weights for inference; what the stream lacks comes from parts. Returns the file or folder."""
         metadata = metadata or {}
         if layout.startswith("diffusers"):
+            parts = replace(parts, tokenizers=by_name(self.vocabularies))
             return export_folder(weights, parts, path, layout, dtype, metadata, self.schedule)
         scale = getattr(self.source, "logit_scale", None)
         return export_file(weights, parts, path, layout, dtype, metadata, scale)

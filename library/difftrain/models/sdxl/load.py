@@ -41,22 +41,32 @@ def learning_rates(cfg: TrainConfig) -> dict[str, float]:
     return rates
 
 
-def load_parts(cfg: TrainConfig, source: Source, pair: tuple[ClipVocabulary, ClipVocabulary], *, meta: bool) -> Parts:
+def by_name(pair: tuple[ClipVocabulary, ClipVocabulary]) -> dict[str, ClipVocabulary]:
+    """Name both vocabularies as Parts holds them."""
+    return {f"tokenizer_{i}": vocabulary for i, vocabulary in enumerate(pair, start=1)}
+
+
+def load_parts(
+    cfg: TrainConfig, source: Source, pair: tuple[ClipVocabulary, ClipVocabulary] | None, *, meta: bool
+) -> Parts:
     """Build all parts; trained ones in fp32, frozen ones in the mixed precision's dtype (the VAE as vae_fp32 says).
 
-    On the meta device with meta=True: names and shapes only. Raises ConfigFault where the weights do not fit.
+    On the meta device with meta=True: names, shapes and dtypes only. Raises ConfigFault where the weights do not fit.
     """
     rates = learning_rates(cfg)
     modules = {part: source.architecture.build(part) for part in PARTS}
     faults = source.faults(modules)
     if faults:
         raise ConfigFault(faults)
-    if not meta:
-        for part, module in modules.items():
-            fill(module, source.weights(part, module), storage_dtype(cfg, part, rates))
+    for part, module in modules.items():
+        dtype = storage_dtype(cfg, part, rates)
+        if meta:
+            module.to(dtype)
+        else:
+            fill(module, source.weights(part, module), dtype)
     parts = _sorted_out(modules, rates)
     parts.config = source.architecture.to_dict()
-    parts.tokenizers = {f"tokenizer_{i}": vocabulary for i, vocabulary in enumerate(pair, start=1)}
+    parts.tokenizers = by_name(pair) if pair else {}
     parts.notes += [*source.notes, *_disagreement(cfg, source)]
     if cfg.training.gradient_checkpointing:
         _checkpoint(parts.root)

@@ -1,0 +1,167 @@
+"""`--dry_run`: what a run would be, in numbers, without a device. It reads the data's index and builds it where needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from difftrain.config import TrainConfig
+from difftrain.config.toml import dump
+from difftrain.contracts import Bucket, Family, Group, Parts
+from difftrain.data.plan import EpochPlan
+from difftrain.data.prepare import make_plan, open_data, prepare
+from difftrain.distributed.launch import Launch
+from difftrain.models.registry import make_family
+from difftrain.optim import make_optimizer
+
+if TYPE_CHECKING:
+    from difftrain.data.prepare import Data
+
+GIB = float(1 << 30)
+FP32 = 4
+
+
+def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
+    """Print resolved configuration, batch arithmetic, steps and epochs, parameters, memory and FLOPs; return 0."""
+    ranks = Launch.from_environment().size
+    say(dump(cfg))
+    say(f"batch: {batch_arithmetic(cfg, ranks)}")
+    family = make_family(cfg)
+    parts = family.load(meta=True)
+    family.tokenizer(parts)  # a run that lacks its tokenizers would say so; so does this
+    data = open_data(cfg, prepare(cfg, log=say))
+    plan = make_plan(data, _seeded(cfg), global_batch(cfg, ranks))
+    total = total_steps(cfg, plan)
+    for line in (
+        *length(cfg, plan, total),
+        *parameters(parts),
+        *memory(cfg, parts, ranks),
+        *flops(family, parts, cfg, data, plan.global_batch, total),
+    ):
+        say(line)
+    say("dry run: nothing was trained and no device was touched")
+    return 0
+
+
+def _seeded(cfg: TrainConfig) -> TrainConfig:
+    """Give a seed to a run that would draw one: no figure here depends on it."""
+    if cfg.training.seed is not None:
+        return cfg
+    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": 0})})
+
+
+def global_batch(cfg: TrainConfig, ranks: int) -> int:
+    """Return the images of one update."""
+    return cfg.training.batch_size * cfg.training.accumulation * ranks
+
+
+def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
+    """Spell how micro batches make a global one."""
+    training = cfg.training
+    return (
+        f"{training.batch_size} images a micro batch x {training.accumulation} accumulated x {ranks} "
+        f"rank{'s' if ranks > 1 else ''} = {global_batch(cfg, ranks)} images a step"
+    )
+
+
+def total_steps(cfg: TrainConfig, plan: EpochPlan) -> int:
+    """Return the steps of the whole run; epochs win."""
+    epochs = cfg.training.max_epochs
+    return plan.total_steps(epochs) if epochs else cfg.training.max_steps
+
+
+def length(cfg: TrainConfig, plan: EpochPlan, total: int) -> Iterator[str]:
+    """Say how steps, epochs and repeats hang together here."""
+    yield from plan.lines()
+    epochs = plan.locate(total - 1)[0] + 1 if total else 0
+    asked = f"--max_train_epochs={cfg.training.max_epochs}" if cfg.training.max_epochs else "--max_train_steps"
+    yield f"length: {total} steps in {epochs} epochs (by {asked}), {total * plan.global_batch} images seen"
+
+
+def modules(parts: Parts) -> dict[str, nn.Module]:
+    """Return every part by name, trained ones first."""
+    return {**dict(parts.root.named_children()), **parts.frozen}
+
+
+def trained(module: nn.Module) -> int:
+    """Count the parameters that are trained."""
+    return sum(each.numel() for each in module.parameters() if each.requires_grad)
+
+
+def parameters(parts: Parts) -> Iterator[str]:
+    """Count parameters by part."""
+    total = 0
+    for name, module in modules(parts).items():
+        count, moving = sum(each.numel() for each in module.parameters()), trained(module)
+        total += count
+        how = "frozen" if not moving else "trained" if moving == count else f"{moving:,} of them trained"
+        yield f"parameters of {name}: {count:,}, {how}"
+    yield f"parameters in all: {total:,}, {trained(parts.root):,} trained"
+
+
+@dataclass(frozen=True)
+class Need:
+    """One line of the estimate: how many bytes, and by which formula."""
+
+    what: str
+    size: float
+    formula: str
+
+
+def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
+    """Estimate what one card holds at all times, by formula; activations come on top."""
+    training, moving = cfg.training, trained(parts.root)
+    weights = sum(each.numel() * each.element_size() for each in parts.root.parameters())
+    frozen = sum(each.numel() * each.element_size() for part in parts.frozen.values() for each in part.parameters())
+    found = [
+        Need("weights in fp32", weights, "4 B a parameter of what is trained"),
+        Need("frozen weights", frozen, "in the precision that they are kept in"),
+        Need("gradients", FP32 * moving, "4 B a trained parameter"),
+    ]
+    if training.mixed_precision != "no":
+        found.append(Need("casts of autocast", 2 * moving, "2 B a trained parameter"))
+    if ranks > 1 and not training.ddp_bucket_view:
+        found.append(Need("gradient buckets", FP32 * moving, "4 B a trained parameter; none with bucket views"))
+    each, shards = state_bytes(cfg), ranks if cfg.optimizer.type.lower() == "oss" else 1
+    formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
+    found.append(Need("optimizer state", each * moving / shards, formula))
+    if cfg.ema.enable:
+        found.append(Need("averaged weights", FP32 * moving, "4 B a trained parameter"))
+    return found
+
+
+def state_bytes(cfg: TrainConfig) -> float:
+    """Return the bytes of state that the optimizer keeps for a parameter: counted on one small matrix after a step."""
+    matrix = nn.Parameter(torch.zeros(256, 256))
+    group = Group("probe", [("probe", matrix)], cfg.optimizer.learning_rate)
+    optimizer = make_optimizer(cfg.optimizer, [group], dp_size=1, fused_ok=False)
+    matrix.grad = torch.full_like(matrix, 1e-3)
+    optimizer.step()
+    state = optimizer.state[matrix].values()
+    return sum(v.numel() * v.element_size() for v in state if torch.is_tensor(v) and v.numel() > 1) / matrix.numel()
+
+
+def memory(cfg: TrainConfig, parts: Parts, ranks: int) -> Iterator[str]:
+    """Spell the estimate."""
+    found = needs(cfg, parts, ranks)
+    for need in found:
+        yield f"memory of a card: {need.what} {need.size / GIB:.4g} GiB ({need.formula})"
+    total = sum(need.size for need in found) / GIB
+    yield f"memory of a card: {total:.4g} GiB in all, without activations, which grow with batch and resolution"
+
+
+def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, images: int, total: int) -> Iterator[str]:
+    """Estimate the work: of an image at --resolution, of a mean step over the buckets, of the run."""
+    width, height = cfg.data.resolution or (1024, 1024)
+    main = family.flops_per_sample(parts, Bucket(height, width))
+    yield f"FLOPs of an image at {width}x{height}: {main / 1e12:.4g} T, forward and backward, recomputation not counted"
+    rows = data.tables.training
+    mean = sum(family.flops_per_sample(parts, each.bucket) * each.uses for each in rows) / sum(
+        each.uses for each in rows
+    )
+    step = mean * images
+    yield f"FLOPs of a mean step: {step / 1e12:.4g} T; of the run: {step * total / 1e15:.4g} P"
