@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from difftrain import optim
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
 from difftrain.data.loader import make_loader
@@ -23,8 +24,6 @@ from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.models.registry import make_family
-from difftrain.optim.registry import make_optimizer
-from difftrain.optim.schedule import make_schedule
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.train.drawing import Drawing
@@ -58,6 +57,9 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
 
 def _run(cfg: TrainConfig, argv: list[str]) -> int:
     launch = Launch.from_environment()
+    faults = optim.faults(cfg.optimizer, cfg.training.max_steps)
+    if faults:
+        raise ConfigFault(faults)
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
@@ -120,8 +122,10 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     engine.build(
         family,
         parts,
-        lambda groups: make_optimizer(cfg.optimizer, groups, dp_size=engine.dp_size, fused_ok=device.fused_optimizer),
-        lambda optimizer: make_schedule(cfg.optimizer, optimizer, total),
+        lambda groups: optim.make_optimizer(
+            cfg.optimizer, groups, dp_size=engine.dp_size, fused_ok=device.fused_optimizer
+        ),
+        lambda optimizer: optim.make_schedule(cfg.optimizer, optimizer, total),
         warm_batches(cfg, data, plan, family, parts, engine),
     )
     this = Run(
