@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from difftrain.config.sections import OptimizerSection, TrainConfig, TrainingSection
 from difftrain.contracts import Batch, ConfigFault, TrainingFault
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
-from difftrain.engine import make_engine
+from difftrain.engine import make_engine, update
 from difftrain.engine.native import NativeEngine
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
@@ -33,10 +34,10 @@ def config(training: dict | None = None, **optimizer) -> TrainConfig:
     return TrainConfig(training=TrainingSection(seed=3, **(training or {})), optimizer=OptimizerSection(**optimizer))
 
 
-def built(cfg: TrainConfig | None = None, family: TinyFamily | None = None) -> NativeEngine:
+def built(cfg: TrainConfig | None = None, family: TinyFamily | None = None, device: str = "cpu") -> NativeEngine:
     cfg = cfg or config()
     family = family or TinyFamily()
-    engine = make_engine(cfg, choose("cpu"), Ranks())
+    engine = make_engine(cfg, choose(device), Ranks())
     engine.build(
         family,
         family.load(),
@@ -345,6 +346,59 @@ def test_dropout_is_of_the_step_not_of_the_process():
     run(engine, 0, 2)
     torch.manual_seed(100)
     assert run(other, 0, 2) and equal(weights(engine), weights(other))
+    for rate in (0.0, 0.5):  # the same batch twice, and nothing learnt between
+        still = built(family=TinyFamily(lr=0.0, dropout=rate))
+        first, second = (float(still.step(tiny_step(0, 8), COUNTS).sums["loss"]) for _ in range(2))
+        assert (first == second) == (rate == 0.0)
+
+
+class HostReads(TorchDispatchMode):
+    """Count what makes a host wait for a device: the value of a tensor, or its copy to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_the_host_reads_nothing_in_a_step(monkeypatch, precision):
+    """As on an accelerator, where looking is not free; the fused kernels of the CPU obey found_inf as well."""
+    monkeypatch.setattr(update, "_looking_is_free", lambda tensor: False)
+    cfg = config({"mixed_precision": precision})
+    engine, other = built(cfg, TinyFamily(dropout=0.1)), built(cfg, TinyFamily(dropout=0.1))
+    run(engine, 0, 2)
+    with HostReads() as reads:
+        good = engine.step(tiny_step(2, 8, accumulation=2), COUNTS)
+        before = weights(engine)
+        bad = engine.step(spoilt(3, float("nan")), COUNTS)
+    assert reads.count == 0
+    assert float(good.skipped) == 0.0 and float(bad.skipped) == 1.0 and equal(weights(engine), before)
+    run(other, 0, 2)
+    monkeypatch.undo()
+    other.step(tiny_step(2, 8, accumulation=2), COUNTS)
+    with HostReads() as reads:
+        other.step(spoilt(3, float("nan")), COUNTS)
+    assert reads.count > 0
+    assert run(engine, 4, 6) == run(other, 4, 6) and equal(weights(engine), weights(other))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_a_step_on_cuda_does_not_synchronise(precision):
+    cfg = config({"mixed_precision": precision})
+    engine = built(cfg, device="cuda")
+    run(engine, 0, 2)
+    batches = [tiny_step(step, 8, accumulation=2) for step in range(2, 6)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats = [engine.step(micro, COUNTS) for micro in [*batches, spoilt(6, float("nan"))]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [float(each.skipped) for each in stats] == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(

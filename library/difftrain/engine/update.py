@@ -66,9 +66,9 @@ def _overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
 
 
 def _apply(optimizer: Optimizer, skipped: Tensor) -> None:
-    """Step unless skipped. A fused optimizer reads the flag on the device; else, and on a CPU, the host looks."""
+    """Step unless skipped. A fused optimizer reads the flag on the device; with others the host has to look."""
     worker = inner(optimizer)
-    if skipped.device.type != "cpu" and getattr(worker, "_step_supports_amp_scaling", False):
+    if not _looking_is_free(skipped) and getattr(worker, "_step_supports_amp_scaling", False):
         worker.found_inf = skipped  # type: ignore[attr-defined]
         try:
             optimizer.step()
@@ -76,3 +76,7 @@ def _apply(optimizer: Optimizer, skipped: Tensor) -> None:
             del worker.found_inf  # type: ignore[attr-defined]
     elif not skipped:
         optimizer.step()
+
+
+def _looking_is_free(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
