@@ -46,9 +46,9 @@ def test_it_says_what_there_is(make, tmp_path):
     assert "a folder of plain files counts as one shard" in text
     data = open_data(cfg, folder)
     summary = data.summary()
-    assert (summary["records"], summary["draws_per_epoch"], summary["rejected"]) == (10, 19, 1)
+    assert (summary["count"], summary["draws_per_epoch"], summary["rejected"]) == (10, 19, 1)
     assert summary["buckets"]["64x64"] == 17 and summary["fingerprint"] == data.index.fingerprint
-    assert data.tables.shards == 2
+    assert summary["name"] == "a, t" and data.tables.shards == 2
 
 
 def test_preparing_again_finds_everything_there(make, tmp_path, monkeypatch):
@@ -140,3 +140,21 @@ def test_data_travels_to_workers(make, tmp_path):
     assert copy.summary() == data.summary()
     assert make_plan(copy, cfg, 2).batch(3) == make_plan(data, cfg, 2).batch(3)
     assert copy.index.record(2) == data.index.record(2)
+
+
+def test_pictures_without_a_bucket_are_named_like_all_rejects(make, tmp_path):
+    write_folder(tmp_path / "a", [(64, 64)] * 5 + [(64, 20)])
+    cfg = make("a", data={"bucket_no_upscale": True})
+    folder, text = said(cfg)
+    assert "data: rejected, no bucket: 1" in text and "5 records to train on" in text
+    data = open_data(cfg, folder)
+    [reject] = data.rejects()
+    assert reject.path == str(tmp_path / "a" / "0005.png")
+    assert reject.reason == "no bucket: 64 x 20 px, without enlarging no side may be below 32"
+    assert (data.summary()["rejected"], data.summary()["rejected_by_reason"]) == (1, {"no bucket": 1})
+    strict = make("a", data={"bucket_no_upscale": True, "max_rejected_share": 0.1})
+    with pytest.raises(DataFault, match=r"1 of 6 items are rejected \(--max_rejected_share=0.1\), 1 of them because"):
+        prepare(strict, log=lambda line: None)
+    write_folder(tmp_path / "thin", [(64, 20)] * 2)
+    with pytest.raises(DataFault, match=r"000[01].png \(no bucket"):
+        prepare(make("thin", data={"bucket_no_upscale": True, "max_rejected_share": 1.0}), log=lambda line: None)

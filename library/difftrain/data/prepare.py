@@ -23,7 +23,7 @@ from difftrain.data.plan import EpochPlan
 from difftrain.data.table_build import Split, build_tables
 from difftrain.data.tables import VERSION, BucketRows, Layout, Tables
 
-Say = Callable[[str], object]
+Say = Callable[[str], None]
 NO_BUCKET = "no bucket"
 
 
@@ -47,17 +47,14 @@ class Data:
         ids, _ = self.tables.take(np.arange(self.tables.count - self.tables.unplaced, self.tables.count))
         for record in map(self.index.record, ids):
             height, width = record.size_hw
-            steps = self.buckets.steps
-            yield Reject(
-                self.index.path(record),
-                f"{NO_BUCKET}: {width} x {height} px, a side must have {steps} without enlarging",
-            )
+            why = f"{width} x {height} px, without enlarging no side may be below {self.buckets.steps}"
+            yield Reject(self.index.path(record), f"{NO_BUCKET}: {why}")
 
     def summary(self) -> dict[str, Any]:
         """Return what reports say of the data set, as JSON."""
         return {
-            "names": sorted({source.label for source in self.index.sources}),
-            "records": self.index.count,
+            "name": ", ".join(sorted({source.label for source in self.index.sources})),
+            "count": self.index.count,
             "fingerprint": self.index.fingerprint,
             "rejected": self.index.summary.rejected + self.tables.unplaced,
             "rejected_by_reason": self.reasons,
@@ -137,7 +134,7 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
 def tables_folder(cfg: TrainConfig, index: Index) -> Path:
     """Return where the tables of an index lie: inside it, named by all else that decides them."""
     data = cfg.data
-    sized = [data.resolution, data.enable_bucket]
+    sized: list[Any] = [data.resolution, data.enable_bucket]
     if data.enable_bucket:
         sized += [data.min_bucket_reso, data.max_bucket_reso, data.bucket_reso_steps, data.bucket_no_upscale]
     held_out = [cfg.validation.split, validation_seed(cfg)] if cfg.validation.split else []
