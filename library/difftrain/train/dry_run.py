@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -158,10 +159,15 @@ def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, images: in
     """Estimate the work: of an image at --resolution, of a mean step over the buckets, of the run."""
     width, height = cfg.data.resolution or (1024, 1024)
     main = family.flops_per_sample(parts, Bucket(height, width))
-    yield f"FLOPs of an image at {width}x{height}: {main / 1e12:.4g} T, forward and backward, recomputation not counted"
+    yield f"FLOPs of an image at {width}x{height}: {scaled(main)}, forward and backward, recomputation not counted"
     rows = data.tables.training
-    mean = sum(family.flops_per_sample(parts, each.bucket) * each.uses for each in rows) / sum(
-        each.uses for each in rows
-    )
-    step = mean * images
-    yield f"FLOPs of a mean step: {step / 1e12:.4g} T; of the run: {step * total / 1e15:.4g} P"
+    uses = sum(each.uses for each in rows)
+    step = sum(family.flops_per_sample(parts, each.bucket) * each.uses for each in rows) / uses * images
+    yield f"FLOPs of a step, the mean over the buckets: {scaled(step)}; of the run: {scaled(step * total)}"
+
+
+def scaled(value: float) -> str:
+    """Write a large number with its prefix: 20.24 T."""
+    prefixes = " kMGTPEZY"
+    power = min(int(math.log10(value) // 3), len(prefixes) - 1) if value >= 1 else 0
+    return f"{value / 1000**power:.4g} {prefixes[power]}".strip()

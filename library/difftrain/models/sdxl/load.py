@@ -61,7 +61,7 @@ def load_parts(
     for part, module in modules.items():
         dtype = storage_dtype(cfg, part, rates)
         if meta:
-            module.to(dtype)
+            torch.nn.Module.to(module, dtype)  # diffusers' own warns about dtypes that nothing here depends on
         else:
             fill(module, source.weights(part, module), dtype)
     parts = _sorted_out(modules, rates)
