@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from difftrain.train.saving import Saving
 
 log = logging.getLogger("difftrain")
+NETWORKS = {"sdxl": "StableDiffusionXL"}  # as ModelZoo's logs call them
 
 
 def finish(run: Run, outputs: Outputs, saving: Saving, evaluating: Evaluating, start: Start) -> None:
@@ -29,18 +30,18 @@ def finish(run: Run, outputs: Outputs, saving: Saving, evaluating: Evaluating, s
     if not run.ranks.is_logger:
         return
     outputs.session_ends(run, "finished")
-    report = write_reports(run, outputs, scores=scores, targets=targets, quantile_losses=quantiles)
+    report = write_reports(run, scores=scores, targets=targets, quantile_losses=quantiles)
     start.record.ended(run.progress.step).write(run.out)
     for line in final_lines(report):
         print(line, flush=True)
 
 
-def write_reports(run: Run, outputs: Outputs, **late: Any) -> dict[str, Any]:
+def write_reports(run: Run, **late: Any) -> dict[str, Any]:
     """Write report.json, report.html and CaseName.log of the session so far; late: RunFacts known only at the end."""
     last = run.meter.last
     facts = RunFacts(
         run_dir=run.out,
-        network=run.cfg.model.family.upper(),
+        network=NETWORKS.get(run.cfg.model.family, run.cfg.model.family),
         argv=run.argv,
         device=run.device.describe(),
         world_size=run.ranks.size,

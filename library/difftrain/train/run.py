@@ -27,7 +27,7 @@ from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.train.drawing import Drawing
-from difftrain.train.ending import finish, say_what_runs
+from difftrain.train.ending import finish, say_what_runs, write_reports
 from difftrain.train.evaluating import Evaluating
 from difftrain.train.loop import train
 from difftrain.train.meter import Meter
@@ -93,6 +93,8 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         )
         if not train(this, steps, hooks, saving, requests):
             outputs.session_ends(this, "stopped")
+            if ranks.is_logger:
+                write_reports(this)
             log.info("stopped by a signal at step %d; the same command with --resume=auto goes on", this.progress.step)
             return 128 + ranks.agree(requests.stop_signal)
         finish(this, outputs, saving, evaluating, start)
@@ -104,7 +106,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(cfg, log=log.info))
     data = open_data(cfg, folder)
     if ranks.is_logger:
-        write_rejects(cfg.output_dir, data.index.rejects())
+        write_rejects(cfg.output_dir, data.rejects())
     family = make_family(cfg)
     parts = family.load()
     engine = make_engine(cfg, device, ranks)
