@@ -160,7 +160,7 @@ def check_memory(report: Report, order: str, large: Path, small: Path) -> None:
     many, few = (worker_memory(cfg, folder) for folder in (large, small))
     for kind, name in (("rss", "resident"), ("uss", "own"), ("anonymous", "not file-backed")):
         note = f"{few[kind]:.1f} MiB -> {many[kind]:.1f} MiB at 100 times the records"
-        report.check(f"{order}: growth of a worker's memory, {name}", many[kind] - few[kind], 24.0, "MiB", note)
+        report.check(f"{order}: growth of a worker's memory, {name}", many[kind] - few[kind], 4.0, "MiB", note)
 
 
 def compare(plan: EpochPlan) -> None:
