@@ -91,9 +91,8 @@ def _read_shard(members: Iterator[Member | Damage]) -> _Shard:
             continue
         name = _clean(member.name)
         suffix = split_suffix(name)[1]
-        if (suffix not in IMAGE_SUFFIXES and suffix not in (".txt", ".json")) or name.rpartition("/")[2].startswith(
-            "."
-        ):
+        hidden = name.rpartition("/")[2].startswith("._")  # macOS leaves such a twin of every file
+        if hidden or (suffix not in IMAGE_SUFFIXES and suffix not in (".txt", ".json")):
             continue
         reason = _refuse(member, suffix)
         if reason:
