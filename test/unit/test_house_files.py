@@ -97,10 +97,11 @@ def test_tests_have_no_package_files() -> None:
 
 
 def test_files_stay_short() -> None:
+    most = {"test": 600}  # a table of cases is long without being hard to read
     long = [
         f"{name}: {count} lines"
         for path in tracked()
         if (name := path.relative_to(ROOT).as_posix()).endswith(".py")
-        and (count := len(path.read_text(encoding="utf-8").splitlines())) > 450
+        and (count := len(path.read_text(encoding="utf-8").splitlines())) > most.get(name.split("/")[0], 450)
     ]
     assert not long, "\n".join(long)

@@ -14,6 +14,8 @@ import torch
 
 from difftrain import optim
 from difftrain.config import TrainConfig
+from difftrain.config.secrets import redact_text
+from difftrain.config.toml import dump
 from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
 from difftrain.data.loader import make_loader
 from difftrain.data.plan import EpochPlan
@@ -26,6 +28,7 @@ from difftrain.engine import make_engine
 from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
+from difftrain.report.files import write_whole
 from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, say_what_runs, write_reports
 from difftrain.train.evaluating import Evaluating
@@ -39,6 +42,7 @@ from difftrain.train.state import Hook, Run
 from difftrain.train.together import for_all
 
 log = logging.getLogger("difftrain")
+CONFIG_FILE = "config.toml"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -190,6 +194,8 @@ def warm_batches(
 def open_outputs(run: Run, start: Start) -> Iterator[Outputs]:
     """Open console, metrics and trackers; a session that ends by an error is recorded as failed."""
     config = redacted(run.cfg.model_dump(mode="json"))
+    if run.ranks.is_logger:
+        write_whole(run.out / CONFIG_FILE, redact_text(dump(run.cfg)))  # --config takes it
     outputs = Outputs(
         run.cfg,
         is_logger=run.ranks.is_logger,
