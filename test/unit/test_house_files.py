@@ -92,6 +92,25 @@ def test_no_machine_path_and_no_registry() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_documents_name_flags_that_exist() -> None:
+    from launching.flags import OWNED
+
+    from difftrain.cli.export import TABLE
+    from difftrain.config.flags import FLAGS
+
+    known = {*FLAGS, *TABLE, *(name for owned in OWNED for name in owned.names), "help", "dry_run"}
+    # flags of pip, torchrun and pytest that documents may show
+    known |= {"no-deps", "standalone", "update-golden", "device", "X"}
+    wrong = [
+        f"{name}:{number}: --{flag}"
+        for name, number, line in lines()
+        if name.endswith(".md") and name != "docs/flags.md" and not name.startswith("benchmarks/")
+        for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", line)
+        if flag not in known or (flag in FLAGS and FLAGS[flag].status in ("later", "refused"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_tests_have_no_package_files() -> None:
     assert not list((ROOT / "test").rglob("__init__.py"))
 

@@ -29,7 +29,6 @@ OPTIONAL = {
     "torch_npu": "device",
     "wandb": "report",
     "pyarrow": "data",
-    "matplotlib": "report",
     "tensorboard": "report",
     "deepspeed": "engine",
     "fairscale": "engine",

@@ -58,7 +58,8 @@ def test_what_is_imported_is_declared() -> None:
     testing = {"hypothesis", "pytest"}
     unknown = {name: path for name, path in imported.items() if name not in sys.stdlib_module_names | known | testing}
     assert not unknown
-    assert not {IMPORT_NAMES.get(package, package) for package in DECLARED} - set(imported) - {"tensorboard", "huggingface_hub", "matplotlib"}
+    through_others = {"tensorboard", "huggingface_hub"}  # torch.utils.tensorboard; what fetches weights for diffusers
+    assert not {IMPORT_NAMES.get(package, package) for package in DECLARED} - set(imported) - through_others
 
 
 def test_the_doctor_knows_the_floors() -> None:

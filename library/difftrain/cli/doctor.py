@@ -29,7 +29,6 @@ REQUIRED = {
     "pyarrow": "15",
     "tensorboard": "2.15",
     "tqdm": "4.66",
-    "matplotlib": "3.8",
 }
 OPTIONAL = {"wandb": "--log_with=wandb", "torch_npu": "training on NPU"}
 HARMFUL = {
