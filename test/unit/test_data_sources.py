@@ -87,7 +87,7 @@ def test_kohyas_folders(tmp_path):
     found = {info.prefix: (info.repeats, info.words) for info in made.infos}
     assert found == {"10_sks dog/": (20, "sks dog"), "3_cat_sitting/": (6, "cat_sitting"), "7/": (14, "")}
     assert [info.ordinal for info in made.infos] == [0, 1, 2] and {info.name for info in made.infos} == {"0"}
-    assert sorted(path for _, path in made.outside()) == ["0_none/d.jpg", "notes/e.jpg"]
+    assert sorted(made.outside()) == [f"{tmp_path}/0_none/d.jpg", f"{tmp_path}/notes/e.jpg"]
     assert "10_sks dog x 10" in made.notes[0]
 
 

@@ -119,8 +119,7 @@ class _Builder:
         listing = list_sources(writer, infos)
         level, why = self._level()
         name_files(writer, infos, level, [self._stamp(info) for info in infos], listing)
-        outside = sorted(f"{root}/{path}" for root, path in self.configured.outside())
-        writer.add_rejects((None, path, _OUTSIDE) for path in outside)
+        writer.add_rejects((None, path, _OUTSIDE) for path in self.configured.outside())
         same, had = take_over(writer, previous, infos) if previous else (0, 0)
         notes = [*self.configured.notes, *_about_captions(listing), why, *listing.passed_over, *self._check()]
         summary = IndexSummary(
@@ -134,7 +133,7 @@ class _Builder:
             shards=tuple(count_shards(writer, info) for info in infos),
             verify="full" if level == FULL else "quick",
             notes=tuple(notes),
-            stamp=hashlib.blake2b("\n".join(outside).encode(), digest_size=8).hexdigest(),
+            stamp=self._refused(),
             reused=same,
             read=listing.files - same,
         )
@@ -144,6 +143,13 @@ class _Builder:
             return replace(previous, notes=summary.notes, reused=same, read=0)
         self._read(level, summary)
         return writer.finish(summary)
+
+    def _refused(self) -> str:
+        """Hash the names of what was refused unopened: a change there is a change of the index."""
+        state = hashlib.blake2b(digest_size=8)
+        for (path,) in self.writer.db.execute("SELECT path FROM rejects WHERE file IS NULL ORDER BY path"):
+            state.update(path.encode() + b"\n")
+        return state.hexdigest()
 
     def _stamp(self, info: SourceInfo) -> str:
         """Return what, besides the file itself, decides what its items become."""

@@ -18,7 +18,7 @@ from difftrain.data.index import DATABASE, IndexSummary
 from difftrain.data.index_writer import IndexWriter, disk_faults
 from difftrain.data.inspection import PASSING
 from difftrain.data.sources import SourceInfo, open_source
-from difftrain.data.sources.base import FileRef, Listed, split_suffix
+from difftrain.data.sources.base import FileRef, printable, split_suffix
 
 _FOREIGN_CACHES = ("_sdxl.npz", "_sd.npz", "_sd3.npz", "_flux.npz", "_te_outputs.npz", "_sd3_te.npz", "_flux_te.npz")
 _PAGE = 4096
@@ -54,6 +54,13 @@ _TAKE_REJECTS = (
 )
 
 
+_INSERT = {
+    "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?)",
+    "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
+    "rejects": "INSERT INTO main.rejects VALUES (?, ?, ?)",
+}
+
+
 @dataclass
 class Listing:
     """What listing the sources found. passed_over: sentences about files that are no data."""
@@ -77,8 +84,7 @@ def list_sources(writer: IndexWriter, infos: Iterable[SourceInfo]) -> Listing:
         with disk_faults(writer.folder):
             writer.db.execute("BEGIN")
             for table, row in rows:
-                values = ", ".join("?" * len(row))
-                writer.db.execute(f"INSERT INTO scan.{table} VALUES ({values})", row)
+                writer.db.execute(_INSERT[table], row)
             writer.db.execute("COMMIT")
     with disk_faults(writer.folder):
         writer.db.execute("CREATE INDEX scan.by_stem ON captions (source, stem, rank)")
@@ -92,12 +98,13 @@ def _rows(info: SourceInfo, others: Counter[str]) -> Iterator[tuple[str, tuple[o
     """Iterate over (table, row) of a source's files; count those that are no data."""
     try:
         for file in open_source(info).listing():
-            if not _writable(file):
-                raise DataFault(
-                    f"{info.root}/{_escaped(file.path)}: the file's name is not UTF-8 and can't be written down; rename it"
-                )
             stem, suffix = split_suffix(file.path)
-            if file.role == "media":
+            if printable(file.path) != file.path:
+                others["names that are not UTF-8"] += file.role != "media"
+                if file.role == "media":
+                    reason = "name not UTF-8: the file's name cannot be written down; rename it"
+                    yield "rejects", (None, f"{info.root}/{printable(file.path)}", reason)
+            elif file.role == "media":
                 yield "media", (info.ordinal, file.path, stem, file.size, file.mtime_ns)
             elif file.role == "caption":
                 rank = info.suffixes.index(suffix)
@@ -106,14 +113,6 @@ def _rows(info: SourceInfo, others: Counter[str]) -> Iterator[tuple[str, tuple[o
                 others[_kind_of_other(file.path)] += 1
     except OSError as error:
         raise DataFault(f"{error.filename or info.root}: cannot be listed ({error.strerror})") from None
-
-
-def _writable(file: Listed) -> bool:
-    return file.path.isprintable() or _escaped(file.path) == file.path
-
-
-def _escaped(path: str) -> str:
-    return path.encode("utf-8", "backslashreplace").decode()
 
 
 def _kind_of_other(path: str) -> str:
@@ -128,7 +127,7 @@ def _about_others(root: str, counts: Counter[str]) -> Iterator[str]:
     if caches:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(caches.items()))
         yield f"{root}: {listed}: features cached by another trainer, not used"
-    rest = [(kind, count) for kind, count in counts.most_common() if not kind.startswith("*")]
+    rest = [(kind, count) for kind, count in counts.most_common() if count and not kind.startswith("*")]
     if rest:
         listed = ", ".join(f"{count} {kind}" for kind, count in rest[:6]) + (" and more" if len(rest) > 6 else "")
         yield f"{root}: files that are no data of this kind, not read: {listed}"

@@ -123,6 +123,11 @@ def split_suffix(path: str) -> tuple[str, str]:
     return (path[:dot], path[dot:].lower()) if dot > path.rfind("/") + 1 else (path, "")
 
 
+def printable(name: str) -> str:
+    """Return a name as it can be written down: bytes that are not UTF-8 become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def is_picture(path: str) -> bool:
     """Tell by the suffix."""
     return split_suffix(path)[1] in IMAGE_SUFFIXES

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.contracts import ConfigFault, DataFault, Fault
-from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, split_suffix
+from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, printable, split_suffix
 from difftrain.data.sources.kohya import KohyaFolder, kohya_folders, outside
 
 if TYPE_CHECKING:
@@ -28,11 +28,17 @@ class Configured:
     notes: list[str] = field(default_factory=list)
     kohya: list[tuple[Path, list[KohyaFolder]]] = field(default_factory=list)
 
-    def outside(self) -> Iterator[tuple[Path, str]]:
-        """Iterate over (root, path) of the pictures that lie in none of a kohya root's folders."""
+    def outside(self) -> Iterator[str]:
+        """Iterate over the pictures that lie in none of a kohya root's folders.
+
+        Raises: DataFault where a folder cannot be listed.
+        """
         for root, folders in self.kohya:
-            for path in outside(root, folders):
-                yield root, path
+            try:
+                for path in outside(root, folders):
+                    yield printable(f"{root}/{path}")
+            except OSError as error:
+                raise DataFault(f"{error.filename or root}: cannot be listed ({error.strerror})") from None
 
 
 def configured_sources(data: DataSection, captions: CaptionSection) -> Configured:

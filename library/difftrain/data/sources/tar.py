@@ -17,6 +17,7 @@ from difftrain.data.sources.base import (
     Source,
     SourceInfo,
     is_picture,
+    printable,
     split_suffix,
 )
 from difftrain.data.sources.files import Descriptors, open_span, read_span
@@ -96,7 +97,7 @@ def _read_shard(members: Iterator[Member | Damage]) -> _Shard:
             continue
         reason = _refuse(member, suffix)
         if reason:
-            shard.bad.append(Bad(_printable(name), reason))
+            shard.bad.append(Bad(printable(name), reason))
             continue
         if name in seen:
             shard.bad.append(Bad(name, "same name twice: a later member of the tar has it and is used"))
@@ -111,7 +112,7 @@ def _read_shard(members: Iterator[Member | Damage]) -> _Shard:
 
 def _refuse(member: Member, suffix: str) -> str:
     """Return why a member that could matter is not used, "" where it is."""
-    if _printable(member.name) != member.name:
+    if printable(member.name) != member.name:
         return "name not UTF-8: the member's name cannot be written down"
     if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
         return "outside its folder: the member's name leads out of the tar"
@@ -158,7 +159,3 @@ def _clean(name: str) -> str:
     while name.startswith("./"):
         name = name[2:]
     return name
-
-
-def _printable(name: str) -> str:
-    return name.encode("utf-8", "backslashreplace").decode()
