@@ -26,6 +26,8 @@ Differences to kohya on purpose
   file use the class words.
 - Transparent pictures are laid over white before they are resized; kohya drops the alpha channel.
 - Bucket sides that are no multiples of `--bucket_reso_steps` stay as they are given.
+- `--save_model_as` unset writes safetensors; kohya takes the layout that the weights came in.
+- Whatever `--save_last_n_*` say, the last two good saves are kept.
 - `--use_safetensors` counts only where `--save_model_as` is not given, as there.
 - Tokens on the command line are moved to the environment and redacted in everything that is written.
 """
