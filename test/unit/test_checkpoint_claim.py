@@ -116,6 +116,14 @@ def test_a_pid_that_came_again_is_another_process(tmp_path):
     Claim.acquire(tmp_path).release()
 
 
+def test_a_starter_that_was_slow_to_decide_steps_back(tmp_path):
+    """It saw claim 1 dead, slept, and creates number 2 after number 3 was taken and 2 deleted."""
+    folder = elsewhere(tmp_path).parent
+    (folder / "00000003.json").write_text(json.dumps(asdict(Holder.me("quicker", ""))))
+    assert not claims._create(folder, 2, Holder.me("slow", ""))
+    assert sorted(path.name for path in folder.iterdir()) == ["00000001.json", "00000003.json"]
+
+
 def test_another_machine_that_beats_is_alive(tmp_path, quick):
     path = elsewhere(tmp_path)
 

@@ -291,6 +291,21 @@ def test_a_loss_that_overflows_alone_is_skipped_too(monkeypatch):
     assert float(stats.skipped) == 1.0 and equal(weights(engine), before)
 
 
+def test_an_overflow_that_only_the_scaler_saw_is_skipped():
+    """Hardware that saturates keeps its own record of overflows, which unscale_ hands on with finite gradients."""
+
+    class Saturating(torch.amp.GradScaler):
+        def _unscale_grads_(self, *args, **kwargs):
+            return {key: torch.ones_like(found) for key, found in super()._unscale_grads_(*args, **kwargs).items()}
+
+    engine = built(config({"mixed_precision": "fp16"}))
+    engine._scaler = Saturating("cpu", init_scale=1024.0)
+    before = weights(engine)
+    stats = engine.step(tiny_step(0, 8), COUNTS)
+    assert float(stats.skipped) == 1.0 and torch.isfinite(stats.grad_norm) and equal(weights(engine), before)
+    assert engine._scaler.get_scale() == 512.0
+
+
 def test_a_snapshot_owns_its_memory(tmp_path):
     engine = built()
     run(engine, 0, 3)

@@ -124,16 +124,22 @@ def clean(parent: Path, say: Say | None = None) -> None:
     left = [path for path in parent.iterdir() if path.is_dir() and _LEFT_BEHIND.fullmatch(path.name)]
     # A newer one of the same name comes before the one that it pushed aside.
     for path in sorted(left, key=lambda each: (each.name.endswith(OLD), each.name)):
-        manifest = _whole(path)
-        if manifest is not None and not (parent / manifest.name).exists():
-            path.rename(parent / manifest.name)
-            fsync_folder(parent)
-            message = f"checkpoint {manifest.name} was complete but for its name, and is kept"
-        else:
-            remove(path)
-            message = f"{path.name}, left by a run that ended while it was saving, is removed"
+        try:
+            message = _put_away(path)
+        except FileNotFoundError:
+            continue  # somebody else was quicker: all machines of a run may look after a disk that they share
         if say is not None:
             say(message)
+
+
+def _put_away(path: Path) -> str:
+    manifest = _whole(path)
+    if manifest is not None and not (path.parent / manifest.name).exists():
+        path.rename(path.parent / manifest.name)
+        fsync_folder(path.parent)
+        return f"checkpoint {manifest.name} was complete but for its name, and is kept"
+    remove(path)
+    return f"{path.name}, left by a run that ended while it was saving, is removed"
 
 
 def _whole(path: Path) -> Manifest | None:

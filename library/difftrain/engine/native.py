@@ -101,7 +101,9 @@ class NativeEngine:
         section = self.cfg.training
         if not section.compile:
             return
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED_VERSIONS)
+        from torch._dynamo import config as dynamo
+
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _COMPILED_VERSIONS)
         dynamic = None if self.cfg.data.enable_bucket else False
         for _, unit in self.family.units(self.parts):
             unit.compile(backend=section.compile_backend, dynamic=dynamic)
