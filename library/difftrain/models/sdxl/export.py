@@ -69,10 +69,13 @@ def export_file(
     architecture = Architecture.from_dict(parts.config, "the model's configuration")
     places = {part: original_places(part, architecture.build(part)) for part in PARTS}
     extras = _extras(architecture, logit_scale)
+    if not architecture.is_base:
+        text = json.dumps(parts.config)
+        metadata = metadata | {ARCHITECTURE_KEY: text}
+        if layout == "ckpt":  # which has no header
+            extras[ARCHITECTURE_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     shapes = _shapes(places, architecture, dtype, parts)
     shapes |= {key: (_cast(value, dtype), tuple(value.shape)) for key, value in extras.items()}
-    if not architecture.is_base:
-        metadata = metadata | {ARCHITECTURE_KEY: json.dumps(parts.config)}
     path = target(path, layout)
     opened = safetensors_writer(path, shapes, metadata) if layout == "safetensors" else torch_writer(path, shapes)
     with opened as writer:

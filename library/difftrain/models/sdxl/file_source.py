@@ -25,7 +25,7 @@ ARCHITECTURE_KEY = "difftrain.architecture"
 # Tables and marks that trainers and mergers leave beside the weights; nothing here reads them.
 _IGNORED = re.compile(
     r"^(betas|alphas_cumprod.*|sqrt_.*|log_one_minus_.*|posterior_.*|logvar|model_ema\..*|denoiser\.sigmas"
-    r"|v_pred|ztsnr|edm_vpred\..*|edm_(mean|std))$"
+    r"|v_pred|ztsnr|edm_vpred\..*|edm_(mean|std)|difftrain\..*)$"
 )
 
 
@@ -57,6 +57,8 @@ class SingleFileSource:
     @cached_property
     def architecture(self) -> Architecture:
         text = self._file.metadata.get(ARCHITECTURE_KEY)
+        if text is None and ARCHITECTURE_KEY in self._file.shapes():
+            text = bytes(self._file.get(ARCHITECTURE_KEY).tolist()).decode()
         return Architecture.from_dict(json.loads(text), str(self.path)) if text else named("base")
 
     @property

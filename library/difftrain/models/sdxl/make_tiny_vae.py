@@ -90,15 +90,17 @@ def make(steps: int, count: int) -> torch.nn.Module:
     fill(vae, ((name, torch.zeros(value.shape)) for name, value in vae.state_dict().items()), torch.float32)
     pictures = synthetic_pictures(count, 64, TRAIN_SEED)
     closed_form_encoder(vae, pictures[:1000])
-    train_decoder(vae, pictures, steps=steps, report=lambda step, error: print(f"step {step} error {error:.5f}"))
+    train_decoder(
+        vae, pictures, steps=steps, batch_size=8, report=lambda step, error: print(f"step {step} error {error:.5f}")
+    )
     return vae
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--pictures", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pictures", type=int, default=4000)
     args = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()

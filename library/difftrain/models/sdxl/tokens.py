@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,11 @@ def _vocabulary(path: Path | None, size: int, pad: str) -> ClipVocabulary:
         return ClipVocabulary.read(path, pad)
     if size > MAX_BUILT_IN:
         raise ValueError("is needed: the weights come without a tokenizer")
+    return _built_in(size, pad)
+
+
+@functools.cache
+def _built_in(size: int, pad: str) -> ClipVocabulary:
     return ClipVocabulary.learn(_TEXT, size - NUM_FIXED, pad)
 
 

@@ -1,0 +1,44 @@
+"""A tiny SDXL and a batch for it, for tests of models, sampling and exports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import Batch, Bucket, Parts
+from difftrain.models.sdxl.family import SDXLFamily
+
+
+def config(sections: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
+    """Return a configuration of the tiny size, with fields of [model] by keyword and other sections as tables."""
+    if "pretrained" not in model:
+        model = {"init_from_config": "tiny"} | model
+    return TrainConfig(model=model, **{"training": {"seed": 1}, **(sections or {})})
+
+
+def loaded(cfg: TrainConfig) -> tuple[SDXLFamily, Parts]:
+    """Make a family and load it."""
+    family = SDXLFamily(cfg)
+    return family, family.load()
+
+
+def batch_of(
+    family: SDXLFamily, parts: Parts, captions: list[str], height: int = 64, width: int = 64, seed: int = 0
+) -> Batch:
+    """Make a batch of noise pictures with these captions and unequal size conditions."""
+    generator = torch.Generator().manual_seed(seed)
+    bucket, count = Bucket(height, width), len(captions)
+    features = {"pixels": torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)}
+    sizes = torch.randint(0, 500, (3, count, 2), generator=generator)
+    features |= dict(zip(("original_size", "crop_top_left", "target_size"), sizes))
+    features |= family.tokenizer(parts)(captions)
+    draws = {}
+    for name, draw in family.features.draws.items():
+        if draw.kind == "integer":
+            draws[name] = torch.randint(0, draw.high, (count,), generator=generator)
+        else:
+            draws[name] = torch.randn((count, *draw.shape(bucket)), generator=generator)
+    ids = torch.arange(count)
+    return Batch(bucket, ids, torch.zeros_like(ids), features, draws)
