@@ -67,6 +67,17 @@ def test_report_of_a_folder_without_one(tmp_path: Path, capsys: pytest.CaptureFi
     assert str(tmp_path) in said(capsys)
 
 
+def test_report_builds_the_page_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from reports import config, facts
+
+    from difftrain.report.report import make_report, write_report
+
+    write_report(tmp_path, make_report(config(), facts(tmp_path)))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
 def test_export_writes_what_the_layout_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = [
         "export",
