@@ -93,7 +93,7 @@ def test_tars_cut_in_the_middle_and_with_strange_members(door: Door, tmp_path: P
     found = rejected(out)
     reasons = " ".join(f"{path}: {reason}" for path, reason in found.items())
     assert "00003.png" in reasons and "outside.png" in reasons and "lonely" in reasons and "00001.tar" in reasons
-    assert json.loads((out / "report.json").read_text())["dataset"]["records"] == 5 + 3
+    assert json.loads((out / "report.json").read_text())["dataset"]["count"] == 5 + 3
     assert (data / "00000.tar").read_bytes() == whole and not (tmp_path / "outside.png").exists()
 
 

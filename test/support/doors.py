@@ -101,7 +101,7 @@ class Door:
             output, _ = process.communicate()
             pytest.fail(f"still running after {timeout} s:\n{output}")
         if expect is not None:
-            assert process.returncode == expect, output
+            assert process.returncode == expect, f"exit code {process.returncode}, not {expect}:\n{output}"
         return output
 
 

@@ -105,8 +105,8 @@ class NativeEngine:
 
         dynamo.recompile_limit = max(dynamo.recompile_limit, _COMPILED_VERSIONS)
         dynamic = None if self.cfg.data.enable_bucket else False
-        for _, unit in self.family.units(self.parts):
-            unit.compile(backend=section.compile_backend, dynamic=dynamic)
+        for block in self.family.repeated(self.parts):
+            block.compile(backend=section.compile_backend, dynamic=dynamic)
 
     def _check_optimizer(self) -> None:
         held = {id(each) for group in self.optimizer.param_groups for each in group["params"]}

@@ -79,6 +79,10 @@ class TinyFamily:
         """List the blocks."""
         return [(f"blocks.{i}", block) for i, block in enumerate(parts.root.blocks)]  # type: ignore[arg-type]
 
+    def repeated(self, parts: Parts) -> list[nn.Module]:
+        """List the same blocks, for compiling."""
+        return [block for _, block in self.units(parts)]
+
     def inputs(self, batch: Batch, parts: Parts) -> Inputs:
         """Mix picture and noise by the timestep."""
         x, noise, t = batch.features["pixels"].float(), batch.draws["noise"], batch.draws["timestep"]

@@ -76,6 +76,8 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, start.step)
             return 0
         this = assemble(start.cfg, argv, device, ranks, start)
+        if ranks.is_logger:
+            start.record.write(cfg.output_dir)
         outputs = stack.enter_context(open_outputs(this, start))
         this.meter = Meter(this, outputs)
         saving, evaluating = Saving(this), Evaluating(this, outputs)
@@ -147,6 +149,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         total_steps=total,
         global_batch=global_batch,
         clock=Clock(device.synchronise, session_steps=total - start.step, mark=device.marker(), age_s=process_age_s()),
+        claim=start.claim,
         facts=facts,
         choices=[facts["attention"]],
     )

@@ -76,12 +76,13 @@ class Saving:
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
         if state:
             self._checkpoint(run, f"{name}-state", kind)
-        if run.ranks.is_logger:
+        if run.claim.owned:
             checkpoint.retain_exports(run.out, run.name, run.cfg.save, run.progress.step, log.info)
 
     def _checkpoint(self, run: Run, name: str, kind: str, *, must: bool = False) -> None:
         """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
         with run.clock.paused("saving"):
+            run.claim.check()
             run.meter.settle(run)
             snapshot = run.engine.snapshot()
 
@@ -106,6 +107,7 @@ class Saving:
                 return
         if run.ranks.is_logger:
             log.info("checkpoint %s at step %d", path.name, run.progress.step)
+        if run.claim.owned:
             checkpoint.retain_states(run.out, run.name, run.cfg.save, run.progress.step, log.info)
 
     def _meta(self, run: Run, kind: str) -> dict[str, object]:

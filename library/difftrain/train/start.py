@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain import checkpoint
-from difftrain.checkpoint import Finished, Foreign, RunRecord, Unfinished
+from difftrain.checkpoint import Claim, Finished, Foreign, RunRecord, Unfinished
 from difftrain.config import TrainConfig
 from difftrain.config.digest import differences, digest
 from difftrain.config.digest import identity as config_identity
@@ -26,11 +26,13 @@ log = logging.getLogger("difftrain")
 class Start:
     """Say from where a session begins.
 
-    cfg: with a seed. checkpoint: None at a fresh start. meta: what the checkpoint says of itself. auto: --resume=auto,
-    which promises the very same run.
+    cfg: with a seed. claim: on the output folder. record: to be written once the run is put together; one that cannot
+    start leaves no trace. checkpoint: None at a fresh start. meta: what the checkpoint says of itself. auto:
+    --resume=auto, which promises the very same run.
     """
 
     cfg: TrainConfig
+    claim: Claim
     record: RunRecord
     checkpoint: Path | None
     meta: dict[str, Any]
@@ -51,8 +53,8 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
     """
     out = cfg.output_dir
     ours = digest(cfg, ranks.size)
-    with checkpoint.claim_together(out, ours, ranks, log.info):
-        if ranks.local_rank == 0:
+    with checkpoint.claim_together(out, ours, ranks, log.info) as claim:
+        if claim.owned:
             checkpoint.clean(out, log.info)
         state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, cfg.save.output_name, log.warning))
         finished = isinstance(state, Finished) and cfg.save.resume == "auto"
@@ -70,10 +72,8 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
         record = _record(cfg, state, ours, seed, ranks)
         if found is not None:
             log.info("resuming from %s at step %d", found, meta["step"])
-        if not finished and ranks.is_logger:
-            record = record.begun(int(meta.get("step", 0)), ranks.size)
-            record.write(out)
-        yield Start(seeded, record, found, meta, cfg.save.resume == "auto", finished)
+        record = record.begun(int(meta.get("step", 0)), ranks.size)
+        yield Start(seeded, claim, record, found, meta, cfg.save.resume == "auto", finished)
 
 
 def _chosen(cfg: TrainConfig, ranks: Ranks, state: checkpoint.record.State, ours: str) -> Path | None:

@@ -10,6 +10,7 @@ from difftrain.contracts import Batch, Bucket, Engine, Family, Parts
 from difftrain.train.progress import Progress
 
 if TYPE_CHECKING:
+    from difftrain.checkpoint import Claim
     from difftrain.config import TrainConfig
     from difftrain.data.plan import EpochPlan
     from difftrain.data.prepare import Data
@@ -36,6 +37,7 @@ class Run:
     total_steps: int
     global_batch: int
     clock: Clock
+    claim: Claim  # on the output folder
     ema: Ema | None = None
     progress: Progress = field(default_factory=Progress)
     facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers

@@ -74,6 +74,11 @@ class SDXLFamily:
         blocks += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
         return found + [(f"unet.{name}", unet.get_submodule(name)) for name in blocks]
 
+    def repeated(self, parts: Parts) -> list[nn.Module]:
+        """List the blocks that recur, each compiled once a width; whole UNet blocks would unroll dozens of them."""
+        kinds = ("BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer")
+        return [module for module in parts.root.modules() if type(module).__name__ in kinds]
+
     @torch.no_grad()
     def inputs(self, batch: Batch, parts: Parts) -> Inputs:
         """Encode, noise and weigh one micro batch; trained encoders get their ids, in root."""
