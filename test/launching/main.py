@@ -68,7 +68,7 @@ def decide(recipe_name: str, layout: str, given: Given, environ: dict[str, str])
     words = [*recipe.words, *flags.to_door(given), *given.rest, f"--output_dir={output}"]
     faults = [*given.faults, *where.faults, *recipe.faults]
     if not recipe.faults:
-        faults += recipes.door_faults(words)
+        faults += recipes.door_faults(recipe.checkable(words))
     if faults:
         raise Refused(faults)
     return Launch(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
@@ -87,7 +87,9 @@ def say(launch: Launch, given: Given) -> None:
 
 def dry_run(launch: Launch) -> int:
     """Let the training script print its plan, for as many processes as the launch would start."""
-    launch.recipe.prepare(dry=True)
+    code = launch.recipe.prepare(dry=True)
+    if code:
+        return code
     environ = {**os.environ, **launch.where.dry_environment()}
     words = launch.recipe.dry_words(launch.words)
     return subprocess.run([sys.executable, str(launch.door), *words], env=environ).returncode
@@ -125,14 +127,14 @@ def main(argv: list[str]) -> int:
         say(launch, given)
         if given.values.get("dry_run"):
             return dry_run(launch)
+        code = launch.recipe.prepare(dry=False)
+        if code:
+            return code
         cfg = parse(launch.words).config
         clear_the_way(launch, cfg)
     except Refused as refused:
         print(f"cannot start:\n{refused}", file=sys.stderr)
         return 2
-    code = launch.recipe.prepare(dry=False)
-    if code:
-        return code
     start(launch, digest(cfg, launch.where.world_size))
     return 0
 

@@ -33,7 +33,7 @@ class Recipe:
             return 0
         words = [*self.demo, *(["--data_only"] if dry else [])]
         threads = str(min(8, cores()))
-        environ = {**os.environ, "PYTHONPATH": str(LIBRARY), "OMP_NUM_THREADS": threads}
+        environ = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": str(LIBRARY)}
         return subprocess.run([sys.executable, "-m", "difftrain.train.demo", *words], env=environ).returncode
 
     def dry_words(self, words: list[str]) -> list[str]:
@@ -42,6 +42,13 @@ class Recipe:
             return words
         kept = [word for word in words if not word.startswith("--pretrained_model_name_or_path=")]
         return [*kept, "--init_from_config=demo"]
+
+    def checkable(self, words: list[str]) -> list[str]:
+        """Return flags whose faults can be asked for before the demo's folder is made."""
+        if not self.demo:
+            return words
+        made = ("--train_data_dir=", "--sample_prompts=", "--sample_every_n_steps=")
+        return [*(word for word in self.dry_words(words) if not word.startswith(made)), f"--train_data_dir={LIBRARY}"]
 
 
 SDXL = {

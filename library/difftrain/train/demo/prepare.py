@@ -31,7 +31,7 @@ def prepare(dataset: str, scale: float, *, data_only: bool = False, say: Say = p
         _whole(home / "data", lambda aside: _write_data(dataset, scale, aside, say))
         _write_prompts(home / "prompts.txt", dataset)
         if not data_only:
-            _whole(home / "model", lambda aside: _write_model(dataset, scale, home / "data", aside, say))
+            _whole(recipe.model_folder(home), lambda aside: _write_model(dataset, scale, home / "data", aside, say))
     except OSError as error:
         raise DataFault(
             f"the demo's folder cannot be written: {error} (set XDG_CACHE_HOME to a folder with room)"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 SIDE = 64  # pixels
 GLOBAL_BATCH = 32
 SEED = 1
-_PARTS_OF_KEY = ("recipe.py", "shapes.py", "emoji.py", "tars.py", "prepare.py")
+_PARTS_OF_KEY = ("recipe.py", "shapes.py", "emoji.py", "tars.py", "prepare.py", "model.py")
 
 
 class Size(NamedTuple):
@@ -57,6 +57,11 @@ def folder(dataset: str, scale: float) -> Path:
     return cache_root() / "demo" / f"{dataset}-{scale:g}-{key.hexdigest()}"
 
 
+def model_folder(home: Path) -> Path:
+    """Return the model's folder, whose own name tells versions apart: a run knows its weights by it."""
+    return home / f"model-{home.name}"
+
+
 def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> Plan:
     """Choose precision, batch and steps for the device at hand.
 
@@ -71,7 +76,7 @@ def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> Plan:
     flags: dict[str, object] = {
         "demo": dataset,
         "demo_score": True,
-        "pretrained_model_name_or_path": home / "model",
+        "pretrained_model_name_or_path": model_folder(home),
         "train_data_dir": home / "data",
         "output_name": dataset,
         "resolution": f"{SIDE},{SIDE}",
@@ -87,6 +92,7 @@ def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> Plan:
         "ema_decay": 0.995 if steps >= 200 else 0.9,
         "caption_dropout_rate": 0.1,
         "validation_split": size.held_out,
+        "validate_every_n_steps": max(1, steps // 6),
         "sample_prompts": home / "prompts.txt",
         "sample_every_n_steps": max(1, steps // 3),
         "save_every_n_steps": max(1, steps // 3),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from difftrain.contracts import Batch, Bucket
-from difftrain.data import make_loader
+from difftrain.data.loader import make_loader
 from difftrain.data.validation import validation_batches
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import validate
@@ -157,7 +157,7 @@ def _pictures(run: Run, dataset: str) -> dict[str, float]:
 
 
 def _captions(run: Run, dataset: str) -> list[str]:
-    count = PICTURES[dataset]
+    count = min(PICTURES[dataset], max(8, run.total_steps // 4))  # a shortened demo draws fewer
     if dataset == "shapes":
         every = shapes.captions()
         return [every[number % len(every)] for number in range(count)]

@@ -1,0 +1,98 @@
+"""env_npu.sh and env_cuda.sh, sourced by a real shell: found or not, overridable, and quiet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TEST = Path(__file__).resolve().parents[1]
+NPU = {
+    "ASCEND_GLOBAL_LOG_LEVEL",
+    "ASCEND_SLOG_PRINT_TO_STDOUT",
+    "ASCEND_GLOBAL_EVENT_ENABLE",
+    "TASK_QUEUE_ENABLE",
+    "COMBINED_ENABLE",
+    "HCCL_WHITELIST_DISABLE",
+    "HCCL_CONNECT_TIMEOUT",
+    "HCCL_EXEC_TIMEOUT",
+    "HCCL_BUFFSIZE",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "MULTI_STREAM_MEMORY_REUSE",
+}
+
+
+def source(script: str, tmp_path: Path, **environ: str) -> dict[str, str]:
+    """Return the environment after sourcing a script under `set -euo pipefail`, as the launchers do."""
+    command = f'set -euo pipefail; source "{TEST / script}"; case $- in *e*u*|*u*e*) ;; *) exit 9 ;; esac; env -0'
+    base = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", command], env={**base, **environ}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+
+
+@pytest.fixture
+def cann(tmp_path: Path) -> Path:
+    """CANN's install information, naming a folder whose set_env.sh uses an unset variable and a failing command."""
+    toolkit = tmp_path / "Ascend" / "ascend-toolkit"
+    toolkit.mkdir(parents=True)
+    (toolkit / "set_env.sh").write_text(
+        'export LD_LIBRARY_PATH=/cann:$LD_LIBRARY_PATH\nfalse\nexport CANN_SOURCED="1"\n'
+    )
+    info = tmp_path / "ascend_cann_install.info"
+    info.write_text(f"Toolkit_Version=8.0\nToolkit_Install_Path={tmp_path / 'Ascend'}\n")
+    return info
+
+
+def test_without_cann_nothing_is_set(tmp_path: Path) -> None:
+    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(tmp_path / "none"))
+    assert not NPU & found.keys()
+
+
+def test_with_cann_its_script_and_the_variables_are_there(tmp_path: Path, cann: Path) -> None:
+    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann))
+    assert found["CANN_SOURCED"] == "1" and found["LD_LIBRARY_PATH"].startswith("/cann:")
+    assert found.keys() >= NPU
+    assert found["TASK_QUEUE_ENABLE"] == "1"  # no torch_npu here to know better
+    assert "HCCL_IF_IP" not in found
+
+
+def test_nnae_is_found_too(tmp_path: Path) -> None:
+    folder = tmp_path / "Ascend" / "nnae"
+    folder.mkdir(parents=True)
+    (folder / "set_env.sh").write_text("export CANN_SOURCED=nnae\n")
+    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(tmp_path / "none"))
+    assert found["CANN_SOURCED"] == "nnae"
+
+
+def test_every_variable_can_be_set_from_outside(tmp_path: Path, cann: Path) -> None:
+    mine = dict.fromkeys(NPU, "7")
+    found = source(
+        "env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), HCCL_IF_IP="10.1.2.3", MASTER_IP="127.0.0.1", **mine
+    )
+    assert {name: found[name] for name in NPU} == mine and found["HCCL_IF_IP"] == "10.1.2.3"
+
+
+def test_hccl_takes_the_address_that_routes_to_the_master(tmp_path: Path, cann: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "ip").write_text('#!/bin/sh\necho "$4 via 10.0.0.254 dev eth1 src 10.0.0.7 uid 0 \\\\    cache"\n')
+    (tools / "ip").chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), MASTER_IP="10.0.0.1", PATH=path)
+    assert found["HCCL_IF_IP"] == "10.0.0.7"
+
+
+def test_cuda_needs_a_driver(tmp_path: Path) -> None:
+    assert "NCCL_DEBUG" not in source("env_cuda.sh", tmp_path) or Path("/proc/driver/nvidia/version").exists()
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    found = source("env_cuda.sh", tmp_path, PATH=path, NCCL_SOCKET_IFNAME="eth3")
+    assert found["NCCL_DEBUG"] == "WARN" and found["NCCL_SOCKET_IFNAME"] == "eth3"
+    assert not {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} & found.keys()
+    assert source("env_cuda.sh", tmp_path, PATH=path, NCCL_DEBUG="INFO")["NCCL_DEBUG"] == "INFO"
