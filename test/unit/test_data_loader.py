@@ -1,9 +1,12 @@
 """The loader: the same batches for any number of workers and ranks, from any step, whatever happens to the files."""
 
 import dataclasses
+import multiprocessing
 import os
+import pickle
 import random
 import signal
+import subprocess
 
 import numpy as np
 import pytest
@@ -85,13 +88,14 @@ def data(cfg):
     return open_data(cfg, prepare(cfg, log=lambda line: None))
 
 
-def steps_of(cfg, data, dp_rank=0, dp_size=1, first=0, last=12, features=FEATURES):
+def make_loader_of(cfg, data, dp_rank=0, dp_size=1, first=0, last=12, features=FEATURES):
     plan = make_plan(data, cfg, cfg.training.batch_size * cfg.training.accumulation * dp_size)
-    return list(
-        make_loader(
-            data, plan, features, tokenize, cfg, dp_rank=dp_rank, dp_size=dp_size, first_step=first, last_step=last
-        )
-    )
+    place = {"dp_rank": dp_rank, "dp_size": dp_size, "first_step": first, "last_step": last}
+    return make_loader(data, plan, features, tokenize, cfg, **place)
+
+
+def steps_of(*args, **more):
+    return list(make_loader_of(*args, **more))
 
 
 def assert_same(a, b):
@@ -277,7 +281,7 @@ def test_when_all_pictures_are_gone_the_paths_are_named(broken, workers):
         path.unlink()
     with pytest.raises(DataFault) as caught:
         steps_of(changed(cfg, data={"workers": workers}), data)
-    assert "records in a row cannot be read any more" in str(caught.value)
+    assert "neighbours none can be read any more" in str(caught.value)
     assert str(caught.value).count(".png (") >= 2 and "Traceback" not in str(caught.value)
 
 
@@ -304,9 +308,13 @@ def test_workers_are_capped_and_it_is_said(monkeypatch, caplog):
     assert second.startswith("1 loader process a rank instead of 8")
 
 
-class Signals(Dataset):
+class Signalled(Dataset):
+    """Answer from a worker that a batch system has told to end."""
+
     def __getitem__(self, n):
-        return [signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGINT, signal.SIGTERM)], torch.get_num_threads()
+        for name in ("INT", "USR1", "TERM"):
+            subprocess.run(["kill", f"-{name}", str(os.getpid())], check=True)
+        return os.getpid(), torch.get_num_threads()
 
 
 class Killed(Dataset):
@@ -315,8 +323,34 @@ class Killed(Dataset):
 
 
 def test_workers_leave_signals_to_the_parent():
-    [found] = list(data_loader(Signals(), range(1), 1))
-    assert found == ([True, True], 1)
+    (first, threads), (second, _) = list(data_loader(Signalled(), range(2), 1))
+    assert first == second != os.getpid() and threads == 1
+
+
+def test_the_parent_can_end_a_worker():
+    loop = iter(data_loader(Signalled(), range(100), 1))
+    next(loop)
+    [worker] = multiprocessing.active_children()
+    worker.terminate()  # what an interpreter does with its children before it exits
+    worker.join(10)
+    assert worker.exitcode == 0
+    del loop
+
+
+def test_workers_end_with_the_loop_that_used_them(cfg, data):
+    steps = make_loader_of(changed(cfg, data={"workers": 1}), data, last=200)
+    loop = iter(steps)
+    next(loop)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 1
+    del loop  # as when training stops early
+    workers[0].join(10)
+    assert not workers[0].is_alive()
+
+
+def test_the_data_set_of_a_loader_can_be_sent_to_another_interpreter(cfg, data):
+    dataset = make_loader_of(cfg, data, last=4)._loader.dataset
+    assert_same([[pickle.loads(pickle.dumps(dataset))[n] for n in range(4)]], [[dataset[n] for n in range(4)]])
 
 
 def test_a_killed_worker_is_named():

@@ -1,12 +1,13 @@
 """Preparing data: where it is kept, what is said, what is made anew."""
 
+import errno
 import pickle
 import threading
 
 import pytest
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Bucket, DataFault
+from difftrain.contracts import Bucket, DataFault, TrainingFault
 from difftrain.data import prepare as module
 from difftrain.data.prepare import index_folder, make_plan, open_data, prepare, tables_folder
 from difftrain.testing.pictures import write_folder, write_tar
@@ -130,6 +131,17 @@ def test_two_processes_may_build_the_same_tables(make, tmp_path):
     assert not errors
     assert [path.name for path in index.folder.iterdir() if path.is_dir()] == [folder.name]
     assert open_data(cfg, index.folder).tables.count == 5
+
+
+def test_a_full_disk_is_named(make, tmp_path, monkeypatch):
+    write_folder(tmp_path / "a", [(64, 64)] * 2)
+
+    def full(*args, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "build_tables", full)
+    with pytest.raises(TrainingFault, match=r"No space left on device.*data\.cache_dir"):
+        prepare(make("a"), log=lambda line: None)
 
 
 def test_data_travels_to_workers(make, tmp_path):

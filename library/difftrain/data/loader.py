@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, Trainin
 from difftrain.data.plan import EpochPlan, Uses
 from difftrain.data.readahead import Readahead
 from difftrain.data.samples import SampleMaker
+from difftrain.data.tables import Tables
 from difftrain.distributed.launch import Launch
 
 if TYPE_CHECKING:
@@ -116,7 +119,7 @@ def make_loader(
     share = Share(dp_rank, dp_size, cfg.training.batch_size, cfg.training.accumulation)
     if share.global_batch != plan.global_batch:
         raise ValueError(f"a plan of global batch {plan.global_batch} for ranks that take {share.global_batch}")
-    check_sizes(plan, features)
+    check_sizes(data.tables, features)
     maker = SampleMaker(data.index, data.buckets, cfg.data, cfg.captions, features, tokenize, plan.seed)
     items = range(first_step * share.accumulation, last_step * share.accumulation)
     workers = num_workers(cfg.data.workers, local_size)
@@ -124,14 +127,15 @@ def make_loader(
     return Steps(loader, share.accumulation)
 
 
-def check_sizes(plan: EpochPlan, features: FeatureSpec) -> None:
+def check_sizes(tables: Tables, features: FeatureSpec) -> None:
     """Refuse buckets that the model cannot take. Raises DataFault."""
     multiple = features.size_multiple
-    odd = [str(rows.bucket) for rows in plan.buckets if rows.bucket.height % multiple or rows.bucket.width % multiple]
+    sizes = sorted({rows.bucket for rows in (*tables.training, *tables.validation)})
+    odd = [str(size) for size in sizes if size.height % multiple or size.width % multiple]
     if odd:
         raise DataFault(
             f"the model takes sizes that are multiples of {multiple}, the data makes {', '.join(odd[:6])}: "
-            f"choose --resolution and --bucket_reso_steps accordingly"
+            "choose --resolution and --bucket_reso_steps accordingly"
         )
 
 
@@ -156,30 +160,48 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    """Leave signals to the parent: it finishes its step and saves, for which it needs this worker."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+    """Leave signals to the parent: it finishes its step and saves, for which it needs this worker.
+
+    torchrun, batch systems and Ctrl-C signal whole process groups. But the parent itself ends its workers by SIGTERM,
+    so that only its own counts.
+    """
+    for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if hasattr(signal, "sigwaitinfo") and parent is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any other thread is started
+        threading.Thread(target=_end_with, args=(parent.pid,), name="sigterm", daemon=True).start()
+
+
+def _end_with(parent: int | None) -> None:
+    """Wait for a SIGTERM from the parent, and end this process."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def items_of(loader: DataLoader[Any]) -> Iterator[Any]:
     """Iterate over a loader's items; raise the fault that a worker handed on, and name a worker's death."""
     iterator = iter(loader)
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            raise TrainingFault(
-                f"{error}. A process that loads data was killed, most often for memory: "
-                f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
-            ) from error
-        if isinstance(item, DataFault):
-            raise item
-        yield item
+    try:
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                raise TrainingFault(
+                    f"{error}. A process that loads data was killed, most often for memory: "
+                    f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
+                ) from error
+            if isinstance(item, DataFault):
+                raise item
+            yield item
+    finally:
+        del iterator  # ends the workers, even where a traceback keeps this frame
 
 
 def num_workers(wanted: int, local_size: int | None = None) -> int:

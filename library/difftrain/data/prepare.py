@@ -18,6 +18,7 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import DataFault, Reject
 from difftrain.data.buckets import BucketTable
 from difftrain.data.index import Index
+from difftrain.data.index_writer import disk_faults
 from difftrain.data.indexing import build_index
 from difftrain.data.plan import EpochPlan
 from difftrain.data.table_build import Split, build_tables
@@ -127,7 +128,10 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
     buckets, ordinals = _buckets(cfg).select_many(np.asarray(columns.width), np.asarray(columns.height))
     repeats = [source.repeats for source in index.sources]
     split = Split(cfg.validation.split, validation_seed(cfg))
-    build_tables(folder, columns, buckets, ordinals, repeats, split=split, layout=_layout(cfg), fingerprint=folder.name)
+    with disk_faults(index.folder):
+        build_tables(
+            folder, columns, buckets, ordinals, repeats, split=split, layout=_layout(cfg), fingerprint=folder.name
+        )
     return True
 
 

@@ -77,7 +77,7 @@ class SampleMaker:
             elif spare is not None:
                 tried = "; ".join(f"{reject.path} ({reject.reason})" for reject in failed)
                 raise DataFault(
-                    f"bucket {bucket}: {len(failed)} records in a row cannot be read any more: {tried}. "
+                    f"bucket {bucket}: of {len(failed)} neighbours none can be read any more: {tried}. "
                     "They could when the index was made: is the disk still there? Start again to index what is left."
                 )
         return samples, kept, rejects

@@ -1,0 +1,19 @@
+"""The scale benchmark's own limits, on 200,000 records: opening, planning, memory of a worker."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_planning_keeps_its_limits():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--records=200000"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASS") == 14 and "FAIL" not in done.stdout
