@@ -1,0 +1,58 @@
+"""The embedded demo through its launchers, a hundredth of it: what it prints, leaves and scores."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from launched import Launched, Launchers
+from PIL import Image
+
+SCALE = "--demo_scale=0.01"
+
+
+@pytest.fixture(scope="module")
+def demo(launchers: Launchers, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """The first command of the README, from another folder."""
+    return launchers.run("1m_1p", SCALE, cwd=tmp_path_factory.mktemp("elsewhere"))
+
+
+def test_the_first_command(launchers: Launchers, demo: Launched) -> None:
+    output = launchers.output()
+    assert demo.code == 0, demo.text
+    for said in ("the embedded demo: coloured shapes", "precision no: a CPU computes best in fp32", "VAE fitted"):
+        assert said in demo.text
+    assert re.search(r"^Final Performance images/sec : [0-9.]+$", demo.text, re.MULTILINE)
+    assert re.search(r"^Final Train Loss : [0-9.]+$", demo.text, re.MULTILINE)
+    for name in ("shapes.safetensors", "shapes-ema.safetensors", "shapes-state", "report.html", "CaseName.log"):
+        assert (output / name).exists(), name
+    assert Image.open(output / "sample" / "shapes_captions_grid.png").size[0] == 16 * 64
+    assert "Final Train Loss" in (output / "train_0.log").read_text()
+
+
+def test_its_scores_are_in_the_report(launchers: Launchers, demo: Launched) -> None:
+    report = json.loads((launchers.output() / "report.json").read_text())
+    scores = report["scores"]
+    assert {"colour_right", "size_right", "one_piece", "held_out_over_wiener", "wrong_caption_ratio"} <= scores.keys()
+    assert scores["held_out_over_wiener"] == pytest.approx(scores["held_out_loss"] / scores["wiener_loss"])
+    assert 0.3 < scores["wiener_loss"] < 0.9  # of about 1 for predicting nothing
+    assert "wrong_caption_ratio" in (launchers.output() / "report.html").read_text()
+
+
+def test_eight_processes_move_it_aside(launchers: Launchers, demo: Launched) -> None:
+    again = launchers.run("1m_8p", SCALE)
+    assert again.code == 0, again.text
+    assert "8 processes on the CPU" in again.text and "batch 4 x 8 processes = 32" in again.text
+    aside = launchers.moved_aside()
+    assert len(aside) == 1 and (aside[0] / "shapes.safetensors").exists()
+    report = json.loads((launchers.output() / "report.json").read_text())
+    assert report["world_size"] == 8 and report["global_batch"] == 32
+    assert report["scores"]["pictures"] == 8
+
+
+def test_a_demo_takes_no_model(launchers: Launchers, tmp_path: Path) -> None:
+    done = launchers.run("1m_1p", "--dataset_name=emoji", f"--model_name={tmp_path}", "--demo_scale=2")
+    assert done.code == 2
+    assert "the demo emoji brings its own model" in done.text and "above 0 and at most 1, got 2" in done.text
