@@ -39,6 +39,7 @@ _CLASSES = {
     "image_encoder": [None, None],
 }
 Stream = Iterable[tuple[str, "Tensor"]]
+Places = dict[str, dict[str, Place]]
 
 
 def target(path: Path, layout: str) -> Path:
@@ -61,21 +62,24 @@ def all_weights(weights: Stream, parts: Parts) -> Iterator[tuple[str, str, Tenso
                 yield part, name, value
 
 
+def file_shapes(parts: Parts, dtype: torch.dtype | None, extras: dict[str, Tensor]) -> tuple[Shapes, Places]:
+    """Say what a file of the original layout holds, and where each tensor of a part goes."""
+    architecture = Architecture.from_dict(parts.config, "the model's configuration")
+    places = {part: original_places(part, architecture.build(part)) for part in PARTS}
+    shapes = _shapes(places, architecture, dtype, parts)
+    shapes |= {key: (_cast(value, dtype), tuple(value.shape)) for key, value in extras.items()}
+    return shapes, places
+
+
 def export_file(
     weights: Stream, parts: Parts, path: Path, layout: str, dtype: torch.dtype | None, metadata: dict[str, str],
     logit_scale: Tensor | None = None,
 ) -> Path:  # fmt: skip
     """Write one file of the original layout. A size other than base's goes into the header, for --pretrained to read."""
-    architecture = Architecture.from_dict(parts.config, "the model's configuration")
-    places = {part: original_places(part, architecture.build(part)) for part in PARTS}
-    extras = _extras(architecture, logit_scale)
-    if not architecture.is_base:
-        text = json.dumps(parts.config)
-        metadata = metadata | {ARCHITECTURE_KEY: text}
-        if layout == "ckpt":  # which has no header
-            extras[ARCHITECTURE_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    shapes = _shapes(places, architecture, dtype, parts)
-    shapes |= {key: (_cast(value, dtype), tuple(value.shape)) for key, value in extras.items()}
+    extras = extra_tensors(parts, layout, logit_scale)
+    shapes, places = file_shapes(parts, dtype, extras)
+    if not Architecture.from_dict(parts.config, "the model's configuration").is_base:
+        metadata = metadata | {ARCHITECTURE_KEY: json.dumps(parts.config)}
     path = target(path, layout)
     opened = safetensors_writer(path, shapes, metadata) if layout == "safetensors" else torch_writer(path, shapes)
     with opened as writer:
@@ -161,9 +165,7 @@ def _put(writer: WeightWriter, place: Place, value: Tensor) -> None:
     writer.write(place.key, place.stored(value), place.index, place.count)
 
 
-def _shapes(
-    places: dict[str, dict[str, Place]], architecture: Architecture, dtype: torch.dtype | None, parts: Parts
-) -> Shapes:
+def _shapes(places: Places, architecture: Architecture, dtype: torch.dtype | None, parts: Parts) -> Shapes:
     """Say what a file will hold. Without a dtype every part keeps its own."""
     shapes: Shapes = {}
     for part, by_name in places.items():
@@ -179,14 +181,18 @@ def _own_dtype(part: str, parts: Parts) -> torch.dtype:
     return torch.float32 if module is None else next(module.parameters()).dtype
 
 
-def _extras(architecture: Architecture, logit_scale: Tensor | None) -> dict[str, Tensor]:
-    """Give the two tensors of the released file that are no weights here.
+def extra_tensors(parts: Parts, layout: str, logit_scale: Tensor | None = None) -> dict[str, Tensor]:
+    """Give the tensors of a file that are no weights here: two that the released file has, and sizes in a .ckpt.
 
     logit_scale is the contrastive temperature: the loaded file's, else OpenCLIP's initial value.
     """
+    architecture = Architecture.from_dict(parts.config, "the model's configuration")
     length = architecture.text_encoder_1["max_position_embeddings"]
     scale = torch.tensor(math.log(1 / 0.07)) if logit_scale is None else logit_scale
-    return {POSITION_IDS: torch.arange(length)[None], LOGIT_SCALE: scale}
+    extras = {POSITION_IDS: torch.arange(length)[None], LOGIT_SCALE: scale}
+    if layout == "ckpt" and not architecture.is_base:  # which has no header
+        extras[ARCHITECTURE_KEY] = torch.tensor(list(json.dumps(parts.config).encode()), dtype=torch.uint8)
+    return extras
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:

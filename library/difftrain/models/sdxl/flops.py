@@ -25,9 +25,8 @@ def flops_per_sample(architecture: Architecture, bucket: Bucket, *, num_chunks: 
     factor = architecture.vae_factor
     latent = (bucket.height // factor, bucket.width // factor)
     context = (LENGTH - 2) * num_chunks + 2
-    text_trained = bool(trained & {"text_encoder_1", "text_encoder_2"})
     total = 3 * unet_flops(architecture.unet, latent, context)
-    total -= flops_without_input_gradient(architecture.unet, latent, context, text_trained=text_trained)
+    total -= flops_without_input_gradient(architecture.unet, latent, context, trained)
     if "text_encoder_1" in trained:
         config = architecture.text_encoder_1
         one_layer = text_flops(config | {"num_hidden_layers": 1}, num_chunks)  # the last has no part in the loss
@@ -110,12 +109,15 @@ def unet_flops(config: Config, size_hw: tuple[int, int], context: int) -> int:
     return total + _conv(h, w, widths[0], config["out_channels"], 3)
 
 
-def flops_without_input_gradient(config: Config, size_hw: tuple[int, int], context: int, *, text_trained: bool) -> int:
+def flops_without_input_gradient(
+    config: Config, size_hw: tuple[int, int], context: int, trained: frozenset[str]
+) -> int:
     """Count the forward pass of the UNet's layers whose inputs need no gradient."""
     widths, layers = config["block_out_channels"], config["layers_per_block"]
     total = _conv(*size_hw, config["in_channels"], widths[0], 3) + _linear(1, widths[0], 4 * widths[0])
-    total += _linear(1, config["projection_class_embeddings_input_dim"], 4 * widths[0])
-    if text_trained:
+    if "text_encoder_2" not in trained:  # whose pooled state goes in here
+        total += _linear(1, config["projection_class_embeddings_input_dim"], 4 * widths[0])
+    if trained & {"text_encoder_1", "text_encoder_2"}:
         return total
     depths = _per_block(config["transformer_layers_per_block"], len(widths))
     sides = ((config["down_block_types"], widths, depths, layers),

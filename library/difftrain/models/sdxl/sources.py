@@ -86,10 +86,7 @@ class RandomSource:
 
     @property
     def _ships_vae(self) -> bool:
-        return (
-            self.architecture.vae == named("tiny").vae
-            and resources.files(__package__).joinpath("tiny_vae.safetensors").is_file()
-        )
+        return self.architecture.vae == named("tiny").vae
 
     def faults(self, modules: Modules) -> list[Fault]:
         return []

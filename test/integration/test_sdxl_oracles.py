@@ -1,0 +1,81 @@
+"""SDXL against lists that others made: the names and shapes of the released file, the ids of CLIP's tokenizer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from packages import wheel
+from sdxl import config
+
+from difftrain.models.sdxl.architecture import PARTS, named
+from difftrain.models.sdxl.convert import EXTRA_KEYS, POSITION_IDS, original_places
+from difftrain.models.sdxl.export import extra_tensors, file_shapes
+from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl.tokens import SDXLTokenize
+
+ROW = re.compile(r"\s+(\S+): \{shape: \[(.*?)\], dtype: (\w+)(, optional: true)?\}")
+
+
+@pytest.fixture(scope="module")
+def released() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of sd_xl_base_1.0.safetensors, and of marks that mergers add."""
+    with wheel("sd_mecha==1.1.8") as package:
+        text = package.read("sd_mecha/extensions/builtin/model_configs/sdxl-sgm.yaml").decode()
+    found = {m[1]: tuple(int(n) for n in m[2].split(",") if n.strip()) for m in map(ROW.match, text.splitlines()) if m}
+    assert len(found) > 2500
+    return {key: shape for key, shape in found.items() if "." in key and not key.startswith("edm_")}
+
+
+def test_base_has_the_names_and_shapes_of_the_release(released: dict[str, tuple[int, ...]]) -> None:
+    ours = {}
+    for part in PARTS:
+        module = named("base").build(part)
+        tensors = module.state_dict()
+        ours |= {p.key: p.stored_shape(tensors[n].shape) for n, p in original_places(part, module).items()}
+    assert ours == {key: shape for key, shape in released.items() if key not in EXTRA_KEYS}
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "ckpt"])
+def test_an_export_of_base_has_nothing_else(released: dict[str, tuple[int, ...]], layout: str) -> None:
+    """What the writers are told, without writing seven gigabytes."""
+    parts = SDXLFamily(config(init_from_config="base")).load(meta=True)
+    shapes, _ = file_shapes(parts, torch.float16, extra_tensors(parts, layout))
+    assert {key: shape for key, (_, shape) in shapes.items()} == released
+    assert {key for key, (dtype, _) in shapes.items() if dtype != torch.float16} == {POSITION_IDS}
+
+
+@pytest.fixture(scope="module")
+def bpe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("clip") / "bpe_simple_vocab_16e6.txt.gz"
+    with wheel("open_clip_torch") as package:
+        path.write_bytes(package.read(f"open_clip/{path.name}"))
+    return path
+
+
+def test_clips_own_vocabulary(bpe_file: Path) -> None:
+    """The published ids of a caption, and the padding of each encoder."""
+    cfg = config(init_from_config="base", tokenizer1=str(bpe_file), tokenizer2=str(bpe_file))
+    pair = SDXLFamily(cfg).vocabularies
+    assert [len(vocabulary) for vocabulary in pair] == [49408, 49408]
+    found = SDXLTokenize(pair)(["a photo of a cat", "Hello, World! 123 it's"])
+    expected = [49406, 320, 1125, 539, 320, 2368, 49407]
+    first, second = found["input_ids_1"][0, 0].tolist(), found["input_ids_2"][0, 0].tolist()
+    assert first == expected + [49407] * 70 and second == expected + [0] * 70
+    marked = found["input_ids_2"][1, 0].tolist()
+    assert marked[:12] == [49406, 3306, 267, 1002, 256, 272, 273, 274, 585, 568, 49407, 0]  # "!" is 256, never padding
+
+
+def test_our_folder_of_it_is_transformers_tokenizer(bpe_file: Path, tmp_path: Path) -> None:
+    from transformers import CLIPTokenizer
+
+    cfg = config(init_from_config="base", tokenizer1=str(bpe_file), tokenizer2=str(bpe_file))
+    vocabulary = SDXLFamily(cfg).vocabularies[0]
+    vocabulary.save(tmp_path)
+    theirs = CLIPTokenizer.from_pretrained(tmp_path)
+    texts = ["a photo of a cat", "Ünïcödé  and 3.14 e-mail’s <tags> #1", "赤い猫", "don't you'll we've I'm", "\n\t x"]
+    tokenize = SDXLTokenize((vocabulary, vocabulary))
+    for text in texts:
+        assert tokenize([text])["input_ids_1"][0, 0].tolist() == theirs(text, padding="max_length").input_ids
