@@ -81,7 +81,7 @@ def pictures(folder: Path) -> Iterator[Picture]:
     """
     captions = _captions(fetch(LABELS, folder))
     with tarfile.open(fetch(PICTURES, folder)) as tar:
-        members = {}
+        members: dict[str, tarfile.TarInfo] = {}
         for member in tar.getmembers():
             path = Path(member.name)
             if path.suffix == ".webp" and not _SKIN_TONE.search(path.stem):

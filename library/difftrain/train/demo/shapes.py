@@ -56,7 +56,7 @@ def parse(caption: str) -> Scene:
     words = caption.split()
     if len(words) != 4 or words[0] != "a" or words[1] not in SIZES or words[2] not in COLOURS or words[3] not in SHAPES:
         raise ValueError(f"not a caption of the shapes demo: {caption!r}")
-    return Scene(*words[1:])
+    return Scene(words[1], words[2], words[3])
 
 
 def _outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
