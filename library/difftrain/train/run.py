@@ -11,12 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from difftrain import optim
 from difftrain.config import TrainConfig
 from difftrain.config.secrets import redact_text
 from difftrain.config.toml import dump
-from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
+from difftrain.contracts import Batch, ConfigFault, DataFault, Engine, Family, Fault, Parts, TrainingFault
 from difftrain.data.loader import make_loader
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
@@ -109,11 +110,12 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
 
 def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, start: Start) -> Run:
     """Build data, model and engine, and bring them to the step at which this session begins."""
+    family = make_family(cfg)
+    for_all(ranks, ranks.local_rank == 0, lambda: check_model(family))
     folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(cfg, log=log.info))
     data = open_data(cfg, folder)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, data.rejects())
-    family = make_family(cfg)
     parts = family.load()
     engine = make_engine(cfg, device, ranks)
     faults = engine.faults()
@@ -121,6 +123,8 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         raise ConfigFault([Fault("--engine", fault) for fault in faults])
     global_batch = cfg.training.batch_size * cfg.training.accumulation * engine.dp_size
     plan = make_plan(data, cfg, global_batch)
+    if len(set(ranks.gather(plan.digest))) > 1:
+        raise DataFault("the machines see different data under --train_data_dir: their plans differ; copy it anew")
     total = plan.total_steps(cfg.training.max_epochs) if cfg.training.max_epochs else cfg.training.max_steps
     facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
     check_same(start, facts["identity"])
@@ -162,14 +166,36 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     return this
 
 
+def check_model(family: Family) -> None:
+    """Report what is wrong with weights and tokenizers, all at once and before data are read: headers are enough."""
+    faults: list[Fault] = []
+    parts = None
+    try:
+        parts = family.load(meta=True)
+    except ConfigFault as found:
+        faults += found.faults
+    try:
+        family.tokenizer(parts or Parts(root=nn.Module()))
+    except ConfigFault as found:
+        faults += found.faults
+    if faults:
+        raise ConfigFault(faults)
+
+
 def attend(cfg: TrainConfig, device: Device, parts: Parts) -> str:
     """Give every part the one attention function; return the sentence that says which it is."""
     training = cfg.training
-    options = {"fused": training.fused_attention, "choice": training.attention}
-    said = use_attention(parts.root, device, **options, precision=training.mixed_precision)
-    for part in parts.frozen.values():
-        use_attention(part, device, **options, precision=training.mixed_precision)
-    return said
+    said = [
+        use_attention(
+            part,
+            device,
+            fused=training.fused_attention,
+            choice=training.attention,
+            precision=training.mixed_precision,
+        )
+        for part in (parts.root, *parts.frozen.values())
+    ]
+    return said[0]
 
 
 def warm_batches(

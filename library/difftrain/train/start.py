@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain import checkpoint
-from difftrain.checkpoint import Claim, Finished, Foreign, RunRecord, Unfinished
+from difftrain.checkpoint import Claim, Finished, RunRecord, Unfinished
 from difftrain.config import TrainConfig
 from difftrain.config.digest import differences, digest
 from difftrain.config.digest import identity as config_identity
@@ -59,17 +59,19 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
         state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, cfg.save.output_name, log.warning))
         finished = isinstance(state, Finished) and cfg.save.resume == "auto"
         found = for_all(ranks, ranks.is_logger, lambda: _chosen(cfg, ranks, state, ours))
-        if cfg.save.resume == "auto" and found is not None:
-            found = checkpoint.newest_everywhere(out, found.name and _name_of(state, cfg), ranks, log.warning)
+        if cfg.save.resume == "auto" and found is not None and ranks.size > ranks.local_size:
+            name = state.record.output_name if isinstance(state, Unfinished | Finished) else cfg.save.output_name
+            found = checkpoint.newest_everywhere(out, name, ranks, log.warning)
         meta = for_all(ranks, ranks.is_logger, lambda: checkpoint.load_meta(found) if found else {})
+        known = state.record if isinstance(state, Unfinished | Finished) else None
+        same = known if known and known.config_digest == ours else None
         seed = cfg.training.seed
         if seed is None:
-            same = isinstance(state, Unfinished | Finished) and state.record.config_digest == ours
-            earlier = meta.get("seed", state.record.seed if same else None)
+            earlier = meta.get("seed", same.seed if same else None)
             seed = ranks.broadcast(drawn_seed if earlier is None else int(earlier))
             log.info("seed %d, %s", seed, "drawn for this run" if earlier is None else "of the run that goes on")
         seeded = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": seed})})
-        record = _record(cfg, state, ours, seed, ranks)
+        record = same or _new_record(cfg, ours, seed, ranks)
         if found is not None:
             log.info("resuming from %s at step %d", found, meta["step"])
         record = record.begun(int(meta.get("step", 0)), ranks.size)
@@ -98,14 +100,7 @@ def _chosen(cfg: TrainConfig, ranks: Ranks, state: checkpoint.record.State, ours
     return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
 
 
-def _name_of(state: checkpoint.record.State, cfg: TrainConfig) -> str:
-    return cfg.save.output_name if isinstance(state, Foreign) else state.record.output_name
-
-
-def _record(cfg: TrainConfig, state: checkpoint.record.State, ours: str, seed: int, ranks: Ranks) -> RunRecord:
-    """Return the record of this run: the folder's where it is the same run, else a new one."""
-    if isinstance(state, Unfinished | Finished) and state.record.config_digest == ours:
-        return state.record
+def _new_record(cfg: TrainConfig, ours: str, seed: int, ranks: Ranks) -> RunRecord:
     return RunRecord(
         config_digest=ours,
         seed=seed,
