@@ -15,6 +15,13 @@ import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftrain" / "test-data"
 TIMEOUT_S = 400
+_UNREACHABLE = (
+    "No matching distribution",
+    "Max retries exceeded",
+    "Connection",
+    "timed out",
+    "Name or service not known",
+)
 
 
 def pillow_images() -> Path:
@@ -67,6 +74,7 @@ def _download(package: str, options: tuple[str, ...], folder: Path) -> Path:
         "pip",
         "download",
         "--quiet",
+        "--retries=1",
         "--no-deps",
         *options,
         "--dest",
@@ -79,6 +87,8 @@ def _download(package: str, options: tuple[str, ...], folder: Path) -> Path:
         pytest.skip(f"the package registry did not hand out {package} within {TIMEOUT_S} s")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        if not any(sign in done.stderr for sign in _UNREACHABLE):
+            raise RuntimeError(f"pip cannot fetch {package}: {last}")
         pytest.skip(f"the package registry cannot be reached for {package}: {last}")
     (archive,) = (path for path in folder.iterdir() if path.is_file())
     return archive

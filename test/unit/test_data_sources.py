@@ -81,14 +81,28 @@ def test_the_first_level_with_data_decides(tmp_path, names, kind):
 
 def test_kohyas_folders(tmp_path):
     files(
-        tmp_path, ["10_sks dog/a.jpg", "3_cat_sitting/b.jpg", "7/c.jpg", "0_none/d.jpg", "notes/e.jpg", "2_empty/x.txt"]
+        tmp_path,
+        [
+            "10_sks dog/a.jpg",
+            "3_cat_sitting/b.jpg",
+            "7_/c.jpg",
+            "0_none/d.jpg",
+            "000/f.jpg",
+            "notes/e.jpg",
+            "2_empty/x.txt",
+        ],
     )
     made = configured(tmp_path, repeats=(2,))
     found = {info.prefix: (info.repeats, info.words) for info in made.infos}
-    assert found == {"10_sks dog/": (20, "sks dog"), "3_cat_sitting/": (6, "cat_sitting"), "7/": (14, "")}
+    assert found == {"10_sks dog/": (20, "sks dog"), "3_cat_sitting/": (6, "cat_sitting"), "7_/": (14, "")}
     assert [info.ordinal for info in made.infos] == [0, 1, 2] and {info.name for info in made.infos} == {"0"}
-    assert sorted(made.outside()) == [f"{tmp_path}/0_none/d.jpg", f"{tmp_path}/notes/e.jpg"]
+    assert sorted(made.outside()) == [f"{tmp_path}/{name}" for name in ("000/f.jpg", "0_none/d.jpg", "notes/e.jpg")]
     assert "10_sks dog x 10" in made.notes[0]
+
+
+def test_numbered_folders_are_no_repeats(tmp_path):
+    (info,) = configured(files(tmp_path, ["000/a.jpg", "001/b.jpg"])).infos
+    assert (info.kind, info.repeats, info.prefix) == ("folder", 1, "")
 
 
 def test_pictures_beside_numbered_folders_make_it_a_plain_folder(tmp_path):

@@ -28,7 +28,7 @@ _SCRATCH = """
 CREATE TABLE scan.media (source INTEGER, path TEXT, stem TEXT, size INTEGER, mtime_ns INTEGER);
 CREATE TABLE scan.captions (source INTEGER, stem TEXT, rank INTEGER, path TEXT, size INTEGER, mtime_ns INTEGER);
 CREATE TABLE scan.mapping (old INTEGER PRIMARY KEY, new INTEGER);
-CREATE TABLE scan.same (old INTEGER PRIMARY KEY, new INTEGER);
+CREATE TABLE scan.same (old INTEGER PRIMARY KEY, new INTEGER UNIQUE);
 """
 _FILES = """
 INSERT INTO main.files (source, path, size, mtime_ns, stamp, level, shard, caption)
@@ -43,6 +43,10 @@ INSERT OR IGNORE INTO scan.same
 SELECT o.id, n.id FROM scan.mapping p JOIN main.files n ON n.source = p.new
 JOIN old.files o ON o.source = p.old AND o.path = n.path AND o.size = n.size AND o.mtime_ns = n.mtime_ns
     AND o.stamp = n.stamp AND o.level >= n.level
+"""
+_RAISE_LEVEL = """
+UPDATE main.files SET level = 2 WHERE level < 2 AND id IN (
+    SELECT s.new FROM scan.same s JOIN old.files o ON o.id = s.old WHERE o.level = 2)
 """
 _TAKE_RECORDS = """
 INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key)
@@ -184,13 +188,9 @@ def take_over(writer: IndexWriter, previous: IndexSummary, infos: Iterable[Sourc
             )
         db.execute(_TAKE_RECORDS)
         db.execute(_TAKE_REJECTS)
-        db.execute(
-            "UPDATE main.files SET level = (SELECT o.level FROM scan.same s JOIN old.files o ON o.id = s.old"
-            " WHERE s.new = files.id) WHERE id IN (SELECT new FROM scan.same)"
-        )
+        db.execute(_RAISE_LEVEL)
         (same,) = db.execute("SELECT count(*) FROM scan.same").fetchone()
         (had,) = db.execute("SELECT count(*) FROM old.files").fetchone()
-        db.execute("CREATE INDEX scan.taken ON same (new)")
     return same, had
 
 
@@ -200,7 +200,7 @@ def unread_files(writer: IndexWriter) -> Iterator[tuple[int, int, FileRef]]:
     while True:
         rows = writer.db.execute(
             "SELECT id, source, path, caption FROM main.files WHERE id > ?"
-            " AND id NOT IN (SELECT new FROM scan.same) ORDER BY id LIMIT ?",
+            " AND NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id) ORDER BY id LIMIT ?",
             (last, _PAGE),
         ).fetchall()
         if not rows:
@@ -221,7 +221,7 @@ def unread_size(writer: IndexWriter) -> Unread:
     """Estimate the work."""
     plain, shards, size = writer.db.execute(
         "SELECT count(*) - count(shard), count(shard), coalesce(sum(CASE WHEN shard IS NOT NULL THEN size END), 0)"
-        " FROM main.files WHERE id NOT IN (SELECT new FROM scan.same)"
+        " FROM main.files WHERE NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id)"
     ).fetchone()
     return Unread(plain + size // _BYTES_AN_ITEM, shards)
 

@@ -21,9 +21,12 @@ class KohyaFolder:
 
 
 def parse_name(name: str) -> KohyaFolder | None:
-    """Read `10_sks dog` as (10, "sks dog"); None where it is no such name. Fewer than one repeat is none."""
-    number, _, words = name.partition("_")
-    if not (number.isascii() and number.isdigit()) or int(number) < 1:
+    """Read `10_sks dog` as (10, "sks dog"); None where it is no such name. Fewer than one repeat is none.
+
+    A bare number is none either, though kohya takes it for repeats: large folders are often divided into 000, 001, ...
+    """
+    number, line, words = name.partition("_")
+    if not line or not (number.isascii() and number.isdigit()) or int(number) < 1:
         return None
     return KohyaFolder(name, int(number), words.strip())
 
