@@ -90,10 +90,14 @@ run_tier() {
                 echo "no tests yet"
                 return 0
             fi
-            "$python" -m pytest "test/$1" --durations=5 ${words[@]+"${words[@]}"} || {
-                local code=$?
-                [ $code -eq 5 ] && [ ${#words[@]} -gt 0 ] # nothing matches -k here
-            }
+            # three times the budget on a busy machine is late; more is a hang, and ends with every traceback
+            local code=0 limit=$(($(budget_min "$1") * 180)) bounded=()
+            if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
+            ${bounded[@]+"${bounded[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
+                ${words[@]+"${words[@]}"} || code=$?
+            if [ $code -eq 124 ]; then echo "$1 did not end within $limit s" >&2; fi
+            if [ $code -eq 5 ] && [ ${#words[@]} -gt 0 ]; then code=0; fi # no test of this tier matches -k
+            return $code
             ;;
     esac
 }
