@@ -138,11 +138,14 @@ def test_unchanged_files_are_not_opened_again(build, tmp_path, monkeypatch):
     write_folder(folder, [(20, 20)], start=77)  # new
     write_tar(tmp_path / "b" / "1.tar", [(20, 20)] * 3, start=60)  # changed
     third, said = build(folder, tmp_path / "b")
-    assert read_and_known(said) == (4, 4)
+    assert read_and_known(said) == (4, 4) and "nothing has changed" not in said
     fresh, _ = build(folder, tmp_path / "b", folder="fresh")
     assert facts(third) == facts(fresh) and third.fingerprint == fresh.fingerprint
     assert list(third.rejects()) == list(fresh.rejects()) and third.summary.reasons == {"not a picture": 1}
     assert third.count == 5 + 2 + 3
+    (folder / "0004.png").unlink()
+    fourth, said = build(folder, tmp_path / "b")
+    assert fourth.count == third.count - 1 and "0 files read, 7 known from before" in said
 
 
 def test_the_level_of_looking_decides_what_is_known(build, tmp_path):

@@ -151,25 +151,26 @@ class IndexWriter:
         if count >= 1 << 32:
             raise DataFault(f"{count} records: an index holds at most 4,294,967,295")
         keys = np.empty((count, 16), np.uint8)
-        content = np.zeros((count, 16), np.uint8)
+        hashed = self.db.execute("SELECT 1 FROM records WHERE content IS NULL LIMIT 1").fetchone() is None
+        content = np.empty((count if hashed else 0, 16), np.uint8)
         numbers = np.empty((count, 6), np.uint32)
         cursor = self.db.execute(
-            "SELECT records.key, records.content, width, height, source, coalesce(shard, 0), row, length(captions) > ?"
+            "SELECT records.key, width, height, source, coalesce(shard, 0), row, length(captions) > ?, records.content"
             " FROM records JOIN files ON files.id = records.file ORDER BY row",
             (LONG_CAPTION,),
         )
-        start = hashed = 0
+        start = 0
         while rows := cursor.fetchmany(_CHUNK):
             stop = start + len(rows)
             keys[start:stop] = np.frombuffer(b"".join(row[0] for row in rows), np.uint8).reshape(-1, 16)
-            content[start:stop] = np.frombuffer(b"".join(row[1] or bytes(16) for row in rows), np.uint8).reshape(-1, 16)
-            hashed += sum(row[1] is not None for row in rows)
-            numbers[start:stop] = [row[2:] for row in rows]
+            numbers[start:stop] = [row[1:7] for row in rows]
+            if hashed:
+                content[start:stop] = np.frombuffer(b"".join(row[7] for row in rows), np.uint8).reshape(-1, 16)
             start = stop
         order = sort_keys(keys)
         width, height, source, shard, row = (numbers[order, i] for i in range(5))
         columns = Columns(keys[order], width, height, source.astype(np.uint16), shard, row)
-        duplicates = count - _distinct(content) if hashed == count else None
+        duplicates = count - _distinct(content) if hashed else None
         return _Sorted(columns, fingerprint(columns), duplicates, int(numbers[:, 5].sum()))
 
     def _name(self, target: Path) -> None:

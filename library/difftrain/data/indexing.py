@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.contracts import DataFault, Reject
+from difftrain.contracts import DataFault
 from difftrain.data.index import FORMAT, LONG_CAPTION, Index, IndexSummary, newest
 from difftrain.data.index_writer import IndexWriter
 from difftrain.data.inspection import FULL, QUICK, Accepted, Files, Refused
@@ -26,6 +26,7 @@ from difftrain.data.scan import (
     count_items,
     count_shards,
     list_sources,
+    match_files,
     name_files,
     take_over,
     unread_files,
@@ -82,7 +83,8 @@ def build_index(
             previous = None
         finally:
             builder.writer.discard()  # of a finished index nothing is left to remove
-    _report(summary, time.monotonic() - started, log)
+    changed = previous is None or summary.folder != previous.folder
+    _report(summary, changed, time.monotonic() - started, log)
     _refuse(summary, data.max_rejected_share)
     return summary
 
@@ -120,7 +122,7 @@ class _Builder:
         level, why = self._level()
         name_files(writer, infos, level, [self._stamp(info) for info in infos], listing)
         writer.add_rejects((None, path, _OUTSIDE) for path in self.configured.outside())
-        same, had = take_over(writer, previous, infos) if previous else (0, 0)
+        same, had = match_files(writer, previous, infos) if previous else (0, 0)
         notes = [*self.configured.notes, *_about_captions(listing), why, *listing.passed_over, *self._check()]
         summary = IndexSummary(
             folder="",
@@ -139,8 +141,10 @@ class _Builder:
         )
         for note in notes:
             self.log(f"data: {note}")
-        if previous and same == had == listing.files and _equal_but_for_order(previous, summary):
+        if previous and same == had == listing.files and _equal_but_for_notes(previous, summary):
             return replace(previous, notes=summary.notes, reused=same, read=0)
+        if same:
+            take_over(writer)
         self._read(level, summary)
         return writer.finish(summary)
 
@@ -217,7 +221,7 @@ class _Builder:
                     yield Job(Files(info, chunk, level, self.allow_empty))
 
 
-def _equal_but_for_order(previous: IndexSummary, new: IndexSummary) -> bool:
+def _equal_but_for_notes(previous: IndexSummary, new: IndexSummary) -> bool:
     looked = previous.verify == new.verify or previous.verify == "full"
     return looked and (previous.sources, previous.stamp) == (new.sources, new.stamp)
 
@@ -227,10 +231,8 @@ def _about_captions(listing: Listing) -> Iterator[str]:
         yield "captions: " + ", ".join(f"{count:,} {where}" for where, count in listing.captions.items())
 
 
-def _report(summary: IndexSummary, seconds: float, log: Log) -> None:
-    how = (
-        f"{summary.read:,} files read, {summary.reused:,} known from before" if summary.read else "nothing has changed"
-    )
+def _report(summary: IndexSummary, changed: bool, seconds: float, log: Log) -> None:
+    how = f"{summary.read:,} files read, {summary.reused:,} known from before" if changed else "nothing has changed"
     log(f"index: {summary.count:,} records, {summary.rejected:,} rejected, in {seconds:.1f} s ({how})")
     if summary.duplicates:
         log(f"index: {summary.duplicates:,} records have the same bytes as another one; they are kept")
@@ -257,13 +259,13 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
     lines = [
         f"{summary.rejected:,} of {items:,} items are rejected ({share:.0%}; data.max_rejected_share is {limit:g}):"
     ]
-    examples = Index(Path(summary.folder)).rejects()
-    by_kind: dict[str, list[Reject]] = {}
-    for reject in examples:
-        by_kind.setdefault(reject.reason.partition(":")[0], []).append(reject)
+    examples: dict[str, list[str]] = {kind: [] for kind in summary.reasons}
+    for reject in Index(Path(summary.folder)).rejects():
+        known = examples[reject.reason.partition(":")[0]]
+        if len(known) < _EXAMPLES:
+            known.append(f"      {reject.path}: {reject.reason}")
     for kind, count in summary.reasons.items():
-        lines.append(f"  {count:,} x {kind}")
-        lines += [f"      {reject.path}: {reject.reason}" for reject in by_kind[kind][:_EXAMPLES]]
+        lines += [f"  {count:,} x {kind}", *examples[kind]]
     remedy = "Mend or remove them, or raise --max_rejected_share."
     if any(kind in ("no caption", "empty caption") for kind in summary.reasons):
         remedy += " --allow_empty_caption accepts pictures without a caption."

@@ -23,6 +23,7 @@ from PIL import (
     TiffImagePlugin,
     UnidentifiedImageError,
     WebPImagePlugin,
+    features,
 )
 
 from difftrain.data.resize import fit, resize
@@ -166,6 +167,8 @@ def _open(stream: BinaryIO, max_pixels: int) -> Image.Image:
         image = Image.open(stream, formats=FORMATS)
     except UnidentifiedImageError:
         form = next((name for name, is_it in _SIGNATURES.items() if is_it(head)), None)
+        if form == "AVIF" and not features.check("avif"):
+            raise Unusable("unsupported format", "this build of Pillow cannot read AVIF") from None
         if form is not None:
             raise Unusable("broken", f"the header of a {form} file that cannot be read") from None
         raise Unusable("not a picture", _looks_like(head)) from None

@@ -56,8 +56,6 @@ FROM old.records r JOIN scan.same s ON s.old = r.file ORDER BY r.row
 _TAKE_REJECTS = (
     "INSERT INTO main.rejects SELECT s.new, r.path, r.reason FROM old.rejects r JOIN scan.same s ON s.old = r.file"
 )
-
-
 _INSERT = {
     "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?)",
     "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
@@ -168,8 +166,8 @@ def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> 
         listing.passed_over.append(f"{info.root}: {count} caption files without a picture, for example {example}")
 
 
-def take_over(writer: IndexWriter, previous: IndexSummary, infos: Iterable[SourceInfo]) -> tuple[int, int]:
-    """Copy what is known of unchanged files from the previous index; return how many, and how many it had.
+def match_files(writer: IndexWriter, previous: IndexSummary, infos: Iterable[SourceInfo]) -> tuple[int, int]:
+    """Find the files that have not changed since the previous index; return how many, and how many it had.
 
     A file is unchanged when its source, path, size, time and caption file are, and it was looked at as closely.
     """
@@ -186,12 +184,16 @@ def take_over(writer: IndexWriter, previous: IndexSummary, infos: Iterable[Sourc
             db.execute(
                 "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)", (f"{kind}:%",)
             )
-        db.execute(_TAKE_RECORDS)
-        db.execute(_TAKE_REJECTS)
-        db.execute(_RAISE_LEVEL)
         (same,) = db.execute("SELECT count(*) FROM scan.same").fetchone()
         (had,) = db.execute("SELECT count(*) FROM old.files").fetchone()
     return same, had
+
+
+def take_over(writer: IndexWriter) -> None:
+    """Copy what the previous index knows of the matched files."""
+    with disk_faults(writer.folder):
+        for statement in (_TAKE_RECORDS, _TAKE_REJECTS, _RAISE_LEVEL):
+            writer.db.execute(statement)
 
 
 def unread_files(writer: IndexWriter) -> Iterator[tuple[int, int, FileRef]]:
@@ -238,9 +240,8 @@ def count_items(writer: IndexWriter, infos: Iterable[SourceInfo], enough: int) -
     for info in infos:
         source = open_source(info)
         if not source.sharded:
-            total += writer.db.execute("SELECT count(*) FROM scan.media WHERE source = ?", (info.ordinal,)).fetchone()[
-                0
-            ]
+            query = "SELECT count(*) FROM scan.media WHERE source = ?"
+            total += writer.db.execute(query, (info.ordinal,)).fetchone()[0]
             continue
         for (path,) in writer.db.execute("SELECT path FROM scan.media WHERE source = ?", (info.ordinal,)):
             if total >= enough:

@@ -62,7 +62,7 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
     made, faults = Configured(), []
     for number, (folder, times) in enumerate(zip(data.dirs, repeats, strict=True)):
         try:
-            _add(made, number, Path(folder).expanduser().absolute(), times, data, captions)
+            _add(made, number, Path(folder).expanduser().resolve(), times, data, captions)
         except DataFault as fault:
             faults.append(str(fault))
     if faults:

@@ -80,8 +80,8 @@ def walk(root: Path, below: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
                     waiting.append(path)
-                elif entry.is_file() or entry.is_symlink():  # a broken link is an item that cannot be read
-                    yield path, entry
+                elif entry.is_file() or (entry.is_symlink() and not Path(entry.path).exists()):
+                    yield path, entry  # a broken link is an item that cannot be read; pipes and devices are none
 
 
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:

@@ -74,9 +74,11 @@ class TarSource(Source):
 
 def list_shards(source: Source, suffix: str) -> Iterator[Listed]:
     """List the files of a suffix below a source's root as media, everything else as other."""
+    if source.info.only:
+        found = (source.root / source.info.only).stat()
+        yield Listed("media", source.info.only, found.st_size, found.st_mtime_ns)
+        return
     for path, entry in walk(source.root):
-        if source.info.only and path != source.info.only:
-            continue
         if path.lower().endswith(suffix):
             yield Listed("media", path, *size_and_time(entry))
         else:
