@@ -26,7 +26,7 @@ def batch(first: int, rows: list[int]) -> Batch:
 
 def test_timesteps_cover_the_process_evenly() -> None:
     seen = torch.cat([score._at_round(batch(0, [0] * 200), n).draws["timestep"] for n in range(score.ROUNDS)])
-    assert 0 <= int(seen.min()) and int(seen.max()) < 1000
+    assert int(seen.min()) >= 0 and int(seen.max()) < 1000
     counts = torch.histc(seen.float(), 20, 0, 1000)
     assert counts.min() > 0.9 * len(seen) / 20 and counts.max() < 1.1 * len(seen) / 20
 
@@ -50,5 +50,5 @@ def test_wrong_captions_are_other_ones_of_both_encoders() -> None:
 
 
 def test_one_caption_for_all_stays() -> None:
-    assert list(score._with_wrong_captions([batch(0, [7, 7])]))[0].features["input_ids_1"].flatten().tolist() == [7, 7]
+    assert next(iter(score._with_wrong_captions([batch(0, [7, 7])]))).features["input_ids_1"].flatten().tolist() == [7, 7]
     assert list(score._with_wrong_captions([])) == []
