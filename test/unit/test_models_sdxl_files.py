@@ -348,6 +348,11 @@ def test_wrong_sizes_are_named_all_at_once(tmp_path: Path) -> None:
     assert "holds a list" in given("[]")
     assert "has no section 'vae'" in given({**sizes, "vae": None})
     assert "unknown section 'uent'" in given(sizes | {"uent": {}})
+    bare = given(sizes | {"unet": {}, "vae": {"latents_mean": [0.0]}})
+    assert "[unet]: 'cross_attention_dim' is missing" in bare and "[vae]: 'latent_channels' is missing" in bare
+    assert "latents_mean is not SDXL's" in given(sizes | {"vae": sizes["vae"] | {"latents_mean": [0.0]}})
+    assert "the sizes of unet: make no model: " in given(sizes | {"unet": sizes["unet"] | {"norm_num_groups": 7}})
+    assert "the sizes of unet: make no model: " in given(sizes | {"unet": sizes["unet"] | {"layers_per_block": "x"}})
     assert "[unet]: unknown key 'depth'" in given(sizes | {"unet": sizes["unet"] | {"depth": 3}})
     wrong = given(sizes | {"unet": sizes["unet"] | {"cross_attention_dim": 57, "in_channels": 4}})
     assert "[unet] cross_attention_dim: is 57, must be 56" in wrong and "[unet] in_channels: is 4, must be 16" in wrong

@@ -2,8 +2,9 @@
 
 The encoder is the PCA of f x f patches, level by level of 2 x 2, written into the weights of a plain AutoencoderKL:
 residual blocks and attention add nothing, the strided convolutions are the bases. The last norm and SiLU are undone:
-constant channels K and -K in each group fix its deviation at K sqrt(2 / g) and, with one channel that holds minus the
-sum of the others, its mean at 0; so the norm divides by a constant, and SiLU is x / 2 to within x^2 / 4 for x = z / K.
+constant channels K and -K in each group fix its deviation at K sqrt(2 / g), so that the norm divides by a constant and
+SiLU is x / 2 to within x^2 / 4 for x = z / K; a channel that holds nothing shows what the norm subtracted, and the last
+convolution gives it back. So rounding in the sums of a group, which depends on batch and device, cancels as well.
 Trained end to end, a VAE of this size stays several dB behind in the same time.
 """
 
@@ -21,7 +22,7 @@ from difftrain.models.parts.vae import pixels_to_unit
 if TYPE_CHECKING:
     from torch import Tensor
 
-BIG = 16384.0  # the constant channels: exact in every float type; larger costs bits of the mean, smaller linearity
+BIG = 16384.0  # the constant channels: exact in every float type
 POSTERIOR_STD = 0.02  # of the latents' own deviation
 
 
@@ -70,8 +71,8 @@ def _channel_plan(vae: Any) -> list[list[int]]:
     share = -(-vae.config.latent_channels // groups)
     if width // groups < share + 3:
         raise ValueError(
-            f"{width} channels in {groups} groups leave {width // groups} each; {share} latent channels, their sum and "
-            f"two constants need {share + 3}"
+            f"{width} channels in {groups} groups leave {width // groups} each; {share} latent channels, two constants "
+            f"and an empty one need {share + 3}"
         )
     latents = list(range(vae.config.latent_channels))
     return [latents[g * share : (g + 1) * share] for g in range(groups)]
@@ -111,13 +112,12 @@ def _finish(vae: Any, plan: list[list[int]], scale: Tensor, shift: Tensor) -> No
     for g, members in enumerate(plan):
         if not members:
             continue
-        start = g * size
-        for row, channel in enumerate(members, start=start):
+        start, reference = g * size, g * size + 2
+        bias[start], bias[start + 1] = BIG, -BIG
+        for row, channel in enumerate(members, start=reference + 1):
             spread[row, channel], bias[row] = scale[channel], shift[channel]
-            spread[start + len(members), channel] = -scale[channel]
-            bias[start + len(members)] -= shift[channel]
             out.weight[channel, row, 1, 1] = 2 * BIG * (2 / size) ** 0.5
-        bias[start + len(members) + 1], bias[start + len(members) + 2] = BIG, -BIG
+            out.weight[channel, reference, 1, 1] = -out.weight[channel, row, 1, 1]
     _place_last(vae, spread, bias)
     norm.weight.fill_(1.0)
     out.bias[latents:] = 2 * torch.log(torch.tensor(POSTERIOR_STD / vae.config.scaling_factor))
@@ -157,6 +157,7 @@ def train_decoder(
     for part, module in modules.items():
         values = dict(initial_weights(module, f"vae.{part}", seed, by_fan_in))
         module.load_state_dict(values)
+    vae.to(memory_format=torch.channels_last)  # two to three times as fast on a CPU at such widths
     params = [p.requires_grad_(True) for module in modules.values() for p in module.parameters()]
     device = params[0].device
     optimizer = torch.optim.Adam(params, lr=learning_rate, betas=(0.9, 0.98))
@@ -176,6 +177,7 @@ def train_decoder(
         if report is not None and step % 100 == 0:
             report(step, float(error.detach()))
     vae.requires_grad_(False)
+    vae.to(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()

@@ -20,6 +20,19 @@ _TEXT_KEYS = (
     "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
     "initializer_factor", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+_TEXT_NEEDED = (
+    "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
+_NEEDED = {
+    "unet": (
+        "in_channels", "out_channels", "block_out_channels", "down_block_types", "up_block_types", "layers_per_block",
+        "transformer_layers_per_block", "attention_head_dim", "cross_attention_dim", "addition_embed_type",
+        "addition_time_embed_dim", "projection_class_embeddings_input_dim",
+    ),
+    "vae": ("block_out_channels", "latent_channels", "layers_per_block", "scaling_factor"),
+    "text_encoder": _TEXT_NEEDED,
+    "text_encoder_2": _TEXT_NEEDED,
+}  # fmt: skip
 NUM_TIMESTEPS = 1000
 
 
@@ -77,11 +90,15 @@ class Architecture:
         )
 
     def build(self, part: str) -> Any:
-        """Build one part on the meta device: names and shapes, no memory."""
+        """Build one part on the meta device: names and shapes, no memory. Raises ConfigFault for impossible sizes."""
         import torch
 
-        with torch.device("meta"):
-            return _construct(part, getattr(self, part))
+        try:
+            with torch.device("meta"):
+                return _construct(part, getattr(self, part))
+        except (TypeError, ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigFault([Fault(f"the sizes of {part}", f"make no model: {reason}")]) from error
 
 
 def _construct(part: str, config: dict[str, Any]) -> Any:
@@ -130,8 +147,13 @@ def _faults(content: dict[str, Any], where: str) -> list[Fault]:
     if missing:
         return faults
     for key, part in _KEYS.items():
-        known = known_keys(part)
-        faults += [Fault(f"{where} [{key}]", f"unknown key {name!r}") for name in sorted(set(content[key]) - known)]
+        section = content[key]
+        faults += [Fault(f"{where} [{key}]", f"unknown key {k!r}") for k in sorted(set(section) - known_keys(part))]
+        faults += [Fault(f"{where} [{key}]", f"{k!r} is missing") for k in _NEEDED[key] if section.get(k) is None]
+    if not faults and content["vae"].get("latents_mean") is not None:
+        faults.append(
+            Fault(f"{where} [vae]", "latents_mean is not SDXL's: its latents are scaled by scaling_factor alone")
+        )
     return faults or _mismatches(content, where)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from difftrain.contracts import Batch, Bucket, FeatureSpec, Group, Inputs, Parts, RunFacts
 from difftrain.diffusion import ddpm
-from difftrain.models.parts.quiet import quiet_imports
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
@@ -166,21 +165,9 @@ class SDXLFamily:
 
     def pipeline(self, parts: Parts) -> Any:
         """Return a StableDiffusionXLPipeline over the very modules of parts."""
-        with quiet_imports():
-            from diffusers import StableDiffusionXLPipeline
+        from difftrain.models.sdxl.pipeline import make_pipeline
 
-        held = {**dict(parts.root.named_children()), **parts.frozen}
-        return StableDiffusionXLPipeline(
-            vae=held["vae"],
-            text_encoder=held["text_encoder_1"],
-            text_encoder_2=held["text_encoder_2"],
-            tokenizer=parts.tokenizers["tokenizer_1"].transformers_tokenizer(),
-            tokenizer_2=parts.tokenizers["tokenizer_2"].transformers_tokenizer(),
-            unet=held["unet"],
-            scheduler=self.schedule.make("EulerDiscreteScheduler"),
-            force_zeros_for_empty_prompt=False,
-            add_watermarker=False,
-        )
+        return make_pipeline(parts, self.tokenizer(parts), self.schedule)
 
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
         """Count forward and backward of one sample (see flops.py)."""
