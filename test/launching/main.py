@@ -74,15 +74,19 @@ def decide(recipe_name: str, layout: str, given: Given, environ: dict[str, str])
     return Launch(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
 
 
-def say(launch: Launch, given: Given) -> None:
-    """Print what was chosen and why, once."""
-    for name, origin in given.origins.items():
-        if not origin.startswith("--"):
-            print(f"{name}={given.values[name]} comes from {origin}")
-    print(launch.where.sentence)
-    for line in launch.recipe.notes:
-        print(line)
-    print(f"files go to {launch.output}", flush=True)
+def sentences(launch: Launch, given: Given) -> list[str]:
+    """Return what was chosen and why."""
+    from_elsewhere = [(name, origin) for name, origin in given.origins.items() if not origin.startswith("--")]
+    return [
+        *(
+            f"{name}={given.values[name]} comes from {origin}"
+            for name, origin in from_elsewhere
+            if name in given.values
+        ),
+        launch.where.sentence,
+        *launch.recipe.notes,
+        f"files go to {launch.output}",
+    ]
 
 
 def dry_run(launch: Launch) -> int:
@@ -124,7 +128,8 @@ def main(argv: list[str]) -> int:
     given = flags.read(rest, os.environ)
     try:
         launch = decide(recipe_name, layout, given, dict(os.environ))
-        say(launch, given)
+        said = sentences(launch, given)
+        print("\n".join(said), flush=True)
         if given.values.get("dry_run"):
             return dry_run(launch)
         code = launch.recipe.prepare(dry=False)
@@ -135,17 +140,20 @@ def main(argv: list[str]) -> int:
     except Refused as refused:
         print(f"cannot start:\n{refused}", file=sys.stderr)
         return 2
-    start(launch, digest(cfg, launch.where.world_size))
+    start(launch, digest(cfg, launch.where.world_size), said)
     return 0
 
 
-def start(launch: Launch, config_digest: str) -> None:
-    """Become the process that starts the ranks."""
+def start(launch: Launch, config_digest: str, said: list[str]) -> None:
+    """Become the process that starts the ranks; what was said so far opens the log."""
     launch.output.mkdir(parents=True, exist_ok=True)
     occupant.write_note(launch.output, config_digest, finished=False)
     environ = launch.where.environment(dict(os.environ))
     ranks = [*launch.where.torchrun(), str(launch.door), *launch.words]
-    print("torchrun " + shlex.join(ranks), flush=True)
+    command = "torchrun " + shlex.join(ranks)
+    print(command, flush=True)
+    with launch.log.open("a", encoding="utf-8") as log:
+        log.writelines(f"{line}\n" for line in (*said, command))
     workers = ROOT / "test" / "launching" / "workers.py"
     os.execve(
         sys.executable, [sys.executable, str(workers), str(launch.log), config_digest, json.dumps(ranks)], environ

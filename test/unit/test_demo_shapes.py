@@ -51,6 +51,7 @@ def test_the_judge_reads_drawn_pictures_right() -> None:
     scenes = list(shapes.scenes(256, 4))
     found = judge.obedience([np.asarray(shapes.draw(s, SIDE)) for s in scenes], [s.caption for s in scenes])
     assert found["colour_right"] == found["size_right"] == found["one_piece"] == 1.0
+    assert found["shape_right"] > 0.97  # the smallest stars are a few pixels
 
 
 def test_the_judge_sees_what_is_wrong() -> None:
@@ -60,9 +61,11 @@ def test_the_judge_sees_what_is_wrong() -> None:
     empty = np.full((SIDE, SIDE, 3), 255, np.uint8)
     assert judge.obedience([blue], [caption])["colour_right"] == 0
     assert judge.obedience([small], [caption])["size_right"] == 0
+    assert judge.obedience([picture("a large red square")], [caption])["shape_right"] == 0
     assert judge.obedience([broken], ["a small red circle"])["one_piece"] == 0
     nothing = judge.obedience([empty], ["a small red circle"])
     assert nothing["colour_right"] == nothing["size_right"] == nothing["one_piece"] == 0
+    assert nothing["shape_right"] == 0
 
 
 def test_largest_piece_counts_four_connected_pixels() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from difftrain.diffusion import ddpm
@@ -16,6 +18,7 @@ from difftrain.train.demo import shapes
 FOREGROUND = 80  # a pixel whose darkest channel is this far from white belongs to the shape
 BORDER = 0.105  # share of the picture between small and large shapes: 0.04..0.07 and 0.15..0.27 as drawn
 WHOLE = 0.9  # share of the foreground that one piece must have
+TEMPLATE_SIDE = 24
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Verdict:
     """What one picture shows. None, 0 and 0 where it shows nothing."""
 
     colour: str | None
+    shape: str | None
     area: float  # share of the picture that is foreground
     largest: float  # share of the foreground in its largest connected piece
 
@@ -39,12 +43,36 @@ def look(picture: NDArray[np.uint8]) -> Verdict:
     foreground = depth > FOREGROUND
     count = int(foreground.sum())
     if not count:
-        return Verdict(None, 0.0, 0.0)
+        return Verdict(None, None, 0.0, 0.0)
     # the colour is that of the deeper half: edges are mixed with white
     core = foreground & (depth >= np.median(depth[foreground]))
     mean = np.median(pixels[core], axis=0)
     distance = {name: float(((mean - np.array(rgb)) ** 2).sum()) for name, rgb in shapes.COLOURS.items()}
-    return Verdict(min(distance, key=lambda name: distance[name]), count / foreground.size, largest_piece(foreground))
+    colour = min(distance, key=lambda name: distance[name])
+    return Verdict(colour, shape_of(foreground), count / foreground.size, largest_piece(foreground))
+
+
+def shape_of(mask: NDArray[np.bool_]) -> str:
+    """Return the shape whose outline a mask overlaps best, both stretched to one square."""
+    ours = _normalised(mask)
+    overlap = {name: float((ours & other).sum() / (ours | other).sum()) for name, other in _templates().items()}
+    return max(overlap, key=lambda name: overlap[name])
+
+
+@functools.cache
+def _templates() -> dict[str, NDArray[np.bool_]]:
+    drawn = {name: np.asarray(shapes.draw(shapes.Scene("large", "black", name), 96)) for name in shapes.SHAPES}
+    return {name: _normalised(pixels.min(axis=2) < 128) for name, pixels in drawn.items()}
+
+
+def _normalised(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Stretch what a mask surrounds to a square."""
+    rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+    cut = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    resized = Image.fromarray(cut.astype(np.uint8) * 255).resize(
+        (TEMPLATE_SIDE, TEMPLATE_SIDE), Image.Resampling.BILINEAR
+    )
+    return np.asarray(resized) >= 128
 
 
 def largest_piece(mask: NDArray[np.bool_]) -> float:
@@ -61,7 +89,7 @@ def largest_piece(mask: NDArray[np.bool_]) -> float:
 
 
 def obedience(pictures: Sequence[NDArray[np.uint8]], captions: Sequence[str]) -> dict[str, float]:
-    """Return shares of pictures: colour right, size right, one connected shape; and what chance would give."""
+    """Return shares of pictures: colour, shape and size right, one connected piece; and what chance gives."""
     scenes = [shapes.parse(caption) for caption in captions]
     verdicts = [look(picture) for picture in pictures]
     pairs = list(zip(verdicts, scenes, strict=True))
@@ -69,6 +97,8 @@ def obedience(pictures: Sequence[NDArray[np.uint8]], captions: Sequence[str]) ->
         "pictures": len(pairs),
         "colour_right": _share(v.colour == s.colour for v, s in pairs),
         "colour_chance": 1 / len(shapes.COLOURS),
+        "shape_right": _share(v.shape == s.shape for v, s in pairs),
+        "shape_chance": 1 / len(shapes.SHAPES),
         "size_right": _share(v.colour is not None and v.size == s.size for v, s in pairs),
         "size_chance": 1 / len(shapes.SIZES),
         "one_piece": _share(v.largest >= WHOLE for v in verdicts),

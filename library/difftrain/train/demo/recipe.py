@@ -29,8 +29,8 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "shapes": Size(4096, 1500, 500, 0.05, 300),
-    "emoji": Size(0, 2400, 800, 0.08, 600),
+    "shapes": Size(4096, 1200, 500, 0.05, 300),
+    "emoji": Size(0, 1500, 600, 0.08, 500),
 }
 
 

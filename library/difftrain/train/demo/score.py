@@ -18,6 +18,7 @@ from difftrain.data.validation import validation_batches
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import validate
 from difftrain.report.report import Target
+from difftrain.sampling.samplers import make_sampler
 from difftrain.train.demo import recipe, shapes
 from difftrain.train.demo.judge import Wiener, obedience
 from difftrain.train.evaluating import averaged
@@ -167,12 +168,8 @@ def _captions(run: Run, dataset: str) -> list[str]:
 
 def draw(run: Run, captions: list[str], numbers: list[int]) -> list[NDArray[np.uint8]]:
     """Draw captions with the pipeline that users get, from noise that is the same on every device."""
-    from diffusers import DDIMScheduler
-
     pipeline = run.family.pipeline(run.parts)
-    pipeline.scheduler = DDIMScheduler.from_config(
-        pipeline.scheduler.config, timestep_spacing="trailing", prediction_type=run.cfg.model.prediction_type
-    )
+    pipeline.scheduler = make_sampler("ddim", {**pipeline.scheduler.config, "timestep_spacing": "trailing"})
     pipeline.set_progress_bar_config(disable=True)
     width, height = run.cfg.data.resolution or (recipe.SIDE, recipe.SIDE)
     shape = run.family.features.draws["noise"].shape(Bucket(height, width))
