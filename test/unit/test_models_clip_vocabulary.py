@@ -156,6 +156,12 @@ def test_tokenize_survives_pickling_after_use() -> None:
     assert expected["input_ids_1"][0, 0, -1] == PLAIN.eos_id and expected["input_ids_2"][0, 0, -1] == 0
 
 
+@pytest.mark.parametrize("text", ["\ud83d half a pair", "\x00 nul", "x" * 10_000, "star " * 10_000])
+def test_odd_captions_are_encoded(text: str) -> None:
+    found = SDXLTokenize((PLAIN, BANG), 225)([text])
+    assert found["input_ids_2"].shape == (1, 3, 77) and found["input_ids_2"][0, :, 0].tolist() == [PLAIN.bos_id] * 3
+
+
 def test_the_built_in_pair_differs_in_size_and_padding() -> None:
     family = SDXLFamily(config())
     parts, (first, second) = family.load(meta=True), family.vocabularies

@@ -264,6 +264,13 @@ def test_chunks_are_joined_in_order() -> None:
     assert joined[0].tolist() == expected and joined[1].tolist() == [x + 231 for x in expected]
 
 
+def test_encoders_are_what_inputs_uses() -> None:
+    family, parts = plain()
+    batch, encoders = batch_of(family, parts, CAPTIONS), family.encoders(parts)
+    assert encoders["latents"](batch).equal(family.latents(batch, parts))
+    assert set(encoders["text"](batch)) == {"time_ids", "hidden_1", "hidden_2", "pooled"}
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_others() -> None:
     first, again = plain()[1].root.state_dict(), loaded(config())[1].root.state_dict()
     other = loaded(config({"training": {"seed": 2}}))[1].root.state_dict()

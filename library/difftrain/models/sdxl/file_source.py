@@ -59,7 +59,12 @@ class SingleFileSource:
         text = self._file.metadata.get(ARCHITECTURE_KEY)
         if text is None and ARCHITECTURE_KEY in self._file.shapes():
             text = bytes(self._file.get(ARCHITECTURE_KEY).tolist()).decode()
-        return Architecture.from_dict(json.loads(text), str(self.path)) if text else named("base")
+        if text is None:
+            return named("base")
+        try:
+            return Architecture.from_dict(json.loads(text), str(self.path))
+        except ValueError:
+            raise ConfigFault([Fault(FLAG, f"{self.path}: its {ARCHITECTURE_KEY} is not JSON")]) from None
 
     @property
     def prediction_type(self) -> str | None:

@@ -115,7 +115,8 @@ class SDXLTokenize:
             self._backends = [vocabulary.backend() for vocabulary in self._pair]
         ids: dict[str, Tensor] = {}
         for i, (vocabulary, backend) in enumerate(zip(self._pair, self._backends), start=1):
-            rows = [self._chunks(vocabulary, backend.encode(text, add_special_tokens=False).ids) for text in captions]
+            encoded = [backend.encode(_plain(text), add_special_tokens=False).ids for text in captions]
+            rows = [self._chunks(vocabulary, found) for found in encoded]
             ids[f"input_ids_{i}"] = torch.tensor(rows, dtype=torch.int64).view(len(captions), self.num_chunks, LENGTH)
         return ids
 
@@ -133,3 +134,8 @@ class SDXLTokenize:
             row = [bos, *body, eos]
             rows.append(row + [pad] * (LENGTH - len(row)))
         return rows
+
+
+def _plain(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON lets through and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
