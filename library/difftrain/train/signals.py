@@ -1,16 +1,19 @@
 """Signals as requests: a handler only notes what was asked, the loop acts on it at a step boundary.
 
 SIGUSR1 asks for a checkpoint; SIGTERM and SIGINT ask for a checkpoint and the end of the run, with the exit code
-128 + signal that shells expect. A second SIGINT or SIGTERM ends the process at once.
+128 + signal that shells expect. torchrun and terminals send one wish twice, to the group and to each process: only a
+signal that comes seconds after the first is impatience, and ends the process at once.
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+IMPATIENT_S = 5.0
 NOTHING, SAVE, STOP = 0, 1, 2  # ordered: over the ranks the largest request wins
 
 
@@ -20,6 +23,7 @@ class Requests:
     def __init__(self) -> None:
         self._wanted = NOTHING
         self.stop_signal = 0
+        self._asked_at = 0.0
 
     def take(self) -> int:
         """Return the largest request so far; a save is asked once, a stop stays."""
@@ -33,8 +37,10 @@ class Requests:
             self._wanted = max(self._wanted, SAVE)
             return
         if self._wanted == STOP:
-            raise SystemExit(128 + number)
-        self._wanted, self.stop_signal = STOP, number
+            if time.monotonic() - self._asked_at > IMPATIENT_S:
+                raise SystemExit(128 + number)
+            return
+        self._wanted, self.stop_signal, self._asked_at = STOP, number, time.monotonic()
 
     @contextmanager
     def listening(self) -> Iterator[Requests]:

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Long drills, each bounded in time: random kills and restarts, and ten million records. About 20 minutes on two cores.
+# Uses the environment of test/run_tests.sh, which must have run once.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-python3}"
+"$python" test/drills/random_kills.py --minutes="${KILL_MINUTES:-10}"
+PYTHONPATH=library "$python" benchmarks/scale.py

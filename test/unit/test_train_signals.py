@@ -1,0 +1,45 @@
+"""Signals become requests; one wish that arrives twice is one wish."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from difftrain.train import signals
+from difftrain.train.signals import NOTHING, SAVE, STOP, Requests
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_save_is_asked_once_and_a_stop_stays() -> None:
+    with Requests().listening() as requests:
+        assert requests.take() == NOTHING
+        send(signal.SIGUSR1)
+        assert [requests.take(), requests.take()] == [SAVE, NOTHING]
+        send(signal.SIGTERM)
+        send(signal.SIGUSR1)
+        assert [requests.take(), requests.take()] == [STOP, STOP]
+        assert requests.stop_signal == signal.SIGTERM
+
+
+def test_the_same_wish_twice_is_no_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Requests().listening() as requests:
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+        assert requests.take() == STOP
+        assert requests.stop_signal == signal.SIGINT
+        monkeypatch.setattr(signals, "IMPATIENT_S", -1.0)
+        with pytest.raises(SystemExit) as end:
+            send(signal.SIGINT)
+        assert end.value.code == 130
+
+
+def test_former_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Requests().listening():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
