@@ -99,7 +99,7 @@ def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> Plan:
         "save_last_n_steps": max(1, steps // 3),
         "save_state": True,
         "enable_npu_flash_attention": True,
-        "max_data_loader_n_workers": 1 if cpu else 4,
+        "max_data_loader_n_workers": 0 if crowded else 1 if cpu else 4,
         "log_every": 10 if steps >= 100 else 1,
         "seed": SEED,
         "resume": "auto",
