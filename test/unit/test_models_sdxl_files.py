@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -356,3 +358,29 @@ def test_wrong_sizes_are_named_all_at_once(tmp_path: Path) -> None:
     assert "[unet]: unknown key 'depth'" in given(sizes | {"unet": sizes["unet"] | {"depth": 3}})
     wrong = given(sizes | {"unet": sizes["unet"] | {"cross_attention_dim": 57, "in_channels": 4}})
     assert "[unet] cross_attention_dim: is 57, must be 56" in wrong and "[unet] in_channels: is 4, must be 16" in wrong
+
+
+ON_A_FULL_DISK = """
+import errno, resource, sys
+from pathlib import Path
+from sdxl import config, loaded
+
+family, parts = loaded(config())
+folder = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+for layout in sys.argv[3:]:
+    try:
+        family.export([], parts, layout, folder / layout)
+    except OSError as error:
+        print(layout, errno.errorcode[error.errno])
+"""
+
+
+def test_a_full_disk_is_an_os_error_in_every_layout_and_leaves_nothing(tmp_path: Path) -> None:
+    """In a process of its own: a file that torch's C++ cannot end would take this one down."""
+    env = {"PYTHONPATH": ":".join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path), "30000", *LAYOUTS]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [f"{layout} EFBIG" for layout in LAYOUTS]
+    assert list(tmp_path.iterdir()) == []

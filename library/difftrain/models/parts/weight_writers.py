@@ -56,12 +56,14 @@ def safetensors_writer(path: Path, shapes: Shapes, metadata: dict[str, str] | No
 @contextmanager
 def torch_writer(path: Path, shapes: Shapes) -> Iterator[WeightWriter]:
     """Write what torch.save would for {key: tensor}, tensor by tensor; whole or absent."""
-    with _aside(path) as temporary:
-        writer = _TorchWriter(temporary, shapes)
-        yield writer
-        writer.finish()
-        with temporary.open("rb+") as file:
-            _sync(file)
+    with _aside(path) as temporary, temporary.open("wb", buffering=0) as file:
+        writer = _TorchWriter(file, shapes)
+        try:
+            yield writer
+            writer.finish()
+        finally:
+            writer.close()
+        _sync(file)
 
 
 class _SafetensorsWriter:
@@ -96,12 +98,14 @@ class _SafetensorsWriter:
 class _TorchWriter:
     """Write the records of torch's zip format: a pickle of the names, then one record a tensor."""
 
-    def __init__(self, path: Path, shapes: Shapes) -> None:
+    def __init__(self, file: io.RawIOBase, shapes: Shapes) -> None:
         self._shapes = shapes
         self._missing = {key: _num_bytes(*shape) for key, shape in shapes.items()}
         self._records = {key: str(i) for i, key in enumerate(shapes)}
         self._pieces: dict[str, dict[int, Tensor]] = {}
-        self._file = torch._C.PyTorchFileWriter(str(path))
+        self._sink = _Sink(file)
+        self._closed = False
+        self._file = torch._C.PyTorchFileWriter(self._sink)  # type: ignore[call-overload]
         data = _pickled(shapes, self._records)
         self._file.write_record("data.pkl", data, len(data))
         self._file.write_record("byteorder", b"little", len(b"little"))
@@ -118,11 +122,41 @@ class _TorchWriter:
         storage = value.untyped_storage() if value.storage_offset() == 0 else value.clone().untyped_storage()
         size = value.numel() * value.element_size()
         self._file.write_record(f"data/{self._records[key]}", storage, size)  # type: ignore[arg-type]
+        self._sink.check()
         self._missing[key] -= size
 
     def finish(self) -> None:
         _complete(self._missing)
-        self._file.write_end_of_file()
+        self.close()
+        self._sink.check()
+
+    def close(self) -> None:
+        """End the file, which torch's destructor would do otherwise, whatever became of it."""
+        if not self._closed:
+            self._closed = True
+            self._file.write_end_of_file()
+
+
+class _Sink:
+    """Take torch's bytes, and keep an error for later: one that passes through its C++ would end the process."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        self._file = file
+        self._error: BaseException | None = None
+
+    def write(self, data: memoryview) -> int:
+        size, rest = len(data), memoryview(data).cast("B")
+        try:
+            while self._error is None and len(rest):
+                rest = rest[self._file.write(rest) :]
+        except BaseException as error:
+            self._error = error
+        return size
+
+    def check(self) -> None:
+        """Raise what went wrong so far."""
+        if self._error is not None:
+            raise self._error
 
 
 class _Storage:
