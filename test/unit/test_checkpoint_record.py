@@ -113,3 +113,15 @@ def test_a_named_checkpoint(tmp_path):
     record(here)
     with pytest.raises(ConfigFault, match="holds another run"):
         start(here, str(older))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["v1.0.safetensors", "v1.0.ckpt", "v1.0", "v1.0-ema.safetensors", "v1.0-step00000004", "v1.0-000001-ema", "v1.0-000001.ckpt"],
+)  # fmt: skip
+@pytest.mark.parametrize("output_name", ["v1.0", "sdxl-v1.0"])
+def test_a_dot_in_the_name_is_no_suffix(tmp_path, name, output_name):
+    path = tmp_path / name.replace("v1.0", output_name)
+    path.write_text("weights") if path.suffix in (".safetensors", ".ckpt") else path.mkdir()
+    assert inspect(tmp_path, output_name) == Foreign((path.name,))
+    assert inspect(tmp_path, output_name.removesuffix(".0")) == Empty()

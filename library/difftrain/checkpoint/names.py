@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 STATE = "-state"
+_AVERAGED = "-ema"  # the averaged weights of a save come and go with it
+_EXPORT_SUFFIXES = (".safetensors", ".ckpt")  # of files; the other layouts are folders and have none
 
 
 @dataclass(frozen=True, order=True)
@@ -40,3 +43,17 @@ def parse(name: str, output_name: str, *, state: bool = False) -> SaveName | Non
         return None
     step, epoch = found.groups()
     return SaveName("step", int(step)) if step else SaveName("epoch", int(epoch))
+
+
+def parse_export(path: Path, output_name: str) -> SaveName | None:
+    """Read the name of an export in any layout, averaged or not; None where the path is none of output_name's.
+
+    Only the suffixes of layouts are taken off: what follows another dot belongs to the name.
+    """
+    name = path.name
+    if not path.is_dir():
+        suffix = next((each for each in _EXPORT_SUFFIXES if name.endswith(each)), None)
+        if suffix is None:
+            return None
+        name = name.removesuffix(suffix)
+    return parse(name, output_name) or parse(name.removesuffix(_AVERAGED), output_name)

@@ -10,12 +10,11 @@ from typing import Any
 
 from difftrain.checkpoint.files import write_json
 from difftrain.checkpoint.find import Say, newest
-from difftrain.checkpoint.names import parse
+from difftrain.checkpoint.names import parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
 
 RUN_FILE = "run.json"
 _OF_A_RUN = ("metrics.jsonl", "report.json", "report.html", "rejected.jsonl")
-_SUFFIXES = (".safetensors", ".ckpt", "")
 
 
 def now() -> str:
@@ -113,7 +112,8 @@ def _files_of_a_run(output_dir: Path, output_name: str) -> list[str]:
     def is_one(path: Path) -> bool:
         if path.name in _OF_A_RUN or parse(path.name, output_name, state=True):
             return True
-        return path.suffix in _SUFFIXES and parse(path.name.removesuffix(path.suffix), output_name) is not None
+        # a file without a suffix stands where an export as a folder would go
+        return bool(parse_export(path, output_name) or parse(path.name, output_name))
 
     return sorted(path.name for path in output_dir.iterdir() if is_one(path)) if output_dir.is_dir() else []
 

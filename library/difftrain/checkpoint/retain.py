@@ -20,14 +20,12 @@ from difftrain.checkpoint.commit import TRASH
 from difftrain.checkpoint.files import remove
 from difftrain.checkpoint.find import Say
 from difftrain.checkpoint.manifest import Manifest, Torn, verify
-from difftrain.checkpoint.names import SaveName, parse
+from difftrain.checkpoint.names import SaveName, parse, parse_export
 
 if TYPE_CHECKING:
     from difftrain.config.sections import SaveSection
 
 ALWAYS_KEPT = 2
-_EXPORT_SUFFIXES = ("", ".safetensors", ".ckpt")
-_AVERAGED = "-ema"  # the averaged weights of a save come and go with it
 _read_before: set[str] = set()  # digests of manifests whose files this process has read once
 
 
@@ -82,10 +80,7 @@ def retain_exports(parent: Path, output_name: str, save: SaveSection, step: int,
     """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
     saves: dict[SaveName, list[Path]] = {}
     for path in parent.iterdir():
-        suffix = path.suffix if path.suffix in _EXPORT_SUFFIXES else None
-        if suffix is None or path.is_dir() != (suffix == ""):
-            continue
-        name = parse(path.name.removesuffix(suffix).removesuffix(_AVERAGED), output_name)
+        name = parse_export(path, output_name)
         if name is not None:
             saves.setdefault(name, []).append(path)
 
