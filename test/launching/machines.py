@@ -15,7 +15,9 @@ from launching.flags import Given
 
 LIBRARY = Path(__file__).resolve().parents[2] / "library"
 PORT = 8989
-SHUTDOWN_S = 1800  # what a run asked to stop may take to save; torchrun's own 30 s would cut a checkpoint off
+# Where a batch system signals torchrun itself, past the launcher: what saving may take before torchrun kills the ranks.
+# Versions of torch that do not know the variable give 30 s.
+SHUTDOWN_S = 1800
 # What an outer launcher or a cluster leaves behind, and torchrun would take for its own.
 INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 

@@ -1,21 +1,30 @@
 """Start the ranks with torchrun, and end as they end: `workers.py LOG DIGEST '["--nnodes=1", …]'`.
 
 torchrun itself turns every failure into exit code 1; here a fault of the configuration stays 2, and a run that was
-asked to stop says so. Everything that is printed goes into the log too. SIGUSR1 (save now) is handed on to the ranks.
+asked to stop says so. Everything that is printed goes into the log too.
+
+torchrun runs in a process below this one, in a session of its own, and signals do not go to it: it would kill ranks
+that still save after 30 s (only recent versions can be told otherwise). They go to the ranks themselves, which save
+and end in their own time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+IMPATIENT_S = 5.0  # signals that come closer together are one wish, as the ranks see it
+TORCHRUN = "--torchrun"  # the first argument of the process that becomes torchrun
 
 
 @contextmanager
@@ -37,27 +46,104 @@ def logged(path: Path) -> Iterator[None]:
         tee.wait()
 
 
-def children() -> list[int]:
-    """Return the processes that this one has started."""
+def ranks_of(torchrun: int) -> list[int]:
+    """Return the processes that torchrun has started as ranks, by what it puts into their environment."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            fields = entry.read_text().rpartition(")")[2].split()
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == torchrun and b"\0LOCAL_RANK=" in b"\0" + (entry / "environ").read_bytes():
+                found.append(int(entry.name))
         except OSError:  # gone meanwhile
             continue
-        if int(fields[1]) == os.getpid():
-            found.append(int(entry.parent.name))
-    return found
+    return sorted(found)
 
 
-def hand_on_usr1(ranks: int) -> None:
-    """Pass SIGUSR1 to the ranks, which are the newest children, and to nobody else."""
+def listens(pid: int) -> bool:
+    """Say whether a process has a handler for SIGUSR1, which would end it otherwise."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
-    def handler(number: int, _frame: Any) -> None:
-        for pid in sorted(children())[-ranks:]:
+
+class Wishes:
+    """Hand signals on to the ranks of a torchrun, and to nobody else.
+
+    The first stop lets them save, the second ends them at once, the third kills them where they hang.
+    """
+
+    def __init__(self) -> None:
+        self.torchrun = 0  # its process, once there is one
+        self._stops = 0
+        self._stopped_at = 0.0
+        self.stopped_by = 0
+
+    def listen(self) -> None:
+        """Install the handlers. A terminal that closes is a wish to stop, but not under nohup."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._take)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._take)
+
+    def _take(self, number: int, _frame: Any) -> None:
+        ranks = ranks_of(self.torchrun) if self.torchrun else []
+        if number == signal.SIGUSR1:
+            listening = [pid for pid in ranks if listens(pid)]
+            if not listening:
+                _say("SIGUSR1: nothing to save, training has not begun")
+            _send(listening, number)
+            return
+        now = time.monotonic()
+        if self._stops and now - self._stopped_at < IMPATIENT_S:
+            return
+        self._stops, self._stopped_at, self.stopped_by = self._stops + 1, now, self.stopped_by or number
+        if not ranks:  # it looks for the other machines, or is at its end
+            _say(f"stopped by {signal.Signals(number).name}: no rank is running")
+            if not self.torchrun:
+                raise SystemExit(128 + number)
+            _send([self.torchrun], signal.SIGTERM)
+        elif self._stops > 2:
+            _send(ranks, signal.SIGKILL)
+        else:
+            for pid in ranks:  # one that has not begun is ended by SIGTERM without a traceback
+                _send([pid], number if number == signal.SIGINT and listens(pid) else signal.SIGTERM)
+
+
+def _say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # from a signal handler, where print may be in use
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
             os.kill(pid, number)
+        except ProcessLookupError:  # gone meanwhile
+            continue
 
-    signal.signal(signal.SIGUSR1, handler)
+
+def watch(words: list[str]) -> int:
+    """Run torchrun below this process; return the exit code of the rank that failed first, or 0."""
+    wishes = Wishes()
+    wishes.listen()
+    command = [sys.executable, __file__, TORCHRUN, str(os.getpid()), json.dumps(words)]
+    torchrun = subprocess.Popen(command, start_new_session=True)
+    wishes.torchrun = torchrun.pid
+    code = torchrun.wait()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the end is being written
+    code = 128 - code if code < 0 else code
+    return 128 + wishes.stopped_by if wishes.stopped_by and code == 128 + signal.SIGTERM else code
+
+
+def end_with(launcher: int) -> None:
+    """Ask for SIGTERM when the launcher is killed, so that no job goes on that nobody can see."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:  # it is gone already
+        sys.exit(1)
 
 
 def run(words: list[str]) -> int:
@@ -90,16 +176,21 @@ def _verdict(error: Any) -> int:
     return code
 
 
+def main(argv: list[str]) -> int:
+    """Watch over torchrun, or be it."""
+    if argv[0] == TORCHRUN:
+        end_with(int(argv[1]))
+        return run(json.loads(argv[2]))
+    log, config_digest = Path(argv[0]), argv[1]
+    with logged(log):
+        exit_code = watch(json.loads(argv[2]))
+    if exit_code == 0:
+        from launching.occupant import write_note
+
+        write_note(log.parent, config_digest, finished=True)
+    return exit_code
+
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launching.occupant import write_note
-
-    log, config_digest = Path(sys.argv[1]), sys.argv[2]
-    arguments: list[str] = json.loads(sys.argv[3])
-    count = next(int(word.split("=")[1]) for word in arguments if word.startswith("--nproc_per_node="))
-    with logged(log):
-        hand_on_usr1(count)
-        exit_code = run(arguments)
-    if exit_code == 0:
-        write_note(log.parent, config_digest, finished=True)
-    sys.exit(exit_code)
+    sys.exit(main(sys.argv[1:]))
