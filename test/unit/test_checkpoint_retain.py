@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,42 @@ def test_exports_go_the_same_way_in_every_layout_with_their_average(tmp_path):
         "N-step00000012.safetensors",
         "N.safetensors",
     ]
+
+
+LAYOUTS = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "diffusers_safetensors": ""}
+
+
+def export_as(layout: str, path: Path) -> Path:
+    """Write what a layout has of an export."""
+    path = path.with_name(path.name + LAYOUTS[layout])
+    weights = {"w": torch.ones(3)}
+    if layout == "safetensors":
+        save_file(weights, path)
+    elif layout == "ckpt":
+        torch.save(weights, path)
+    else:
+        for part, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "pytorch_model")):
+            (path / part).mkdir(parents=True)
+            binary = layout == "diffusers"
+            (torch.save if binary else save_file)(weights, path / part / f"{stem}.{'bin' if binary else 'safetensors'}")
+        (path / "model_index.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("name", ["N", "sdxl-v1.0"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_deleted_and_a_torn_one_does_not_count(tmp_path, layout, name):
+    names = [SaveName("step", step).of(name) for step in (4, 8, 12, 16)]
+    paths = [export_as(layout, tmp_path / each) for each in names]
+    for age, path in enumerate(paths):
+        os.utime(path, (age, age))
+    weights = next(
+        path for path in [paths[3], *sorted(paths[3].rglob("*.*"))] if path.is_file() and path.suffix != ".json"
+    )
+    weights.write_bytes(weights.read_bytes()[:-30])
+    assert not export_is_whole(paths[3])
+    assert retain_exports(tmp_path, name, SaveSection(last_n_steps=1), 500) == [paths[0].name, paths[3].name]
+    assert sorted(tmp_path.iterdir()) == paths[1:3]
 
 
 def test_an_export_that_was_cut_is_not_good(tmp_path):

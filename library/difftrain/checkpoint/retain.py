@@ -149,12 +149,12 @@ def _whole_state(path: Path) -> bool:
 def export_is_whole(path: Path) -> bool:
     """Tell whether an export has all the bytes that its own header promises."""
     if path.is_dir():
-        weights = sorted(path.rglob("*.safetensors"))
+        weights = [each for each in path.rglob("*") if each.suffix in (".safetensors", ".bin")]
         return (path / "model_index.json").is_file() and bool(weights) and all(map(export_is_whole, weights))
     try:
         if path.suffix == ".safetensors":
             return _safetensors_is_whole(path)
-        return zipfile.is_zipfile(path)  # .ckpt: the directory of a zip file is its last part
+        return zipfile.is_zipfile(path)  # .ckpt, .bin: the directory of a zip file is its last part
     except (OSError, ValueError, KeyError, struct.error):
         return False
 
