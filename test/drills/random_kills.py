@@ -8,6 +8,7 @@ Prints a line a drill and exits with 1 at the first difference; moments come fro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -27,6 +28,26 @@ STEPS = 40
 MOST_STARTS = 200
 
 
+def family_of(pid: int) -> list[int]:
+    """Return a process and all that it has started."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return [pid]
+    return [pid, *(each for child in children for each in family_of(int(child)))]
+
+
+def power_cut(pid: int) -> None:
+    """Kill everything at once, as far as that can be done one by one."""
+    for each in family_of(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+# torchrun's ranks are in groups of their own: killed alone, it leaves them behind, and they must end by themselves
+WAYS = (power_cut, lambda pid: os.killpg(pid, signal.SIGKILL), lambda pid: os.killpg(pid, signal.SIGTERM))
+
+
 def drill(door: Door, folder: Path, straight: Path, ranks: int, chance: random.Random) -> tuple[bool, int]:
     """Run to the end through random kills; return whether everything is equal, and the number of starts."""
     flags = door.flags(folder, "--resume=auto", "--use_ema", batch=4 // ranks, steps=STEPS)
@@ -37,7 +58,7 @@ def drill(door: Door, folder: Path, straight: Path, ranks: int, chance: random.R
         try:
             process.communicate(timeout=chance.uniform(3.0, 20.0))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+            chance.choice(WAYS)(process.pid)
             process.communicate(timeout=120)
             continue
         if process.returncode == 0:

@@ -16,7 +16,7 @@ def send(number: int) -> None:
 
 
 def test_a_save_is_asked_once_and_a_stop_stays() -> None:
-    with Requests().listening() as requests:
+    with Requests().listening() as requests, requests.heeded():
         assert requests.take() == NOTHING
         send(signal.SIGUSR1)
         assert [requests.take(), requests.take()] == [SAVE, NOTHING]
@@ -27,7 +27,7 @@ def test_a_save_is_asked_once_and_a_stop_stays() -> None:
 
 
 def test_the_same_wish_twice_is_no_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Requests().listening() as requests:
+    with Requests().listening() as requests, requests.heeded():
         send(signal.SIGINT)
         send(signal.SIGTERM)
         assert requests.take() == STOP
@@ -36,6 +36,15 @@ def test_the_same_wish_twice_is_no_impatience(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(SystemExit) as end:
             send(signal.SIGINT)
         assert end.value.code == 130
+
+
+def test_outside_the_loop_a_stop_ends_the_process() -> None:
+    with Requests().listening() as requests:
+        send(signal.SIGUSR1)
+        with pytest.raises(SystemExit) as end:
+            send(signal.SIGTERM)
+        assert end.value.code == 143
+        assert requests.take() == SAVE
 
 
 def test_former_handlers_come_back() -> None:

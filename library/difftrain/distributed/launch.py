@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -77,3 +80,20 @@ class Launch:
         if faults:
             raise ConfigFault(faults)
         return cls(rank, size, local_rank, local_size, found.get("MASTER_ADDR", ""), port)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Ask the kernel for SIGTERM when torchrun dies: ranks it leaves behind would train on, or wait for one another.
+
+    Linux only, elsewhere nothing; nothing either for a process that torchrun did not start.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent or parent == 1:  # it died before the kernel knew
+        raise SystemExit(128 + int(signal.SIGTERM))

@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from difftrain.config import SampleSection
 from difftrain.sampling import Prompt, draw_grid, parse_prompts
 from difftrain.train.evaluating import averaged
 from difftrain.train.state import Run
+from difftrain.train.together import company
 
 if TYPE_CHECKING:
     from difftrain.train.outputs import Outputs
@@ -17,12 +19,17 @@ log = logging.getLogger("difftrain")
 FOLDER = "sample"
 
 
+def prompts_of(section: SampleSection) -> list[Prompt]:
+    """Read the prompts that are asked for. Raises ConfigFault for a line that cannot be drawn."""
+    return parse_prompts(Path(section.prompts), section.sampler) if section.prompts else []
+
+
 class Drawing:
     """Draw the prompts every n steps or epochs, before the first step where asked for, and at the end."""
 
     def __init__(self, run: Run, outputs: Outputs) -> None:
         section = run.cfg.sample
-        self._prompts: list[Prompt] = parse_prompts(Path(section.prompts), section.sampler) if section.prompts else []
+        self._prompts = prompts_of(section)
         self._steps, self._epochs = section.every_n_steps, section.every_n_epochs
         self._outputs = outputs
 
@@ -43,8 +50,13 @@ class Drawing:
 
     def _draw(self, run: Run) -> None:
         """Draw on the logger rank, while the others wait at the next step."""
-        if not self._prompts or not run.ranks.is_logger:
+        if not self._prompts:
             return
+        with company(run.ranks, run.ranks.is_logger):
+            if run.ranks.is_logger:
+                self._draw_here(run)
+
+    def _draw_here(self, run: Run) -> None:
         epoch = run.epoch_end()
         when = f"e{epoch:06d}" if epoch and not self._steps else f"{run.progress.step:06d}"
         with run.clock.paused("sampling"), averaged(run), run.device.autocast(run.cfg.training.mixed_precision):

@@ -13,11 +13,13 @@ from torch import nn
 from difftrain.config import TrainConfig
 from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, Family, Group, Parts
+from difftrain.data.loader import check_sizes
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import make_plan, open_data, prepare
 from difftrain.distributed.launch import Launch
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
+from difftrain.train.check import check
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
@@ -32,9 +34,9 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     say(dump(cfg))
     say(f"batch: {batch_arithmetic(cfg, ranks)}")
     family = make_family(cfg)
-    parts = family.load(meta=True)
-    family.tokenizer(parts)  # a run that lacks its tokenizers would say so; so does this
+    parts = check(cfg, family)
     data = open_data(cfg, prepare(cfg, log=say))
+    check_sizes(data.tables, family.features)
     plan = make_plan(data, _seeded(cfg), global_batch(cfg, ranks))
     total = total_steps(cfg, plan)
     for line in (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from difftrain.contracts import Batch
 from difftrain.train.saving import Saving
 from difftrain.train.signals import NOTHING, STOP, Requests
 from difftrain.train.state import Hook, Run
+
+log = logging.getLogger("difftrain")
 
 
 def train(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Saving, requests: Requests) -> bool:
@@ -16,6 +19,13 @@ def train(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Sav
     A request (a signal to any one rank) is agreed on by all ranks at the same step boundary, so that they save the
     same state and leave together.
     """
+    with requests.heeded():
+        _steps(run, steps, hooks, saving, requests)
+    run.clock.stop()
+    return run.steps_left == 0
+
+
+def _steps(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Saving, requests: Requests) -> None:
     counts = {"samples": float(run.global_batch)}
     run.clock.start()
     for micro in run.clock.batches(steps):
@@ -29,9 +39,9 @@ def train(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Sav
         for hook in hooks:
             hook.after_step(run)
         request = run.ranks.agree(requests.take())
-        if request != NOTHING:
-            saving.save_now(run)
+        if request != NOTHING and not saving.save_now(run):
+            log.error(
+                "what was asked for could not be saved; the newest checkpoint before it is where a resume goes on"
+            )
         if request == STOP:
-            break
-    run.clock.stop()
-    return run.steps_left == 0
+            return

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+PROGRESS_FILE = "progress.json"
+
 
 @dataclass
 class Progress:
@@ -24,11 +26,11 @@ class Progress:
 
     def write(self, folder: Path) -> Path:
         """Write progress.json into a checkpoint folder."""
-        path = folder / "progress.json"
+        path = folder / PROGRESS_FILE
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
-    def read(cls, folder: Path) -> Progress:
-        """Read progress.json of a checkpoint folder."""
-        return cls(**json.loads((folder / "progress.json").read_text()))
+    def of(cls, text: str) -> Progress:
+        """Read what `write` wrote."""
+        return cls(**json.loads(text))

@@ -11,14 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
 
 from difftrain import optim
 from difftrain.config import TrainConfig
 from difftrain.config.secrets import redact_text
 from difftrain.config.toml import dump
 from difftrain.contracts import Batch, ConfigFault, DataFault, Engine, Family, Fault, Parts, TrainingFault
-from difftrain.data.loader import make_loader
+from difftrain.data.loader import check_sizes, make_loader
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
 from difftrain.device import Device, choose, use_attention
@@ -30,6 +29,7 @@ from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.report.files import write_whole
+from difftrain.train.check import check
 from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, say_what_runs, write_reports
 from difftrain.train.evaluating import Evaluating
@@ -62,9 +62,7 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
 
 def _run(cfg: TrainConfig, argv: list[str]) -> int:
     launch = Launch.from_environment()
-    faults = optim.faults(cfg.optimizer, cfg.training.max_steps)
-    if faults:
-        raise ConfigFault(faults)
+    check(cfg, make_family(cfg))
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
@@ -81,8 +79,9 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
             start.record.write(cfg.output_dir)
         outputs = stack.enter_context(open_outputs(this, start))
         this.meter = Meter(this, outputs)
-        saving, evaluating = Saving(this), Evaluating(this, outputs)
-        hooks: list[Hook] = [saving, evaluating, Drawing(this, outputs)]
+        saving, evaluating, drawing = Saving(this), Evaluating(this, outputs), Drawing(this, outputs)
+        # what a step is worth is written down before the step is saved: a kill in between loses neither
+        hooks: list[Hook] = [evaluating, drawing, saving]
         say_what_runs(this)
         for hook in hooks:
             hook.before_training(this)
@@ -111,9 +110,9 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
 def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, start: Start) -> Run:
     """Build data, model and engine, and bring them to the step at which this session begins."""
     family = make_family(cfg)
-    for_all(ranks, ranks.local_rank == 0, lambda: check_model(family))
     folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(cfg, log=log.info))
     data = open_data(cfg, folder)
+    check_sizes(data.tables, family.features)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, data.rejects())
     parts = family.load()
@@ -164,22 +163,6 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         load_counters(this, start.checkpoint)
     device.reset_peak_memory()
     return this
-
-
-def check_model(family: Family) -> None:
-    """Report what is wrong with weights and tokenizers, all at once and before data are read: headers are enough."""
-    faults: list[Fault] = []
-    parts = None
-    try:
-        parts = family.load(meta=True)
-    except ConfigFault as found:
-        faults += found.faults
-    try:
-        family.tokenizer(parts or Parts(root=nn.Module()))
-    except ConfigFault as found:
-        faults += found.faults
-    if faults:
-        raise ConfigFault(faults)
 
 
 def attend(cfg: TrainConfig, device: Device, parts: Parts) -> str:

@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from difftrain import checkpoint
 from difftrain.contracts import ConfigFault, Fault, RunFacts
-from difftrain.train.progress import Progress
+from difftrain.engine.shelf import Shelf
+from difftrain.train.progress import PROGRESS_FILE, Progress
 from difftrain.train.state import Run
+from difftrain.train.together import company, for_all
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("difftrain")
-EMA_FILE = "ema.safetensors"
+AVERAGES = "ema"  # files ema-00000.safetensors
 CLOCK_FILE = "clock.json"
 DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,6 +38,7 @@ class Saving:
 
     def __init__(self, run: Run) -> None:
         save = run.cfg.save
+        self._saved_at = -1  # the step of the last checkpoint that this session has committed
         self.every_n_epochs = save.every_n_epochs
         epochs = run.cfg.training.max_epochs
         if save.n_epoch_ratio and epochs:
@@ -53,11 +56,11 @@ class Saving:
         if epoch and self.every_n_epochs and epoch % self.every_n_epochs == 0 and run.steps_left:
             self._save(run, f"{run.name}-{epoch:06d}", "epoch", state=save.state)
 
-    def save_now(self, run: Run) -> None:
-        """Write a checkpoint because somebody asked for one, unless this very step has one."""
-        name = f"{run.name}-step{run.progress.step:08d}-state"
-        if not (run.out / name).is_dir():
-            self._checkpoint(run, name, "step")
+    def save_now(self, run: Run) -> bool:
+        """Write a checkpoint because somebody asked for one, unless this very step has one; return whether there is one."""
+        if self._saved_at != run.progress.step:
+            self._checkpoint(run, f"{run.name}-step{run.progress.step:08d}-state", "step")
+        return self._saved_at == run.progress.step
 
     def after_training(self, run: Run) -> None:
         """Write what a finished run leaves: the last export, and its checkpoint where asked for."""
@@ -68,16 +71,17 @@ class Saving:
             self._export(run, run.name)
 
     def _save(self, run: Run, name: str, kind: str, *, state: bool) -> None:
+        if state:
+            self._checkpoint(run, f"{name}-state", kind)
         with run.clock.paused("saving"):
             try:
                 self._export(run, name)
             except OSError as error:  # a full disk: training goes on, what was saved before stays
                 log.error("export %s was not written: %s; earlier ones are untouched", name, error)
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
-        if state:
-            self._checkpoint(run, f"{name}-state", kind)
-        if run.claim.owned:
-            checkpoint.retain_exports(run.out, run.name, run.cfg.save, run.progress.step, log.info)
+            with company(run.ranks, run.claim.owned):
+                if run.claim.owned:
+                    checkpoint.retain_exports(run.out, run.name, run.cfg.save, run.progress.step, log.info)
 
     def _checkpoint(self, run: Run, name: str, kind: str, *, must: bool = False) -> None:
         """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
@@ -93,7 +97,7 @@ class Saving:
                     files.append(folder / CLOCK_FILE)
                     files[-1].write_text(json.dumps(run.clock.state()))
                     if run.ema is not None:
-                        files.append(folder / EMA_FILE)
+                        files.append(folder / f"{AVERAGES}-00000.safetensors")
                         save_file(run.ema.state_dict(), files[-1])
                 return files
 
@@ -105,19 +109,22 @@ class Saving:
                 log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
                 return
-        if run.ranks.is_logger:
-            log.info("checkpoint %s at step %d", path.name, run.progress.step)
-        if run.claim.owned:
-            checkpoint.retain_states(run.out, run.name, run.cfg.save, run.progress.step, log.info)
+            self._saved_at = run.progress.step
+            if run.ranks.is_logger:
+                log.info("checkpoint %s at step %d", path.name, run.progress.step)
+            with company(run.ranks, run.claim.owned):
+                if run.claim.owned:
+                    checkpoint.retain_states(run.out, run.name, run.cfg.save, run.progress.step, log.info)
 
     def _meta(self, run: Run, kind: str) -> dict[str, object]:
         return {**run.facts["identity"], "step": run.progress.step, "kind": kind}
 
     def _export(self, run: Run, name: str) -> None:
         """Export the weights, and the averaged ones; every rank takes part in gathering them."""
-        self._export_weights(run, name, run.engine.full_weights())
-        if run.ema is not None:
-            self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights))
+        with company(run.ranks, run.ranks.is_logger):
+            self._export_weights(run, name, run.engine.full_weights())
+            if run.ema is not None:
+                self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights))
 
     def _export_weights(self, run: Run, name: str, weights: Iterator[tuple[str, Tensor]]) -> None:
         if not run.ranks.is_logger:
@@ -152,13 +159,22 @@ def facts_of(run: Run) -> RunFacts:
 
 
 def load_counters(run: Run, folder: Path) -> None:
-    """Take counters, clock and averaged weights from a checkpoint; the engine takes the rest."""
-    run.progress = Progress.read(folder)
-    run.clock.load(json.loads((folder / CLOCK_FILE).read_text()))
+    """Take counters, clock and averaged weights from a checkpoint; the engine takes the rest. Every rank calls it.
+
+    The logger's disk has them; ranks of machines with disks of their own get them from there.
+    """
+    texts = for_all(
+        run.ranks, run.ranks.is_logger, lambda: [(folder / name).read_text() for name in (PROGRESS_FILE, CLOCK_FILE)]
+    )
+    run.progress = Progress.of(texts[0])
+    run.clock.load(json.loads(texts[1]))
+    shelf = Shelf(folder, AVERAGES, run.ranks)
     if run.ema is None:
+        if shelf.shapes:
+            log.warning("%s has averaged weights, which are not carried on: --use_ema is not given", folder)
         return
-    if not (folder / EMA_FILE).is_file():
+    if not shelf.shapes:
         raise ConfigFault(
             [Fault("--use_ema", f"{folder} has no averaged weights", "continue without --use_ema, as that run was")]
         )
-    run.ema.load_state_dict(load_file(folder / EMA_FILE))
+    run.ema.load_state_dict({name: tensor.clone() for name, tensor in shelf.tensors(lambda name: True)})

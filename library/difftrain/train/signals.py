@@ -22,6 +22,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._wanted = NOTHING
+        self._heeded = False
         self.stop_signal = 0
         self._asked_at = 0.0
 
@@ -36,11 +37,22 @@ class Requests:
         if number == signal.SIGUSR1:
             self._wanted = max(self._wanted, SAVE)
             return
+        if not self._heeded:  # nothing is lost yet, or all is saved: nobody waits for a step boundary
+            raise SystemExit(128 + number)
         if self._wanted == STOP:
             if time.monotonic() - self._asked_at > IMPATIENT_S:
                 raise SystemExit(128 + number)
             return
         self._wanted, self.stop_signal, self._asked_at = STOP, number, time.monotonic()
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Turn stops into requests while the loop runs, which acts on them; outside, a stop ends the process."""
+        self._heeded = True
+        try:
+            yield
+        finally:
+            self._heeded = False
 
     @contextmanager
     def listening(self) -> Iterator[Requests]:

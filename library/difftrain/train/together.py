@@ -1,14 +1,54 @@
-"""Work that one process does for the others, with its errors raised on all of them."""
+"""Work that one process does for the others: they wait for as long as it takes, and its errors are raised on all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from difftrain.contracts import DifftrainError, TrainingFault
 from difftrain.distributed.ranks import Ranks
 
 T = TypeVar("T")
+SIGN_OF_LIFE_S = 1.0
+
+
+@contextmanager
+def company(ranks: Ranks, worker: bool) -> Iterator[None]:
+    """Do long work on some ranks, inside, while the others wait, without a limit on how long.
+
+    A collective waits for a rank only until the time-out of the group, which is there to notice lost ranks. So a
+    thread of the worker gives a sign of life each second, and only a worker that falls silent is taken for lost. Every
+    rank enters; inside, nobody uses the control group.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    if not worker:
+        yield
+        while ranks.agree(0):
+            pass
+        return
+    done = threading.Event()
+    lost: list[Exception] = []
+
+    def tell() -> None:
+        try:
+            while ranks.agree(int(not done.wait(SIGN_OF_LIFE_S))):
+                pass
+        except Exception as error:  # raised where the work ends
+            lost.append(error)
+
+    signs = threading.Thread(target=tell, name="sign of life", daemon=True)
+    signs.start()
+    try:
+        yield
+    finally:
+        done.set()
+        signs.join()
+    if lost:
+        raise lost[0]
 
 
 def for_all(ranks: Ranks, worker: bool, action: Callable[[], T]) -> T:
@@ -19,11 +59,12 @@ def for_all(ranks: Ranks, worker: bool, action: Callable[[], T]) -> T:
     """
     result: T | None = None
     error: BaseException | None = None
-    if worker:
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
+    with company(ranks, worker):
+        if worker:
+            try:
+                result = action()
+            except Exception as caught:
+                error = caught
     if ranks.size == 1:
         if error is not None:
             raise error
