@@ -10,6 +10,8 @@ import pytest
 from difftrain.checkpoint import clean, commit, newest, newest_everywhere, open_given
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
+from difftrain.models.parts.weight_writers import aside_of
+from difftrain.models.sdxl.export import _swap_in
 from difftrain.testing.threads import on_threads
 
 
@@ -93,6 +95,61 @@ def test_what_a_dead_run_left_is_put_away_by_name(tmp_path):
     ]
     assert len(said) == 3 and not unnamed.exists() and not torn.exists() and not trash.exists()
     assert newest(tmp_path, "N").name == "N-step00000008-state"
+
+
+def killed_at_rename(monkeypatch: pytest.MonkeyPatch, number: int, aside: Path, path: Path) -> None:
+    """Swap an export in, and die just before the n-th rename."""
+    calls, rename = [], Path.rename
+
+    def dying(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", dying)
+        _swap_in(aside, path)
+
+
+def folder(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "model_index.json").write_text(content)
+    return path
+
+
+def test_what_a_killed_export_left_is_removed_and_what_it_pushed_aside_is_put_back(tmp_path, monkeypatch):
+    aside_of(tmp_path / "N-v1.0.safetensors").write_bytes(b"half of the weights")
+    folder(aside_of(tmp_path / "N-000001"), "half")
+    path = folder(tmp_path / "N-v1.0", "older")
+    killed_at_rename(monkeypatch, 2, folder(aside_of(path), "newer"), path)
+    assert not path.exists()
+    theirs = tmp_path / ".notes.tmp"
+    theirs.write_text("mine")
+    said: list[str] = []
+    clean(tmp_path, said.append)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".notes.tmp", "N-v1.0"]
+    assert (path / "model_index.json").read_text() == "older"
+    assert len(said) == 4 and sum("left by a run that ended while it was exporting" in each for each in said) == 3
+    assert "export N-v1.0, pushed aside by one that was never finished, is put back" in said
+
+
+def test_what_a_finished_export_pushed_aside_is_removed(tmp_path, monkeypatch):
+    path = folder(tmp_path / "N", "older")
+    monkeypatch.setattr("shutil.rmtree", lambda *args, **rest: None)  # the process ends before it is deleted
+    _swap_in(folder(aside_of(path), "newer"), path)
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.undo()
+    clean(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["N"]
+    assert (path / "model_index.json").read_text() == "newer"
+
+
+def test_a_swap_that_fails_leaves_the_older_export(tmp_path):
+    path = folder(tmp_path / "N", "older")
+    with pytest.raises(FileNotFoundError):
+        _swap_in(aside_of(path), path)
+    assert [each.name for each in tmp_path.iterdir()] == ["N"]
 
 
 def test_of_a_name_and_what_it_pushed_aside_the_newer_stays(tmp_path):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 _LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
+# an export being written, file or folder, and the folder that a newer one of the same name pushed aside
+_EXPORT_LEFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
 
 
 class Found(NamedTuple):
@@ -117,15 +119,17 @@ def open_given(path: Path, flag: str = "--resume") -> Path:
 def clean(parent: Path, say: Say | None = None) -> None:
     """Put away what a dead run left while saving or deleting. Only the holder of the folder's claim may call it.
 
-    A checkpoint that was complete and lacked only its name gets it; everything else aside is removed.
+    A checkpoint that was complete and lacked only its name gets it, and so does an export that a newer one pushed
+    aside and did not replace; everything else aside is removed.
     """
     if not parent.is_dir():
         return
-    left = [path for path in parent.iterdir() if path.is_dir() and _LEFT_BEHIND.fullmatch(path.name)]
-    # A newer one of the same name comes before the one that it pushed aside.
-    for path in sorted(left, key=lambda each: (each.name.endswith(OLD), each.name)):
+    checkpoints = [path for path in parent.iterdir() if path.is_dir() and _LEFT_BEHIND.fullmatch(path.name)]
+    exports = [path for path in parent.iterdir() if _EXPORT_LEFT.fullmatch(path.name)]
+    # A newer checkpoint of the same name comes before the one that it pushed aside.
+    for path in [*sorted(checkpoints, key=lambda each: (each.name.endswith(OLD), each.name)), *sorted(exports)]:
         try:
-            message = _put_away(path)
+            message = _put_away(path) if path in checkpoints else _put_away_export(path)
         except FileNotFoundError:
             continue  # somebody else was quicker: all machines of a run may look after a disk that they share
         if say is not None:
@@ -140,6 +144,18 @@ def _put_away(path: Path) -> str:
         return f"checkpoint {manifest.name} was complete but for its name, and is kept"
     remove(path)
     return f"{path.name}, left by a run that ended while it was saving, is removed"
+
+
+def _put_away_export(path: Path) -> str:
+    found = _EXPORT_LEFT.fullmatch(path.name)
+    assert found is not None, path
+    final = path.with_name(found["name"])
+    if found["kind"] == "old" and not final.exists():
+        path.rename(final)
+        fsync_folder(path.parent)
+        return f"export {final.name}, pushed aside by one that was never finished, is put back"
+    remove(path)
+    return f"{path.name}, left by a run that ended while it was exporting, is removed"
 
 
 def _whole(path: Path) -> Manifest | None:

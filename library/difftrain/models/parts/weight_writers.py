@@ -223,11 +223,16 @@ def _complete(missing: dict[str, int]) -> None:
         raise ValueError(f"{len(left)} tensors were not written whole: {', '.join(left[:5])}")
 
 
+def aside_of(path: Path) -> Path:
+    """Return a hidden name beside a path; what a killed run leaves under it, checkpoint.clean knows by it."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
     """Hand out a temporary name in the same folder; rename on success, remove otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = aside_of(path)
     try:
         yield temporary
         temporary.replace(path)

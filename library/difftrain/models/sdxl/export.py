@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Parts
-from difftrain.models.parts.weight_writers import Shapes, WeightWriter, safetensors_writer, torch_writer
+from difftrain.models.parts.weight_writers import Shapes, WeightWriter, aside_of, safetensors_writer, torch_writer
 from difftrain.models.sdxl.architecture import PARTS, Architecture
 from difftrain.models.sdxl.convert import LOGIT_SCALE, POSITION_IDS, Place, diffusers_places, original_places
 from difftrain.models.sdxl.file_source import ARCHITECTURE_KEY
@@ -96,7 +95,7 @@ def export_folder(
 ) -> Path:  # fmt: skip
     """Write a diffusers folder: safetensors, or torch's .bin as kohya's plain `diffusers`. An older one is replaced."""
     path = target(path, layout)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    aside = aside_of(path)
     try:
         _write_folder(weights, parts, aside, layout, dtype, metadata)
         _write_configs(parts, aside, scheduler)
@@ -157,7 +156,11 @@ def _swap_in(aside: Path, path: Path) -> None:
         return
     old = aside.with_suffix(".old")
     path.rename(old)
-    aside.rename(path)
+    try:
+        aside.rename(path)
+    except OSError:
+        old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
