@@ -72,6 +72,11 @@ TOGETHER = [
     ("--init_from_config={here}/none.json", ["--init_from_config", "no such file", "none.json"]),
     ("--output_name=a/b", ["--output_name", "plain file name", "a/b"]),
     ("--output_dir={here}/prompts.txt/x", ["--output_dir", "is a file"]),
+    ("--console_log_file={here}/data", ["--console_log_file", "is a folder"]),
+    ("--console_log_file={here}/prompts.txt/x/log.txt", ["--console_log_file", "prompts.txt' is a file"]),
+    ("--logging_dir={here}/prompts.txt/x", ["--logging_dir", "prompts.txt' is a file"]),
+    ("--metadata_thumbnail={here}/none.png", ["--metadata_thumbnail", "no such file", "none.png", "data: URL"]),
+    ("--metadata_thumbnail={here}/data", ["--metadata_thumbnail", "no such file"]),
     ("--optimizer_type=AdamWW", ["--optimizer_type", "no such name", "did you mean AdamW?"]),
     ("--optimizer_type=Lion", ["--optimizer_type", "'Lion' is not built yet", "AdamW"]),
     ("--optimizer_type=prodigy", ["--optimizer_type", "'prodigy' is not built yet"]),
@@ -128,6 +133,9 @@ FINE = [
     "--optimizer_type=OSS",
     "--log_with=tensorboard",
     "--torch_compile --dynamo_backend=INDUCTOR",
+    "--console_log_file={here}/new/log.txt --logging_dir={here}/new/logs",
+    "--console_log_file={here}/prompts.txt --metadata_thumbnail={here}/prompts.txt",
+    "--metadata_thumbnail=data:image/png;base64,iVBORw0KGgo=",
 ]
 
 
@@ -154,6 +162,19 @@ def test_a_sampler_whose_package_is_not_installed(
 def test_an_output_folder_that_cannot_be_written_to(line: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_paths.os, "access", lambda path, mode: False)  # root may write anywhere
     assert "can't be written to" in faults(words(line))[0]
+
+
+def test_logs_and_a_thumbnail_out_of_reach(
+    line: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules_paths.os, "access", lambda path, mode: tmp_path not in (path, *Path(path).parents))
+    here = tmp_path / "prompts.txt"
+    found = faults(
+        words(line, f"--console_log_file={here} --logging_dir={tmp_path / 'new'} --metadata_thumbnail={here}")
+    )
+    asked = ("--output_dir", "--console_log_file", "--logging_dir", "--metadata_thumbnail")
+    assert [each.split(":")[0] for each in found] == list(asked)
+    assert all("can't be" in each for each in found)
 
 
 def test_a_rule_does_not_repeat_what_a_field_said(line: dict[str, str]) -> None:

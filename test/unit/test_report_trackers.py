@@ -58,6 +58,16 @@ def test_tensorboard_writes_where_kohya_does_and_a_resumed_run_goes_on(tmp_path:
     assert "training.seed = 1" in text
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_folder_that_cannot_be_made_is_a_fault_of_its_flag(
+    tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB(key=None))
+    with pytest.raises(ConfigFault, match=r"--logging_dir: .*file/logs.* cannot be written to: \w+"):
+        open_for(tmp_path, logging_dir=str(tmp_path / "file" / "logs"), log_with=tracker)
+
+
 class FakeWandB(types.ModuleType):
     """Record what is asked of it; refuse to go online where told so."""
 

@@ -52,12 +52,43 @@ def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("save.output_name",), f"must be a plain file name, got {name!r}", "folders go to --output_dir")
     if not cfg.save.output_dir:
         return
-    folder = Path(cfg.save.output_dir)
+    yield from _unwritable("save.output_dir", Path(cfg.save.output_dir))
+
+
+def logs(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The log file and the folder of events can be made and written to."""
+    if cfg.logging.console_file:
+        file = Path(cfg.logging.console_file)
+        if file.is_dir():
+            yield Finding(("logging.console_file",), f"{str(file)!r} is a folder, not a file", "give a file's name")
+        elif file.exists() and not os.access(file, os.W_OK):
+            yield Finding(("logging.console_file",), f"{str(file)!r} can't be written to", "choose another file")
+        else:
+            yield from _unwritable("logging.console_file", file.parent)
+    if cfg.logging.logging_dir:
+        yield from _unwritable("logging.logging_dir", Path(cfg.logging.logging_dir))
+
+
+def _unwritable(field: str, folder: Path) -> Iterator[Finding]:
+    """Say why a folder cannot be made or written to, by the nearest of its parents that is there."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     if not there.is_dir():
-        yield Finding(("save.output_dir",), f"{str(there)!r} is a file, not a folder", "choose another folder")
+        yield Finding((field,), f"{str(there)!r} is a file, not a folder", "choose another folder")
     elif not os.access(there, os.W_OK | os.X_OK):
-        yield Finding(("save.output_dir",), f"{str(there)!r} can't be written to", "choose another folder")
+        yield Finding((field,), f"{str(there)!r} can't be written to", "choose another folder")
+
+
+def thumbnail(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The picture for the header of exports can be read; a data URL is one already."""
+    given = cfg.metadata.thumbnail
+    if not given or given.startswith("data:"):
+        return
+    path = Path(given).expanduser()
+    remedy = "give a picture file or a data: URL"
+    if not path.is_file():
+        yield Finding(("metadata.thumbnail",), f"no such file: {given!r}", remedy)
+    elif not os.access(path, os.R_OK):
+        yield Finding(("metadata.thumbnail",), f"{given!r} can't be read", remedy)
 
 
 def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -95,4 +126,4 @@ def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("logging.tracker_config",), f"{config!r} cannot be read as TOML: {error}")
 
 
-RULES: tuple[Rule, ...] = (weights, size, folders, output, prompts, trackers)
+RULES: tuple[Rule, ...] = (weights, size, folders, output, logs, thumbnail, prompts, trackers)

@@ -126,7 +126,7 @@ def open_trackers(
 
     With a logging_dir and no log_with: TensorBoard, as at kohya's. started names the folder and is the first session's
     start, so that a resumed run goes on in its own curves. config: resolved and without secrets; recorded where
-    --log_config is given.
+    --log_config is given. Raises ConfigFault where the folder cannot be written to.
     """
     section = cfg.logging
     wanted = section.log_with or ("tensorboard" if section.logging_dir else None)
@@ -149,4 +149,8 @@ def open_trackers(
         "all": [board, wandb],
         None: [],
     }
-    return [make() for make in makers[wanted]]
+    try:
+        return [make() for make in makers[wanted]]
+    except OSError as error:
+        what = f"{folder} cannot be written to: {error.strerror or error}"
+        raise ConfigFault([Fault("--logging_dir", what, "choose another folder")]) from error

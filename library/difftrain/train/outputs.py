@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.config import LoggingSection, TrainConfig
-from difftrain.contracts import Reject
+from difftrain.contracts import ConfigFault, Fault, Reject
 from difftrain.report.console import Console
 from difftrain.report.line import StepMetrics
 from difftrain.report.metrics import METRICS, VALIDATION, JsonLines
@@ -27,14 +27,21 @@ REJECTED = "rejected.jsonl"
 
 
 def set_up_logging(section: LoggingSection, rank: int) -> None:
-    """Send this package's log to standard output, or to --console_log_file; other ranks only warn, under their number."""
+    """Send this package's log to standard output, or to --console_log_file; other ranks only warn, under their number.
+
+    Raises: ConfigFault where that file cannot be opened.
+    """
     who = "" if rank == 0 else f"[rank {rank}] "
     form = f"{who}%(message)s" if section.console_simple else f"{who}%(asctime)s %(levelname)-7s %(message)s"
     if section.console_file:
         path = Path(section.console_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Two processes never write one file.
-        handler: logging.Handler = logging.FileHandler(path if rank == 0 else path.with_name(f"{path.name}.rank{rank}"))
+        path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")  # two processes never write one file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handler: logging.Handler = logging.FileHandler(path)
+        except OSError as error:
+            what = f"{path} cannot be written to: {error.strerror}"
+            raise ConfigFault([Fault("--console_log_file", what, "choose another file")]) from error
     else:
         handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))

@@ -1,0 +1,44 @@
+"""Where a run's words go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from difftrain.config import LoggingSection
+from difftrain.contracts import ConfigFault
+from difftrain.train.outputs import log, set_up_logging
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    handlers, level, propagate = log.handlers[:], log.level, log.propagate
+    yield
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+
+
+def test_every_rank_has_a_log_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "log.txt"
+    for rank in (0, 1):
+        set_up_logging(LoggingSection(console_file=str(path), console_simple=True), rank)
+        log.warning("hello")
+        logging.getLogger("difftrain").handlers[0].close()
+    assert path.read_text() == "hello\n"
+    assert (tmp_path / "new" / "log.txt.rank1").read_text() == "[rank 1] hello\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["a folder", "below a file"])
+def test_a_log_file_that_cannot_be_opened_is_a_fault_of_its_flag(tmp_path: Path, kind: str, rank: int) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "log.txt.rank1").mkdir()
+    (tmp_path / "log.txt").mkdir()
+    path = tmp_path / ("log.txt" if kind == "a folder" else "file/log.txt")
+    with pytest.raises(ConfigFault, match=r"--console_log_file: .* cannot be written to: \w+"):
+        set_up_logging(LoggingSection(console_file=str(path)), rank)
