@@ -28,7 +28,7 @@ def config(**changes: dict[str, Any]) -> TrainConfig:
 SAME = [
     {"data": {"workers": 0}},
     {"data": {"dirs": ("/elsewhere/stars", "/elsewhere/moons/")}},
-    {"data": {"cache_dir": "x", "verify": "full", "persistent_workers": True}},
+    {"data": {"cache_dir": "x", "verify": "full", "workers": 3}},
     {"training": {"batch_size": 2, "accumulation": 2}},
     {"training": {"gradient_checkpointing": True, "compile": True, "threads": 3, "performance": True}},
     {"training": {"ddp_timeout_min": 3, "fused_attention": True, "attention": "sdpa"}},

@@ -240,8 +240,8 @@ def test_the_last_of_two_counts_and_is_said(line: list[str]) -> None:
 
 
 def test_nearest_meanings_are_said_once(line: list[str]) -> None:
-    parsed: Parsed = parse([*line, "--xformers", "--lowram", "--cache_info"])
-    for name in ("--xformers", "--lowram", "--cache_info"):
+    parsed: Parsed = parse([*line, "--xformers", "--lowram", "--cache_info", "--persistent_data_loader_workers"])
+    for name in ("--xformers", "--lowram", "--cache_info", "--persistent_data_loader_workers"):
         assert sum(note.startswith(f"{name}:") for note in parsed.notes) == 1
 
 

@@ -61,7 +61,6 @@ TOGETHER = [
     ("--max_validation_steps=4", ["--max_validation_steps", "needs --validation_split"]),
     ("--validation_seed=4", ["--validation_seed", "needs --validation_split"]),
     ("--demo_score", ["--demo_score", "needs --demo"]),
-    ("--persistent_data_loader_workers --max_data_loader_n_workers=0", ["--persistent_data_loader_workers", "at least 1"]),
     ("--no_metadata --metadata_title=x", ["--metadata_title", "contradicts --no_metadata"]),
     ("--lr_warmup_steps=10", ["--lr_warmup_steps", "no warm-up", "constant_with_warmup"]),
     ("--resume={here}/nowhere", ["--resume", "no such folder", "nowhere"]),

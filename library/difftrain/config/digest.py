@@ -18,7 +18,7 @@ from difftrain.config.validate import fields
 FREE = frozenset({
     "model.vae_batch_size",
     "data.dirs",  # the folders' own names count, see identity; the records themselves are in the plan's digest
-    "data.workers", "data.persistent_workers", "data.cache_dir", "data.verify", "data.max_rejected_share",
+    "data.workers", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
     "training.gradient_checkpointing", "training.compile", "training.compile_backend",
     "training.fused_attention", "training.attention", "training.max_skipped_steps",

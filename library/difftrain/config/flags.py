@@ -116,7 +116,7 @@ KOHYA: tuple[Flag, ...] = (
     on("max_train_steps", "int", "training.max_steps", "optimizer updates"),
     on("max_train_epochs", "int", "training.max_epochs", "epochs; wins over --max_train_steps"),
     on("max_data_loader_n_workers", "int", "data.workers", "processes that decode pictures, for each card; 0: none"),
-    on("persistent_data_loader_workers", "switch", "data.persistent_workers", "keep these processes between epochs"),
+    near("persistent_data_loader_workers", "switch", "", "these processes live through the whole run anyway"),
     on("seed", "int", "training.seed", "seed of every draw; unset: drawn once and printed"),
     on("gradient_checkpointing", "switch", "training.gradient_checkpointing", "less memory, one more forward pass"),
     on("gradient_accumulation_steps", "int", "training.accumulation", "micro batches in one update"),

@@ -73,7 +73,6 @@ class DataSection(Section):
     verify: Literal["auto", "full", "quick"] = "auto"
     max_rejected_share: Share = 0.5
     workers: Annotated[int, Field(ge=0)] = 8
-    persistent_workers: bool = False
     cache_dir: str | None = None
 
 

@@ -123,7 +123,7 @@ def make_loader(
     maker = SampleMaker(data.index, data.buckets, cfg.data, cfg.captions, features, tokenize, plan.seed)
     items = range(first_step * share.accumulation, last_step * share.accumulation)
     workers = num_workers(cfg.data.workers, local_size)
-    loader = data_loader(MicroBatches(maker, plan, share), items, workers, persistent=cfg.data.persistent_workers)
+    loader = data_loader(MicroBatches(maker, plan, share), items, workers)
     return Steps(loader, share.accumulation)
 
 
@@ -139,11 +139,11 @@ def check_sizes(tables: Tables, features: FeatureSpec) -> None:
         )
 
 
-def data_loader(dataset: Dataset[Any], items: range, workers: int, *, persistent: bool = False) -> DataLoader[Any]:
+def data_loader(dataset: Dataset[Any], items: range, workers: int) -> DataLoader[Any]:
     """Make a loader over items in their order, that neither reads nor moves the process's random state."""
     more: dict[str, Any] = {}
     if workers:
-        more = {"prefetch_factor": _PREFETCH, "persistent_workers": persistent, "worker_init_fn": _start_worker}
+        more = {"prefetch_factor": _PREFETCH, "worker_init_fn": _start_worker}
     return DataLoader(
         dataset,
         batch_size=None,
