@@ -20,7 +20,7 @@ _difftrain_cann() {
 }
 
 _difftrain_env_npu() {
-    local cann route flags=$-
+    local cann route master flags=$-
     cann="$(_difftrain_cann)"
     [ -n "$cann" ] || return 0
     set +eu # CANN's script appends to variables that may not be set
@@ -52,7 +52,11 @@ _difftrain_env_npu() {
     export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}"
     # Machines with several networks: the address that routes to the master, which HCCL cannot guess.
     if [ -z "${HCCL_IF_IP:-}" ] && [ -n "${MASTER_IP:-}" ] && command -v ip >/dev/null 2>&1; then
-        route="$(ip -o route get "$MASTER_IP" 2>/dev/null | sed -n 's/.* src \([0-9.]*\).*/\1/p')"
+        master="$MASTER_IP"
+        case "$master" in # a host name, as clusters give it
+            *[!0-9.]*) master="$(getent ahostsv4 "$master" 2>/dev/null | sed -n '1s/[[:space:]].*//p')" || true ;;
+        esac
+        route="$(ip -o route get "${master:-none}" 2>/dev/null | sed -n 's/.* src \([0-9.]*\).*/\1/p')" || true
         case "$route" in "" | 127.*) ;; *) export HCCL_IF_IP="$route" ;; esac
     fi
 }

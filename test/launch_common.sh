@@ -8,9 +8,10 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 # shellcheck source=test/find_python.sh
 source "$here/find_python.sh"
 
-# The address that the device environments route to. The flag is read properly by test/launching; this needs only it.
+# The address that the device environments route to, which test/launching reads properly: from the flag, the shell
+# variable of its name, or what the cluster has set. An exported MASTER_IP is the user's.
 master_of() {
-    local previous="" word address="${master_ip:-}"
+    local previous="" word address="${master_ip:-${MASTER_ADDR:-}}"
     for word in "$@"; do
         case "$previous" in --master_ip) address="$word" ;; esac
         case "$word" in --master_ip=*) address="${word#*=}" ;; esac
@@ -22,7 +23,7 @@ master_of() {
 python="$(find_python)"
 python="$("$python" "$here/launching/environment.py")"
 
-MASTER_IP="$(master_of "$@")"
+MASTER_IP="${MASTER_IP:-$(master_of "$@")}"
 export MASTER_IP
 # shellcheck source=/dev/null
 source "$here/env_npu.sh"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,14 +77,59 @@ def test_every_variable_can_be_set_from_outside(tmp_path: Path, cann: Path) -> N
     assert {name: found[name] for name in NPU} == mine and found["HCCL_IF_IP"] == "10.1.2.3"
 
 
-def test_hccl_takes_the_address_that_routes_to_the_master(tmp_path: Path, cann: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "ip").write_text('#!/bin/sh\necho "$4 via 10.0.0.254 dev eth1 src 10.0.0.7 uid 0 \\\\    cache"\n')
-    (tools / "ip").chmod(0o755)
-    path = f"{tools}:{os.environ['PATH']}"
-    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), MASTER_IP="10.0.0.1", PATH=path)
+@pytest.fixture
+def tools(tmp_path: Path) -> str:
+    """A PATH whose `ip` knows a route to 10.0.0.1 only, and whose `getent` knows master-0 only."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    scripts = {
+        "ip": '[ "$4" = 10.0.0.1 ] || exit 1; echo "$4 via 10.0.0.254 dev eth1 src 10.0.0.7 uid 0 \\\\    cache"',
+        "getent": '[ "$1 $2" = "ahostsv4 master-0" ] || exit 2; echo "10.0.0.1        STREAM master-0"',
+    }
+    for name, line in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("master", ["10.0.0.1", "master-0"])
+def test_hccl_takes_the_address_that_routes_to_the_master(tmp_path: Path, cann: Path, tools: str, master: str) -> None:
+    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), MASTER_IP=master, PATH=tools)
     assert found["HCCL_IF_IP"] == "10.0.0.7"
+
+
+def test_hccl_is_left_to_guess_where_nothing_routes_to_the_master(tmp_path: Path, cann: Path, tools: str) -> None:
+    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), MASTER_IP="nowhere", PATH=tools)
+    assert "HCCL_IF_IP" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        (("--master_ip=10.0.0.1",), {"MASTER_ADDR": "10.9.9.9"}),
+        (("--master_ip", "master-0"), {}),
+        ((), {"master_ip": "10.0.0.1", "MASTER_ADDR": "10.9.9.9"}),
+        ((), {"MASTER_ADDR": "master-0"}),
+        ((), {"MASTER_IP": "10.0.0.1", "MASTER_ADDR": "10.9.9.9"}),
+    ],
+)
+def test_the_launcher_knows_the_master(
+    tmp_path: Path, cann: Path, tools: str, words: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    place = tmp_path / "test"
+    (place / "launching").mkdir(parents=True)
+    for script in ("launch_common.sh", "find_python.sh", "env_npu.sh", "env_cuda.sh"):
+        shutil.copy(TEST / script, place)
+    (place / "launching" / "environment.py").write_text("import sys; print(sys.executable)")
+    (place / "launching" / "main.py").write_text("import os; print(os.environ.get('HCCL_IF_IP', 'none'))")
+    base = {"PATH": tools, "HOME": str(tmp_path), "PYTHON": sys.executable, "ASCEND_CANN_INSTALL_INFO": str(cann)}
+    done = subprocess.run(
+        ["bash", str(place / "launch_common.sh"), "sdxl", "nm_np", *words],
+        env={**base, **environ},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "10.0.0.7\n", "")
 
 
 def test_cuda_needs_a_driver(tmp_path: Path) -> None:
