@@ -91,3 +91,16 @@ def test_the_page_of_flags_is_current() -> None:
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == render(), "python -m difftrain.config.flag_docs > docs/flags.md"
     assert all(f"`{flag.option}" in page for flag in FLAGS.values())
+
+
+@pytest.mark.parametrize(("low", "high", "sides"), [(100, 1000, (64, 1024)), (32, 1024, (32, 1024))])
+def test_the_page_says_how_bucket_sides_are_rounded(low: int, high: int, sides: tuple[int, int]) -> None:
+    from difftrain.config.sections import DataSection
+    from difftrain.data.buckets import BucketTable
+
+    text = " ".join(render().split())
+    assert "`--min_bucket_reso` that is no multiple of `--bucket_reso_steps` is rounded down" in text
+    assert "`--max_bucket_reso` up" in text and "a minimum below one step stays as it is" in text
+    resolution = {"resolution": (256, 256), "enable_bucket": True, "bucket_reso_steps": 64}
+    table = BucketTable.of(DataSection(min_bucket_reso=low, max_bucket_reso=high, **resolution))
+    assert (min(min(table.sizes)), max(max(table.sizes))) == sides

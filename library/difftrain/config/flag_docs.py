@@ -25,8 +25,12 @@ Differences to kohya on purpose
 - `--caption_extension` unset tries `.caption`, then `.txt`, and prints its choice; `N_class` folders without a caption
   file use the class words.
 - Transparent pictures are laid over white before they are resized; kohya drops the alpha channel.
-- Bucket sides that are no multiples of `--bucket_reso_steps` stay as they are given.
 - `--save_model_as` unset writes safetensors; kohya takes the layout that the weights came in.
+- A `--min_bucket_reso` that is no multiple of `--bucket_reso_steps` is rounded down and a `--max_bucket_reso` up, as
+  there; a minimum below one step stays as it is, where kohya's becomes 0 and fails.
+- With both `--sample_every_n_steps` and `--sample_every_n_epochs` pictures are drawn at either (there the epochs win),
+  and wherever there are prompts at the last step too. A prompt without `--d` draws with `--seed`, so that pictures of one
+  run can be compared; kohya's takes another seed every time.
 - Whatever `--save_last_n_*` say, the last two good saves are kept.
 - `--use_safetensors` counts only where `--save_model_as` is not given, as there.
 - Tokens on the command line are moved to the environment and redacted in everything that is written.
