@@ -6,7 +6,8 @@ but the path of the interpreter.
 The interpreter at hand is used as it is where it has everything. Else a `.venv` beside the README is made on top of
 it, so that packages that are there (a torch built for an NPU above all) stay in use, and only what is missing is
 added. Nothing outside `.venv` is ever changed. What is there counts where pyproject.toml allows its version;
-requirements.txt says which versions are tested, and are installed.
+requirements.txt says which versions are tested, and are installed. Machines that share a checkout take turns; a `.venv`
+whose making was killed half-way is made again, one that a user made is never removed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,21 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from claim import end_with_parent, turn  # beside this file, which runs as a script
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_NEEDED = (2, 7)
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*([<>=!~][^;#]*)?")
-_ABOVE = "DIFFTRAIN_VENV_STAGE"  # set while the packages of .venv are looked at from within it
+_ABOVE = "DIFFTRAIN_VENV_STAGE"  # "look" or "install": set while the packages of .venv are seen to from within it
+_LACKING = 3  # the exit code of a look that found something missing
 
 
 class Unusable(Exception):
     """Say why training cannot start here, in the user's words."""
+
+
+class Failed(Unusable):
+    """Say that a step ended by itself with an error, which it has told: nothing is left half-made."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +153,14 @@ def make_venv(folder: Path) -> Path:
     """Make the .venv on top of this interpreter's packages, and return its Python."""
     say(f"making {folder} on top of {sys.executable}")
     done = subprocess.run(
-        [sys.executable, "-m", "venv", "--system-site-packages", str(folder)], capture_output=True, text=True
+        [sys.executable, "-m", "venv", "--system-site-packages", str(folder)],
+        capture_output=True,
+        text=True,
+        preexec_fn=end_with_parent,
     )
     if done.returncode:
         shutil.rmtree(folder, ignore_errors=True)
-        raise Unusable(
+        raise Failed(
             f"{sys.executable} -m venv failed: {(done.stdout + done.stderr).strip()[-600:]}\n"
             "(on Debian and Ubuntu the package python3-venv is needed)"
         )
@@ -170,7 +181,9 @@ def install(lacking: list[Requirement]) -> None:
         kept = Path(sys.prefix) / "difftrain-constraints.txt"
         kept.write_text(f"torch=={torch}\n")
         command += ["--constraint", str(kept)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, preexec_fn=end_with_parent
+    )
     if done.returncode:
         say(done.stdout)
         raise Unusable(f"pip could not install what is missing (exit code {done.returncode}); its output is above")
@@ -182,24 +195,42 @@ def main() -> str:
     wanted += for_npu(wanted, present=any(Path("/dev").glob("davinci[0-9]*")))
     venv = ROOT / ".venv"
     python = venv / "bin" / "python"
-    inside = os.environ.get(_ABOVE) == "1"
+    stage = os.environ.get(_ABOVE)
     lacking = missing(wanted)
-    if not lacking:
-        name_untested(wanted)
-        return sys.executable
-    if inside:
+    if lacking and stage == "look":
+        sys.exit(_LACKING)
+    if lacking and stage == "install":
         install(lacking)
+    if stage or not lacking:
         name_untested(wanted)
         return sys.executable
-    if not python.exists():
-        python = make_venv(venv)
-    return _again(python)
+    unfinished = ROOT / ".venv-unfinished"
+    if python.exists() and not unfinished.exists():
+        found = _again(python, "look")
+        if found:
+            return found
+    try:
+        with turn(unfinished, say, fails_whole=Failed) as claim:
+            ours = unfinished / "made-here"  # a .venv that was there before, somebody may have made by hand
+            if claim.left_behind and ours.exists() and Path(sys.prefix) != venv:
+                shutil.rmtree(venv, ignore_errors=True)
+            if not python.exists():
+                ours.touch()
+                python = make_venv(venv)
+            return _again(python, "install")
+    except OSError as error:
+        raise Unusable(f"{venv} cannot be made: {error}") from error
 
 
-def _again(python: Path) -> str:
-    """Look at the packages once more, from within .venv."""
+def _again(python: Path, stage: str) -> str:
+    """See to the packages from within .venv; return its Python, or nothing where a look found something missing."""
     command = [str(python), str(Path(__file__).resolve())]
-    done = subprocess.run(command, env={**os.environ, _ABOVE: "1"}, stdout=subprocess.PIPE, text=True)
+    environ = {**os.environ, _ABOVE: stage}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+    if done.returncode == _LACKING and stage == "look":
+        return ""
+    if done.returncode == 2:
+        raise Failed("")
     if done.returncode:
         raise SystemExit(done.returncode)
     return done.stdout.strip()
@@ -209,5 +240,6 @@ if __name__ == "__main__":
     try:
         print(main())
     except Unusable as error:
-        say(str(error))
+        if str(error):  # else the process within .venv has said it
+            say(str(error))
         sys.exit(2)
