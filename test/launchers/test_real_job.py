@@ -9,7 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-from launched import Launchers
+from launched import TINY, Launchers
 
 
 def steps(output: Path) -> list[int]:
@@ -112,6 +112,33 @@ def test_two_machines_on_loopback(launchers: Launchers) -> None:
     report = json.loads((launchers.output(0) / "node0" / "report.json").read_text())
     assert report["world_size"] == 2 and (launchers.output(0) / "node1" / "train_0.log").exists()
     assert "machine 1 of 2" in texts[1]
+
+
+def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = (f"--dataset_name={launchers.pictures}", *TINY, "--max_train_steps=40", "--save_state", "--nnodes=2",
+              "--master_ip=127.0.0.1", f"--master_port={port}", "--nproc_per_node=1", "--device_id=10")  # fmt: skip
+    output = launchers.output(10)
+    metrics = output / "node0" / "metrics.jsonl"
+    machines = [launchers.start("nm_np", *common, f"--node_rank={rank}") for rank in (0, 1)]
+    deadline = time.monotonic() + 180
+    while not metrics.exists() or len(steps(output / "node0")) < 3:
+        assert time.monotonic() < deadline and [machine.poll() for machine in machines] == [None, None]
+        time.sleep(0.2)
+    machines[1].send_signal(signal.SIGTERM)  # one of them is enough: both stop at the same step
+    texts = [machine.communicate(timeout=120)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [128 + signal.SIGTERM] * 2, texts
+    done = len(steps(output / "node0"))
+    assert 3 <= done < 40
+    machines = [launchers.start("nm_np", *common, f"--node_rank={rank}") for rank in (0, 1)]
+    texts = [machine.communicate(timeout=300)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], texts
+    for text in texts:
+        assert "holds an unfinished run of this configuration, which goes on" in text
+    assert steps(output / "node0") == list(range(1, 41)) and not launchers.moved_aside(10)
+    assert json.loads((output / "node0" / "report.json").read_text())["finished"]
 
 
 def test_dry_run_prints_the_arithmetic_and_leaves_nothing(launchers: Launchers) -> None:
