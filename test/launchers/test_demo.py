@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_eight_processes_move_it_aside(launchers: Launchers, demo: Launched) -> 
     report = json.loads((launchers.output() / "report.json").read_text())
     assert report["world_size"] == 8 and report["global_batch"] == 32
     assert report["scores"]["pictures"] == 8
+
+
+def test_real_pictures_come_through_npm(launchers: Launchers) -> None:
+    done = launchers.run("1m_1p", "--dataset_name=emoji", SCALE, "--max_train_steps=2", "--device_id=1")
+    if shutil.which("npm") is None:
+        assert done.code == 2 and "install Node.js, which brings npm" in done.text
+        return
+    assert done.code == 0, done.text
+    report = json.loads((launchers.output(1) / "report.json").read_text())
+    assert report["dataset"]["records"] == 1852 and report["dataset"]["rejected"] == 0
+    assert "held_out_over_wiener" in report["scores"] and "colour_right" not in report["scores"]
 
 
 def test_a_demo_takes_no_model(launchers: Launchers, tmp_path: Path) -> None:
