@@ -137,6 +137,7 @@ def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers
     assert [machine.returncode for machine in machines] == [0, 0], texts
     for text in texts:
         assert "holds an unfinished run of this configuration, which goes on" in text
+    assert re.search(rf"resuming from .* at step {done}$", texts[0], re.MULTILINE), texts[0]
     assert steps(output / "node0") == list(range(1, 41)) and not launchers.moved_aside(10)
     assert json.loads((output / "node0" / "report.json").read_text())["finished"]
 
