@@ -50,5 +50,8 @@ def test_wrong_captions_are_other_ones_of_both_encoders() -> None:
 
 
 def test_one_caption_for_all_stays() -> None:
-    assert next(iter(score._with_wrong_captions([batch(0, [7, 7])]))).features["input_ids_1"].flatten().tolist() == [7, 7]
+    assert next(iter(score._with_wrong_captions([batch(0, [7, 7])]))).features["input_ids_1"].flatten().tolist() == [
+        7,
+        7,
+    ]
     assert list(score._with_wrong_captions([])) == []
