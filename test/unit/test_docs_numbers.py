@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -37,4 +38,4 @@ def test_steps_of_small_buckets() -> None:
         assert [int(s) for s in steps.split(", ")] == [(e + 1) * n // 8 - e * n // 8 for e in range(4)]
     assert sum(int(uses) for uses, _ in rows) == 10 * 30 + 200 == 500
     served = [e + 1 for e in range(40) if (e + 1) * 10 // 64 > e * 10 // 64]
-    assert {b - a for a, b in zip(served, served[1:])} == {6, 7}  # "every sixth or seventh epoch"
+    assert {b - a for a, b in itertools.pairwise(served)} == {6, 7}  # "every sixth or seventh epoch"
