@@ -29,8 +29,8 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "shapes": Size(4096, 1200, 500, 0.05, 300),
-    "emoji": Size(0, 1500, 600, 0.08, 500),
+    "shapes": Size(4096, 1000, 500, 0.05, 250),
+    "emoji": Size(0, 1200, 600, 0.08, 400),
 }
 
 
