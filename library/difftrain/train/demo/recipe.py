@@ -29,9 +29,14 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "shapes": Size(4096, 1000, 500, 0.05, 250),
-    "emoji": Size(0, 1200, 600, 0.08, 400),
+    "shapes": Size(4096, 1000, 700, 0.05, 250),
+    "emoji": Size(0, 1200, 700, 0.08, 400),
 }
+
+
+def ema_decay(steps: int) -> float:
+    """Return the decay of the moving average: its window is a fifth of a long run, and never most of a short one."""
+    return next(decay for least, decay in ((1000, 0.995), (500, 0.99), (200, 0.97), (0, 0.9)) if steps >= least)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> Plan:
         "lr_warmup_steps": min(100, max(1, steps // 5)),
         "lr_decay_steps": "0.4",
         "use_ema": True,
-        "ema_decay": 0.995 if steps >= 200 else 0.9,
+        "ema_decay": ema_decay(steps),
         "caption_dropout_rate": 0.1,
         "validation_split": size.held_out,
         "validate_every_n_steps": max(1, steps // 6),
