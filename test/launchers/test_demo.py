@@ -61,7 +61,7 @@ def test_real_pictures_come_through_npm(launchers: Launchers) -> None:
         return
     assert done.code == 0, done.text
     report = json.loads((launchers.output(1) / "report.json").read_text())
-    assert report["dataset"]["records"] == 1852 and report["dataset"]["rejected"] == 0
+    assert report["dataset"]["count"] == 1852 and report["dataset"]["rejected"] == 0
     assert "held_out_over_wiener" in report["scores"] and "colour_right" not in report["scores"]
 
 
