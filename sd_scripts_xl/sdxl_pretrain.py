@@ -10,13 +10,14 @@ sys.path.append(str(ROOT))  # third_patch
 from difftrain.config.door import open_door  # noqa: E402
 from difftrain.config.parse import Parsed  # noqa: E402
 from difftrain.config.rules_names import one_of  # noqa: E402
-from difftrain.device.choice import KINDS, hold_autoload  # noqa: E402
+from difftrain.device.choice import KINDS, calm_threads, hold_autoload  # noqa: E402
 from difftrain.distributed.launch import end_with_launcher  # noqa: E402
 
 
 def work(parsed: Parsed) -> int:
     """Train, or say what would be trained; torch is imported here, where the configuration is known to be sound."""
     hold_autoload()
+    calm_threads()
     end_with_launcher()
     if parsed.dry_run:
         from difftrain.train.dry_run import dry_run

@@ -76,7 +76,6 @@ class Where:
             if name not in INHERITED and not name.startswith(("PET_", "TORCHELASTIC_"))
         }
         kept.setdefault("OMP_NUM_THREADS", str(self.threads))
-        kept.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin stop one another where cores are shared
         kept.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
         kept["PYTHONUNBUFFERED"] = "1"
         if self.device_id is not None and self.processes == 1:

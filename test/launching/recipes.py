@@ -33,8 +33,7 @@ class Recipe:
             return 0
         words = [*self.demo, *(["--data_only"] if dry else [])]
         threads = str(min(8, cores()))
-        quiet = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-        environ = {**quiet, **os.environ, "PYTHONPATH": str(LIBRARY)}
+        environ = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": str(LIBRARY)}
         return subprocess.run([sys.executable, "-m", "difftrain.train.demo", *words], env=environ).returncode
 
     def dry_words(self, words: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from difftrain.device.attend import attention, counting, why_not_fused
-    from difftrain.device.choice import choose, hold_autoload, probe
+    from difftrain.device.choice import calm_threads, choose, hold_autoload, probe
     from difftrain.device.processor import use_attention
     from difftrain.device.torch_device import Device
 
@@ -19,13 +19,24 @@ _HOMES = {
     "counting": "attend",
     "why_not_fused": "attend",
     "choose": "choice",
+    "calm_threads": "choice",
     "hold_autoload": "choice",
     "probe": "choice",
     "use_attention": "processor",
     "Device": "torch_device",
 }
 
-__all__ = ["Device", "attention", "choose", "counting", "hold_autoload", "probe", "use_attention", "why_not_fused"]
+__all__ = [
+    "Device",
+    "attention",
+    "calm_threads",
+    "choose",
+    "counting",
+    "hold_autoload",
+    "probe",
+    "use_attention",
+    "why_not_fused",
+]
 
 
 def __getattr__(name: str) -> Any:

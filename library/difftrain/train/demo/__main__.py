@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from difftrain.contracts.errors import DifftrainError
+from difftrain.device.choice import calm_threads, hold_autoload
 from difftrain.train.demo.prepare import prepare
 from difftrain.train.demo.recipe import SIZES
 
@@ -17,6 +18,8 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full demo")
     parser.add_argument("--data_only", action="store_true", help="make no model")
     asked = parser.parse_args()
+    hold_autoload()
+    calm_threads()
     try:
         prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=lambda text: print(text, flush=True))
     except DifftrainError as error:
