@@ -8,7 +8,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from difftrain.config import arguments_file
 from difftrain.config.finding import Rule
+from difftrain.config.flags import FLAGS
 from difftrain.config.help import help_text
 from difftrain.config.parse import Parsed, parse
 from difftrain.config.secrets import redact_text
@@ -22,7 +24,17 @@ def open_door(prog: str, argv: list[str], work: Callable[[Parsed], int], rules: 
 
     rules: those of rooms that configuration must not know.
     """
-    return enter(prog, argv, lambda: parse(argv, rules), work, lambda: help_text(prog))
+
+    def inner(parsed: Parsed) -> int:
+        if "output_config" not in parsed.bare:
+            return work(parsed)
+        path = arguments_file.path_of(parsed.words["config_file"][-1])
+        if _speaks():
+            arguments_file.write(path, parsed.words, FLAGS)
+            print(f"{path}: written; give it as --config_file")
+        return 0
+
+    return enter(prog, argv, lambda: parse(argv, rules), inner, lambda: help_text(prog))
 
 
 def enter(

@@ -16,7 +16,7 @@ a test holds them together. The names of kohya's `sdxl_train.py` are all known (
 a flag either has its meaning, or stops the run with a message that says why. None is ignored.
 
 `--key=value` and `--key value` both work; no prefix of a name stands for it. What counts, lowest first: the default, the
-file of `--config`, the flag. A flag given twice counts with its last value; `--train_data_dir` adds up. All faults are
+file of `--config`, the one of `--config_file`, the flag. A flag given twice counts with its last value; `--train_data_dir` adds up. All faults are
 reported together, with exit code 2, before any device is touched.
 
 Differences to kohya on purpose

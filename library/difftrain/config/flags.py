@@ -160,8 +160,8 @@ KOHYA: tuple[Flag, ...] = (
     on("sample_every_n_epochs", "int", "sample.every_n_epochs", "draw pictures every n epochs"),
     on("sample_prompts", "str", "sample.prompts", "text file, a prompt a line with kohya's options (--w --h --s --l --d --n)"),
     on("sample_sampler", "str", "sample.sampler", "sampler of prompts that name none"),
-    later("config_file", "str", "kohya's TOML of arguments; ours is --config"),
-    later("output_config", "switch", "writing kohya's TOML; --dry_run prints ours"),
+    on("config_file", "str", "", "kohya's TOML of arguments: names of flags, grouped as you like; flags win"),
+    on("output_config", "switch", "", "write the flags of this command line as --config_file, and do nothing else"),
     later("conditioning_data_dir", "str", "masks from conditioning pictures"),
     later("masked_loss", "switch", "masked loss"),
     # DeepSpeed

@@ -20,7 +20,7 @@ def help_text(prog: str) -> str:
         f"usage: {prog} --init_from_config=SIZE | --pretrained_model_name_or_path=PATH\n"
         "           --train_data_dir=DIR --resolution=W,H --output_dir=OUT [--flag=value ...]\n",
         "--key=value and --key value both work; no prefix of a name stands for it. Lowest first, what counts is the\n"
-        "default, the file of --config, the flag. Faults are reported all together, with exit code 2.\n",
+        "default, the file of --config, that of --config_file, the flag. Faults are all reported, with exit code 2.\n",
         _paragraph("general", "What is done", [flag for flag in (*OURS, *KOHYA) if _offered(flag) and not flag.to]),
     ]
     for section in TrainConfig.model_fields:

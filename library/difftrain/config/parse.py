@@ -1,4 +1,7 @@
-"""Command line -> TrainConfig, with every fault at once. Precedence: field default < --config TOML < flag."""
+"""Command line -> TrainConfig, with every fault at once.
+
+Precedence: field default < --config TOML < --config_file < flag.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from difftrain.config import arguments_file, rules_names, rules_paths, toml
 from difftrain.config import rules as together
-from difftrain.config import rules_names, rules_paths, toml
 from difftrain.config.finding import Rule, check, value_of
 from difftrain.config.flag import Flag, convert
 from difftrain.config.flags import FLAGS, flag_of
@@ -26,12 +29,14 @@ class Parsed:
     """A configuration without a fault, and what is worth saying about how it came.
 
     bare: flags that set no field, with their last word: dry_run, a command's own. argv: redacted, fit to be written.
+    words: those of every flag, from the command line and kohya's file of arguments.
     """
 
     config: TrainConfig
     notes: tuple[str, ...]
     bare: dict[str, str]
     argv: tuple[str, ...]
+    words: Mapping[str, list[str]] = field(default_factory=dict)
 
     @property
     def dry_run(self) -> bool:
@@ -66,8 +71,9 @@ def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -
     src = _Sources(faults=found.faults, notes=found.notes)
     if "config" in found.words:
         _take_toml(Path(found.words["config"][-1]), src)
-    for name, texts in found.words.items():
-        _take_flag(table[name], texts, src)
+    words, written_in = _with_file(found.words, table, src)
+    for name, texts in words.items():
+        _take_flag(table[name], texts, src, written_in.get(name, ""))
     cfg, misfits = build(src.values)
     for section, key, what, remedy in misfits:
         path = f"{section}.{key}"
@@ -77,8 +83,31 @@ def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -
     faults, notes = check(cfg, rules, asked, src.bad, src.origins)
     if faults := [*src.faults, *faults]:
         raise ConfigFault(faults)
-    bare = {name: "".join(texts[-1:]) for name, texts in found.words.items() if not table[name].to}
-    return Parsed(cfg, (*src.notes, *notes), bare, tuple(redact(argv)))
+    bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
+    return Parsed(cfg, (*src.notes, *notes), bare, tuple(redact(argv)), words)
+
+
+def _with_file(
+    words: dict[str, list[str]], table: Mapping[str, Flag], src: _Sources
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Put the flags of `--config_file` in front of the command line's; also say where those stand.
+
+    A flag of the command line wins over those of the file that set the same field.
+    """
+    if "output_config" in words:
+        if "config_file" not in words:
+            src.faults.append(Fault("--output_config", "needs --config_file", "the name of the file to write"))
+        if "config" in words:
+            src.faults.append(Fault("--output_config", "does not go with --config", "a run keeps its config.toml"))
+        return words, {}
+    if "config_file" not in words:
+        return words, {}
+    path = arguments_file.path_of(words["config_file"][-1])
+    given, faults = arguments_file.read(path, table)
+    src.faults += faults
+    taken = {table[name].to for name in words} - {""}
+    kept = {name: texts for name, texts in given.items() if name not in words and table[name].to not in taken}
+    return {**kept, **words}, {name: f"{path} {name}" for name in kept}
 
 
 def _take_toml(path: Path, src: _Sources) -> None:
@@ -90,34 +119,35 @@ def _take_toml(path: Path, src: _Sources) -> None:
             src.origins[f"{section}.{key}"] = toml.origin(path, section, key)
 
 
-def _take_flag(flag: Flag, texts: list[str], src: _Sources) -> None:
+def _take_flag(flag: Flag, texts: list[str], src: _Sources, written_in: str = "") -> None:
+    origin = written_in or flag.option
     if flag.status in ("later", "refused"):
         if not (texts and texts[-1] in flag.same):
             what = "is not built yet" if flag.status == "later" else "is not offered"
-            src.faults.append(Fault(flag.option, what, flag.help))
+            src.faults.append(Fault(origin, what, flag.help))
         return
     if flag.status == "nearest":
-        src.notes.append(f"{flag.option}: {flag.help}")
+        src.notes.append(f"{origin}: {flag.help}")
     try:
         value = convert(flag, texts)
     except ValueError as error:
-        src.faults.append(Fault(flag.option, str(error), flag.help))
+        src.faults.append(Fault(origin, str(error), flag.help))
         if flag.to:
             src.bad.add(flag.to)
         return
     if value == "" and flag.same == ("",):
         return
     if isinstance(value, str) and not _is_text(value):
-        src.faults.append(Fault(flag.option, "its value is empty or not UTF-8", flag.help))
+        src.faults.append(Fault(origin, "its value is empty or not UTF-8", flag.help))
         if flag.to:
             src.bad.add(flag.to)
     elif flag.secret:
         keep_in_environment(flag.secret, value)
         src.notes.append(
-            f"{flag.option}: moved to the environment as {flag.secret}; give it there, command lines can be seen"
+            f"{origin}: moved to the environment as {flag.secret}; give it there, where nobody else can see it"
         )
     elif flag.to:
-        _assign(flag, value, src)
+        _assign(flag, value, src, origin)
 
 
 def _is_text(value: str) -> bool:
@@ -128,7 +158,7 @@ def _is_text(value: str) -> bool:
     return bool(value.strip()) or value == " "
 
 
-def _assign(flag: Flag, value: Any, src: _Sources) -> None:
+def _assign(flag: Flag, value: Any, src: _Sources, origin: str) -> None:
     """Set a field; two flags that ask for different values of it contradict each other."""
     section, _, key = flag.to.partition(".")
     setters = src.setters.setdefault(flag.to, [])
@@ -136,11 +166,11 @@ def _assign(flag: Flag, value: Any, src: _Sources) -> None:
         return
     rivals = [one for one in setters if not (one.weak or one.status == flag.status == "nearest")]
     if rivals and src.values[section][key] != value:
-        src.faults.append(Fault(flag.option, f"contradicts {rivals[0].option}", "give one of them"))
+        src.faults.append(Fault(origin, f"contradicts {rivals[0].option}", "give one of them"))
         return
     setters.append(flag)
     src.values.setdefault(section, {})[key] = value
-    src.origins[flag.to] = flag.option
+    src.origins[flag.to] = origin
 
 
 def _help(path: str) -> str:

@@ -1,0 +1,106 @@
+"""kohya's TOML of arguments: `--config_file` reads one, `--output_config` writes one.
+
+Keys are the names of flags; tables only group them, their names mean nothing, as in kohya's.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from difftrain.config.flag import Flag, convert
+from difftrain.config.names import did_you_mean
+from difftrain.contracts.errors import ConfigFault, Fault
+
+_ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")  # say what to do, not how to train
+Words = dict[str, list[str]]
+
+
+def path_of(given: str) -> Path:
+    """Return the file that `--config_file` names; .toml need not be written."""
+    return Path(given if given.endswith(".toml") else f"{given}.toml")
+
+
+def read(path: Path, table: Mapping[str, Flag]) -> tuple[Words, list[Fault]]:
+    """Read a file into the words that each flag would have on a command line, and every fault of it.
+
+    `switch = false` is as if the flag were not given.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, [Fault(f"--config_file={path}", "no such file", "give a TOML file of arguments")]
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return {}, [Fault(f"--config_file={path}", f"cannot be read as TOML: {error}")]
+    words: Words = {}
+    faults: list[Fault] = []
+    for key, value in _flat(tables):
+        origin = f"{path} {key}"
+        flag = table.get(key)
+        if flag is None:
+            faults.append(Fault(origin, "no such flag", did_you_mean(key, table) or "see --help for every flag"))
+        elif key in _ITS_OWN:
+            faults.append(Fault(origin, "belongs on the command line", f"give {flag.option} there"))
+        elif key in words:
+            faults.append(Fault(origin, "stands in two tables", "give it once"))
+        elif (texts := _texts(flag, value)) is None:
+            faults.append(Fault(origin, f"must be {_wanted(flag)}, got {value!r}", flag.help))
+        elif texts or value is True or (flag.takes_many and value == []):
+            words[key] = texts
+    return words, faults
+
+
+def _flat(tables: dict[str, Any]) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in tables.items():
+        pairs += list(value.items()) if isinstance(value, dict) else [(key, value)]
+    return pairs
+
+
+def _texts(flag: Flag, value: Any) -> list[str] | None:
+    """Return the words of a value, or None where it is of the wrong kind."""
+    if flag.kind == "switch":
+        return [] if isinstance(value, bool) else None
+    if flag.takes_many:
+        values = value if isinstance(value, list) else [value]
+        return [str(each) for each in values] if all(_is_word(each) for each in values) else None
+    return [str(value)] if _is_word(value) and (flag.kind == "str" or value != "") else None
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _wanted(flag: Flag) -> str:
+    kinds = {"switch": "true or false", "int": "a whole number", "float": "a number", "number": "a number"}
+    return "a list of texts or numbers" if flag.takes_many else kinds.get(flag.kind, "a text")
+
+
+def write(path: Path, words: Words, table: Mapping[str, Flag]) -> None:
+    """Write the words of a command line as a file that `read` takes. Raises ConfigFault where it exists already."""
+    lines = [
+        f"{name} = {_value(table[name], texts)}\n"
+        for name, texts in words.items()
+        if name not in _ITS_OWN and not table[name].secret
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.writelines(lines)
+    except FileExistsError:
+        remedy = "choose a new name, or leave out --output_config to read it"
+        raise ConfigFault([Fault("--output_config", f"{path} exists already", remedy)]) from None
+    except OSError as error:
+        raise ConfigFault([Fault("--output_config", f"{path} cannot be written: {error.strerror}")]) from None
+
+
+def _value(flag: Flag, texts: list[str]) -> str:
+    if flag.kind == "switch":
+        return "true"
+    if flag.kind in ("int", "float", "number") and not texts[-1].endswith("%"):
+        return repr(convert(flag, texts))
+    values = [json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts]
+    return f"[{', '.join(values)}]" if flag.takes_many else values[-1]
