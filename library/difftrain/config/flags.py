@@ -256,9 +256,10 @@ OURS: tuple[Flag, ...] = (
     # known, and not built yet
     later("cache_only", "switch", f"cached features: {_CACHED}"),
     later("master_weights", "str", "weights in half precision without fp32 masters"),
-    later("skip_until_initial_step", "switch", "starting in the middle of the data; --resume does it exactly"),
-    later("initial_step", "int", "starting in the middle of the data; --resume does it exactly"),
-    later("initial_epoch", "int", "starting in the middle of the data; --resume does it exactly"),
+    on("skip_until_initial_step", "switch", "training.skip_until_initial_step",
+       "a fresh run begins at --initial_step or --initial_epoch: what the data hold before it is left out"),
+    on("initial_step", "int", "training.initial_step", "steps of the data that are left out; the schedule begins at 0"),
+    on("initial_epoch", "int", "training.initial_epoch", "epoch to begin in, the first is 1; --initial_step wins"),
     later("prior_loss_weight", "float", "regularisation pictures"),
     later("cpu_offload_checkpointing", "switch", "checkpoints of activations in CPU memory; use --gradient_checkpointing"),
     later("unet_lr", "float", f"{_LORA}: use --learning_rate"),

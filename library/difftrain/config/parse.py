@@ -36,7 +36,7 @@ class Parsed:
     notes: tuple[str, ...]
     bare: dict[str, str]
     argv: tuple[str, ...]
-    words: Mapping[str, list[str]] = field(default_factory=dict)
+    words: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def dry_run(self) -> bool:

@@ -23,6 +23,8 @@ _FLOORED = ("cosine_with_min_lr", "warmup_stable_decay")
 _UNWARMED = ("constant", "piecewise_constant")
 _BUCKETS = "has no effect without --enable_bucket"
 
+_SKIPS = "needs --skip_until_initial_step: a step's number is its place in the data, so it is not counted up alone"
+
 NEEDS: tuple[Need, ...] = (
     Need("data.min_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
     Need("data.max_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
@@ -31,6 +33,10 @@ NEEDS: tuple[Need, ...] = (
     Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
     Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
     Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
+    Need("training.initial_step", lambda c: _skips(c), _SKIPS),
+    Need("training.initial_epoch", lambda c: _skips(c), _SKIPS),
+    Need("training.skip_until_initial_step", lambda c: c.training.initial_step or c.training.initial_epoch > 1 or c.save.resume,
+         "needs --initial_step or --initial_epoch"),
     Need("ema.decay", lambda c: c.ema.enable, "needs --use_ema"),
     Need("validation.seed", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.every_n_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
@@ -55,6 +61,10 @@ NEEDS: tuple[Need, ...] = (
     Need("optimizer.warmup_steps", lambda c: not c.optimizer.warmup_steps or _schedule(c) not in ("", *_UNWARMED),
          "this schedule has no warm-up; --lr_scheduler=constant_with_warmup has one"),
 )  # fmt: skip
+
+
+def _skips(cfg: TrainConfig) -> object:
+    return cfg.training.skip_until_initial_step
 
 
 def _saves_epochs(cfg: TrainConfig) -> object:
@@ -136,6 +146,18 @@ def cadence(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Say which of two counts holds where kohya lets both be given."""
     if {"training.max_epochs", "training.max_steps"} <= asked:
         yield Finding(("training.max_steps",), "has no effect: --max_train_epochs wins", note=True)
+    training, resume = cfg.training, cfg.save.resume
+    if {"training.initial_step", "training.initial_epoch"} <= asked:
+        yield Finding(("training.initial_epoch",), "has no effect: --initial_step wins", note=True)
+    if training.skip_until_initial_step and resume and resume != "auto":
+        what = "has no effect with --resume=FOLDER: the state says at which step it goes on"
+        yield Finding(("training.skip_until_initial_step",), what, note=True)
+    if not training.max_epochs and training.initial_step >= training.max_steps:
+        what = f"must be below --max_train_steps, {training.initial_step} of {training.max_steps}"
+        yield Finding(("training.initial_step",), what, "nothing would be left to train")
+    if training.max_epochs and training.initial_epoch > training.max_epochs:
+        what = f"must be at most --max_train_epochs, {training.initial_epoch} of {training.max_epochs}"
+        yield Finding(("training.initial_epoch",), what, "nothing would be left to train")
     if {"save.n_epoch_ratio", "save.every_n_epochs"} <= asked:
         yield Finding(("save.every_n_epochs",), "has no effect: --save_n_epoch_ratio wins", note=True)
 

@@ -83,6 +83,9 @@ class TrainingSection(Section):
     accumulation: PositiveInt = 1
     max_steps: PositiveInt = 1600
     max_epochs: PositiveInt | None = None  # wins over max_steps
+    initial_step: Annotated[int, Field(ge=0)] = Field(0, description="steps of the data that a fresh run leaves out")
+    initial_epoch: PositiveInt = Field(1, description="the epoch, counted from 1, in which a fresh run begins")
+    skip_until_initial_step: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # None: drawn once, printed and kept
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     gradient_checkpointing: bool = False

@@ -35,7 +35,7 @@ class Drawing:
 
     def before_training(self, run: Run) -> None:
         """Draw from the weights at the start."""
-        if run.cfg.sample.at_first and run.progress.step == 0:
+        if run.cfg.sample.at_first and run.progress.step == run.begins_at:
             self._draw(run)
 
     def after_step(self, run: Run) -> None:

@@ -125,6 +125,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     if len(set(ranks.gather(plan.digest))) > 1:
         raise DataFault("the machines see different data under --train_data_dir: their plans differ; copy it anew")
     total = plan.total_steps(cfg.training.max_epochs) if cfg.training.max_epochs else cfg.training.max_steps
+    first_step = start.step if start.checkpoint is not None else initial_step(cfg, plan, total)
     facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
     check_same(start, facts["identity"])
     facts["attention"] = attend(cfg, device, parts)
@@ -151,18 +152,35 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         plan=plan,
         total_steps=total,
         global_batch=global_batch,
-        clock=Clock(device.synchronise, session_steps=total - start.step, mark=device.marker(), age_s=process_age_s()),
+        clock=Clock(device.synchronise, session_steps=total - first_step, mark=device.marker(), age_s=process_age_s()),
         claim=start.claim,
         facts=facts,
         choices=[facts["attention"]],
+        begins_at=0 if start.checkpoint is not None else first_step,
     )
     if cfg.ema.enable:
         this.ema = Ema(((name, shard) for name, shard, _ in engine.shards()), cfg.ema.decay)
     if start.checkpoint is not None:
         engine.restore(start.checkpoint)
         load_counters(this, start.checkpoint)
+    else:
+        this.progress.step = first_step
     device.reset_peak_memory()
     return this
+
+
+def initial_step(cfg: TrainConfig, plan: EpochPlan, total: int) -> int:
+    """Return the step at which a fresh run begins: 0, or what is to be skipped. Raises ConfigFault where none is left."""
+    training = cfg.training
+    if not training.skip_until_initial_step:
+        return 0
+    first = training.initial_step or plan.total_steps(training.initial_epoch - 1)
+    if first >= total:
+        what = f"the run has {total} steps and is to begin at step {first}"
+        raise ConfigFault([Fault("--skip_until_initial_step", what, "begin earlier, or train for longer")])
+    if first:
+        log.info("the first %d steps of the data are skipped; the schedule of the learning rate begins at 0", first)
+    return first
 
 
 def attend(cfg: TrainConfig, device: Device, parts: Parts) -> str:

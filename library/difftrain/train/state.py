@@ -42,6 +42,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers
     choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
+    begins_at: int = 0  # the first step of a fresh run
     _meter: Meter | None = None
     _flops: dict[Bucket, float] = field(default_factory=dict)
 
