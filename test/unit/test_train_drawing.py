@@ -24,7 +24,7 @@ class Noted(Drawing):
 
 def drawn_at(tmp_path: Path, **sample: Any) -> list[int]:
     (tmp_path / "prompts.txt").write_text("a red star\n")
-    run: Any = SimpleNamespace(progress=SimpleNamespace(step=0))
+    run: Any = SimpleNamespace(progress=SimpleNamespace(step=0), begins_at=0)
     run.cfg = TrainConfig.model_validate({"sample": {"prompts": str(tmp_path / "prompts.txt"), **sample}})
     drawing = Noted(run, None)  # type: ignore[arg-type]
     for step in range(LAST + 1):
