@@ -191,7 +191,7 @@ def test_flips_and_crops_are_drawn_anew_for_every_use(root, pictures):
     for key, seen in flipped.items():
         [(as_it_is, _)] = plain[key]
         mirrored = torch.frombuffer(bytearray(as_it_is), dtype=torch.uint8).view(3, 64, 64).flip(2).numpy().tobytes()
-        fit = data.buckets.select(size_of(data, key)[::-1])
+        fit = data.recipes[0].buckets.select(size_of(data, key)[::-1])
         assert seen <= {(as_it_is, fit.top_left(False)), (mirrored, fit.top_left(True))}
     assert sum(len(seen) == 2 for seen in flipped.values()) >= 10  # of 14, six uses each
     cropped = looks(changed(base, data={"random_crop": True}), data)

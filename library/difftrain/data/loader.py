@@ -20,6 +20,7 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
 from difftrain.data.plan import EpochPlan, Uses
 from difftrain.data.readahead import Readahead
+from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import SampleMaker
 from difftrain.data.tables import Tables
 from difftrain.distributed.launch import Launch
@@ -120,7 +121,7 @@ def make_loader(
     if share.global_batch != plan.global_batch:
         raise ValueError(f"a plan of global batch {plan.global_batch} for ranks that take {share.global_batch}")
     check_sizes(data.tables, features)
-    maker = SampleMaker(data.index, data.buckets, cfg.data, cfg.captions, features, tokenize, plan.seed)
+    maker = SampleMaker(data.index, recipes_of(cfg, data.index.sources), features, tokenize, plan.seed)
     items = range(first_step * share.accumulation, last_step * share.accumulation)
     workers = num_workers(cfg.data.workers, local_size)
     loader = data_loader(MicroBatches(maker, plan, share), items, workers)

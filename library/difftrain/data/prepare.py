@@ -21,6 +21,7 @@ from difftrain.data.index import Index
 from difftrain.data.index_writer import disk_faults
 from difftrain.data.indexing import build_index
 from difftrain.data.plan import EpochPlan
+from difftrain.data.recipe import Recipe, recipes_of
 from difftrain.data.table_build import Split, build_tables
 from difftrain.data.tables import VERSION, BucketRows, Layout, Tables
 
@@ -34,7 +35,7 @@ class Data:
 
     index: Index
     tables: Tables
-    buckets: BucketTable
+    recipes: tuple[Recipe, ...]  # of each source
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -48,7 +49,7 @@ class Data:
         ids, _ = self.tables.take(np.arange(self.tables.count - self.tables.unplaced, self.tables.count))
         for record in map(self.index.record, ids):
             height, width = record.size_hw
-            why = f"{width} x {height} px, without enlarging no side may be below {self.buckets.steps}"
+            why = f"{width} x {height} px, without enlarging no side may be below {self.recipes[record.media.source].buckets.steps}"
             yield Reject(self.index.path(record), f"{NO_BUCKET}: {why}")
 
     def summary(self) -> dict[str, Any]:
@@ -76,7 +77,9 @@ def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
     started = time.perf_counter()
     built = make_tables(cfg, index)
     took = time.perf_counter() - started
-    for line in lines(cfg, Data(index, Tables(tables_folder(cfg, index), index.folder), _buckets(cfg))):
+    for line in lines(
+        cfg, Data(index, Tables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
+    ):
         log(line)
     if built and took > 1:
         log(f"planning tables made in {took:.1f} s, kept in {index.folder}")
@@ -86,7 +89,7 @@ def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
 def open_data(cfg: TrainConfig, folder: Path) -> Data:
     """Open what `prepare` has made, in constant time."""
     index = Index(Path(folder))
-    return Data(index, Tables(tables_folder(cfg, index), index.folder), _buckets(cfg))
+    return Data(index, Tables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
 
 
 def make_plan(data: Data, cfg: TrainConfig, global_batch: int) -> EpochPlan:
@@ -116,6 +119,8 @@ def index_folder(cfg: TrainConfig) -> Path:
         "columns": [cfg.data.image_column, cfg.data.caption_column],
         "captions": [cfg.captions.extension, cfg.captions.allow_empty],
     }
+    if cfg.captions.enable_wildcard:
+        reading["lines"] = "all"
     return cache / "index" / _short_hash(reading)
 
 
@@ -171,7 +176,7 @@ def lines(cfg: TrainConfig, data: Data) -> list[str]:
     _refuse(cfg, data)
     training, held = data.tables.training, data.tables.validation
     records, uses = sum(rows.records for rows in training), sum(rows.uses for rows in training)
-    said = [f"data: {note}" for note in data.buckets.notes]
+    said = [f"data: {note}" for note in dict.fromkeys(note for recipe in data.recipes for note in recipe.buckets.notes)]
     if data.tables.unplaced:
         said.append(f"data: rejected, {NO_BUCKET}: {data.tables.unplaced:,}")
     said.append(f"data: {records:,} records to train on, {uses:,} draws an epoch with repeats")

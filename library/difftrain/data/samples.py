@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from difftrain.config.sections import CaptionSection, DataSection
 from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, FeatureSpec, Record, Reject, Tokenize
-from difftrain.data.buckets import BucketTable
 from difftrain.data.captions import caption_of
 from difftrain.data.media import Unusable, decode, fit
+from difftrain.data.recipe import Recipe
 from difftrain.diffusion.draws import Stream, integer, normal, uniform
+from difftrain.diffusion.noise import mixed
 
 if TYPE_CHECKING:
     from difftrain.data.index import Index
@@ -39,12 +39,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleMaker:
-    """Make samples and batches of them. Picklable; validation makes its own without augmentation."""
+    """Make samples and batches of them. Picklable; validation makes its own without augmentation.
+
+    recipes: of each source of the index.
+    """
 
     index: Index
-    buckets: BucketTable
-    data: DataSection
-    captions: CaptionSection
+    recipes: tuple[Recipe, ...]
     features: FeatureSpec
     tokenize: Tokenize
     seed: int
@@ -99,16 +100,17 @@ class SampleMaker:
         if rgb.shape[:2] != record.size_hw:
             (h, w), (was_h, was_w) = rgb.shape[:2], record.size_hw
             raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
-        found = self.buckets.select((record.size_hw[1], record.size_hw[0]))
+        recipe = self.recipes[record.media.source]
+        found = recipe.buckets.select((record.size_hw[1], record.size_hw[0]))
         left, top = found.crop
-        if self.data.random_crop:
+        if recipe.random_crop:
             stream = Stream(self.seed, draw.key, draw.occurrence, "crop")
             left = stream.integer(found.resized_wh[0] - bucket.width + 1)
             top = stream.integer(found.resized_wh[1] - bucket.height + 1)
-        flip = self.data.flip and integer(self.seed, draw.key, draw.occurrence, "flip", 2) == 1
+        flip = recipe.flip and integer(self.seed, draw.key, draw.occurrence, "flip", 2) == 1
         crop = (left, top, bucket.width, bucket.height)
-        pixels = fit(rgb, found.resized_wh, crop, flip, self.data.resize_interpolation)
-        caption = caption_of(record, Stream(self.seed, draw.key, draw.occurrence, "caption"), self.captions, epoch)
+        pixels = fit(rgb, found.resized_wh, crop, flip, recipe.interpolation)
+        caption = caption_of(record, Stream(self.seed, draw.key, draw.occurrence, "caption"), recipe.captions, epoch)
         return Sample(record, pixels, caption, found.original_hw, found.top_left(flip), found.target_hw)
 
     def collate(
@@ -143,16 +145,21 @@ def _then(planned: list[int], place: int, spare: Spare | None) -> Iterator[int]:
 def host_draws(name: str, spec: DrawSpec, bucket: Bucket, draws: Sequence[Draw], seed: int) -> torch.Tensor:
     """Draw for each sample what a family asks for; the draw's name is its purpose.
 
-    Shapes: normal (B, *spec.shape(bucket)) fp32; integer (B,) int64 in [0, high); uniform (B,) fp32 in [0, 1], from
+    Shapes: normal (B, *spec.shape(bucket)) fp32; integer (B,) int64 in [low, high); uniform (B,) fp32 in [0, 1], from
     fp64 and rounded once.
     """
     if spec.kind == "normal":
         out = torch.empty((len(draws), *spec.shape(bucket)), dtype=torch.float32)
-        for place, draw in zip(out.numpy().reshape(len(draws), -1), draws, strict=True):
-            place[:] = normal(seed, draw.key, draw.occurrence, name, (place.size,))
+        rows, shape = out.numpy(), spec.shape(bucket)
+        for place, draw in enumerate(draws):
+            if spec.mix is None:
+                rows[place] = normal(seed, draw.key, draw.occurrence, name, shape)
+            else:
+                rows[place] = mixed(seed, draw.key, draw.occurrence, name, shape, spec.mix)
         return out
     if spec.kind == "integer":
-        whole = [integer(seed, draw.key, draw.occurrence, name, spec.high) for draw in draws]
+        span = spec.high - spec.low
+        whole = [spec.low + integer(seed, draw.key, draw.occurrence, name, span) for draw in draws]
         return torch.tensor(whole, dtype=torch.int64)
     if spec.kind == "uniform":
         return torch.tensor([uniform(seed, draw.key, draw.occurrence, name) for draw in draws], dtype=torch.float32)

@@ -13,6 +13,7 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Draw, FeatureSpec, Reject, Tokenize
 from difftrain.data.loader import Share, data_loader, items_of, num_workers
 from difftrain.data.prepare import Data, validation_seed
+from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import SampleMaker
 from difftrain.data.tables import Tables
 from difftrain.diffusion.permutation import Permutation
@@ -97,11 +98,8 @@ def validation_batches(
     """Return this rank's part of the held-out records: occurrence 0, no flip, centre crop, the caption as it stands."""
     share = Share(dp_rank, dp_size, cfg.training.batch_size, cfg.training.accumulation)
     seed = validation_seed(cfg)
-    plain = cfg.data.model_copy(update={"flip": False, "random_crop": False})
-    told = cfg.captions.model_copy(
-        update={"shuffle": False, "dropout_rate": 0.0, "dropout_every_n_epochs": 0, "tag_dropout_rate": 0.0}
-    )
-    maker = SampleMaker(data.index, data.buckets, plain, told, features, tokenize, seed)
+    plain = tuple(recipe.plain() for recipe in recipes_of(cfg, data.index.sources))
+    maker = SampleMaker(data.index, plain, features, tokenize, seed)
     chunks = Chunks(data.tables, seed, share.global_batch, cfg.validation.max_steps)
     dataset = HeldOut(maker, data.tables, chunks, share)
     return ValidationBatches(dataset, chunks, share.accumulation, num_workers(cfg.data.workers, local_size))

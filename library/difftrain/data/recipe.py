@@ -1,0 +1,69 @@
+"""How the samples of one source are made: sizes, captions, augmentation, masks and weight. One recipe a source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from difftrain.config.sections import CaptionSection
+from difftrain.data.buckets import BucketTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from difftrain.config import TrainConfig
+    from difftrain.data.sources import SourceInfo
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Say how a record of one source becomes a sample. Picklable.
+
+    batch_size: images a rank takes in one micro batch. face_crop_range: lowest and highest zoom. conditioning_dir: where
+    the masks lie, by the pictures' names. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
+    """
+
+    captions: CaptionSection
+    buckets: BucketTable
+    batch_size: int
+    flip: bool = False
+    random_crop: bool = False
+    color_aug: bool = False
+    face_crop_range: tuple[float, float] | None = None
+    alpha_mask: bool = False
+    conditioning_dir: str | None = None
+    interpolation: str | None = None
+    loss_weight: float = 1.0
+    is_reg: bool = False
+
+    def plain(self) -> Recipe:
+        """Return the recipe of validation: no augmentation, and the caption as it stands."""
+        told = {
+            "shuffle": False,
+            "dropout_rate": 0.0,
+            "dropout_every_n_epochs": 0,
+            "tag_dropout_rate": 0.0,
+        }
+        return replace(
+            self,
+            captions=self.captions.model_copy(update=told),
+            flip=False,
+            random_crop=False,
+            color_aug=False,
+            face_crop_range=None,
+            loss_weight=1.0,
+        )
+
+
+def recipes_of(cfg: TrainConfig, sources: Sequence[SourceInfo]) -> tuple[Recipe, ...]:
+    """Return the recipe of each source, by its ordinal."""
+    data = cfg.data
+    one = Recipe(
+        captions=cfg.captions,
+        buckets=BucketTable.of(data),
+        batch_size=cfg.training.batch_size,
+        flip=data.flip,
+        random_crop=data.random_crop,
+        interpolation=data.resize_interpolation,
+    )
+    return (one,) * len(sources)
