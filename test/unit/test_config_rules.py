@@ -53,7 +53,7 @@ TOGETHER = [
     ("--sample_every_n_steps=4", ["--sample_every_n_steps", "needs --sample_prompts"]),
     ("--sample_at_first", ["--sample_at_first", "needs --sample_prompts"]),
     ("--sample_prompts={here}/none.txt", ["--sample_prompts", "no such file", "none.txt"]),
-    ("--sample_prompts={here}/prompts.json", ["--sample_prompts", "not built yet"]),
+    ("--sample_prompts={here}/prompts.yaml", ["--sample_prompts", "is no file of prompts"]),
     ("--learning_rate_te1=1e-5", ["--learning_rate_te1", "needs --train_text_encoder"]),
     ("--learning_rate_te2=0", ["--learning_rate_te2", "needs --train_text_encoder"]),
     ("--ema_decay=0.9", ["--ema_decay", "needs --use_ema"]),
@@ -148,14 +148,6 @@ def test_a_tracker_that_is_not_installed_is_named(line: dict[str, str], monkeypa
     monkeypatch.setattr(rules_paths, "find_spec", lambda package: None)
     found = faults(words(line, "--log_with=all"))
     assert len(found) == 2 and "wandb" in found[0] and "tensorboard" in found[1]
-
-
-def test_a_sampler_whose_package_is_not_installed(
-    line: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rules_paths, "find_spec", lambda package: None)
-    found = faults(words(line, f"--sample_prompts={tmp_path / 'prompts.txt'} --sample_at_first --sample_sampler=lms"))
-    assert len(found) == 1 and "scipy" in found[0]
 
 
 def test_an_output_folder_that_cannot_be_written_to(line: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
-"""Sample prompts, samplers, and pictures drawn from modules in training."""
+"""Samplers, and pictures drawn from modules in training."""
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -14,12 +13,9 @@ import torch
 from PIL import Image
 from sdxl import config, loaded
 
-from difftrain.contracts import ConfigFault
-from difftrain.sampling import SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler, parse_line, parse_prompts
+from difftrain.sampling import SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler
 from difftrain.sampling.grid import grid_of, size_of
-from difftrain.sampling.samplers import sampler_fault
 
-KOHYA = json.loads((Path(__file__).parent / "data" / "kohya_sample_prompts.json").read_text())
 # the sixteen choices of --sample_sampler
 NAMES = [
     "ddim",
@@ -53,78 +49,14 @@ def drawn(name: str) -> np.ndarray:
     return np.asarray(draw_pictures(pipeline(), [prompt], sampler=name, seed=0)[0].image, dtype=float)
 
 
-@pytest.mark.parametrize("case", KOHYA, ids=lambda case: case["line"][:20])
-def test_lines_are_parsed_as_kohya_parses_them(case: dict[str, Any]) -> None:
-    if "guidance_scale" in case["parsed"]:  # options of Flux and Lumina
-        with pytest.raises(ValueError, match="--g is embedded guidance, which SDXL has not"):
-            parse_line(case["line"])
-    else:
-        assert parse_line(case["line"]) == case["parsed"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("a --ss unknown", "there is no sampler 'unknown'"),
-        ("a --w wide", "--w does not take 'wide'"),
-        ("a --w 0", "width must lie in 1 to 16384, got 0"),
-        ("a --cn pose.png", "--cn is a ControlNet picture"),
-        ("a --fs 3", "--fs is a flow shift"),
-        ("a --ctr 0.2", "--ctr is"),
-        ("a --rcfg 1", "--rcfg is"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(line: str, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        parse_line(line)
-    assert message in str(error.value)
-
-
-def test_what_is_no_option_is_dropped_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert parse_line("hill -- quality --W 96") == {"prompt": "hill", "width": 96}
-    assert "'-- quality' is no option" in caplog.text
-
-
-def test_a_file_of_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("# comment\n\n  a red star --d 5\nb --n low\n", encoding="utf-8")
-    assert parse_prompts(path) == [Prompt("a red star", seed=5), Prompt("b", negative_prompt="low")]
-
-
-def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("a --w x\nfine\nb --ss no\n", encoding="utf-8")
-    with pytest.raises(ConfigFault) as error:
-        parse_prompts(path, sampler="none")
-    assert [fault.where for fault in error.value.faults] == [
-        f"{path}, line 1",
-        f"{path}, line 3",
-        "--sample_sampler",
-    ]
-    for name, content, message in (
-        ("empty.txt", "# nothing\n", "holds no prompt"),
-        ("prompts.toml", "", "not a text file"),
-        ("latin.txt", "é".encode("latin-1"), "cannot be read"),
-    ):
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(ConfigFault, match=message):
-            parse_prompts(tmp_path / name)
-    with pytest.raises(ConfigFault, match="cannot be read"):
-        parse_prompts(tmp_path / "absent.txt")
-
-
 def test_the_table_has_the_flags_choices() -> None:
     assert list(SAMPLERS) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.flags("sample_sampler")
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("k_")])
 def test_every_sampler_draws_with_the_models_schedule(name: str) -> None:
     """All but the ancestral ones come to the same picture in the end."""
-    if sampler_fault(name):
-        assert "needs the package scipy" in str(sampler_fault(name))
-        with pytest.raises(ConfigFault, match="scipy"):
-            make_sampler(name, {})
-        return
     sampler = make_sampler(name, pipeline().scheduler.config)
     assert sampler.config.prediction_type == "v_prediction" and sampler.config.beta_schedule == "scaled_linear"
     assert not sampler.config.get("clip_sample", False)
@@ -132,6 +64,35 @@ def test_every_sampler_draws_with_the_models_schedule(name: str) -> None:
     assert found.shape == (64, 64, 3) and found.std() > 5
     if not name.endswith("_a"):
         assert np.abs(found - drawn("heun")).mean() < 6
+
+
+@cache
+def few_steps(name: str) -> np.ndarray:
+    """Draw in so few steps that samplers are still far apart, without rounding to pixels."""
+    pipe = pipeline()
+    kept, pipe.scheduler = pipe.scheduler, make_sampler(name, pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        generator = torch.Generator().manual_seed(5)
+        factor, channels = pipe.vae_scale_factor, pipe.unet.config.in_channels
+        noise = torch.randn((1, channels, 64 // factor, 64 // factor), generator=generator)
+        drawn = pipe("a red star", height=64, width=64, num_inference_steps=5, guidance_scale=3.0, latents=noise,
+                     generator=generator, output_type="latent")  # fmt: skip
+        return drawn.images.numpy()
+    finally:
+        pipe.scheduler = kept
+
+
+@pytest.mark.flags("sample_sampler")
+def test_samplers_differ_and_the_k_ones_are_their_namesakes() -> None:
+    latents = {name: few_steps(name) for name in NAMES}
+    assert all(np.isfinite(found).all() for found in latents.values())
+    plain = [name for name in NAMES if not name.startswith("k_")]
+    for i, one in enumerate(plain):
+        for other in plain[:i]:
+            assert np.abs(latents[one] - latents[other]).max() > 1e-3, (one, other)
+    for name in set(NAMES) - set(plain):
+        assert np.array_equal(latents[name], latents[name.removeprefix("k_")]), name
 
 
 def test_pictures_are_those_of_diffusers() -> None:

@@ -22,6 +22,7 @@ REQUIRED = {
     "diffusers": "0.36",
     "transformers": "4.51",
     "safetensors": "0.4.5",
+    "scipy": "1.11",
     "pydantic": "2.7",
     "huggingface_hub": "0.30",
     "numpy": "1.26",

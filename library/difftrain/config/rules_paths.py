@@ -96,14 +96,10 @@ def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     given = cfg.sample.prompts
     if not given:
         return
-    if Path(given).suffix in (".toml", ".json"):
-        remedy = "write a text file, a prompt a line"
-        yield Finding(("sample.prompts",), f"prompts as {Path(given).suffix} are not built yet", remedy)
+    if Path(given).suffix.lower() not in ("", ".txt", ".toml", ".json"):
+        yield Finding(("sample.prompts",), f"is no file of prompts: {given!r}", "give a .txt, .toml or .json file")
     elif not Path(given).is_file():
-        yield Finding(("sample.prompts",), f"no such file: {given!r}", "give a text file, a prompt a line")
-    if cfg.sample.sampler in ("lms", "k_lms") and find_spec("scipy") is None:
-        what = f"{cfg.sample.sampler!r} needs the package scipy, which is not installed"
-        yield Finding(("sample.sampler",), what, "pip install scipy, or another sampler")
+        yield Finding(("sample.prompts",), f"no such file: {given!r}", "give a .txt file, a prompt a line")
 
 
 def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.sampling.prompts import Prompt
+from difftrain.sampling.prompts import UNIT, Prompt
 from difftrain.sampling.samplers import make_sampler
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def size_of(pipeline: Any, prompt: Prompt) -> tuple[int, int]:
     factor = pipeline.vae_scale_factor
     native = min(LARGEST_DEFAULT, pipeline.unet.config.sample_size * factor)
     height, width = prompt.height or native, prompt.width or native
-    unit = max(8, factor)
+    unit = max(UNIT, factor)
     return max(unit, height - height % unit), max(unit, width - width % unit)
 
 

@@ -1,27 +1,27 @@
-"""Sample prompts as kohya writes them: a prompt a line, options behind it (`--w 512 --d 42 --n blurry`)."""
+"""One sample prompt: what can be asked for, and kohya's line of it (`a red cat --w 512 --d 42 --n blurry`)."""
 
 from __future__ import annotations
 
-import logging
+import math
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
+from difflib import get_close_matches
 from typing import Any
 
-from difftrain.contracts import ConfigFault, Fault
 from difftrain.sampling.samplers import sampler_fault
 
-log = logging.getLogger("difftrain")
-
-FLAG = "--sample_prompts"
 MAX_STEPS = 1000
+MAX_SIDE = 16384
+UNIT = 8  # sides are rounded down to its multiples, as kohya does
 
 
 @dataclass(frozen=True)
 class Prompt:
     """What to draw. None: the model's native size (at most 512), or the run's sampler or seed."""
 
-    prompt: str
+    prompt: str = ""
     negative_prompt: str = ""
     width: int | None = None
     height: int | None = None
@@ -31,83 +31,157 @@ class Prompt:
     sample_sampler: str | None = None
 
 
+@dataclass
+class Entry:
+    """One prompt as somebody wrote it: its fields by kohya's names, what is wrong, and what is worth saying."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def idle(self) -> list[str]:
+        """Name the fields that mean something to other models only."""
+        return [name for name in self.fields if name in IDLE]
+
+    def prompt(self) -> Prompt:
+        """Return what is to be drawn; there must be no fault."""
+        known = {one.name for one in fields_of(Prompt)}
+        return Prompt(**{name: value for name, value in self.fields.items() if name in known})
+
+
+# kohya's field -> (option of a line, why it does nothing); its SDXL script reads them and draws without them too
+IDLE: dict[str, tuple[str, str]] = {
+    "guidance_scale": ("--g", "is embedded guidance, which SDXL has not; --l (scale) is classifier-free guidance"),
+    "controlnet_image": ("--cn", "is a picture for a ControlNet, and there is none beside a full training"),
+    "cfg_trunc_ratio": ("--ctr", "is a guidance cut-off of Lumina"),
+    "renorm_cfg": ("--rcfg", "is Lumina's guidance renormalisation"),
+    "flow_shift": ("--fs", "is a shift of flow-matching models"),
+}
+
+
+def _whole(low: int, high: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"must be a whole number, got {value!r}")
+        if not low <= value <= high:
+            raise ValueError(f"must lie in {low} to {high}, got {value}")
+        return value
+
+    return check
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"must be a finite number from 0 up, got {value}")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"must be a text, got {value!r}")
+    return value
+
+
+def _sampler(value: Any) -> str:
+    fault = sampler_fault(_text(value))
+    if fault:
+        raise ValueError(fault)
+    return str(value)
+
+
+def _any(value: Any) -> Any:
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"must be a number or a text, got {value!r}")
+
+
+# field -> its value, or a ValueError that says what it must be
+FIELDS: dict[str, Callable[[Any], Any]] = {
+    "prompt": _text,
+    "negative_prompt": _text,
+    "width": _whole(1, MAX_SIDE),
+    "height": _whole(1, MAX_SIDE),
+    "seed": _whole(0, 2**64 - 1),
+    "sample_steps": _whole(1, MAX_STEPS),
+    "scale": _number,
+    "sample_sampler": _sampler,
+    **dict.fromkeys(IDLE, _any),
+}
+
+_INT, _FLOAT, _REST = r"\d+", r"[\d.]+", r".+"
 # option -> pattern of its value, field, conversion; kohya ignores the case of the option
-_OPTIONS: dict[str, tuple[str, str, Any]] = {
-    "w": (r"(\d+)", "width", int),
-    "h": (r"(\d+)", "height", int),
-    "d": (r"(\d+)", "seed", int),
-    "s": (r"(\d+)", "sample_steps", lambda text: max(1, min(MAX_STEPS, int(text)))),
-    "l": (r"(\d+\.?\d*|\.\d+)", "scale", float),
-    "n": (r"(.+)", "negative_prompt", str),
-    "ss": (r"(.+)", "sample_sampler", str.strip),
-}
-_REFUSED = {
-    "g": "embedded guidance, which SDXL has not",
-    "cn": "a ControlNet picture, which this trainer does not use",
-    "ctr": "a guidance cut-off of Lumina, which SDXL has not",
-    "rcfg": "Lumina's guidance renormalisation, which SDXL has not",
-    "fs": "a flow shift, which SDXL has not",
+_OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "w": (_INT, "width", int),
+    "h": (_INT, "height", int),
+    "d": (_INT, "seed", int),
+    "s": (_INT, "sample_steps", lambda text: max(1, min(MAX_STEPS, int(text)))),
+    "l": (_FLOAT, "scale", float),
+    "g": (_FLOAT, "guidance_scale", float),
+    "n": (r".*", "negative_prompt", str),
+    "ss": (_REST, "sample_sampler", str.strip),
+    "cn": (_REST, "controlnet_image", str),
+    "ctr": (_REST, "cfg_trunc_ratio", float),
+    "rcfg": (_REST, "renorm_cfg", float),
+    "fs": (_REST, "flow_shift", str),
 }
 
 
-def parse_prompts(path: Path, sampler: str = "ddim") -> list[Prompt]:
-    """Read a text file of prompts; empty lines and lines that begin with # are left out.
-
-    sampler: that of prompts that name none. Raises ConfigFault with every wrong line, where there is nothing to draw,
-    or where the sampler cannot be used: at the start of a run, not at its first picture.
-    """
-    if path.suffix.lower() not in (".txt", ""):
-        raise ConfigFault([Fault(FLAG, f"{path} is not a text file", "give a .txt file with a prompt a line")])
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFault([Fault(FLAG, f"{path} cannot be read: {error}", "give a UTF-8 .txt file")]) from None
-    prompts, faults = [], []
-    for number, line in enumerate(lines, start=1):
-        if line.strip() and not line.startswith("#"):
-            try:
-                prompts.append(Prompt(**parse_line(line.strip())))
-            except ValueError as error:
-                faults.append(Fault(f"{path}, line {number}", str(error)))
-    if not prompts and not faults:
-        faults.append(Fault(FLAG, f"{path} holds no prompt", "write a prompt a line"))
-    unusable = sampler_fault(sampler)
-    if unusable:
-        faults.append(Fault("--sample_sampler", unusable))
-    if faults:
-        raise ConfigFault(faults)
-    return prompts
-
-
-def parse_line(line: str) -> dict[str, Any]:
-    """Split a line into the fields that it gives. Raises ValueError for an option that cannot be done.
-
-    Text behind " --" that begins with no option's name is dropped as kohya does, and said.
-    """
+def parse_line(line: str) -> Entry:
+    """Split a line into the fields that it gives; text behind " --" that begins with no option is dropped, and said."""
     text, *pieces = line.split(" --")
-    fields: dict[str, Any] = {"prompt": text}
+    entry = Entry({"prompt": text})
     for piece in pieces:
         name, _, value = piece.partition(" ")
-        name = name.lower()
-        if name in _REFUSED:
-            raise ValueError(f"--{name} is {_REFUSED[name]}")
-        if name not in _OPTIONS:
-            log.warning("%s: %r is no option and no part of the prompt; it is left out", FLAG, f"--{piece}")
-            continue
-        pattern, field, convert = _OPTIONS[name]
-        found = re.match(pattern, value)
+        if name.lower() in _OPTIONS:
+            _take(entry, name.lower(), value)
+        else:
+            entry.notes.append(f"{f'--{piece}'!r} is no option and no part of the prompt; it is left out")
+    return entry
+
+
+def _take(entry: Entry, name: str, value: str) -> None:
+    pattern, target, convert = _OPTIONS[name]
+    found = re.match(pattern, value)
+    try:
         if not found:
-            raise ValueError(f"--{name} does not take {value!r}")
-        fields[field] = convert(found[1])
-    _check(fields)
-    return fields
+            raise ValueError
+        converted = convert(found[0])
+    except ValueError:
+        entry.faults.append(f"--{name} does not take {value!r}")
+        return
+    behind = value[found.end() :]
+    if behind.strip():  # kohya reads the number in "512px" too
+        entry.notes.append(f"--{name} takes {found[0]!r}; {behind!r} behind it is left out")
+    _settle(entry, target, converted, f"--{name}")
 
 
-def _check(fields: dict[str, Any]) -> None:
-    sampler = fields.get("sample_sampler")
-    fault = sampler_fault(sampler) if sampler is not None else None
-    if fault:
-        raise ValueError(f"--ss: {fault}")
-    for side in ("width", "height"):
-        if not 0 < fields.get(side, 8) <= 16384:
-            raise ValueError(f"{side} must lie in 1 to 16384, got {fields[side]}")
+def parse_table(table: Mapping[str, Any]) -> Entry:
+    """Take the fields of a TOML table or a JSON object."""
+    entry = Entry()
+    for name, value in table.items():
+        if name in FIELDS:
+            _settle(entry, name, value, name)
+        else:
+            near = get_close_matches(name, FIELDS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
+            entry.faults.append(f"there is no key {name!r} ({remedy})")
+    return entry
+
+
+def _settle(entry: Entry, name: str, value: Any, called: str) -> None:
+    try:
+        entry.fields[name] = FIELDS[name](value)
+    except ValueError as error:
+        entry.faults.append(f"{called}: {error}")
+
+
+def rounded(prompt: Prompt) -> str:
+    """Say how a size that is no multiple of 8 is drawn; an empty string where it is one."""
+    sides = [side for side in (prompt.width, prompt.height) if side]
+    if all(side % UNIT == 0 for side in sides):
+        return ""
+    drawn = " x ".join(str(max(UNIT, side - side % UNIT)) for side in sides)
+    return f"{' x '.join(map(str, sides))} px is drawn as {drawn}: sides are multiples of {UNIT}"

@@ -47,7 +47,7 @@ def sampler_fault(name: str) -> str | None:
     if name not in SAMPLERS:
         return f"there is no sampler {name!r}; one of {', '.join(SAMPLERS)}"
     if SAMPLERS[name][0] == "LMSDiscreteScheduler" and importlib.util.find_spec("scipy") is None:
-        return f"{name} needs the package scipy (pip install scipy, or choose another sampler)"
+        return f"{name} needs the package scipy, which is not installed (pip install scipy, or choose another sampler)"
     return None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.config import SampleSection
-from difftrain.sampling import Prompt, draw_grid, parse_prompts
+from difftrain.sampling import PromptFile, draw_grid, read_prompts
 from difftrain.train.evaluating import averaged
 from difftrain.train.state import Run
 from difftrain.train.together import company
@@ -19,9 +19,9 @@ log = logging.getLogger("difftrain")
 FOLDER = "sample"
 
 
-def prompts_of(section: SampleSection) -> list[Prompt]:
-    """Read the prompts that are asked for. Raises ConfigFault for a line that cannot be drawn."""
-    return parse_prompts(Path(section.prompts), section.sampler) if section.prompts else []
+def prompts_of(section: SampleSection) -> PromptFile:
+    """Read the prompts that are asked for. Raises ConfigFault with everything that cannot be drawn."""
+    return read_prompts(Path(section.prompts), section.sampler) if section.prompts else PromptFile()
 
 
 class Drawing:
@@ -29,7 +29,10 @@ class Drawing:
 
     def __init__(self, run: Run, outputs: Outputs) -> None:
         section = run.cfg.sample
-        self._prompts = prompts_of(section)
+        file = prompts_of(section)
+        self._prompts = file.prompts
+        for note in file.notes:
+            log.info("samples: %s", note)
         self._steps, self._epochs = section.every_n_steps, section.every_n_epochs
         self._outputs = outputs
 

@@ -20,6 +20,7 @@ from difftrain.distributed.launch import Launch
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
 from difftrain.train.check import check
+from difftrain.train.drawing import prompts_of
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
@@ -35,6 +36,8 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     say(f"batch: {batch_arithmetic(cfg, ranks)}")
     family = make_family(cfg)
     parts = check(cfg, family)
+    for note in prompts_of(cfg.sample).notes:
+        say(f"samples: {note}")
     data = open_data(cfg, prepare(cfg, log=say))
     check_sizes(data.tables, family.features)
     plan = make_plan(data, _seeded(cfg), global_batch(cfg, ranks))
