@@ -2,7 +2,18 @@
 
 from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats
 from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
-from difftrain.contracts.family import DrawSpec, Family, Feature, FeatureSpec, Group, Inputs, Parts, RunFacts, Tokenize
+from difftrain.contracts.family import (
+    DrawSpec,
+    Family,
+    Feature,
+    FeatureSpec,
+    Group,
+    Inputs,
+    NoiseMix,
+    Parts,
+    RunFacts,
+    Tokenize,
+)
 from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
 
 __all__ = [
@@ -22,6 +33,7 @@ __all__ = [
     "Group",
     "Inputs",
     "MediaRef",
+    "NoiseMix",
     "Parts",
     "Record",
     "Reject",

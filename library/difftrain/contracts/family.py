@@ -29,18 +29,37 @@ class Feature:
 
 
 @dataclass(frozen=True)
+class NoiseMix:
+    """Say what is mixed into white noise: an offset per channel, and levels of lower resolution.
+
+    offset_random: the offset's strength is drawn between 0 and `offset`. normalise: the sum of levels is brought back
+    to unit deviation; not where more is to be added to it later.
+    """
+
+    offset: float = 0.0
+    offset_random: bool = False
+    iterations: int = 0
+    discount: float = 0.3
+    normalise: bool = True
+
+
+@dataclass(frozen=True)
 class DrawSpec:
-    """Ask for one host draw a sample: normal of a latent shape, or an integer in [0, high)."""
+    """Ask for one host draw a sample: normal of a latent shape, an integer in [low, high), or uniform in [0, 1)."""
 
     kind: str  # "normal" | "integer" | "uniform"
     channels: int = 0  # normal: shape (channels, height / factor, width / factor); 0 = a scalar
-    factor: int = 1
+    factor: int = 1  # 0: one value a channel
     high: int = 0
+    low: int = 0
+    mix: NoiseMix | None = None  # normal: not white
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample's draw in a bucket; () for a scalar."""
         if not self.channels:
             return ()
+        if not self.factor:
+            return (self.channels, 1, 1)
         return (self.channels, bucket.height // self.factor, bucket.width // self.factor)
 
 
@@ -72,7 +91,7 @@ class Parts:
 class Inputs:
     """One micro batch after encoding and noising, on the device, fp32 where floating.
 
-    Shapes: x_t, target (B, C, H, W); timestep (B,) int64; weight (B,).
+    Shapes: x_t, target (B, C, H, W); timestep (B,) int64; weight (B,); mask (B, 1, H, W) in 0..1.
     """
 
     x_t: Tensor

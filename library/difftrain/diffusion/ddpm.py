@@ -1,7 +1,7 @@
 """The DDPM process of Stable Diffusion: integer timesteps 0..999, scaled-linear betas, fp32 mixing.
 
-Source: Ho et al. 2020 (the process); Salimans & Ho 2022 (velocity); Hang et al. 2023 (min-SNR). The tables are made
-on the host in fp64 and rounded once, so that every device mixes with the same numbers.
+Source: Ho et al. 2020 (the process); Salimans & Ho 2022 (velocity); Lin et al. 2024 (zero terminal SNR). The tables are
+made on the host in fp64 and rounded once, so that every device mixes with the same numbers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,28 @@ class Tables(NamedTuple):
     snr: Tensor
 
 
+def kept(zero_terminal_snr: bool = False) -> np.ndarray:
+    """Return the product of 1 - beta up to each t, (1000,) fp64; 0 at the last t where the terminal SNR is to be 0.
+
+    Source: Lin et al. 2024, "Common Diffusion Noise Schedules and Sample Steps are Flawed", algorithm 1.
+    """
+    plain = np.cumprod(1.0 - np.linspace(BETA_START**0.5, BETA_END**0.5, STEPS) ** 2)
+    if not zero_terminal_snr:
+        return plain
+    root = np.sqrt(plain)
+    return ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
+
+
+def betas(kept_to: np.ndarray) -> np.ndarray:
+    """Return the beta of each t from the product of 1 - beta up to it."""
+    return 1.0 - kept_to / np.concatenate([[1.0], kept_to[:-1]])
+
+
 @functools.cache
-def tables(device: torch.device | str = "cpu") -> Tables:
+def tables(device: torch.device | str = "cpu", zero_terminal_snr: bool = False) -> Tables:
     """Return the tables on a device; copied there once, so that a step does not wait for them."""
-    betas = np.linspace(BETA_START**0.5, BETA_END**0.5, STEPS) ** 2
-    kept = np.cumprod(1.0 - betas)
-    exact = (kept, np.sqrt(kept), np.sqrt(1.0 - kept), kept / (1.0 - kept))
+    left = kept(zero_terminal_snr)
+    exact = (left, np.sqrt(left), np.sqrt(1.0 - left), left / (1.0 - left))
     with torch.inference_mode(False):  # kept for ever, and training may be the second to ask
         return Tables(*(torch.from_numpy(column.astype(np.float32)).to(device) for column in exact))
 
@@ -61,17 +77,6 @@ def target(table: Tables, x_0: Tensor, noise: Tensor, t: Tensor, prediction_type
         return noise
     if prediction_type == "v_prediction":
         return velocity(table, x_0, noise, t)
-    raise ValueError(f"prediction_type is epsilon or v_prediction, got {prediction_type!r}")
-
-
-def min_snr_weights(table: Tables, t: Tensor, gamma: float, prediction_type: str) -> Tensor:
-    """Return min(SNR, gamma) / SNR for epsilon, over SNR + 1 for v. Shape: (B,). Source: Hang et al. 2023, equation 6."""
-    snr = table.snr[t]
-    clipped = snr.clamp(max=gamma)
-    if prediction_type == "epsilon":
-        return clipped / snr
-    if prediction_type == "v_prediction":
-        return clipped / (snr + 1.0)
     raise ValueError(f"prediction_type is epsilon or v_prediction, got {prediction_type!r}")
 
 

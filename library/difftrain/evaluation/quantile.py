@@ -31,8 +31,9 @@ def quantile_losses(
 ) -> list[dict[str, Any]]:
     """Return a row (quantile, value of the draw, loss, samples) for each of 0.1 ... 0.9. Collective.
 
-    draws: of the family's FeatureSpec. draw: the one that places a sample along the noise; where it is an integer below
-    n, the quantile q is floor(q n), where it is uniform, q itself: the family turns it into its own time.
+    draws: of the family's FeatureSpec. draw: the one that places a sample along the noise; where it is an integer in
+    [low, high), the quantile q is floor(q n) of its n values, where it is uniform, q itself: the family turns it into
+    its own time.
     Every batch is loaded once.
     """
     if draw not in draws:
@@ -54,7 +55,7 @@ def quantile_losses(
 def value_at(spec: DrawSpec, tenth: int) -> float | int:
     """Return what a draw is at a quantile of tenth / 10, by integer arithmetic where it is an integer."""
     if spec.kind == "integer":
-        return tenth * spec.high // 10
+        return spec.low + tenth * (spec.high - spec.low) // 10
     if spec.kind == "uniform":
         return tenth / 10
     raise ValueError(f"a draw of kind {spec.kind!r} has no place along the noise")

@@ -1,0 +1,65 @@
+"""Losses of one sample: l2, l1, and the two pseudo-Huber ones, whose threshold may follow the timestep.
+
+Source: kohya's definitions. Its huber is 2 c (sqrt(e^2 + c^2) - c), about e^2 for small errors e and 2 c |e| for large
+ones; its smooth_l1 is the same over c, about e^2 / c and 2 |e|.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from difftrain.diffusion.ddpm import STEPS, Tables
+
+TYPES = ("l2", "l1", "huber", "smooth_l1")
+SCHEDULES = ("constant", "exponential", "snr")
+_SMALLEST_MASK = 1e-6  # of a sample's sum: below any mask of 8 bits, and a division by nothing gives nothing
+
+
+def threshold(table: Tables, t: Tensor, schedule: str, c: float, scale: float) -> Tensor:
+    """Return the threshold c of each sample, (B,) fp32.
+
+    constant: scale c. exponential: scale at t = 0 falling to scale c at the end. snr: (1 - c) / (1 + sigma / alpha)^2
+    + c, which knows no scale (kohya).
+    """
+    if schedule == "constant":
+        return torch.full(t.shape, scale * c, device=t.device)
+    if schedule == "exponential":
+        return torch.exp(t * (math.log(c) / STEPS)) * scale
+    if schedule == "snr":
+        left = table.alphas_cumprod[t]
+        return (1.0 - c) / (1.0 + ((1.0 - left) / left).sqrt()).square() + c
+    raise ValueError(f"a threshold's schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
+
+
+def elementwise(prediction: Tensor, target: Tensor, kind: str, c: Tensor | None = None) -> Tensor:
+    """Return the loss of every element. Shapes: prediction, target (B, ...), c (B,) for huber and smooth_l1."""
+    error = prediction - target
+    if kind == "l2":
+        return error.square()
+    if kind == "l1":
+        return error.abs()
+    if kind not in TYPES or c is None:
+        raise ValueError(f"a loss is one of {', '.join(TYPES)}, the last two with a threshold; got {kind!r}")
+    c = c.view(-1, *(1,) * (error.ndim - 1))
+    bent = 2.0 * ((error.square() + c.square()).sqrt() - c)
+    return c * bent if kind == "huber" else bent
+
+
+def per_sample(loss: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return each sample's own mean, over its mask where there is one; a mask of zeros gives 0.
+
+    Shapes: loss (B, C, H, W), mask (B, 1, H, W) -> (B,). The mean is the sample's own, so that no split of the batch
+    changes it.
+    """
+    if mask is None:
+        return loss.flatten(1).mean(1)
+    weighed = (loss.mean(1, keepdim=True) * mask).flatten(1).sum(1)
+    return weighed / mask.flatten(1).sum(1).clamp(min=_SMALLEST_MASK)
+
+
+def mask_at(mask: Tensor, size_hw: tuple[int, int]) -> Tensor:
+    """Bring a mask to another size: the share of each cell that it covers. Shapes: (B, 1, H, W) -> (B, 1, h, w)."""
+    return torch.nn.functional.interpolate(mask.float(), size=size_hw, mode="area")
