@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, FeatureSpec, Record, Reject, Tokenize
+from difftrain.data.buckets import Fit
 from difftrain.data.captions import caption_of
 from difftrain.data.media import Unusable, decode, fit
 from difftrain.data.recipe import Recipe
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from difftrain.data.index import Index
 
 Spare = Callable[[int], Iterable[int]]  # place in the batch -> ids to take instead, in order
+
+
+class Place(NamedTuple):
+    """Where one use of a picture is cut: resized to fit.resized_wh, from (left, top) on, and mirrored or not."""
+
+    fit: Fit
+    left: int
+    top: int
+    flip: bool
 
 
 @dataclass(frozen=True)
@@ -100,18 +110,28 @@ class SampleMaker:
         if rgb.shape[:2] != record.size_hw:
             (h, w), (was_h, was_w) = rgb.shape[:2], record.size_hw
             raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
+        found, left, top, flip = self.place(record, draw)
+        crop = (left, top, bucket.width, bucket.height)
+        pixels = fit(rgb, found.resized_wh, crop, flip, self.recipes[record.media.source].interpolation)
+        caption = self.caption(record, draw, epoch)
+        return Sample(record, pixels, caption, found.original_hw, found.top_left(flip), found.target_hw)
+
+    def place(self, record: Record, draw: Draw) -> Place:
+        """Say where one use of a picture is cut. Raises ValueError where no bucket fits."""
         recipe = self.recipes[record.media.source]
         found = recipe.buckets.select((record.size_hw[1], record.size_hw[0]))
         left, top = found.crop
         if recipe.random_crop:
             stream = Stream(self.seed, draw.key, draw.occurrence, "crop")
-            left = stream.integer(found.resized_wh[0] - bucket.width + 1)
-            top = stream.integer(found.resized_wh[1] - bucket.height + 1)
+            left = stream.integer(found.resized_wh[0] - found.bucket.width + 1)
+            top = stream.integer(found.resized_wh[1] - found.bucket.height + 1)
         flip = recipe.flip and integer(self.seed, draw.key, draw.occurrence, "flip", 2) == 1
-        crop = (left, top, bucket.width, bucket.height)
-        pixels = fit(rgb, found.resized_wh, crop, flip, recipe.interpolation)
-        caption = caption_of(record, Stream(self.seed, draw.key, draw.occurrence, "caption"), recipe.captions, epoch)
-        return Sample(record, pixels, caption, found.original_hw, found.top_left(flip), found.target_hw)
+        return Place(found, left, top, flip)
+
+    def caption(self, record: Record, draw: Draw, epoch: int) -> str:
+        """Make the caption of one use of a record."""
+        stream = Stream(self.seed, draw.key, draw.occurrence, "caption")
+        return caption_of(record, stream, self.recipes[record.media.source].captions, epoch)
 
     def collate(
         self, bucket: Bucket, samples: Sequence[Sample], draws: Sequence[Draw], rejects: Sequence[Reject]
