@@ -35,6 +35,7 @@ class ModelSection(Section):
     prediction_type: Literal["epsilon", "v_prediction"] = "epsilon"
     train_text_encoder: bool = False
     vae_fp32: bool = Field(True, description="the VAE computes in fp32; false: in the mixed precision")
+    clip_skip: PositiveInt | None = Field(None, description="hidden_states[-n] of both text encoders; unset: 2, SDXL's")
     vae_batch_size: PositiveInt | None = None
 
 
@@ -48,6 +49,14 @@ class CaptionSection(Section):
     dropout_rate: Share = 0.0
     dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
     tag_dropout_rate: Share = 0.0
+    keep_tokens_separator: str | None = None
+    secondary_separator: str | None = None
+    enable_wildcard: bool = False
+    prefix: str | None = None
+    suffix: str | None = None
+    token_warmup_min: Annotated[int, Field(ge=0)] = 1
+    token_warmup_step: IntOrShare = 0
+    weighted: bool = False
     allow_empty: bool = False
 
 

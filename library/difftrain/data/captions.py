@@ -1,16 +1,22 @@
-"""Captions of draws, with kohya's meaning: dropout, shuffled tags, tags that stay in front.
+"""Captions of draws, with kohya's meaning: prefix and suffix, dropout, wildcards, shuffled tags, tags that stay.
 
 Every choice is a counter-based draw, so a use of a record has the same caption on any rank, with any number of workers.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from typing import TYPE_CHECKING, Protocol
 
 from difftrain.contracts import Record
 
 if TYPE_CHECKING:
     from difftrain.config import CaptionSection
+
+# "{{" and "}}" stand for the braces themselves; whatever else stands between two braces is a choice. The quantifier
+# gives nothing back: the first two of "}}}" are the escape, as kohya reads them.
+_WILDCARD = re.compile(r"\{\{|\}\}|\{((?:\}\}|[^}])++)\}")
 
 
 class Draws(Protocol):
@@ -21,10 +27,13 @@ class Draws(Protocol):
     def permutation(self, n: int) -> list[int]: ...
 
 
-def caption_of(record: Record, stream: Draws, section: CaptionSection, epoch: int) -> str:
+def caption_of(
+    record: Record, stream: Draws, section: CaptionSection, epoch: int, step: int = 0, total_steps: int = 0
+) -> str:
     """Make the caption of one use of a record; "" where it is dropped.
 
-    epoch: counted from 0. dropout_every_n_epochs=n drops every caption in the n-th, 2n-th, ... epoch.
+    epoch, step: counted from 0; step is the optimizer update that the use is part of, of total_steps.
+    dropout_every_n_epochs=n drops every caption in the n-th, 2n-th, ... epoch.
     Of several captions one is drawn, each as likely as the others.
     """
     caption = record.captions[stream.integer(len(record.captions)) if len(record.captions) > 1 else 0]
@@ -33,12 +42,76 @@ def caption_of(record: Record, stream: Draws, section: CaptionSection, epoch: in
     every = section.dropout_every_n_epochs
     if lot < section.dropout_rate or (every and (epoch + 1) % every == 0):
         return ""
-    if not section.shuffle and section.tag_dropout_rate <= 0:
-        return caption
-    tags = [tag.strip() for tag in caption.strip().split(section.separator)]
-    kept, loose = tags[: section.keep_tokens], tags[section.keep_tokens :]
+    caption = _one_line(_framed(caption, section), stream, section)
+    mark = section.keep_tokens_separator
+    if section.shuffle or section.tag_dropout_rate > 0 or section.token_warmup_step > 0 or (mark and mark in caption):
+        caption = _arranged(caption, stream, section, step, total_steps)
+    if section.secondary_separator:
+        caption = caption.replace(section.secondary_separator, section.separator)
+    return caption
+
+
+def _framed(caption: str, section: CaptionSection) -> str:
+    """Put prefix and suffix around the caption: of several lines, before the first and behind the last (kohya)."""
+    if section.prefix:
+        caption = f"{section.prefix} {caption}"
+    return f"{caption} {section.suffix}" if section.suffix else caption
+
+
+def _one_line(caption: str, stream: Draws, section: CaptionSection) -> str:
+    """Draw one of several lines and one word of each wildcard; without wildcards, take the first line."""
+    lines = caption.split("\n")
+    if not section.enable_wildcard:
+        return lines[0]
+    line = lines[stream.integer(len(lines)) if len(lines) > 1 else 0]
+
+    def chosen(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0][0]
+        words = found[1].split("|")
+        return words[stream.integer(len(words))].replace("{{", "{").replace("}}", "}")
+
+    return _WILDCARD.sub(chosen, line)
+
+
+def _arranged(caption: str, stream: Draws, section: CaptionSection, step: int, total_steps: int) -> str:
+    """Cut a caption into tags, let it grow, shuffle and drop what is loose, and join it by commas."""
+    kept, loose, last = _parts(caption, section)
+    loose = loose[: num_tags(len(loose), section, step, total_steps)]
     if section.shuffle:
         loose = [loose[i] for i in stream.permutation(len(loose))]
     if section.tag_dropout_rate > 0:
         loose = [tag for tag in loose if stream.uniform() >= section.tag_dropout_rate]
-    return ", ".join(kept + loose)
+    return ", ".join(kept + loose + last)
+
+
+def _parts(caption: str, section: CaptionSection) -> tuple[list[str], list[str], list[str]]:
+    """Return the tags that stay in front, those that move, and those that stay at the end.
+
+    keep_tokens_separator marks them, "a ||| b, c ||| d"; a caption without one has its first keep_tokens stay.
+    """
+    mark = section.keep_tokens_separator
+    if mark and mark in caption:
+        parts = (*caption.split(mark, 2), "")
+        front, moving, end = ([tag for tag in _tags(part, section) if tag] for part in parts[:3])
+        return front, moving, end
+    tags = _tags(caption, section)
+    return tags[: section.keep_tokens], tags[section.keep_tokens :], []
+
+
+def _tags(text: str, section: CaptionSection) -> list[str]:
+    return [tag.strip() for tag in text.strip().split(section.separator)]
+
+
+def num_tags(count: int, section: CaptionSection, step: int, total_steps: int) -> int:
+    """Return how many of `count` loose tags a caption has at a step of the warm-up, and all of them behind it.
+
+    From token_warmup_min they grow to all in token_warmup_step updates; below 1, that is a share of all updates.
+    """
+    wanted = section.token_warmup_step
+    warmup = math.floor(wanted * total_steps) if wanted < 1 else wanted
+    if step >= warmup:
+        return count
+    least = section.token_warmup_min
+    # kohya's order of operations: the quotient first, in fp64
+    return max(0, math.floor(step * ((count - least) / warmup)) + least)

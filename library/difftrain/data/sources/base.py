@@ -26,6 +26,7 @@ class SourceInfo:
     words: str = ""  # caption where there is no caption file
     only: str = ""  # a single tar or parquet file of root
     suffixes: tuple[str, ...] = ()  # of caption files, in the order they are tried
+    multi_line: bool = False  # keep the lines of a caption apart, of which one is drawn
     image_column: str = ""
     caption_column: str = ""
 

@@ -77,7 +77,8 @@ def _add(made: Configured, number: int, place: Path, repeats: int, data: DataSec
 
     def info(kind: str, **more: object) -> SourceInfo:
         base: dict[str, object] = {"ordinal": len(made.infos), "name": str(number), "kind": kind, "root": str(place)}
-        return SourceInfo(**(base | {"repeats": repeats} | more))  # type: ignore[arg-type]
+        base |= {"repeats": repeats, "multi_line": captions.enable_wildcard}
+        return SourceInfo(**(base | more))  # type: ignore[arg-type]
 
     columns = {"image_column": data.image_column or "", "caption_column": data.caption_column or ""}
     if place.is_file() and place.suffix.lower() in _SHARDS:

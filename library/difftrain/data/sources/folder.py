@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from difftrain.contracts import MediaRef
 from difftrain.data.sources.base import IMAGE_SUFFIXES, Bad, FileRef, Item, Listed, Source, split_suffix
-from difftrain.data.sources.texts import BadCaption, decode_text, first_line
+from difftrain.data.sources.texts import BadCaption, all_lines, decode_text, first_line
 
 MAX_CAPTION_BYTES = 1 << 20
 
@@ -53,7 +53,8 @@ class FolderSource(Source):
             data = opened.read(MAX_CAPTION_BYTES + 1)
         if len(data) > MAX_CAPTION_BYTES:
             raise BadCaption(f"caption too long: {file.caption} has more than {MAX_CAPTION_BYTES} bytes")
-        text = first_line(decode_text(data, file.caption))
+        whole = decode_text(data, file.caption)
+        text = all_lines(whole) if self.info.multi_line else first_line(whole)
         return (text,) if text else ()
 
     def read(self, media: MediaRef) -> bytes:

@@ -77,7 +77,7 @@ class ParquetSource(Source):
     def _item(self, file: str, row: int, picture: Any, text: Any) -> Item | Bad:
         member = str(row)
         try:
-            captions = captions_of(text.as_py(), f"row {row}")
+            captions = captions_of(text.as_py(), f"row {row}", multi_line=self.info.multi_line)
         except BadCaption as error:
             return Bad(member, str(error))
         except UnicodeDecodeError as error:

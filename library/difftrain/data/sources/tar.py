@@ -51,7 +51,7 @@ class TarSource(Source):
         stems = {split_suffix(picture.name)[0] for picture in shard.pictures}
         opened = self._files.get(self.root / file.path)
         for picture in shard.pictures:
-            yield _item(opened, picture, shard)
+            yield _item(opened, picture, shard, self.info.multi_line)
         yield from shard.bad
         for stem, sidecar in shard.sidecars.items():
             if stem not in stems:
@@ -125,10 +125,10 @@ def _refuse(member: Member, suffix: str) -> str:
     return ""
 
 
-def _item(opened: io.FileIO, picture: Member, shard: _Shard) -> Item | Bad:
+def _item(opened: io.FileIO, picture: Member, shard: _Shard, multi_line: bool) -> Item | Bad:
     stem = split_suffix(picture.name)[0]
     try:
-        captions = _captions(opened, shard.texts.get(stem), shard.sidecars.get(stem))
+        captions = _captions(opened, shard.texts.get(stem), shard.sidecars.get(stem), multi_line)
     except BadCaption as error:
         return Bad(picture.name, str(error))
     if stem in shard.texts:
@@ -144,7 +144,7 @@ def _opener(opened: io.FileIO, member: Member) -> Callable[[], BinaryIO]:
     return lambda: open_span(opened, member.offset, member.size)
 
 
-def _captions(opened: io.FileIO, text: Member | None, sidecar: Member | None) -> tuple[str, ...]:
+def _captions(opened: io.FileIO, text: Member | None, sidecar: Member | None, multi_line: bool) -> tuple[str, ...]:
     """Return the text's caption; without a text, the sidecar's."""
     chosen = text or sidecar
     if chosen is None:
@@ -154,7 +154,8 @@ def _captions(opened: io.FileIO, text: Member | None, sidecar: Member | None) ->
             f"caption too long: {chosen.name} has {chosen.size} bytes, at most {MAX_CAPTION_BYTES} are read"
         )
     data = read_span(opened, chosen.offset, chosen.size)
-    return captions_of(data, chosen.name) if text is not None else caption_of_json(data, chosen.name)
+    read = captions_of if text is not None else caption_of_json
+    return read(data, chosen.name, multi_line=multi_line)
 
 
 def _clean(name: str) -> str:

@@ -32,10 +32,15 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def captions_of(value: Any, where: str) -> tuple[str, ...]:
+def all_lines(text: str) -> str:
+    """Return the lines that are not blank: with --enable_wildcard one of them is drawn at every use."""
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def captions_of(value: Any, where: str, *, multi_line: bool = False) -> tuple[str, ...]:
     """Take captions out of a JSON or parquet value: a string, or a list of which one is drawn each time.
 
-    Raises: BadCaption for anything else.
+    multi_line: keep the lines of a text apart. Raises: BadCaption for anything else.
     """
     if value is None:
         return ()
@@ -43,11 +48,12 @@ def captions_of(value: Any, where: str) -> tuple[str, ...]:
     if not all(isinstance(entry, (str, bytes)) for entry in values):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in values}))
         raise BadCaption(f"caption not text: {where} holds {kinds}")
-    texts = [one_line(decode_text(entry, where) if isinstance(entry, bytes) else entry) for entry in values]
+    shaped = all_lines if multi_line else one_line
+    texts = [shaped(decode_text(entry, where) if isinstance(entry, bytes) else entry) for entry in values]
     return tuple(text for text in texts if text)
 
 
-def caption_of_json(data: bytes, where: str) -> tuple[str, ...]:
+def caption_of_json(data: bytes, where: str, *, multi_line: bool = False) -> tuple[str, ...]:
     """Read the `caption` of a sidecar as img2dataset writes it.
 
     Raises: BadCaption where it is not UTF-8 or not JSON.
@@ -56,4 +62,4 @@ def caption_of_json(data: bytes, where: str) -> tuple[str, ...]:
         parsed = json.loads(decode_text(data, where))
     except ValueError as error:
         raise BadCaption(f"broken sidecar: {where} is not JSON ({error})") from None
-    return captions_of(parsed.get("caption"), where) if isinstance(parsed, dict) else ()
+    return captions_of(parsed.get("caption"), where, multi_line=multi_line) if isinstance(parsed, dict) else ()

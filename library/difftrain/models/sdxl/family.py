@@ -15,7 +15,7 @@ from difftrain.diffusion import ddpm
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
-from difftrain.models.sdxl.load import by_name, learning_rates, load_parts
+from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts
 from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
 from difftrain.models.sdxl.text import encode_first, encode_second
@@ -59,7 +59,7 @@ class SDXLFamily:
 
     def tokenizer(self, parts: Parts) -> SDXLTokenize:
         """Return the picklable function from captions to token ids. Raises ConfigFault."""
-        return SDXLTokenize(self.vocabularies, self.cfg.model.max_token_length)
+        return SDXLTokenize(self.vocabularies, self.cfg.model.max_token_length, weighted=self.cfg.captions.weighted)
 
     def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]:
         """Return what turns features of a batch into latents and text conditions."""
@@ -107,15 +107,18 @@ class SDXLFamily:
         features, frozen = batch.features, parts.frozen
         sizes = [features[name] for name in ("original_size", "crop_top_left", "target_size")]
         conditions = {"time_ids": torch.cat(sizes, dim=1).float()}
-        if "text_encoder_1" in frozen:
-            conditions["hidden_1"] = encode_first(frozen["text_encoder_1"], features["input_ids_1"])
-        else:
-            conditions["input_ids_1"] = features["input_ids_1"]
-        if "text_encoder_2" in frozen:
-            hidden, pooled = encode_second(frozen["text_encoder_2"], features["input_ids_2"])
-            conditions |= {"hidden_2": hidden, "pooled": pooled}
-        else:
-            conditions["input_ids_2"] = features["input_ids_2"]
+        skip = clip_skip_of(self.cfg)
+        for i in (1, 2):
+            ids, weights = features[f"input_ids_{i}"], features.get(f"token_weights_{i}")
+            if f"text_encoder_{i}" not in frozen:
+                conditions[f"input_ids_{i}"] = ids
+                if weights is not None:
+                    conditions[f"token_weights_{i}"] = weights
+            elif i == 1:
+                conditions["hidden_1"] = encode_first(frozen["text_encoder_1"], ids, weights, skip)
+            else:
+                hidden, pooled = encode_second(frozen["text_encoder_2"], ids, weights, skip)
+                conditions |= {"hidden_2": hidden, "pooled": pooled}
         return conditions
 
     def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -167,7 +170,7 @@ class SDXLFamily:
         """Return a StableDiffusionXLPipeline over the very modules of parts."""
         from difftrain.models.sdxl.pipeline import make_pipeline
 
-        return make_pipeline(parts, self.tokenizer(parts), self.schedule)
+        return make_pipeline(parts, self.tokenizer(parts), self.schedule, clip_skip_of(self.cfg))
 
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
         """Count forward and backward of one sample (see flops.py)."""

@@ -10,7 +10,7 @@ from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.models.parts.materialise import fill
 from difftrain.models.sdxl.architecture import PARTS
 from difftrain.models.sdxl.root import SDXLRoot
-from difftrain.models.sdxl.text import unused_names
+from difftrain.models.sdxl.text import CLIP_SKIP, unused_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ def load_parts(
     """
     rates = learning_rates(cfg)
     modules = {part: source.architecture.build(part) for part in PARTS}
-    faults = source.faults(modules)
+    faults = [*source.faults(modules), *_skipped_too_far(cfg, modules)]
     if faults:
         raise ConfigFault(faults)
     for part, module in modules.items():
@@ -64,22 +64,44 @@ def load_parts(
             torch.nn.Module.to(module, dtype)  # diffusers' own warns about dtypes that nothing here depends on
         else:
             fill(module, source.weights(part, module), dtype)
-    parts = _sorted_out(modules, rates)
+    parts = _sorted_out(modules, rates, clip_skip_of(cfg))
     parts.config = source.architecture.to_dict()
     parts.tokenizers = by_name(pair) if pair else {}
-    parts.notes += [*source.notes, *_disagreement(cfg, source)]
+    parts.notes += [*source.notes, *_disagreement(cfg, source), *_skipping(cfg)]
     if cfg.training.gradient_checkpointing:
         _checkpoint(parts.root)
     return parts
 
 
-def _sorted_out(modules: dict[str, nn.Module], rates: dict[str, float]) -> Parts:
+def clip_skip_of(cfg: TrainConfig) -> int:
+    """Return which hidden states are read, counted from the end; SDXL's where the configuration says nothing."""
+    return cfg.model.clip_skip or CLIP_SKIP
+
+
+def _skipped_too_far(cfg: TrainConfig, modules: dict[str, Any]) -> list[Fault]:
+    layers = min(modules[part].config.num_hidden_layers for part in ("text_encoder_1", "text_encoder_2"))
+    if clip_skip_of(cfg) <= layers:
+        return []
+    return [Fault("--clip_skip", f"is {cfg.model.clip_skip}, a text encoder here has {layers} layers", "2 is SDXL's")]
+
+
+def _skipping(cfg: TrainConfig) -> list[str]:
+    """Say how a model is to be used whose text comes from other layers than SDXL's: no file format carries it."""
+    if clip_skip_of(cfg) == CLIP_SKIP:
+        return []
+    return [
+        f"clip_skip {cfg.model.clip_skip}: draw with the same clip skip; in diffusers, which counts from SDXL's own, "
+        f"that is clip_skip={clip_skip_of(cfg) - CLIP_SKIP}"
+    ]
+
+
+def _sorted_out(modules: dict[str, nn.Module], rates: dict[str, float], clip_skip: int) -> Parts:
     """Put what is trained into root, the rest aside; the UNet is in root even where it is frozen."""
     encoders = {part: modules[part] for part in ("text_encoder_1", "text_encoder_2") if part in rates}
     frozen = {part: module for part, module in modules.items() if part != "unet" and part not in rates}
     for module in frozen.values():
         module.requires_grad_(False).eval()
-    parts = Parts(SDXLRoot(modules["unet"], **encoders), frozen)
+    parts = Parts(SDXLRoot(modules["unet"], clip_skip=clip_skip, **encoders), frozen)
     _freeze(parts, rates)
     return parts
 
@@ -106,14 +128,26 @@ def _freeze(parts: Parts, rates: dict[str, float]) -> None:
         root.unet.requires_grad_(False)
         parts.notes.append("the UNet is frozen: its learning rate is 0")
     if "text_encoder_1" in rates:
-        names = unused_names(root.text_encoder_1)
+        names = unused_names(root.text_encoder_1, root.clip_skip)
         for name in names:
             root.text_encoder_1.get_parameter(name).requires_grad_(False)
-        last = root.text_encoder_1.config.num_hidden_layers - 1
-        parts.notes.append(
-            f"text_encoder_1: layer {last} and final_layer_norm ({len(names)} tensors) stay as they are, "
-            "because SDXL reads the hidden states before them"
-        )
+        parts.notes.append(_unread(root.text_encoder_1.config.num_hidden_layers, root.clip_skip, len(names)))
+
+
+def _unread(layers: int, clip_skip: int, tensors: int) -> str:
+    first = layers - clip_skip + 1
+    unread = (
+        ""
+        if first == layers
+        else f"layer {first} and "
+        if first == layers - 1
+        else f"layers {first} to {layers - 1} and "
+    )
+    reader = "SDXL" if clip_skip == CLIP_SKIP else f"--clip_skip={clip_skip}"
+    return (
+        f"text_encoder_1: {unread}final_layer_norm ({tensors} tensors) stay as they are, "
+        f"because {reader} reads the hidden states before them"
+    )
 
 
 def _checkpoint(root: Any) -> None:

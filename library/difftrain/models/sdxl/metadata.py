@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain import __version__
 from difftrain.contracts import ConfigFault, Fault, RunFacts
+from difftrain.diffusion.ddpm import STEPS
 from difftrain.models.sdxl.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -49,10 +50,18 @@ def modelspec(cfg: TrainConfig, architecture: Architecture, title: str, saved_at
         "resolution": f"{width}x{height}",
         "date": datetime.datetime.fromtimestamp(int(saved_at)).isoformat(),
         "prediction_type": "v" if cfg.model.prediction_type == "v_prediction" else "epsilon",
+        "encoder_layer": str(cfg.model.clip_skip) if cfg.model.clip_skip else None,
+        "timestep_range": _timestep_range(cfg),
         "thumbnail": thumbnail(cfg.metadata.thumbnail),
     }
     values |= {name: getattr(cfg.metadata, name) for name in _MODELSPEC_FIELDS}
     return {f"modelspec.{name}": value for name, value in values.items() if value}
+
+
+def _timestep_range(cfg: TrainConfig) -> str | None:
+    """Write [min, max) of a model that is trained on a part of the noise levels only."""
+    low, high = cfg.noise.min_timestep, cfg.noise.max_timestep
+    return None if low is None and high is None else f"{low or 0},{STEPS if high is None else high}"
 
 
 def thumbnail(value: str | None) -> str | None:
@@ -75,7 +84,7 @@ def kohya_keys(cfg: TrainConfig, facts: RunFacts, saved_at: float) -> dict[str, 
 
     Folders and files are named without their paths.
     """
-    values = _of_the_run(cfg, facts, saved_at) | _of_the_settings(cfg) | _of_the_data(cfg, facts)
+    values = _of_the_run(cfg, facts, saved_at) | _of_the_settings(cfg) | _of_the_objective(cfg) | _of_the_data(cfg, facts)
     return {f"ss_{name}": _text(value) for name, value in values.items()}
 
 
@@ -116,11 +125,32 @@ def _of_the_settings(cfg: TrainConfig) -> dict[str, Any]:
         "mixed_precision": training.mixed_precision,
         "seed": training.seed,
         "max_token_length": model.max_token_length,
-        "min_snr_gamma": cfg.loss.min_snr_gamma,
+        "clip_skip": model.clip_skip,
         "v2": False,
         "v_parameterization": model.prediction_type == "v_prediction",
         "cache_latents": False,
         "ema_decay": cfg.ema.decay if cfg.ema.enable else None,
+        "ema_profiles": list(cfg.ema.profiles) or None,
+    }
+
+
+def _of_the_objective(cfg: TrainConfig) -> dict[str, Any]:
+    loss, noise = cfg.loss, cfg.noise
+    return {
+        "loss_type": loss.type,
+        "huber_schedule": loss.huber_schedule,
+        "huber_c": loss.huber_c,
+        "huber_scale": loss.huber_scale,
+        "min_snr_gamma": loss.min_snr_gamma,
+        "debiased_estimation": loss.debiased_estimation,
+        "noise_offset": noise.offset,
+        "noise_offset_random_strength": noise.offset_random_strength,
+        "adaptive_noise_scale": noise.adaptive_scale,
+        "multires_noise_iterations": noise.multires_iterations,
+        "multires_noise_discount": noise.multires_discount,
+        "ip_noise_gamma": noise.ip_gamma,
+        "ip_noise_gamma_random_strength": noise.ip_gamma_random_strength,
+        "zero_terminal_snr": noise.zero_terminal_snr,
     }
 
 

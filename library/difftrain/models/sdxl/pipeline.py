@@ -8,7 +8,7 @@ import torch
 
 from difftrain.contracts import Parts
 from difftrain.models.parts.quiet import quiet_imports
-from difftrain.models.sdxl.text import encode_first, encode_second
+from difftrain.models.sdxl.text import CLIP_SKIP, encode_first, encode_second
 from difftrain.models.sdxl.tokens import SDXLTokenize
 
 with quiet_imports():
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from difftrain.models.sdxl.schedule import SchedulerConfig
 
 
-class LongPromptPipeline(StableDiffusionXLPipeline):
-    """Encode prompts as captions are encoded: in chunks of 75 tokens, where training takes more than one."""
+class CaptionPipeline(StableDiffusionXLPipeline):
+    """Encode prompts as this training encodes captions: in chunks of 75 tokens, with weights, from its layers."""
 
     tokenize: SDXLTokenize
+    trained_clip_skip: int
     text_encoder: Any
     text_encoder_2: Any
 
@@ -48,17 +49,19 @@ class LongPromptPipeline(StableDiffusionXLPipeline):
 
     def _encode(self, prompts: list[str], repeats: int) -> tuple[Tensor, Tensor]:
         device = next(self.text_encoder.parameters()).device
-        ids = {name: value.to(device) for name, value in self.tokenize(prompts).items()}
-        first = encode_first(self.text_encoder, ids["input_ids_1"])
-        second, pooled = encode_second(self.text_encoder_2, ids["input_ids_2"])
+        read = {name: value.to(device) for name, value in self.tokenize(prompts).items()}
+        skip = self.trained_clip_skip
+        first = encode_first(self.text_encoder, read["input_ids_1"], read.get("token_weights_1"), skip)
+        second, pooled = encode_second(self.text_encoder_2, read["input_ids_2"], read.get("token_weights_2"), skip)
         hidden = torch.cat([first, second.to(first.dtype)], dim=-1)
         return hidden.repeat_interleave(repeats, 0), pooled.repeat_interleave(repeats, 0)
 
 
-def make_pipeline(parts: Parts, tokenize: SDXLTokenize, schedule: SchedulerConfig) -> Any:
-    """Make a StableDiffusionXLPipeline; prompts longer than 77 tokens are taken where captions are."""
+def make_pipeline(parts: Parts, tokenize: SDXLTokenize, schedule: SchedulerConfig, clip_skip: int = CLIP_SKIP) -> Any:
+    """Make a StableDiffusionXLPipeline; where captions are encoded in another way than diffusers', prompts are too."""
     held = {**dict(parts.root.named_children()), **parts.frozen}
-    kind = StableDiffusionXLPipeline if tokenize.num_chunks == 1 else LongPromptPipeline
+    plain = tokenize.num_chunks == 1 and not tokenize.weighted and clip_skip == CLIP_SKIP
+    kind = StableDiffusionXLPipeline if plain else CaptionPipeline
     pipeline = kind(
         vae=held["vae"],
         text_encoder=held["text_encoder_1"],
@@ -71,6 +74,6 @@ def make_pipeline(parts: Parts, tokenize: SDXLTokenize, schedule: SchedulerConfi
         force_zeros_for_empty_prompt=False,
         add_watermarker=False,
     )
-    if isinstance(pipeline, LongPromptPipeline):
-        pipeline.tokenize = tokenize
+    if isinstance(pipeline, CaptionPipeline):
+        pipeline.tokenize, pipeline.trained_clip_skip = tokenize, clip_skip
     return pipeline

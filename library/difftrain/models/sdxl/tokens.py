@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.parts.clip_vocabulary import LENGTH, NUM_FIXED, ClipVocabulary
+from difftrain.models.parts.prompt_weights import weighted_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,10 +99,14 @@ class SDXLTokenize:
 
     max_token_length 75 and 77 both mean one sequence of 77; 150 and 225 mean two and three chunks, each with its own
     BOS and EOS. Longer captions are cut. Picklable: a worker builds its tokenizers on first use.
+    weighted: read `(a:1.2)` and its like, and add {"token_weights_1", "token_weights_2"}, of the same shapes in fp32.
     """
 
-    def __init__(self, pair: tuple[ClipVocabulary, ClipVocabulary], max_token_length: int = LENGTH) -> None:
+    def __init__(
+        self, pair: tuple[ClipVocabulary, ClipVocabulary], max_token_length: int = LENGTH, *, weighted: bool = False
+    ) -> None:
         self.num_chunks = max(1, max_token_length // CHUNK)
+        self.weighted = weighted
         self._pair = pair
         self._backends: list[Any] | None = None
 
@@ -113,12 +118,33 @@ class SDXLTokenize:
 
         if self._backends is None:
             self._backends = [vocabulary.backend() for vocabulary in self._pair]
-        ids: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        shape = (len(captions), self.num_chunks, LENGTH)
         for i, (vocabulary, backend) in enumerate(zip(self._pair, self._backends), start=1):
-            encoded = [backend.encode(_plain(text), add_special_tokens=False).ids for text in captions]
-            rows = [self._chunks(vocabulary, found) for found in encoded]
-            ids[f"input_ids_{i}"] = torch.tensor(rows, dtype=torch.int64).view(len(captions), self.num_chunks, LENGTH)
-        return ids
+            read = [self._encode(backend, text) for text in captions]
+            ids = [self._chunks(vocabulary, numbers) for numbers, _ in read]
+            found[f"input_ids_{i}"] = torch.tensor(ids, dtype=torch.int64).view(shape)
+            if self.weighted:
+                weights = [self._weight_chunks(weights) for _, weights in read]
+                found[f"token_weights_{i}"] = torch.tensor(weights, dtype=torch.float32).view(shape)
+        return found
+
+    def _encode(self, backend: Any, text: str) -> tuple[list[int], list[float]]:
+        """Return ids and weights of a caption's tokens, without BOS and EOS; pieces are encoded one by one."""
+        pieces = weighted_pieces(text) if self.weighted else [(text, 1.0)]
+        ids: list[int] = []
+        weights: list[float] = []
+        for piece, weight in pieces:
+            encoded = backend.encode(_plain(piece), add_special_tokens=False).ids
+            ids += encoded
+            weights += [weight] * len(encoded)
+        return ids, weights
+
+    def _weight_chunks(self, weights: list[float]) -> list[list[float]]:
+        """Lay weights out as _chunks does ids; what is no token of the caption weighs 1."""
+        total = CHUNK * self.num_chunks
+        filled = weights[:total] + [1.0] * (total - len(weights))
+        return [[1.0, *filled[start : start + CHUNK], 1.0] for start in range(0, total, CHUNK)]
 
     def _chunks(self, vocabulary: ClipVocabulary, ids: list[int]) -> list[list[int]]:
         """Cut one caption's ids into sequences of BOS, 75 ids, and an end.
