@@ -1,4 +1,4 @@
-"""Pictures from bytes: RGB, upright, over white, or a reason why not. Pillow decodes; no global state is touched.
+"""Pictures from bytes: RGB, upright, over white, or a reason why not. No global state is touched.
 
 What comes out: transparency is composited over white at full size, before any resizing; CMYK, LAB, palettes and bilevel
 are converted; 16-bit greys are scaled by 257 and rounded (Pillow itself hands out the high byte of 16-bit colour);
@@ -26,13 +26,27 @@ from PIL import (
     features,
 )
 
+from difftrain.data.decoders import pixels, shrink_of
 from difftrain.data.resize import fit, resize
 from difftrain.data.webp import read_webp_header
 from difftrain.data.whole import late_exif, seems_whole
 
-__all__ = ["MAX_PIXELS", "MEDIA_VERSION", "MIN_SIDE", "Header", "Unusable", "decode", "fit", "probe", "resize"]
+__all__ = [
+    "MAX_PIXELS",
+    "MEDIA_VERSION",
+    "MIN_SIDE",
+    "Decoded",
+    "Header",
+    "Unusable",
+    "decode",
+    "decode_for",
+    "decode_rgba",
+    "fit",
+    "probe",
+    "resize",
+]
 
-MEDIA_VERSION = 1  # part of what names cached features; raise it when any pixel of any decoded picture changes
+MEDIA_VERSION = 2  # part of what names cached features; raise it when any pixel of any decoded picture changes
 MIN_SIDE = 16
 MAX_PIXELS = 89_478_485  # where Pillow begins to speak of decompression bombs: 256 MiB of RGB
 _ORIENTATION = 0x0112
@@ -93,22 +107,56 @@ class Header(NamedTuple):
     whole: bool  # the end of the file is where it should be; False: only decoding can tell
 
 
+class Decoded(NamedTuple):
+    """A picture, perhaps decoded smaller than it is; size_wh is its whole size, after rotation."""
+
+    pixels: np.ndarray  # (H, W, 3 or 4) uint8, read-only
+    size_wh: tuple[int, int]
+
+
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode to RGB.
 
     Shape: (H, W, 3) uint8, read-only, after rotation.
     Raises: Unusable. Neither a size below MIN_SIDE nor bytes after the picture are faults here.
     """
+    return _decode(data, _to_rgb, max_pixels).pixels
+
+
+def decode_for(data: bytes, least_wh: tuple[int, int], *, max_pixels: int = MAX_PIXELS) -> Decoded:
+    """Decode to RGB a picture that will be resized to no less than least_wh.
+
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is still enough. Raises: as decode.
+    """
+    return _decode(data, _to_rgb, max_pixels, least_wh)
+
+
+def decode_rgba(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Decode to the colours that are stored, and alpha, 255 where a picture has none: nothing is composited.
+
+    Shape: (H, W, 4) uint8, read-only, after rotation. Raises: Unusable.
+    """
+    return _decode(data, _to_rgba, max_pixels).pixels
+
+
+def _decode(
+    data: bytes,
+    convert: Callable[[Image.Image], Image.Image],
+    max_pixels: int,
+    least_wh: tuple[int, int] | None = None,
+) -> Decoded:
     with _faults():
         image = _open(io.BytesIO(data), max_pixels)
         turn = _orientation(image, io.BytesIO(data))
-        image.load()
+        whole_wh = image.size
+        shrink = shrink_of(image, least_wh[::-1] if least_wh and turn >= 5 else least_wh)
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # turned by Pillow itself as it loads
-            turn = _orientation(image, None)
-        rgb = _to_rgb(image)
+            image.load()
+            turn, whole_wh = _orientation(image, None), image.size
+        converted = convert(pixels(image, data, shrink))
         if turn in _TURNS:
-            rgb = rgb.transpose(_TURNS[turn])
-        return np.asarray(rgb)
+            converted = converted.transpose(_TURNS[turn])
+        return Decoded(np.asarray(converted), whole_wh[::-1] if turn >= 5 else whole_wh)
 
 
 def probe(file: BinaryIO | bytes, *, max_pixels: int = MAX_PIXELS) -> Header:
@@ -256,6 +304,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     over_white = Image.new("RGB", image.size, (255, 255, 255))
     over_white.paste(rgba, mask=rgba)
     return over_white
+
+
+def _to_rgba(image: Image.Image) -> Image.Image:
+    if image.mode == "La":
+        image = image.convert("LA")
+    layered = image.has_transparency_data and not image.mode.startswith("I")  # else one 16-bit grey is see-through
+    return (image if layered else _to_rgb(image)).convert("RGBA")
 
 
 def _from_integers(image: Image.Image) -> Image.Image:

@@ -1,0 +1,91 @@
+"""Faster decoders than Pillow's for common files, with the same pixels; Pillow does whatever they don't take.
+
+Measured on one core (benchmarks/decode.py): simplejpeg 1.2 to 2.6 x Pillow's full decode of JPEG, imagecodecs 1.3 to
+1.5 x for PNG and 1.8 to 2.5 x for WebP. A JPEG that is to become much smaller is decoded at 1/2, 1/4 or 1/8 of its size
+out of its DCT blocks (libjpeg's scaled decoding), by either decoder with the same pixels. What a decoder refuses, also
+for damage, goes to Pillow, whose verdict counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from difftrain.data.whole import seems_whole
+
+_JPEG = ("JPEG", "MPO")
+_SHRINKS = (8, 4, 2)
+_ODD = frozenset({"transparency", "interlace", "icc_profile"})
+
+
+def shrink_of(image: Image.Image, least_wh: tuple[int, int] | None) -> int:
+    """Return by how much a picture can be made smaller while it is decoded: 1, 2, 4 or 8; JPEG only.
+
+    least_wh: what must be left of it, as it lies in the file.
+    """
+    if least_wh is None or image.format not in _JPEG or image.mode not in ("RGB", "L"):
+        return 1
+    return next((by for by in _SHRINKS if _covers(_reduced(image.size, by), least_wh)), 1)
+
+
+def pixels(image: Image.Image, data: bytes, shrink: int = 1) -> Image.Image:
+    """Decode an opened picture, made smaller by `shrink`. Raises whatever Pillow does for damaged files."""
+    fast = _fast(image, data, shrink)
+    if fast is not None:
+        return fast
+    if shrink > 1:
+        image.draft(image.mode, (image.width // shrink, image.height // shrink))
+    image.load()
+    return image
+
+
+def _fast(image: Image.Image, data: bytes, shrink: int) -> Image.Image | None:
+    size = _reduced(image.size, shrink)
+    try:
+        array = _array(image, data, size)
+    except Exception:  # each library has its own errors; Pillow says what is wrong, or reads it
+        return None
+    channels = {"L": 1, "RGB": 3, "RGBA": 4}.get(image.mode)
+    if array is None or array.dtype != np.uint8 or (array.shape[2] if array.ndim == 3 else 1) != channels:
+        return None
+    array = array[..., 0] if channels == 1 and array.ndim == 3 else array
+    return Image.fromarray(array) if array.shape[1::-1] == size else None
+
+
+def _array(image: Image.Image, data: bytes, size_wh: tuple[int, int]) -> np.ndarray | None:
+    if image.format in _JPEG and image.mode in ("RGB", "L") and (jpeg := _module("simplejpeg")):
+        kind = "RGB" if image.mode == "RGB" else "GRAY"
+        return jpeg.decode_jpeg(data, kind, min_width=size_wh[0], min_height=size_wh[1], min_factor=1, strict=True)
+    if image.format == "PNG" and not _is_odd(image) and seems_whole(io.BytesIO(data), "PNG") and (codecs := _module("imagecodecs")):
+        return codecs.png_decode(data)
+    if image.format == "WEBP" and not _is_odd(image) and (codecs := _module("imagecodecs")):
+        return codecs.webp_decode(data)
+    return None
+
+
+def _is_odd(image: Any) -> bool:
+    """Tell of animations, of transparency that is not an alpha channel, and of what libpng prints warnings about."""
+    return bool(getattr(image, "is_animated", False)) or not _ODD.isdisjoint(image.info)
+
+
+def _reduced(size_wh: tuple[int, int], by: int) -> tuple[int, int]:
+    return -(-size_wh[0] // by), -(-size_wh[1] // by)
+
+
+def _covers(size_wh: tuple[int, int], least_wh: tuple[int, int]) -> bool:
+    return size_wh[0] >= least_wh[0] and size_wh[1] >= least_wh[1]
+
+
+@functools.cache
+def _module(name: str) -> ModuleType | None:
+    """Import an optional package once a process."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
