@@ -131,12 +131,12 @@ def decode_for(data: bytes, least_wh: tuple[int, int], *, max_pixels: int = MAX_
     return _decode(data, _to_rgb, max_pixels, least_wh)
 
 
-def decode_rgba(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode_rgba(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Decode to the colours that are stored, and alpha, 255 where a picture has none: nothing is composited.
 
-    Shape: (H, W, 4) uint8, read-only, after rotation. Raises: Unusable.
+    Shape: (H, W, 4), whole. Raises: Unusable.
     """
-    return _decode(data, _to_rgba, max_pixels).pixels
+    return _decode(data, _to_rgba, max_pixels)
 
 
 def _decode(

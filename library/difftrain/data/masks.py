@@ -1,0 +1,63 @@
+"""Masks of the loss: a picture's own alpha, or the red channel of a picture of the same name in another folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from difftrain.data.media import Unusable, decode_rgba
+from difftrain.data.resize import resize
+from difftrain.data.sources.base import IMAGE_SUFFIXES, split_suffix
+
+if TYPE_CHECKING:
+    from difftrain.contracts import Record
+    from difftrain.data.framing import Place
+
+NO_MASK = "no mask"  # kind of the reason
+_SAME_SHAPE = 0.01  # how far the aspect ratio of a mask may be off its picture's
+_ORDER = (".png", *sorted(IMAGE_SUFFIXES - {".png"}))
+
+
+def find_mask(folder: Path, name: str) -> Path:
+    """Find the mask of an item: at the same relative path, else by its bare name; any picture suffix.
+
+    name: relative path, or the name of a member. Raises: Unusable.
+    """
+    for candidate in _candidates(folder, split_suffix(name)[0]):
+        if candidate.is_file():
+            return candidate
+    raise Unusable(NO_MASK, f"{folder} holds no picture named {split_suffix(name)[0]}")
+
+
+def _candidates(folder: Path, stem: str) -> Iterator[Path]:
+    for each in dict.fromkeys((stem, stem.rpartition("/")[2])):
+        for suffix in _ORDER:
+            yield folder / f"{each}{suffix}"
+
+
+def name_of(record: Record) -> str:
+    """Return what find_mask looks for: the member of a shard, else the path in its source."""
+    return record.name.rpartition("!")[2] if record.media.length else record.media.path
+
+
+def read_mask(folder: Path, record: Record) -> np.ndarray:
+    """Read the red channel of a record's mask; alpha is dropped (kohya). Shape: (h, w) uint8.
+
+    Raises: Unusable or OSError where it is missing, no picture, or of another shape than its picture.
+    """
+    path = find_mask(folder, name_of(record))
+    mask = decode_rgba(path.read_bytes()).pixels[..., 0]
+    (height, width), (mask_h, mask_w) = record.size_hw, mask.shape
+    if abs(mask_w * height / (mask_h * width) - 1) > _SAME_SHAPE:
+        raise Unusable("other shape", f"the mask {path} has {mask_w} x {mask_h} px, its picture {width} x {height}")
+    return mask
+
+
+def fit_mask(mask: np.ndarray, place: Place, interpolation: str | None) -> np.ndarray:
+    """Resize, cut and mirror a mask as its picture is. Shape: (h, w) uint8 -> (1, H, W) fp32 in 0..1."""
+    left, top, width, height = place.crop
+    cut = resize(mask, place.fit.resized_wh, interpolation)[top : top + height, left : left + width]
+    return np.array(cut[None, :, ::-1] if place.flip else cut[None], dtype=np.float32) / np.float32(255)
