@@ -14,6 +14,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 IntOrShare = Annotated[float, Field(ge=0)]  # below 1 and written as a float: a share of all steps
+EmaWidth = Annotated[float, Field(ge=0.001, le=0.28)]  # a flat average has 0.2887
 
 
 class Section(BaseModel):
@@ -31,11 +32,12 @@ class ModelSection(Section):
     vae: str | None = None
     tokenizer1: str | None = None
     tokenizer2: str | None = None
+    tokenizer_cache_dir: str | None = Field(None, description="where tokenizers fetched from a hub are kept")
     max_token_length: Literal[75, 77, 150, 225] = 77
+    clip_skip: PositiveInt | None = Field(None, description="hidden_states[-n] of both text encoders; unset: 2, SDXL's")
     prediction_type: Literal["epsilon", "v_prediction"] = "epsilon"
     train_text_encoder: bool = False
     vae_fp32: bool = Field(True, description="the VAE computes in fp32; false: in the mixed precision")
-    clip_skip: PositiveInt | None = Field(None, description="hidden_states[-n] of both text encoders; unset: 2, SDXL's")
     vae_batch_size: PositiveInt | None = None
 
 
@@ -46,9 +48,6 @@ class CaptionSection(Section):
     separator: str = ","
     shuffle: bool = False
     keep_tokens: Annotated[int, Field(ge=0)] = 0
-    dropout_rate: Share = 0.0
-    dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
-    tag_dropout_rate: Share = 0.0
     keep_tokens_separator: str | None = None
     secondary_separator: str | None = None
     enable_wildcard: bool = False
@@ -57,6 +56,9 @@ class CaptionSection(Section):
     token_warmup_min: Annotated[int, Field(ge=0)] = 1
     token_warmup_step: IntOrShare = 0
     weighted: bool = False
+    dropout_rate: Share = 0.0
+    dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
+    tag_dropout_rate: Share = 0.0
     allow_empty: bool = False
 
 
@@ -116,10 +118,13 @@ class TrainingSection(Section):
 class OptimizerSection(Section):
     """The optimizer and its schedule."""
 
-    type: str = "AdamW"  # AdamW, oss, or package.module.Class
+    type: str = "AdamW"  # a name of names.py in any case, or package.module.Class
     learning_rate: NonNegative = 2e-6
     learning_rate_te1: NonNegative | None = None
     learning_rate_te2: NonNegative | None = None
+    unet_lr: NonNegative | None = None  # None: learning_rate
+    text_encoder_lr: tuple[NonNegative, ...] = ()  # one for both encoders, or one for each
+    block_lr: tuple[NonNegative, ...] = ()  # one for each block of the UNet
     args: tuple[str, ...] = ()  # key=value, literals
     scheduler: str = "constant"
     scheduler_type: str = ""  # package.module.Class
@@ -130,12 +135,36 @@ class OptimizerSection(Section):
     power: float = 1.0
     timescale: PositiveInt | None = None
     min_lr_ratio: Share | None = None
+    schedulefree_wrapper: bool = False
+    schedulefree_wrapper_args: tuple[str, ...] = ()  # key=value, literals
 
 
 class LossSection(Section):
-    """Weights of the loss."""
+    """How an error is measured, and what a sample's weighs."""
 
-    min_snr_gamma: Annotated[float, Field(gt=0)] | None = None
+    type: Literal["l1", "l2", "huber", "smooth_l1"] = "l2"
+    huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
+    huber_c: Annotated[float, Field(gt=0)] = 0.1
+    huber_scale: Annotated[float, Field(gt=0)] = 1.0
+    min_snr_gamma: NonNegative | None = None  # 0: off, here and below
+    scale_v_pred_like_noise_pred: bool = False
+    v_pred_like: NonNegative | None = None
+    debiased_estimation: bool = False
+
+
+class NoiseSection(Section):
+    """What is mixed into the latents, and how far."""
+
+    offset: NonNegative | None = None  # 0: off, as with every strength here
+    offset_random_strength: bool = False
+    adaptive_scale: float | None = None
+    multires_iterations: Annotated[int, Field(ge=0)] | None = None
+    multires_discount: NonNegative = 0.3
+    ip_gamma: NonNegative | None = None
+    ip_gamma_random_strength: bool = False
+    zero_terminal_snr: bool = False
+    min_timestep: Annotated[int, Field(ge=0, le=999)] | None = None
+    max_timestep: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
 class EmaSection(Section):
@@ -143,6 +172,8 @@ class EmaSection(Section):
 
     enable: bool = False
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+    profiles: tuple[EmaWidth, ...] = Field((), description="relative widths of power-function averages")
+    snapshot_precision: Literal["float", "fp16"] = "fp16"
 
 
 class ValidationSection(Section):
@@ -175,10 +206,22 @@ class SaveSection(Section):
     no_metadata: bool = False
 
 
+class HubSection(Section):
+    """Where exports and states are sent to, and whether --resume names a state there."""
+
+    repo_id: str | None = None
+    repo_type: Literal["model", "dataset"] = "model"
+    path_in_repo: str | None = None
+    visibility: Literal["private", "public"] | None = None  # None: a new one is private, another stays as it is
+    save_state: bool = False
+    resume: bool = False
+    async_upload: bool = False
+
+
 class SampleSection(Section):
     """Pictures drawn during training."""
 
-    prompts: str | None = None  # a .txt file, a prompt a line
+    prompts: str | None = None  # a .txt, .toml or .json file
     every_n_steps: PositiveInt | None = None
     every_n_epochs: PositiveInt | None = None
     at_first: bool = False
@@ -234,13 +277,20 @@ class TrainConfig(Section):
     training: TrainingSection = TrainingSection()
     optimizer: OptimizerSection = OptimizerSection()
     loss: LossSection = LossSection()
+    noise: NoiseSection = NoiseSection()
     ema: EmaSection = EmaSection()
     validation: ValidationSection = ValidationSection()
     save: SaveSection = SaveSection()
+    hub: HubSection = HubSection()
     sample: SampleSection = SampleSection()
     logging: LoggingSection = LoggingSection()
     metadata: MetadataSection = MetadataSection()
     demo: DemoSection = DemoSection()
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Return the images that a rank takes in one micro batch, of each data set."""
+        return (self.training.batch_size,)
 
     @property
     def output_dir(self) -> Path:

@@ -36,21 +36,24 @@ _PREFETCH = 2  # micro batches a worker keeps ready
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of every global batch: draws rank, rank + dp_size, ..., cut into micro batches in this order."""
+    """A rank's part of every global batch: draws rank, rank + dp_size, ..., cut into micro batches in this order.
+
+    batch_sizes: images of a micro batch, of each data set.
+    """
 
     dp_rank: int
     dp_size: int
-    batch_size: int
+    batch_sizes: tuple[int, ...]
     accumulation: int = 1
 
     @property
-    def global_batch(self) -> int:
-        """Return the draws of a step over all ranks."""
-        return self.batch_size * self.accumulation * self.dp_size
+    def global_batches(self) -> tuple[int, ...]:
+        """Return the draws of a step over all ranks, of each data set."""
+        return tuple(size * self.accumulation * self.dp_size for size in self.batch_sizes)
 
-    def part(self, micro: int) -> slice:
-        """Return where micro batch `micro` lies in the global batch."""
-        span = self.dp_size * self.batch_size
+    def part(self, micro: int, dataset: int = 0) -> slice:
+        """Return where micro batch `micro` lies in a global batch of a data set."""
+        span = self.dp_size * self.batch_sizes[dataset]
         return slice(self.dp_rank + micro * span, (micro + 1) * span, self.dp_size)
 
 
@@ -63,14 +66,14 @@ class MicroBatches(Dataset[Any]):
 
     def __getitem__(self, n: int) -> Batch | DataFault:
         step, micro = divmod(n, self._share.accumulation)
-        part = self._share.part(micro)
+        part = self._share.part(micro, self._plan.dataset(step))
         if self._readahead is not None:
             self._readahead.advise(step, part)
         uses = self._plan.uses_of(step, part)
         draws = self._plan.draws(uses.rows, uses.occurrences)
         epoch, _ = self._plan.locate(step)
         try:
-            return self._maker.batch(uses.bucket.bucket, draws, epoch, lambda place: self._spare(uses, place))
+            return self._maker.batch(uses.bucket.bucket, draws, epoch, lambda place: self._spare(uses, place), step)
         except DataFault as fault:
             return fault  # raised by the parent, without the worker's traceback around it
 
@@ -117,11 +120,14 @@ def make_loader(
 
     local_size: processes of this machine that load data (default: what the launcher says); they share its processors.
     """
-    share = Share(dp_rank, dp_size, cfg.training.batch_size, cfg.training.accumulation)
-    if share.global_batch != plan.global_batch:
-        raise ValueError(f"a plan of global batch {plan.global_batch} for ranks that take {share.global_batch}")
+    share = Share(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
+    if share.global_batches != plan.global_batches:
+        raise ValueError(f"a plan of global batch {plan.global_batches} for ranks that take {share.global_batches}")
     check_sizes(data.tables, features)
-    maker = SampleMaker(data.index, recipes_of(cfg, data.index.sources), features, tokenize, plan.seed)
+    epochs = cfg.training.max_epochs
+    total = plan.total_steps(epochs) if epochs else cfg.training.max_steps
+    recipes = recipes_of(cfg, data.index.sources)
+    maker = SampleMaker(data.index, recipes, features, tokenize, plan.seed, data.store, total)
     items = range(first_step * share.accumulation, last_step * share.accumulation)
     workers = num_workers(cfg.data.workers, local_size)
     loader = data_loader(MicroBatches(maker, plan, share), items, workers)

@@ -12,13 +12,12 @@ A folder of plain files, or any source without shards, counts as one shard: shuf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from difftrain.contracts import Bucket
-from difftrain.data.tables import Tables
+from difftrain.data.tables import BucketRows, Tables
 from difftrain.diffusion.keys import key_of
 from difftrain.diffusion.permutation import Permutation
 
@@ -46,9 +45,10 @@ class Recent:
         return Recent, (self._limit,)
 
 
-def bucket_key(bucket: Bucket) -> tuple[int, int, int]:
-    """Identify a bucket in keys: by its size, so that another bucket more reshuffles nothing."""
-    return bucket.height, bucket.width, bucket.frames
+def bucket_key(rows: BucketRows) -> tuple[int, ...]:
+    """Identify a bucket in keys: by its size and data set, so that another bucket more reshuffles nothing."""
+    size = rows.bucket.height, rows.bucket.width, rows.bucket.frames
+    return (*size, rows.dataset) if rows.dataset else size
 
 
 class UseMap:
@@ -75,27 +75,47 @@ class Windows(NamedTuple):
     key: bytes  # of the shuffles inside windows
 
 
+class Slots(NamedTuple):
+    """How the places of a global batch are dealt to streams: which stream each reads, and which of its rows."""
+
+    streams: int
+    rows_per_stream: int
+    stream: np.ndarray
+    row: np.ndarray
+
+    @classmethod
+    def of(cls, global_batch: int, most: int) -> Slots:
+        """Take the largest number of streams, at most `most`, that divides a global batch."""
+        streams = max(s for s in range(1, min(most, global_batch) + 1) if global_batch % s == 0)
+        places = np.arange(global_batch)
+        return cls(streams, global_batch // streams, places % streams, places // streams)
+
+
 class SequentialOrder:
     """Order an epoch as S streams over keyed shard orders (see the head of this file)."""
 
-    def __init__(self, tables: Tables, seed: int, global_batch: int, streams: int, window: int) -> None:
+    def __init__(self, tables: Tables, seed: int, batches: Sequence[int], streams: int, window: int) -> None:
         self.buckets, self._shards, self._seed, self.window = tables.training, tables.shards, seed, window
-        self.streams = max(s for s in range(1, min(streams, global_batch) + 1) if global_batch % s == 0)
-        self.rows_per_stream = global_batch // self.streams
-        slots = np.arange(global_batch)
-        self._stream, self._row = slots % self.streams, slots // self.streams
+        self.slots = [Slots.of(global_batch, streams) for global_batch in batches]  # of each bucket
         self._passes = Recent(2 * len(self.buckets) + 2)
         self._shard_orders = Recent(4)
         self._shuffles = Recent(4 * self.streams * len(self.buckets))
+
+    @property
+    def streams(self) -> int:
+        """Return the number of streams; with global batches of several sizes, the largest."""
+        return max(slots.streams for slots in self.slots)
 
     def pick(self, epoch: int, index: int, counts: np.ndarray) -> tuple[int, int]:
         """Return (bucket, k): the `index`-th of all batches sorted by their share (k + 1/2) / count, then by bucket."""
         return merged(index, counts)
 
-    def positions(self, k: int, first: int, count: int) -> np.ndarray:
+    def positions(self, bucket: int, k: int, first: int, count: int) -> np.ndarray:
         """Return the places that batch k of an epoch's `count` batches takes; the epoch begins at `first`."""
-        g = self.rows_per_stream
-        return first + self._stream * (count * g) + k * g + self._row
+        slots = self.slots[bucket]
+        g = slots.rows_per_stream
+        places: np.ndarray = first + slots.stream * (count * g) + k * g + slots.row
+        return places
 
     def rows(self, bucket: int, pass_: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows and occurrences at places of one pass."""
@@ -147,7 +167,7 @@ class SequentialOrder:
         ends = np.cumsum(segments["records"] * segments["repeats"])
         last = np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True))
         uses = UseMap(segments["first"], segments["records"], segments["repeats"])
-        key = key_of(self._seed, "windows", *bucket_key(self.buckets[bucket].bucket), pass_)
+        key = key_of(self._seed, "windows", *bucket_key(self.buckets[bucket]), pass_)
         return Windows(uses, np.append(0, ends[last]), numbers[last], key)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,7 +36,7 @@ class Order(Protocol):
     """How an epoch's batches follow one another, and what each takes of its bucket's stream."""
 
     def pick(self, epoch: int, index: int, counts: np.ndarray) -> tuple[int, int]: ...
-    def positions(self, k: int, first: int, count: int) -> np.ndarray: ...
+    def positions(self, bucket: int, k: int, first: int, count: int) -> np.ndarray: ...
     def rows(self, bucket: int, pass_: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
 
 
@@ -43,8 +45,8 @@ class RandomOrder:
 
     layout = "key"
 
-    def __init__(self, tables: Tables, seed: int, global_batch: int) -> None:
-        self._seed, self._global_batch = seed, global_batch
+    def __init__(self, tables: Tables, seed: int, batches: Sequence[int]) -> None:
+        self._seed, self._batches = seed, batches
         self._buckets = tables.training
         self._maps = [UseMap(b.segments["first"], b.segments["records"], b.segments["repeats"]) for b in self._buckets]
         self._permutations = Recent(256)
@@ -58,28 +60,31 @@ class RandomOrder:
         bucket = int(np.searchsorted(ends, slot, side="right"))
         return bucket, slot - int(ends[bucket] - counts[bucket])
 
-    def positions(self, k: int, first: int, count: int) -> np.ndarray:
+    def positions(self, bucket: int, k: int, first: int, count: int) -> np.ndarray:
         """Return the places in the endless stream that batch k of an epoch takes; the epoch begins at `first`."""
-        start = first + k * self._global_batch
-        return np.arange(start, start + self._global_batch)
+        start = first + k * self._batches[bucket]
+        return np.arange(start, start + self._batches[bucket])
 
     def rows(self, bucket: int, pass_: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows and occurrences at places of one pass."""
         rows = self._buckets[bucket]
         permutation = self._permutations.get(
-            (bucket, pass_), lambda: Permutation(rows.uses, self._seed, "pass", *bucket_key(rows.bucket), pass_)
+            (bucket, pass_), lambda: Permutation(rows.uses, self._seed, "pass", *bucket_key(rows), pass_)
         )
         return self._maps[bucket](pass_, permutation(offsets))
 
 
 class EpochPlan:
-    """Say which draws form global batch k, for every k. Picklable; memory of the order of the buckets."""
+    """Say which draws form global batch k, for every k. Picklable; memory of the order of the buckets.
+
+    global_batch: one number, or that of each data set; a batch is of one bucket, so of one data set.
+    """
 
     def __init__(
         self,
         tables: Tables,
         seed: int,
-        global_batch: int,
+        global_batch: int | Sequence[int],
         order: str = "random",
         *,
         streams: int = 64,
@@ -87,18 +92,24 @@ class EpochPlan:
     ) -> None:
         if not tables.training:
             raise DataFault("no record is left to train on: all are held out for validation (--validation_split)")
-        if global_batch < 1 or tables.layout != {"random": "key", "sequential": "shard"}[order]:
+        self.global_batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
+        if min(self.global_batches) < 1 or tables.layout != {"random": "key", "sequential": "shard"}[order]:
             raise ValueError(f"order {order!r} over tables by {tables.layout}, global batch {global_batch}")
-        self.tables, self.seed, self.global_batch, self.order = tables, seed, global_batch, order
+        self.tables, self.seed, self.order = tables, seed, order
         self.buckets = tables.training
         self._uses = np.array([rows.uses for rows in self.buckets], dtype=np.int64)
+        batches = [self.global_batches[rows.dataset] for rows in self.buckets]
+        self._batches = np.array(batches, dtype=np.int64)
+        # batches an epoch, on average, as a fraction of whole numbers
+        self._per = math.lcm(*batches)
+        self._share = sum(rows.uses * (self._per // batch) for rows, batch in zip(self.buckets, batches, strict=True))
         self._settings: dict[str, Any] = {"order": order}
         self.arrangement: Order
         if order == "sequential":
             self._settings |= {"streams": streams, "window": window}
-            self.arrangement = SequentialOrder(tables, seed, global_batch, streams, window)
+            self.arrangement = SequentialOrder(tables, seed, batches, streams, window)
         else:
-            self.arrangement = RandomOrder(tables, seed, global_batch)
+            self.arrangement = RandomOrder(tables, seed, batches)
 
     @property
     def uses(self) -> int:
@@ -106,13 +117,18 @@ class EpochPlan:
         return int(self._uses.sum())
 
     @property
+    def mean_batch(self) -> float:
+        """Return how many draws a step has on average."""
+        return self.uses * self._per / self._share
+
+    @property
     def starved(self) -> list[BucketRows]:
         """Return the buckets that are smaller than the global batch: they are served every few epochs."""
-        return [rows for rows in self.buckets if rows.uses < self.global_batch]
+        return [rows for rows in self.buckets if rows.uses < self.global_batches[rows.dataset]]
 
     def served(self, epoch: int) -> np.ndarray:
         """Return how many batches of each bucket come before an epoch."""
-        return epoch * self._uses // self.global_batch
+        return epoch * self._uses // self._batches
 
     def total_steps(self, epochs: int) -> int:
         """Return how many steps the first `epochs` epochs have: also the first step of epoch number `epochs`."""
@@ -126,9 +142,9 @@ class EpochPlan:
         """Return (epoch, place within it) of a step."""
         if step < 0:
             raise IndexError(f"step {step} is below 0")
-        # total_steps(e) lies within one batch a bucket below e * uses / G, so that the bracket is narrow.
-        low = step * self.global_batch // self.uses
-        high = (step + len(self.buckets) + 1) * self.global_batch // self.uses + 2
+        # total_steps(e) lies within one batch a bucket below e * (sum of uses / G), so that the bracket is narrow.
+        low = step * self._per // self._share
+        high = (step + len(self.buckets) + 1) * self._per // self._share + 2
         while high - low > 1:
             middle = (low + high) // 2
             if self.total_steps(middle) <= step:
@@ -143,8 +159,8 @@ class EpochPlan:
         served = self.served(epoch)
         counts = self.served(epoch + 1) - served
         bucket, k = self.arrangement.pick(epoch, index, counts)
-        first = int(served[bucket]) * self.global_batch
-        places = self.arrangement.positions(k, first, int(counts[bucket]))[part]
+        first = int(served[bucket]) * int(self._batches[bucket])
+        places = self.arrangement.positions(bucket, k, first, int(counts[bucket]))[part]
         passes = places // self._uses[bucket]
         offsets = places - passes * self._uses[bucket]
         rows, occurrences = np.empty_like(places), np.empty_like(places)
@@ -152,6 +168,18 @@ class EpochPlan:
             own = passes == pass_
             rows[own], occurrences[own] = self.arrangement.rows(bucket, pass_, offsets[own])
         return Uses(self.buckets[bucket], rows, occurrences)
+
+    def dataset(self, step: int) -> int:
+        """Return the data set that a global batch is of."""
+        if len(self.global_batches) == 1:
+            return 0
+        epoch, index = self.locate(step)
+        bucket, _ = self.arrangement.pick(epoch, index, self.served(epoch + 1) - self.served(epoch))
+        return self.buckets[bucket].dataset
+
+    def size(self, step: int) -> int:
+        """Return the number of draws of a global batch."""
+        return self.global_batches[self.dataset(step)]
 
     def batch(self, step: int, part: slice = ALL) -> tuple[Bucket, list[Draw]]:
         """Return bucket and draws of global batch `step`; rank r takes part = slice(r, None, dp_size)."""
@@ -173,27 +201,37 @@ class EpochPlan:
         return {
             "stream_version": STREAM_VERSION,
             "seed": self.seed,
-            "global_batch": self.global_batch,
+            "global_batch": self.global_batches[0] if self._single else list(self.global_batches),
             **self._settings,
             "records": sum(rows.records for rows in self.buckets),
             "buckets": {
-                str(rows.bucket): {"records": rows.records, "uses": rows.uses, "digest": rows.digest}
+                self.name(rows): {"records": rows.records, "uses": rows.uses, "digest": rows.digest}
                 for rows in self.buckets
             },
         }
 
+    @property
+    def _single(self) -> bool:
+        return len(self.global_batches) == 1
+
+    def name(self, rows: BucketRows) -> str:
+        """Name a bucket; of several data sets, with its own."""
+        return str(rows.bucket) if self._single else f"{rows.bucket} of data set {rows.dataset + 1}"
+
     def lines(self) -> list[str]:
         """Say how steps and epochs come about, and which buckets starve."""
-        buckets, uses, batch = len(self.buckets), self.uses, self.global_batch
+        buckets, batch = len(self.buckets), ", ".join(map(str, self.global_batches))
         said = [
-            f"{uses} draws an epoch (repeats counted) in {buckets} bucket{'s'[: buckets > 1]}, global batch {batch}: "
-            f"{self.steps(0)} steps in the first epoch, {uses / batch:.2f} on average"
+            f"{self.uses} draws an epoch (repeats counted) in {buckets} bucket{'s'[: buckets > 1]}, "
+            f"global batch {batch}{'' if self._single else ' by data set'}: "
+            f"{self.steps(0)} steps in the first epoch, {self._share / self._per:.2f} on average"
         ]
-        said += [
-            f"bucket {rows.bucket} has {rows.uses} draws an epoch, fewer than the global batch {batch}: "
-            f"served about every {batch / rows.uses:.1f} epochs, nothing dropped"
-            for rows in self.starved
-        ]
+        for rows in self.starved:
+            needed = self.global_batches[rows.dataset]
+            said.append(
+                f"bucket {self.name(rows)} has {rows.uses} draws an epoch, fewer than the global batch {needed}: "
+                f"served about every {needed / rows.uses:.1f} epochs, nothing dropped"
+            )
         return said
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from difftrain.config import TrainConfig
 from difftrain.contracts import DataFault, Reject
 from difftrain.data.buckets import BucketTable
+from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
 from difftrain.data.index import Index
 from difftrain.data.index_writer import disk_faults
 from difftrain.data.indexing import build_index
@@ -36,6 +37,7 @@ class Data:
     index: Index
     tables: Tables
     recipes: tuple[Recipe, ...]  # of each source
+    store: FeatureStore = NOTHING_CACHED  # what is cached of it
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -92,7 +94,12 @@ def open_data(cfg: TrainConfig, folder: Path) -> Data:
     return Data(index, Tables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
 
 
-def make_plan(data: Data, cfg: TrainConfig, global_batch: int) -> EpochPlan:
+def global_batches(cfg: TrainConfig, dp_size: int) -> tuple[int, ...]:
+    """Return the draws of a step over all ranks, of each data set."""
+    return tuple(size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes)
+
+
+def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -> EpochPlan:
     """Make the plan that a configuration asks for. The seed must be settled."""
     assert cfg.training.seed is not None
     return EpochPlan(

@@ -51,10 +51,11 @@ class Readahead:
         bucket, k = order.pick(epoch, place, after - served)
         if bucket != self._pacer:
             return
-        batch, g = self._plan.global_batch, order.rows_per_stream
+        slots = order.slots[bucket]
+        g, batch = slots.rows_per_stream, slots.streams * slots.rows_per_stream
         count, coming = int(after[bucket] - served[bucket]), int(last[bucket] - after[bucket])
         for slot in range(batch)[part]:
-            if slot >= order.streams:
+            if slot >= slots.streams:
                 break
             start = int(served[bucket]) * batch + slot * count * g  # this stream's share of the epoch
             stop = start + count * g

@@ -24,7 +24,7 @@ Layout = Literal["key", "shard"]  # rows of a bucket by (repeats, key), or by (s
 
 @dataclass(frozen=True)
 class BucketRows:
-    """The rows of one bucket. A segment is a run of them with one number of repeats (and one shard)."""
+    """The rows of one bucket of one data set. A segment is a run of them with one number of repeats (and one shard)."""
 
     bucket: Bucket
     first: int
@@ -32,6 +32,7 @@ class BucketRows:
     uses: int  # records with repeats counted
     digest: str  # of keys, repeats and their order
     segments: np.ndarray  # SEGMENT, memory-mapped
+    dataset: int = 0  # of several [[datasets]]: each has buckets and a batch size of its own
 
 
 class Tables:
@@ -63,6 +64,7 @@ class Tables:
         self.training = tuple(_bucket_rows(entry, segments) for entry in header["training"])
         self.validation = tuple(_bucket_rows(entry, segments) for entry in header["validation"])
         self.unplaced: int = header["unplaced"]  # records that fit no bucket: the last rows
+        self.surplus: int = header.get("surplus", 0)  # regularisation pictures that no epoch uses: the rows before
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tables, (self.folder, self._index_folder)
@@ -77,6 +79,11 @@ class Tables:
         source = int(np.searchsorted(self.shard_firsts, number, side="right")) - 1
         return source, number - self.shard_firsts[source]
 
+    def ids(self) -> np.ndarray:
+        """Return the ids of all rows, memory-mapped."""
+        mapped: np.ndarray = np.load(self.folder / "ids.npy", mmap_mode="r")
+        return mapped
+
     def take(self, rows: np.ndarray) -> tuple[list[int], list[bytes]]:
         """Return ids and keys of rows."""
         ids: list[int] = self._ids.take(rows.tolist()).tolist()
@@ -87,4 +94,7 @@ class Tables:
 def _bucket_rows(entry: dict[str, Any], segments: np.ndarray) -> BucketRows:
     low, high = entry["segments"]
     bucket = Bucket(*entry["bucket"])
-    return BucketRows(bucket, entry["first"], entry["records"], entry["uses"], entry["digest"], segments[low:high])
+    rows = segments[low:high]
+    return BucketRows(
+        bucket, entry["first"], entry["records"], entry["uses"], entry["digest"], rows, entry.get("dataset", 0)
+    )

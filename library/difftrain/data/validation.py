@@ -10,12 +10,12 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, Bucket, Draw, FeatureSpec, Reject, Tokenize
+from difftrain.contracts import Batch, Draw, FeatureSpec, Reject, Tokenize
 from difftrain.data.loader import Share, data_loader, items_of, num_workers
 from difftrain.data.prepare import Data, validation_seed
 from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import SampleMaker
-from difftrain.data.tables import Tables
+from difftrain.data.tables import BucketRows, Tables
 from difftrain.diffusion.permutation import Permutation
 
 log = logging.getLogger("difftrain")
@@ -24,12 +24,13 @@ log = logging.getLogger("difftrain")
 class Chunks:
     """The held-out records of each bucket, cut into chunks of at most one global batch; chunks in keyed order.
 
+    global_batches: of each data set.
     max_steps keeps the first so many chunks: the same records on any number of ranks with the same global batch.
     """
 
-    def __init__(self, tables: Tables, seed: int, global_batch: int, max_steps: int | None) -> None:
-        self._tables, self._global_batch = tables, global_batch
-        counts = [-(-rows.records // global_batch) for rows in tables.validation]
+    def __init__(self, tables: Tables, seed: int, global_batches: tuple[int, ...], max_steps: int | None) -> None:
+        self._tables, self._batches = tables, [global_batches[rows.dataset] for rows in tables.validation]
+        counts = [-(-rows.records // batch) for rows, batch in zip(tables.validation, self._batches, strict=True)]
         self._ends = np.cumsum(counts)
         total = sum(counts)
         self._order = Permutation(total, seed, "validation chunks") if total else None
@@ -38,15 +39,15 @@ class Chunks:
     def __len__(self) -> int:
         return self._length
 
-    def rows(self, n: int) -> tuple[Bucket, np.ndarray]:
+    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
         """Return bucket and table rows of chunk n."""
         assert self._order is not None
         slot = self._order(n)
         which = int(np.searchsorted(self._ends, slot, side="right"))
-        held = self._tables.validation[which]
-        start = (slot - int(self._ends[which - 1] if which else 0)) * self._global_batch
-        stop = min(start + self._global_batch, held.records)
-        return held.bucket, np.arange(held.first + start, held.first + stop)
+        held, batch = self._tables.validation[which], self._batches[which]
+        start = (slot - int(self._ends[which - 1] if which else 0)) * batch
+        stop = min(start + batch, held.records)
+        return held, np.arange(held.first + start, held.first + stop)
 
 
 class HeldOut(Dataset[Any]):
@@ -57,11 +58,11 @@ class HeldOut(Dataset[Any]):
 
     def __getitem__(self, n: int) -> Batch | list[Reject]:
         chunk, micro = divmod(n, self._share.accumulation)
-        bucket, rows = self._chunks.rows(chunk)
-        ids, keys = self._tables.take(rows[self._share.part(micro)])
+        held, rows = self._chunks.rows(chunk)
+        ids, keys = self._tables.take(rows[self._share.part(micro, held.dataset)])
         draws = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
-        samples, kept, rejects = self._maker.samples(bucket, draws, 0, spare=None)
-        return self._maker.collate(bucket, samples, kept, rejects) if samples else rejects
+        samples, kept, rejects = self._maker.samples(held.bucket, draws, 0, spare=None)
+        return self._maker.collate(held.bucket, samples, kept, rejects) if samples else rejects
 
 
 class ValidationBatches:
@@ -96,10 +97,10 @@ def validation_batches(
     local_size: int | None = None,
 ) -> ValidationBatches:
     """Return this rank's part of the held-out records: occurrence 0, no flip, centre crop, the caption as it stands."""
-    share = Share(dp_rank, dp_size, cfg.training.batch_size, cfg.training.accumulation)
+    share = Share(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
     seed = validation_seed(cfg)
     plain = tuple(recipe.plain() for recipe in recipes_of(cfg, data.index.sources))
-    maker = SampleMaker(data.index, plain, features, tokenize, seed)
-    chunks = Chunks(data.tables, seed, share.global_batch, cfg.validation.max_steps)
+    maker = SampleMaker(data.index, plain, features, tokenize, seed, data.store)
+    chunks = Chunks(data.tables, seed, share.global_batches, cfg.validation.max_steps)
     dataset = HeldOut(maker, data.tables, chunks, share)
     return ValidationBatches(dataset, chunks, share.accumulation, num_workers(cfg.data.workers, local_size))

@@ -15,7 +15,7 @@ from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, Family, Group, Parts
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan import EpochPlan
-from difftrain.data.prepare import make_plan, open_data, prepare
+from difftrain.data.prepare import global_batches, make_plan, open_data, prepare
 from difftrain.distributed.launch import Launch
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
@@ -40,13 +40,13 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
         say(f"samples: {note}")
     data = open_data(cfg, prepare(cfg, log=say))
     check_sizes(data.tables, family.features)
-    plan = make_plan(data, _seeded(cfg), global_batch(cfg, ranks))
+    plan = make_plan(data, _seeded(cfg), global_batches(cfg, ranks))
     total = total_steps(cfg, plan)
     for line in (
         *length(cfg, plan, total),
         *parameters(parts),
         *memory(cfg, parts, ranks),
-        *flops(family, parts, cfg, data, plan.global_batch, total),
+        *flops(family, parts, cfg, data, plan, total),
     ):
         say(line)
     say("dry run: nothing was trained and no device was touched")
@@ -60,17 +60,13 @@ def _seeded(cfg: TrainConfig) -> TrainConfig:
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": 0})})
 
 
-def global_batch(cfg: TrainConfig, ranks: int) -> int:
-    """Return the images of one update."""
-    return cfg.training.batch_size * cfg.training.accumulation * ranks
-
-
 def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
     """Spell how micro batches make a global one."""
-    training = cfg.training
+    sizes, images = (", ".join(map(str, numbers)) for numbers in (cfg.batch_sizes, global_batches(cfg, ranks)))
     return (
-        f"{training.batch_size} images a micro batch x {training.accumulation} accumulated x {ranks} "
-        f"rank{'s' if ranks > 1 else ''} = {global_batch(cfg, ranks)} images a step"
+        f"{sizes} images a micro batch x {cfg.training.accumulation} accumulated x {ranks} "
+        f"rank{'s' if ranks > 1 else ''} = {images} images a step"
+        + (", by data set" if len(cfg.batch_sizes) > 1 else "")
     )
 
 
@@ -85,7 +81,7 @@ def length(cfg: TrainConfig, plan: EpochPlan, total: int) -> Iterator[str]:
     yield from plan.lines()
     epochs = plan.locate(total - 1)[0] + 1 if total else 0
     asked = f"--max_train_epochs={cfg.training.max_epochs}" if cfg.training.max_epochs else "--max_train_steps"
-    yield f"length: {total} steps in {epochs} epochs (by {asked}), {total * plan.global_batch} images seen"
+    yield f"length: {total} steps in {epochs} epochs (by {asked}), {total * plan.mean_batch:.0f} images seen"
 
 
 def modules(parts: Parts) -> dict[str, nn.Module]:
@@ -137,6 +133,9 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
     found.append(Need("optimizer state", each * moving / shards, formula))
     if cfg.ema.enable:
         found.append(Need("averaged weights", FP32 * moving, "4 B a trained parameter"))
+    if cfg.ema.profiles:
+        count = len(cfg.ema.profiles)
+        found.append(Need(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width"))
     return found
 
 
@@ -160,14 +159,14 @@ def memory(cfg: TrainConfig, parts: Parts, ranks: int) -> Iterator[str]:
     yield f"memory of a card: {total:.4g} GiB in all, without activations, which grow with batch and resolution"
 
 
-def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, images: int, total: int) -> Iterator[str]:
+def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: EpochPlan, total: int) -> Iterator[str]:
     """Estimate the work: of an image at --resolution, of a mean step over the buckets, of the run."""
     width, height = cfg.data.resolution or (1024, 1024)
     main = family.flops_per_sample(parts, Bucket(height, width))
     yield f"FLOPs of an image at {width}x{height}: {scaled(main)}, forward and backward, recomputation not counted"
     rows = data.tables.training
     uses = sum(each.uses for each in rows)
-    step = sum(family.flops_per_sample(parts, each.bucket) * each.uses for each in rows) / uses * images
+    step = sum(family.flops_per_sample(parts, each.bucket) * each.uses for each in rows) / uses * plan.mean_batch
     yield f"FLOPs of a step, the mean over the buckets: {scaled(step)}; of the run: {scaled(step * total)}"
 
 

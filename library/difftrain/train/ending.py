@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Bucket
@@ -101,6 +102,10 @@ def _scores(run: Run) -> tuple[dict[str, Any], list[Target]]:
         return score_run(run)
 
 
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def say_what_runs(run: Run) -> None:
     """Print once, at the start, what is trained on what, the batch arithmetic, and each automatic choice."""
     cfg, size = run.cfg, run.engine.dp_size
@@ -109,8 +114,8 @@ def say_what_runs(run: Run) -> None:
         f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
         f"precision {cfg.training.mixed_precision}",
         f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
-        f"batch: {cfg.training.batch_size} a rank x {cfg.training.accumulation} accumulated x {size} ranks = "
-        f"{run.global_batch} images a step",
+        f"batch: {_listed(cfg.batch_sizes)} a rank x {cfg.training.accumulation} accumulated x {size} ranks = "
+        f"{_listed(run.plan.global_batches)} images a step{', by data set' if len(cfg.batch_sizes) > 1 else ''}",
         *run.plan.lines(),
         f"length: {run.total_steps} steps"
         + (f" ({cfg.training.max_epochs} epochs; epochs win over steps)" if cfg.training.max_epochs else "")

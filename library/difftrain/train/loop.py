@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from difftrain.contracts import Batch
+from difftrain.train.averages import update_averages
 from difftrain.train.saving import Saving
 from difftrain.train.signals import NOTHING, STOP, Requests
 from difftrain.train.state import Hook, Run
@@ -26,15 +27,14 @@ def train(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Sav
 
 
 def _steps(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Saving, requests: Requests) -> None:
-    counts = {"samples": float(run.global_batch)}
     run.clock.start()
     for micro in run.clock.batches(steps):
-        stats = run.engine.step(micro, counts)
-        if run.ema is not None:
-            run.ema.update((name, shard) for name, shard, _ in run.engine.shards())
+        images = run.plan.size(run.progress.step)
+        stats = run.engine.step(micro, {"samples": float(images)})
+        update_averages(run)
         run.progress.step += 1
-        run.progress.samples_seen += run.global_batch
-        run.clock.stepped(run.global_batch, run.flops(micro))
+        run.progress.samples_seen += images
+        run.clock.stepped(images, images * run.flops(micro))
         run.meter.after_step(run, micro, stats)
         for hook in hooks:
             hook.after_step(run)

@@ -19,9 +19,8 @@ from difftrain.config.toml import dump
 from difftrain.contracts import Batch, ConfigFault, DataFault, Engine, Family, Fault, Parts, TrainingFault
 from difftrain.data.loader import check_sizes, make_loader
 from difftrain.data.plan import EpochPlan
-from difftrain.data.prepare import Data, make_plan, open_data, prepare
+from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.device import Device, choose, use_attention
-from difftrain.diffusion.ema import Ema
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
@@ -29,6 +28,7 @@ from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.report.files import write_whole
+from difftrain.train.averages import announce, start_averages
 from difftrain.train.check import check
 from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, say_what_runs, write_reports
@@ -120,8 +120,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     faults = engine.faults()
     if faults:
         raise ConfigFault([Fault("--engine", fault) for fault in faults])
-    global_batch = cfg.training.batch_size * cfg.training.accumulation * engine.dp_size
-    plan = make_plan(data, cfg, global_batch)
+    plan = make_plan(data, cfg, global_batches(cfg, engine.dp_size))
     if len(set(ranks.gather(plan.digest))) > 1:
         raise DataFault("the machines see different data under --train_data_dir: their plans differ; copy it anew")
     total = plan.total_steps(cfg.training.max_epochs) if cfg.training.max_epochs else cfg.training.max_steps
@@ -151,15 +150,15 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         data=data,
         plan=plan,
         total_steps=total,
-        global_batch=global_batch,
+        global_batch=max(plan.global_batches),
         clock=Clock(device.synchronise, session_steps=total - first_step, mark=device.marker(), age_s=process_age_s()),
         claim=start.claim,
         facts=facts,
         choices=[facts["attention"]],
         begins_at=0 if start.checkpoint is not None else first_step,
     )
-    if cfg.ema.enable:
-        this.ema = Ema(((name, shard) for name, shard, _ in engine.shards()), cfg.ema.decay)
+    this.ema, this.profiles = start_averages(cfg.ema, engine)
+    this.choices += announce(cfg.ema, this.profiles)
     if start.checkpoint is not None:
         engine.restore(start.checkpoint)
         load_counters(this, start.checkpoint)

@@ -117,7 +117,7 @@ def identity(cfg: TrainConfig, parts: Parts, plan: EpochPlan, ranks: Ranks, thre
         "model": parts.config,
         "trained": sorted({name.split(".")[0] for name, p in parts.root.named_parameters() if p.requires_grad}),
         "seed": cfg.training.seed,
-        "global_batch": plan.global_batch,
+        "global_batch": plan.describe()["global_batch"],
         "plan": plan.describe(),
         "plan_digest": plan.digest,
         "config_digest": digest(cfg, ranks.size),

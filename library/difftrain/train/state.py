@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from difftrain.data.prepare import Data
     from difftrain.device import Device
     from difftrain.diffusion.ema import Ema
+    from difftrain.diffusion.power_ema import PowerEma
     from difftrain.distributed.ranks import Ranks
     from difftrain.report.clock import Clock
     from difftrain.train.meter import Meter
@@ -35,10 +36,11 @@ class Run:
     data: Data
     plan: EpochPlan
     total_steps: int
-    global_batch: int
+    global_batch: int  # of data sets with several sizes, the largest
     clock: Clock
     claim: Claim  # on the output folder
     ema: Ema | None = None
+    profiles: list[PowerEma] = field(default_factory=list)  # averages by relative width
     progress: Progress = field(default_factory=Progress)
     facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers
     choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
@@ -72,11 +74,11 @@ class Run:
         return self.total_steps - self.progress.step
 
     def flops(self, micro: list[Batch]) -> float:
-        """Return the model FLOPs of a step in the bucket of these micro batches, over all ranks."""
+        """Return the model FLOPs of an image in the bucket of these micro batches."""
         bucket = micro[0].bucket
         if bucket not in self._flops:
             self._flops[bucket] = self.family.flops_per_sample(self.parts, bucket)
-        return self._flops[bucket] * self.global_batch
+        return self._flops[bucket]
 
     def epoch_end(self) -> int | None:
         """Return the number of epochs done where the last step ended one, else None.
