@@ -23,11 +23,12 @@ FROZEN_OURS = {
     "use_ema", "ema_decay", "ema_profiles", "allow_empty_caption", "max_rejected_share", "cache_dir", "tar_order",
     "tar_streams", "tar_window", "verify_data", "image_column", "caption_column", "validation_split", "validation_seed",
     "validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps", "log_every", "training_comment",
-    "no_metadata", "demo", "demo_score", "skip_until_initial_step", "initial_step", "initial_epoch",
+    "no_metadata", "demo", "demo_score", "unet_lr", "text_encoder_lr", "optimizer_schedulefree_wrapper",
+    "schedulefree_wrapper_args", "skip_until_initial_step", "initial_step", "initial_epoch",
 }  # fmt: skip
 FROZEN_LATER = {
     "cache_only", "master_weights", "prior_loss_weight",
-    "cpu_offload_checkpointing", "unet_lr", "text_encoder_lr", "fp8_base_unet", "network_module", "network_dim",
+    "cpu_offload_checkpointing", "fp8_base_unet", "network_module", "network_dim",
     "network_alpha", "network_weights", "network_dropout", "network_args", "network_train_unet_only",
     "network_train_text_encoder_only", "dim_from_weights", "scale_weight_norms", "base_weights",
     "base_weights_multiplier",
@@ -35,7 +36,8 @@ FROZEN_LATER = {
 
 KINDS = {"StoreTrue": "switch", "str": "str", "int": "int", "float": "float", "int_or_float": "number",
          "str nargs=*": "strs", "Path": "str"}  # fmt: skip
-WIDER = {"train_data_dir": "strs", "dataset_repeats": "ints", "resolution": "size"}  # ours take more than kohya's
+# ours take more than kohya's
+WIDER = {"train_data_dir": "strs", "dataset_repeats": "ints", "resolution": "size", "block_lr": "floats"}
 
 
 def test_names_are_frozen() -> None:

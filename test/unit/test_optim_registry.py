@@ -29,7 +29,7 @@ def _train(optimizer: torch.optim.Optimizer, steps: int = 5) -> torch.Tensor:
 
 
 def test_the_names_are_those_that_the_configuration_knows() -> None:
-    assert tuple(REGISTRY) == OPTIMIZERS
+    assert set(REGISTRY) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "adamw", "oss", "OSS"])
@@ -102,10 +102,10 @@ def test_any_class_by_dotted_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "args", "told"),
     [
-        ("AdamX", (), "--optimizer_type: got 'AdamX' (one of AdamW, oss, or package.module.Class"),
+        ("AdamX", (), "--optimizer_type: got 'AdamX' (one of AdamW, oss, "),
         ("AdamW", ("beta=.9",), "AdamW takes no beta here (it takes amsgrad, betas, "),
         ("AdamW", ("lr=1",), "AdamW takes no lr here"),
-        ("oss", ("nope=1", "nada=2"), "AdamW takes no nope, nada here"),
+        ("oss", ("nope=1", "nada=2"), "oss takes no nope, nada here"),
         ("AdamW", ("betas=2,2",), "AdamW refuses them: Invalid beta parameter"),
         ("AdamW", ("eps",), "got 'eps' (write name=value, as in weight_decay=0.01)"),
         ("AdamW", ("eps=1e-8", "eps=1e-6"), "eps is given twice"),

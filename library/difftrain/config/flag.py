@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["switch", "str", "int", "float", "number", "size", "strs", "ints"]
+Kind = Literal["switch", "str", "int", "float", "number", "size", "strs", "ints", "floats"]
 Status = Literal["implemented", "nearest", "later", "refused"]
 
 AS_OURS: Any = object()  # kohya's default is the default of the field
@@ -42,7 +42,7 @@ class Flag:
     @property
     def takes_many(self) -> bool:
         """Say whether several values may follow."""
-        return self.kind in ("strs", "ints")
+        return self.kind in ("strs", "ints", "floats")
 
 
 def on(name: str, kind: Kind, to: str, help: str, **rest: Any) -> Flag:
@@ -111,6 +111,8 @@ def convert(flag: Flag, texts: list[str]) -> Any:
         return tuple(texts)
     if flag.kind == "ints":
         return tuple(_int(number) for text in texts for number in text.split(","))
+    if flag.kind == "floats":
+        return tuple(_float(number) for text in texts for number in text.split(","))
     if not texts[-1].strip() and flag.kind != "str":
         raise ValueError("its value is empty")
     return _ONE[flag.kind](texts[-1])

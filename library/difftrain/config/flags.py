@@ -7,6 +7,7 @@ here. Defaults are the ones of sections.py; kohya's is named where it is another
 from __future__ import annotations
 
 from difftrain.config.flag import Flag, later, near, never, on
+from difftrain.config.names import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
 
 _ONE_ATTENTION = "picks no kernel here: the device's best exact attention is used either way"
 _DEEPSPEED = "DeepSpeed; the native engine shards optimizer state with --optimizer_type=oss"
@@ -184,15 +185,16 @@ KOHYA: tuple[Flag, ...] = (
     on("use_safetensors", "switch", "save.model_as", "safetensors, unless --save_model_as is given", sets="safetensors", weak=True),
     # optimizer and schedule
     on("optimizer_type", "str", "optimizer.type",
-       "AdamW; oss: AdamW with its state sharded over ranks; or package.module.Class", kohya="", same=("",)),
-    later("use_8bit_adam", "switch", "8-bit optimizers; use --optimizer_type=AdamW"),
-    later("use_lion_optimizer", "switch", "Lion; use --optimizer_type=package.module.Class of an installed one"),
+       f"{', '.join(OPTIMIZERS)} (oss: AdamW with its state sharded over ranks); of torch.optim {', '.join(TORCH_OPTIMIZERS)};"
+       " or package.module.Class", kohya="", same=("",)),
+    on("use_8bit_adam", "switch", "optimizer.type", "the same as --optimizer_type=AdamW8bit", sets="AdamW8bit"),
+    on("use_lion_optimizer", "switch", "optimizer.type", "the same as --optimizer_type=Lion", sets="Lion"),
     on("learning_rate", "float", "optimizer.learning_rate", "learning rate"),
     on("max_grad_norm", "float", "training.max_grad_norm", "clip the global gradient norm to this; 0: no clipping"),
     on("optimizer_args", "strs", "optimizer.args", "key=value ... for the optimizer's constructor", kohya=None),
     on("lr_scheduler_type", "str", "optimizer.scheduler_type", "package.module.Class of a schedule", same=("",)),
     on("lr_scheduler_args", "strs", "optimizer.scheduler_args", "key=value ... for the schedule", kohya=None),
-    on("lr_scheduler", "str", "optimizer.scheduler", "schedule of the learning rate"),
+    on("lr_scheduler", "str", "optimizer.scheduler", f"schedule of the learning rate: {', '.join(SCHEDULERS)}"),
     on("lr_warmup_steps", "number", "optimizer.warmup_steps", "updates of warm-up; below 1 or with %: a share of all"),
     on("lr_decay_steps", "number", "optimizer.decay_steps", "updates of decay; below 1 or with %: a share of all"),
     on("lr_scheduler_num_cycles", "int", "optimizer.num_cycles", "restarts of cosine_with_restarts"),
@@ -218,7 +220,9 @@ KOHYA: tuple[Flag, ...] = (
     near("diffusers_xformers", "switch", "training.attention", _ONE_ATTENTION, sets="xformers"),
     on("train_text_encoder", "switch", "model.train_text_encoder", "train both text encoders too"),
     near("no_half_vae", "switch", "model.vae_fp32", "the VAE computes in fp32 unless --half_vae is given"),
-    later("block_lr", "str", "learning rates for each block of the UNet"),
+    on("block_lr", "floats", "optimizer.block_lr",
+       "23 rates, of the UNet's embeddings (1), input (9), middle (3) and output blocks (9), and out (1); 0: frozen",
+       kohya=None),
     later("fused_optimizer_groups", "int", "updates during the backward pass"),
 )
 
@@ -266,11 +270,16 @@ OURS: tuple[Flag, ...] = (
     on("skip_until_initial_step", "switch", "training.skip_until_initial_step",
        "a fresh run begins at --initial_step or --initial_epoch: what the data hold before it is left out"),
     on("initial_step", "int", "training.initial_step", "steps of the data that are left out; the schedule begins at 0"),
+    on("unet_lr", "float", "optimizer.unet_lr", "rate of the UNet; unset: --learning_rate; 0: frozen"),
+    on("text_encoder_lr", "floats", "optimizer.text_encoder_lr",
+       "rate of both text encoders, or one for each; the other spelling of --learning_rate_te1 and te2"),
+    on("optimizer_schedulefree_wrapper", "switch", "optimizer.schedulefree_wrapper",
+       "average the weights as schedule-free optimizers do, around any --optimizer_type"),
+    on("schedulefree_wrapper_args", "strs", "optimizer.schedulefree_wrapper_args",
+       "key=value ... of that: momentum, weight_decay_at_y, weight_lr_power, r"),
     on("initial_epoch", "int", "training.initial_epoch", "epoch to begin in, the first is 1; --initial_step wins"),
     later("prior_loss_weight", "float", "regularisation pictures"),
     later("cpu_offload_checkpointing", "switch", "checkpoints of activations in CPU memory; use --gradient_checkpointing"),
-    later("unet_lr", "float", f"{_LORA}: use --learning_rate"),
-    later("text_encoder_lr", "strs", f"{_LORA}: use --learning_rate_te1 and --learning_rate_te2"),
     later("fp8_base_unet", "switch", "frozen weights in fp8"),
     later("network_module", "str", _LORA),
     later("network_dim", "int", _LORA),

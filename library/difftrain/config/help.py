@@ -11,7 +11,10 @@ from difftrain.config.sections import TrainConfig
 from difftrain.config.toml import value_text
 from difftrain.config.validate import choices_of, default_of, section_class
 
-WORDS = {"int": "N", "float": "X", "number": "N", "size": "W,H", "strs": "TEXT ...", "ints": "N ...", "str": "TEXT"}
+WORDS = {
+    "int": "N", "float": "X", "number": "N", "size": "W,H", "strs": "TEXT ...", "ints": "N ...", "floats": "X ...",
+    "str": "TEXT",
+}  # fmt: skip
 
 
 def help_text(prog: str) -> str:

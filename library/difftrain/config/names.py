@@ -10,19 +10,33 @@ from difflib import get_close_matches
 
 INIT_CONFIGS = ("base", "tiny", "demo")
 
-OPTIMIZERS = ("AdamW", "oss")
-OPTIMIZERS_LATER = (
-    "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "Lion", "Lion8bit", "PagedLion8bit",
-    "SGDNesterov", "SGDNesterov8bit", "DAdaptation", "DAdaptAdamPreprint", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan",
-    "DAdaptAdanIP", "DAdaptLion", "DAdaptSGD", "Prodigy", "Adafactor", "RAdamScheduleFree", "AdamWScheduleFree",
-    "SGDScheduleFree",
+EIGHT_BIT = (
+    "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "PagedLion8bit", "SGDNesterov8bit",
 )  # fmt: skip
+D_ADAPTATION = (
+    "DAdaptation", "DAdaptAdamPreprint", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion",
+    "DAdaptSGD",
+)  # fmt: skip
+ADAPTIVE = (*D_ADAPTATION, "Prodigy")  # they estimate the rate: --learning_rate is a factor of it
+FIRST_RATE = ("DAdaptAdaGrad", "DAdaptAdan", "DAdaptAdanIP")  # of these, those that look at the first group's rate only
+SCHEDULE_FREE = ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")
+OPTIMIZERS = ("AdamW", "oss", "Lion", "SGDNesterov", "Adafactor", *EIGHT_BIT, *ADAPTIVE, *SCHEDULE_FREE)
+# torch.optim's own, without a dotted path as in kohya's scripts; what needs the loss again or sparse gradients is not here
+TORCH_OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+# optimizer -> (module, what pip calls it)
+PACKAGES = (
+    {name: ("bitsandbytes", "bitsandbytes") for name in EIGHT_BIT}
+    | {name: ("dadaptation", "dadaptation") for name in D_ADAPTATION}
+    | {name: ("schedulefree", "schedulefree") for name in SCHEDULE_FREE}
+    | {"Lion": ("lion_pytorch", "lion-pytorch"), "Prodigy": ("prodigyopt", "prodigyopt")}
+)
 
 SCHEDULERS = (
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
-    "cosine_with_min_lr", "warmup_stable_decay", "piecewise_constant",
+    "cosine_with_min_lr", "warmup_stable_decay", "piecewise_constant", "adafactor",
 )  # fmt: skip
-SCHEDULERS_LATER = ("adafactor",)
 
 SAMPLERS = (
     "ddim", "pndm", "lms", "euler", "euler_a", "heun", "dpm_2", "dpm_2_a", "dpmsolver", "dpmsolver++", "dpmsingle",
@@ -31,6 +45,11 @@ SAMPLERS = (
 
 COMPILE_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "tvm", "openxla")
 COMPILE_BACKENDS_GONE = ("aot_ts_nvfuser", "nvprims_nvfuser", "ofi", "fx2trt", "onnxrt", "tensort", "ipex")
+
+
+def proper(word: str, names: Iterable[str]) -> str:
+    """Return the known name that a word spells in whatever case, or an empty string."""
+    return next((name for name in names if name.lower() == word.lower()), "")
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

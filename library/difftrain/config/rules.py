@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from difftrain.config.finding import Finding, Rule, value_of
+from difftrain.config.rates import is_schedule_free, schedule_name
 from difftrain.config.sections import TrainConfig
 
 
@@ -20,7 +21,7 @@ class Need(NamedTuple):
 
 _CYCLED = ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
 _FLOORED = ("cosine_with_min_lr", "warmup_stable_decay")
-_UNWARMED = ("constant", "piecewise_constant")
+_UNWARMED = ("constant", "piecewise_constant", "adafactor")
 _BUCKETS = "has no effect without --enable_bucket"
 
 _SKIPS = "needs --skip_until_initial_step: a step's number is its place in the data, so it is not counted up alone"
@@ -40,6 +41,9 @@ NEEDS: tuple[Need, ...] = (
          "needs --initial_step or --initial_epoch"),
     Need("ema.decay", lambda c: c.ema.enable, "needs --use_ema"),
     Need("validation.seed", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
+    Need("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
+    Need("optimizer.schedulefree_wrapper_args", lambda c: c.optimizer.schedulefree_wrapper,
+         "needs --optimizer_schedulefree_wrapper"),
     Need("validation.every_n_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.every_n_epochs", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.max_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
@@ -59,7 +63,8 @@ NEEDS: tuple[Need, ...] = (
     Need("optimizer.timescale", lambda c: _schedule(c) == "inverse_sqrt", "acts on inverse_sqrt only", note=True),
     Need("optimizer.min_lr_ratio", lambda c: _schedule(c) in _FLOORED, f"acts on {', '.join(_FLOORED)} only", note=True),
     Need("optimizer.decay_steps", lambda c: _schedule(c) == "warmup_stable_decay", "acts on warmup_stable_decay only", note=True),
-    Need("optimizer.warmup_steps", lambda c: not c.optimizer.warmup_steps or _schedule(c) not in ("", *_UNWARMED),
+    Need("optimizer.warmup_steps", lambda c: not c.optimizer.warmup_steps or _schedule(c) not in ("", *_UNWARMED)
+         or is_schedule_free(c.optimizer),
          "this schedule has no warm-up; --lr_scheduler=constant_with_warmup has one"),
 )  # fmt: skip
 
@@ -73,8 +78,7 @@ def _saves_epochs(cfg: TrainConfig) -> object:
 
 
 def _schedule(cfg: TrainConfig) -> str:
-    """Return the schedule's name; a class of the user's own has none, and takes --lr_scheduler_args only."""
-    return "" if cfg.optimizer.scheduler_type else cfg.optimizer.scheduler
+    return schedule_name(cfg.optimizer)
 
 
 def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

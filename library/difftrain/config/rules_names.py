@@ -15,13 +15,19 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 def optimizer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Names are case-insensitive, as in kohya's scripts; a dotted path is any class that is installed."""
-    yield from _name("optimizer.type", cfg.optimizer.type, names.OPTIMIZERS, names.OPTIMIZERS_LATER, dotted=True)
+    known = (*names.OPTIMIZERS, *names.TORCH_OPTIMIZERS)
+    yield from _name("optimizer.type", cfg.optimizer.type, known, dotted=True)
     yield from _pairs("optimizer.args", cfg.optimizer.args)
+    yield from _pairs("optimizer.schedulefree_wrapper_args", cfg.optimizer.schedulefree_wrapper_args)
 
 
 def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """A schedule by name, or a class by its dotted path."""
-    yield from _name("optimizer.scheduler", cfg.optimizer.scheduler, names.SCHEDULERS, names.SCHEDULERS_LATER)
+    """A schedule by name, or a class by its dotted path; kohya writes adafactor:RATE."""
+    given, colon, rate = cfg.optimizer.scheduler.partition(":")
+    yield from _name("optimizer.scheduler", given, names.SCHEDULERS)
+    if colon and (given.lower() != "adafactor" or not re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", rate)):
+        what = f"no such name: {cfg.optimizer.scheduler!r}"
+        yield Finding(("optimizer.scheduler",), what, "only adafactor takes a rate, as in adafactor:1e-3")
     yield from _pairs("optimizer.scheduler_args", cfg.optimizer.scheduler_args)
     kind = cfg.optimizer.scheduler_type
     if kind and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", kind):
@@ -47,16 +53,11 @@ def one_of(field: str, known: tuple[str, ...]) -> Rule:
     return lambda cfg, asked: _name(field, value_of(cfg, field), known)
 
 
-def _name(
-    field: str, given: str, known: tuple[str, ...], later: tuple[str, ...] = (), *, dotted: bool = False
-) -> Iterator[Finding]:
+def _name(field: str, given: str, known: tuple[str, ...], *, dotted: bool = False) -> Iterator[Finding]:
     if given.lower() in {name.lower() for name in known} or (dotted and _DOTTED.fullmatch(given)):
         return
-    if given.lower() in {name.lower() for name in later}:
-        remedy = f"built are {', '.join(known)}" + (", or package.module.Class of an installed one" if dotted else "")
-        yield Finding((field,), f"{given!r} is not built yet", remedy)
-        return
-    remedy = names.did_you_mean(given, (*known, *later)) or f"known are {', '.join(known)}"
+    or_any = ", or package.module.Class of an installed one" if dotted else ""
+    remedy = names.did_you_mean(given, known) or f"known are {', '.join(known)}{or_any}"
     yield Finding((field,), f"no such name: {given!r}", remedy)
 
 

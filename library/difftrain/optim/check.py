@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
+from difftrain.config.rates import is_named
 from difftrain.config.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim.registry import make_optimizer
@@ -17,11 +18,14 @@ def faults(section: OptimizerSection, total_steps: int = 1000) -> list[Fault]:
     found: list[Fault] = []
     optimizer: Optimizer = torch.optim.SGD([group.named_params[0][1]], lr=section.learning_rate)
     try:
-        optimizer = make_optimizer(section, [group])
+        optimizer = make_optimizer(section, [group], trial=False)
     except ConfigFault as fault:
         found += fault.faults
     try:
         make_schedule(section, optimizer, total_steps)
     except ConfigFault as fault:
         found += fault.faults
+    if is_named(section, ("DAdaptSGD",)) and section.learning_rate and not optimizer.param_groups[0]["lr"]:
+        what = "DAdaptSGD divides by the first rate, which is 0 with this warm-up"
+        found.append(Fault("--lr_warmup_steps", what, "no warm-up, or another optimizer"))
     return found

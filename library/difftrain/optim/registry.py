@@ -1,4 +1,4 @@
-"""Optimizers by name: one literal line each, any other class by its dotted path."""
+"""Optimizers by name: one literal line each; torch.optim's own by their names, any other class by its dotted path."""
 
 from __future__ import annotations
 
@@ -9,48 +9,79 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from difftrain.config import names
+from difftrain.config.rates import is_schedule_free
 from difftrain.config.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
+from difftrain.optim.making import ARGS, TYPE, Order, construct
+from difftrain.optim.schedule_free import averages, wrap
 
 REGISTRY = {
-    "AdamW": "difftrain.optim.adamw:make_adamw",
-    "oss": "difftrain.optim.adamw:make_oss",
+    "AdamW": "difftrain.optim.torchs:make_adamw",
+    "oss": "difftrain.optim.torchs:make_oss",
+    "SGDNesterov": "difftrain.optim.torchs:make_sgd_nesterov",
+    "Lion": "difftrain.optim.lion:make",
+    "Adafactor": "difftrain.optim.adafactor:make",
+    "AdamW8bit": "difftrain.optim.eight_bit:make",
+    "PagedAdamW": "difftrain.optim.eight_bit:make",
+    "PagedAdamW8bit": "difftrain.optim.eight_bit:make",
+    "PagedAdamW32bit": "difftrain.optim.eight_bit:make",
+    "Lion8bit": "difftrain.optim.eight_bit:make",
+    "PagedLion8bit": "difftrain.optim.eight_bit:make",
+    "SGDNesterov8bit": "difftrain.optim.eight_bit:make",
+    "DAdaptation": "difftrain.optim.adaptive:make",
+    "DAdaptAdamPreprint": "difftrain.optim.adaptive:make",
+    "DAdaptAdaGrad": "difftrain.optim.adaptive:make",
+    "DAdaptAdam": "difftrain.optim.adaptive:make",
+    "DAdaptAdan": "difftrain.optim.adaptive:make",
+    "DAdaptAdanIP": "difftrain.optim.adaptive:make",
+    "DAdaptLion": "difftrain.optim.adaptive:make",
+    "DAdaptSGD": "difftrain.optim.adaptive:make",
+    "Prodigy": "difftrain.optim.adaptive:make",
+    "AdamWScheduleFree": "difftrain.optim.schedule_free:make",
+    "RAdamScheduleFree": "difftrain.optim.schedule_free:make",
+    "SGDScheduleFree": "difftrain.optim.schedule_free:make",
 }
-_TYPE, _ARGS = "--optimizer_type", "--optimizer_args"
-
-# (parameter groups, learning rate, arguments, data-parallel size, fused allowed) -> optimizer
-Maker = Callable[[list[dict[str, Any]], float, dict[str, Any], int, bool], Optimizer]
+_WRAPPER_ARGS = "--schedulefree_wrapper_args"
+Maker = Callable[[Order], Optimizer]
 
 
 def make_optimizer(
-    section: OptimizerSection, groups: list[Group], *, dp_size: int = 1, fused_ok: bool = True
+    section: OptimizerSection, groups: list[Group], *, dp_size: int = 1, fused_ok: bool = True, trial: bool = True
 ) -> Optimizer:
     """Make the optimizer that the configuration names, after the model is wrapped.
 
-    fused_ok: the device runs torch's fused kernels. Raises ConfigFault for a name or an argument that is not known.
+    fused_ok: the device runs torch's fused kernels. trial: see Order. Raises ConfigFault for a name or an argument that
+    is not known, and for a package that is missing.
     """
-    given = arguments.parse(_ARGS, section.args)
     tables = [_table(group) for group in groups]
-    names = {name.lower(): name for name in REGISTRY}
-    if section.type.lower() in names:
-        module, _, attribute = REGISTRY[names[section.type.lower()]].partition(":")
-        maker: Maker = getattr(importlib.import_module(module), attribute)
-        return maker(tables, section.learning_rate, given, dp_size, fused_ok)
-    if "." not in section.type:
-        known = ", ".join(REGISTRY)
-        remedy = f"one of {known}, or package.module.Class such as torch.optim.SGD"
-        raise ConfigFault([Fault(_TYPE, f"got {section.type!r}", remedy)])
-    return _dotted(section, tables, given)
+    given = arguments.parse(ARGS, section.args)
+    name = names.proper(section.type, REGISTRY)
+    order = Order(name or section.type, tables, section.learning_rate or groups[0].lr, given, dp_size, fused_ok, trial)
+    optimizer = _maker(name)(order) if name else _any_class(order)
+    if section.schedulefree_wrapper and not is_schedule_free(section):
+        optimizer = wrap(optimizer, arguments.parse(_WRAPPER_ARGS, section.schedulefree_wrapper_args))
+    if averages(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
 
 
-def _dotted(section: OptimizerSection, tables: list[dict[str, Any]], given: dict[str, Any]) -> Optimizer:
-    kind: Callable[..., Optimizer] = arguments.load(_TYPE, section.type, Optimizer)
-    arguments.check(_ARGS, section.type, kind, given, ("params", "lr"))
-    try:
-        return kind(tables, lr=section.learning_rate, **given)
-    except (TypeError, ValueError) as error:
-        raise ConfigFault([Fault(_ARGS, f"{section.type} refuses them: {error}")]) from error
+def _maker(name: str) -> Maker:
+    module, _, attribute = REGISTRY[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _any_class(order: Order) -> Optimizer:
+    path = order.name
+    if "." not in path:
+        if not (own := names.proper(path, names.TORCH_OPTIMIZERS)):
+            known = ", ".join((*REGISTRY, *names.TORCH_OPTIMIZERS))
+            remedy = f"one of {known}, or package.module.Class such as torch.optim.SGD"
+            raise ConfigFault([Fault(TYPE, f"got {path!r}", remedy)])
+        path = f"torch.optim.{own}"
+    kind: Callable[..., Optimizer] = arguments.load(TYPE, path, Optimizer)
+    return construct(order, kind)
 
 
 def _table(group: Group) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from difftrain.config.rates import ADAFACTOR, is_relative, is_schedule_free, schedule_name
 from difftrain.config.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim import arguments
+from difftrain.optim.adafactor import AdafactorSchedule
 from difftrain.optim.schedules import SCHEDULES, Factor, bind, updates
 
 _ARGS, _NAME, _TYPE = "--lr_scheduler_args", "--lr_scheduler", "--lr_scheduler_type"
@@ -19,18 +21,25 @@ def make_schedule(section: OptimizerSection, optimizer: Optimizer, total_steps: 
 
     Raises ConfigFault for a name or an argument that is not known.
     """
-    if section.scheduler_type:
+    if is_relative(section):
+        rate = section.scheduler.partition(":")[2]
+        return AdafactorSchedule(optimizer, float(rate) if rate else section.learning_rate)
+    if section.scheduler_type and not is_schedule_free(section):
         return _dotted(section, optimizer)
     return LambdaLR(optimizer, factor_of(section, total_steps))
 
 
 def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
     """Return the named schedule as a function of the update, without an optimizer: plots and dry runs use it."""
-    if section.scheduler not in SCHEDULES:
+    name = schedule_name(section)
+    if name == ADAFACTOR:
+        what = "goes with --optimizer_type=Adafactor and its relative_step alone"
+        raise ConfigFault([Fault(f"{_NAME}={ADAFACTOR}", what, "another schedule")])
+    if name not in SCHEDULES:
         raise ConfigFault([Fault(_NAME, f"got {section.scheduler!r}", f"one of {', '.join(SCHEDULES)}")])
-    given = arguments.parse(_ARGS, section.scheduler_args)
-    function, wanted = SCHEDULES[section.scheduler]
-    arguments.check(_ARGS, section.scheduler, function, given, wanted)
+    given = {} if is_schedule_free(section) else arguments.parse(_ARGS, section.scheduler_args)
+    function, wanted = SCHEDULES[name]
+    arguments.check(_ARGS, name, function, given, wanted)
     w = updates(section.warmup_steps, total_steps)
     flags = {
         "w": w,
@@ -42,9 +51,9 @@ def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
         "timescale": section.timescale or w or 10_000,
         "floor": section.min_lr_ratio,
     }
-    if section.scheduler == "warmup_stable_decay":
+    if name == "warmup_stable_decay":
         flags["floor"] = section.min_lr_ratio or 0.0
-    return bind(section.scheduler, flags, given)
+    return bind(name, flags, given)
 
 
 def _dotted(section: OptimizerSection, optimizer: Optimizer) -> LRScheduler:

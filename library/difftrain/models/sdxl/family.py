@@ -15,6 +15,7 @@ from difftrain.diffusion import ddpm
 from difftrain.models.parts.vae import raw_latents
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
+from difftrain.models.sdxl.groups import param_groups
 from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts
 from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
@@ -131,12 +132,8 @@ class SDXLFamily:
         return {"loss": (inputs.weight * error).sum()}
 
     def param_groups(self, root: nn.Module) -> list[Group]:
-        """Group parameters by part, each with its own rate, under the names that root gives them."""
-        groups = []
-        for part, rate in learning_rates(self.cfg).items():
-            named = [(n, p) for n, p in root.named_parameters() if n.startswith(f"{part}.") and p.requires_grad]
-            groups.append(Group(part, named, rate))
-        return groups
+        """Group parameters by part, and by the UNet's blocks where they have rates of their own."""
+        return param_groups(root, self.cfg)
 
     def export(
         self,

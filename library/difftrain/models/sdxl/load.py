@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.rates import part_rates
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.models.parts.materialise import fill
+from difftrain.models.sdxl import blocks
 from difftrain.models.sdxl.architecture import PARTS
 from difftrain.models.sdxl.root import SDXLRoot
 from difftrain.models.sdxl.text import CLIP_SKIP, unused_names
@@ -23,19 +25,8 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def learning_rates(cfg: TrainConfig) -> dict[str, float]:
-    """Return the rate of every part that is trained (kohya: an encoder's defaults to the UNet's, 0 freezes).
-
-    Raises ConfigFault where nothing is left to train.
-    """
-    section = cfg.optimizer
-    rates = {"unet": section.learning_rate}
-    if cfg.model.train_text_encoder:
-        for part, rate in (
-            ("text_encoder_1", section.learning_rate_te1),
-            ("text_encoder_2", section.learning_rate_te2),
-        ):
-            rates[part] = section.learning_rate if rate is None else rate
-    rates = {part: rate for part, rate in rates.items() if rate > 0}
+    """Return the rate of every part that is trained. Raises ConfigFault where nothing is left to train."""
+    rates = part_rates(cfg)
     if not rates:
         raise ConfigFault([Fault("--learning_rate", "is 0 for every part: nothing would be trained")])
     return rates
@@ -56,6 +47,7 @@ def load_parts(
     rates = learning_rates(cfg)
     modules = {part: source.architecture.build(part) for part in PARTS}
     faults = [*source.faults(modules), *_skipped_too_far(cfg, modules)]
+    faults += blocks.faults(modules["unet"], cfg.optimizer.block_lr)
     if faults:
         raise ConfigFault(faults)
     for part, module in modules.items():
@@ -65,6 +57,8 @@ def load_parts(
         else:
             fill(module, source.weights(part, module), dtype)
     parts = _sorted_out(modules, rates, clip_skip_of(cfg))
+    if "unet" in rates and (said := blocks.freeze(parts.root.unet, cfg.optimizer.block_lr)):
+        parts.notes.append(said)
     parts.config = source.architecture.to_dict()
     parts.tokenizers = by_name(pair) if pair else {}
     parts.notes += [*source.notes, *_disagreement(cfg, source), *_skipping(cfg)]

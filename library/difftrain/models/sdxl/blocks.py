@@ -1,0 +1,58 @@
+"""The UNet's blocks as kohya's --block_lr counts them, by the names of the original layout.
+
+Of n input and n output blocks (9 in SDXL): 0 is the time and label embeddings, 1 to n the input blocks, then the three
+parts of the middle block, the n output blocks, and last the way out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from difftrain.contracts import Fault
+from difftrain.models.sdxl.convert import PREFIXES, original_places
+
+_MIDDLE = 3
+
+
+def count(unet: Any) -> int:
+    """Count the blocks: 23 in SDXL."""
+    return 2 * _inputs(unet) + _MIDDLE + 2
+
+
+def _inputs(unet: Any) -> int:
+    return len(unet.config.block_out_channels) * (unet.config.layers_per_block + 1)
+
+
+def block_of(unet: Any) -> Mapping[str, int]:
+    """Map every tensor of the UNet, by its name in the module, to its block."""
+    number = _inputs(unet)
+    starts = {"input_blocks": 1, "middle_block": 1 + number, "output_blocks": 1 + number + _MIDDLE}
+    found = {}
+    for name, place in original_places("unet", unet).items():
+        key = place.key.removeprefix(PREFIXES["unet"])
+        numbered = re.match(r"(input_blocks|middle_block|output_blocks)\.(\d+)\.", key)
+        if numbered:
+            found[name] = starts[numbered[1]] + int(numbered[2])
+        else:
+            found[name] = 0 if key.startswith(("time_embed.", "label_emb.")) else count(unet) - 1
+    return found
+
+
+def faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
+    """Say where there is not one rate for each block of this UNet."""
+    if not rates or len(rates) == count(unet):
+        return []
+    n = _inputs(unet)
+    remedy = f"1 for the embeddings, {n} input, {_MIDDLE} middle, {n} output, 1 for the way out"
+    return [Fault("--block_lr", f"has {len(rates)} values, this UNet has {count(unet)} blocks", remedy)]
+
+
+def freeze(unet: Any, rates: tuple[float, ...]) -> str:
+    """Freeze the blocks whose rate is 0; return a sentence that names them, or nothing."""
+    frozen = [block for block, rate in enumerate(rates) if rate == 0]
+    for name, block in block_of(unet).items() if frozen else ():
+        if block in frozen:
+            unet.get_parameter(name).requires_grad_(False)
+    return f"UNet blocks {', '.join(map(str, frozen))} are frozen: --block_lr is 0 there" if frozen else ""

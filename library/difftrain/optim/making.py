@@ -1,0 +1,67 @@
+"""What every file of optimizers needs: the order, a package that may be missing, and faults instead of tracebacks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from difftrain.config import names
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.optim import arguments
+
+TYPE, ARGS = "--optimizer_type", "--optimizer_args"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Ask for an optimizer.
+
+    name: as the registry spells it. tables: parameter groups in torch's form. lr: of groups without one. given: the
+    user's arguments. fused_ok: the device runs torch's fused kernels. trial: the update will be made where the
+    parameters are now, so a package that may not know that device is tried there.
+    """
+
+    name: str
+    tables: list[dict[str, Any]]
+    lr: float
+    given: dict[str, Any]
+    dp_size: int = 1
+    fused_ok: bool = True
+    trial: bool = True
+
+
+def construct(
+    order: Order, kind: Callable[..., Optimizer], defaults: Mapping[str, Any] | None = None, **ours: Any
+) -> Optimizer:
+    """Make an optimizer of a class. defaults: give way to the user's arguments; ours: he may not give them.
+
+    Raises ConfigFault for arguments that the class does not take, or refuses.
+    """
+    arguments.check(ARGS, order.name, kind, order.given, ("params", "lr", *ours))
+    settings = {"lr": order.lr, **(defaults or {}), **ours, **order.given}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # some print what their arguments are
+            return kind(order.tables, **settings)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        said = str(error) or "they are out of its range"
+        raise ConfigFault([Fault(ARGS, f"{order.name} refuses them: {said}")]) from error
+
+
+@contextmanager
+def package_of(name: str) -> Iterator[None]:
+    """Import an optimizer's package inside; one that is missing or does not load is a fault that names it."""
+    module, pip = names.PACKAGES[name]
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == module:
+            what, remedy = f"{name} is in the package {pip}, which is not installed", f"pip install {pip}"
+        else:
+            what, remedy = f"{name} needs the package {pip}, which does not load: {error}", f"pip install -U {pip}"
+        raise ConfigFault([Fault(TYPE, what, remedy)]) from error

@@ -1,0 +1,41 @@
+"""torch's own: AdamW with kohya's defaults, whole or with its state sharded over the ranks, and SGD with Nesterov."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import SGD, AdamW, Optimizer
+
+from difftrain.optim.making import Order, construct
+
+_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+MOMENTUM = 0.9  # kohya's, where Nesterov is asked for and no momentum is given
+
+
+def _settings(order: Order) -> dict[str, Any]:
+    """Choose one implementation per device, so that runs can be compared bit by bit.
+
+    The fused one takes found_inf and the loss scale on the device: a skipped update costs no host wait.
+    """
+    chosen = not {"fused", "foreach"} & order.given.keys()
+    return {**_DEFAULTS, **({"fused": True} if order.fused_ok and chosen else {})}
+
+
+def make_adamw(order: Order) -> Optimizer:
+    """Make AdamW; every rank holds the whole state."""
+    return construct(order, AdamW, _settings(order))
+
+
+def make_oss(order: Order) -> Optimizer:
+    """Make AdamW with its state sharded over the ranks; on one rank there is nothing to shard."""
+    whole = make_adamw(order)  # also checks the arguments
+    if order.dp_size == 1:
+        return whole
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(order.tables, AdamW, lr=order.lr, **_settings(order), **order.given)
+
+
+def make_sgd_nesterov(order: Order) -> Optimizer:
+    """Make SGD with Nesterov momentum."""
+    return construct(order, SGD, {"momentum": MOMENTUM}, nesterov=True)
