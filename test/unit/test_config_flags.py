@@ -20,7 +20,7 @@ SPEC = {row[0]: row[1:] for row in json.loads((Path(__file__).parent / "data/koh
 FROZEN_OURS = {
     "config", "dry_run", "family", "init_from_config", "tokenizer1_path", "tokenizer2_path", "half_vae",
     "enable_npu_flash_attention", "max_train_epoch", "engine", "device", "threads", "performance", "max_skipped_steps",
-    "use_ema", "ema_decay", "ema_profiles", "allow_empty_caption", "max_rejected_share", "cache_dir", "tar_order",
+    "use_ema", "ema_decay", "ema_profiles", "ema_snapshot_precision", "allow_empty_caption", "max_rejected_share", "cache_dir", "tar_order",
     "tar_streams", "tar_window", "verify_data", "image_column", "caption_column", "validation_split", "validation_seed",
     "validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps", "log_every", "training_comment",
     "no_metadata", "demo", "demo_score", "unet_lr", "text_encoder_lr", "optimizer_schedulefree_wrapper",

@@ -143,7 +143,6 @@ def test_all_faults_at_once(line: list[str]) -> None:
             "--train_batch_size=0",  # out of range
             "--learning_rate=fast",  # no number
             "--save_precision=fp17",  # no choice
-            "--noise_offset=0.1",  # not built yet
             "--deepspeed",  # not built yet
             "--v2",  # refused
             "--cache_latents=1",  # a switch with a value
@@ -155,7 +154,7 @@ def test_all_faults_at_once(line: list[str]) -> None:
         ]
     )
     starts = {sentence.split(":")[0] for sentence in found}
-    expected = "traain_batch_size train_batch_size learning_rate save_precision noise_offset deepspeed v2 cache_latents"
+    expected = "traain_batch_size train_batch_size learning_rate save_precision deepspeed v2 cache_latents"
     expected += " max_train_epochs ema_decay optimizer_type lr_scheduler"
     assert starts == {f"--{name}" for name in expected.split()} and len(found) == len(starts)
 
@@ -188,7 +187,10 @@ WRONG = [
     ("--learning_rate=inf", ["--learning_rate", "finite", "inf"]),
     ("--caption_dropout_rate=1.5", ["--caption_dropout_rate", "at most 1", "1.5"]),
     ("--use_ema --ema_decay=1", ["--ema_decay", "below 1", "got 1"]),
-    ("--min_snr_gamma=0", ["--min_snr_gamma", "above 0", "got 0"]),
+    ("--min_snr_gamma=-1", ["--min_snr_gamma", "at least 0", "got -1"]),
+    ("--loss_type=hubert", ["--loss_type", "one of l1, l2, huber, smooth_l1", "did you mean huber?"]),
+    ("--min_timestep=1000", ["--min_timestep", "at most 999", "got 1000"]),
+    ("--ema_profiles=0.05,0.3", ["--ema_profiles", "at most 0.28", "got 0.3"]),
     ("--validation_split=1", ["--validation_split", "below 1"]),
     ("--max_token_length=76", ["--max_token_length", "75, 77, 150, 225", "76"]),
     ("--mixed_precision=fp61", ["--mixed_precision", "no, fp16, bf16", "did you mean fp16?"]),

@@ -1,13 +1,16 @@
-"""`difftrain export`: weights in another layout or precision, or random ones, a tensor at a time.
+"""`difftrain export`: weights in another layout or precision, averages of a run, or random ones, a tensor at a time.
 
 The model is never in memory: modules are built on the meta device, and every weight goes from its source to the file.
+With --ema_width the configuration of a run's folder holds, flags win, and trained weights are made from its snapshots.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from difftrain.config import rules, rules_paths
 from difftrain.config.door import enter
@@ -15,12 +18,19 @@ from difftrain.config.flag import Flag, on
 from difftrain.config.flags import FLAGS, KOHYA
 from difftrain.config.help import entries
 from difftrain.config.parse import Parsed, resolve
+from difftrain.config.validate import build_section
 from difftrain.contracts.errors import ConfigFault, Fault
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUFFIXES = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "diffusers_safetensors": ""}
 OUTPUT = on("output", "str", "", "file or folder to write; a file's suffix is added where it lacks it")
+WIDTH = on("ema_width", "float", "", "with RUN_FOLDER: weights averaged over this share of the run, from its snapshots")
+RUN_CONFIG = "config.toml"
 TABLE: dict[str, Flag] = {
     "output": OUTPUT,
+    "ema_width": WIDTH,
     **{
         name: FLAGS[name]
         for name in (
@@ -44,15 +54,55 @@ def read(argv: list[str]) -> Parsed:
     Raises: ConfigFault with every fault.
     """
     faults: list[Fault] = []
-    if not any(word.partition("=")[0] == OUTPUT.option for word in argv):
+    given = {word.partition("=")[0] for word in argv}
+    if OUTPUT.option not in given:
         faults.append(Fault(OUTPUT.option, "is missing", OUTPUT.help))
+    table, folder = TABLE, None
+    if WIDTH.option in given:
+        folder, argv = run_folder(argv)
+        faults += _run_faults(folder)
+    if folder is not None and not faults:
+        table = TABLE | {"config": FLAGS["config"]}
+        argv = [f"--config={folder / RUN_CONFIG}", *argv]
     try:
-        parsed = resolve(argv, TABLE, (rules.model, rules.no_metadata, rules_paths.weights, rules_paths.size))
+        parsed = resolve(argv, table, (rules.model, rules.no_metadata, rules_paths.weights, rules_paths.size))
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None
-    if faults := faults or list(_target_faults(parsed)):
+    faults = faults or [*_width_faults(parsed), *_target_faults(parsed)]
+    if faults:
         raise ConfigFault(faults)
     return parsed
+
+
+def run_folder(argv: list[str]) -> tuple[Path | None, list[str]]:
+    """Take RUN_FOLDER out of a command line: the word that is no flag, and no value of the flag before it."""
+    for place, word in enumerate(argv):
+        before = argv[place - 1] if place else "="
+        takes = before.startswith("--") and "=" not in before and TABLE.get(before[2:], WIDTH).kind != "switch"
+        if not word.startswith("--") and not takes:
+            return Path(word), argv[:place] + argv[place + 1 :]
+    return None, argv
+
+
+def _run_faults(folder: Path | None) -> Iterator[Fault]:
+    if folder is None:
+        yield Fault(WIDTH.option, "needs RUN_FOLDER", "difftrain export --ema_width=0.08 RUN_FOLDER --output=FILE")
+    elif not (folder / RUN_CONFIG).is_file():
+        yield Fault("RUN_FOLDER", f"{str(folder)!r} is no run's folder: it has no {RUN_CONFIG}", "give its --output_dir")
+
+
+def _width_faults(parsed: Parsed) -> Iterator[Fault]:
+    """Judge the width as a run's own --ema_profiles are."""
+    if "ema_width" not in parsed.bare:
+        return
+    _, misfits = build_section("ema", {"profiles": (width_of(parsed),)})
+    for *_, what, remedy in misfits:
+        yield Fault(WIDTH.option, what, remedy or WIDTH.help)
+
+
+def width_of(parsed: Parsed) -> float:
+    """Return the width that is asked for."""
+    return float(parsed.bare["ema_width"])
 
 
 def layout_of(parsed: Parsed) -> str:
@@ -101,8 +151,11 @@ def work(parsed: Parsed) -> int:
     dtypes = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     family = make_family(cfg)
     parts = family.load(meta=True)
+    weights = family.stream(parts)
+    if "ema_width" in parsed.bare:
+        weights = _averaged(parsed, weights)
     path = family.export(
-        family.stream(parts),
+        weights,
         parts,
         layout_of(parsed),
         _stem(parsed),
@@ -113,8 +166,20 @@ def work(parsed: Parsed) -> int:
     return 0
 
 
+def _averaged(parsed: Parsed, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Put the reconstructed average in place of what was trained; say how near it comes to the asked for one."""
+    from difftrain.train.reconstruct import Reconstruction, snapshots_of
+
+    stored = snapshots_of(Path(parsed.bare["config"]).parent)
+    found = Reconstruction(stored, width_of(parsed))
+    says = f"width {width_of(parsed):g} after {found.updates} updates from {len(stored)} snapshots"
+    print(f"{says}: its profile is met to {found.error:.2%}", file=sys.stderr)
+    return found.put_into(weights)
+
+
 def _help(prog: str) -> str:
     return (
-        f"usage: {prog} --output=FILE --pretrained_model_name_or_path=PATH | --init_from_config=SIZE [--flag=value ...]\n\n"
+        f"usage: {prog} --output=FILE --pretrained_model_name_or_path=PATH | --init_from_config=SIZE [--flag=value ...]\n"
+        f"       {prog} --output=FILE --ema_width=X RUN_FOLDER [--flag=value ...]\n\n"
         + entries(TABLE.values())
     )

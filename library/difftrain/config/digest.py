@@ -11,12 +11,13 @@ import json
 import os
 from typing import Any
 
+from difftrain.config import hub_ids
 from difftrain.config.sections import TrainConfig
 from difftrain.config.validate import fields
 
 # sections and fields that may change between two starts of one run
 FREE = frozenset({
-    "model.vae_batch_size",
+    "model.vae_batch_size", "model.tokenizer_cache_dir",
     "data.dirs",  # the folders' own names count, see identity; the records themselves are in the plan's digest
     "data.workers", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
@@ -25,10 +26,10 @@ FREE = frozenset({
     "training.engine", "training.device", "training.threads", "training.performance",
     "training.ddp_timeout_min", "training.ddp_bucket_view", "training.ddp_static_graph",
     "validation.every_n_steps", "validation.every_n_epochs", "validation.max_steps",
-    "demo.score",
-    "save", "sample", "logging", "metadata",
+    "demo.score", "ema.snapshot_precision",
+    "save", "hub", "sample", "logging", "metadata",
 })  # fmt: skip
-# fields whose value is a path: known by its last name, since machines mount things elsewhere
+# fields whose value is a path or an id: a path is known by its last name, since machines mount things elsewhere
 NAMED = frozenset({"model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.init_from_config"})
 
 
@@ -68,4 +69,5 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _last_name(path: str) -> str:
-    return os.path.basename(os.path.abspath(path))  # noqa: PTH100, PTH119 - no link is followed
+    name = os.path.basename(os.path.abspath(path))  # noqa: PTH100, PTH119 - no link is followed
+    return hub_ids.known_by(path, name)

@@ -31,6 +31,15 @@ Differences to kohya on purpose
 - With both `--sample_every_n_steps` and `--sample_every_n_epochs` pictures are drawn at either (there the epochs win),
   and wherever there are prompts at the last step too. A prompt without `--d` draws with `--seed`, so that pictures of one
   run can be compared; kohya's takes another seed every time.
+- A masked sample's loss is its mean over its mask; kohya takes the mean of loss times mask over the whole picture, so
+  that there a small mask weighs little. Either way every sample counts alike, whatever the batch.
+- Random strengths of `--noise_offset` and `--ip_noise_gamma` and the levels of `--multires_noise_iterations` are drawn for
+  each sample, and multi-resolution noise is divided by the deviation of the sample's own; kohya takes one draw and one
+  deviation for a batch, which would make a sample's noise depend on its neighbours.
+- Weights by SNR take that of the plain schedule with `--zero_terminal_snr` too, as there. Pictures during training and
+  diffusers exports then use the schedule that was trained; kohya draws them with the plain one.
+- A `--min_timestep` at or above `--max_timestep` is a fault; kohya trains the single step `--max_timestep` then.
+- The validation loss has the same noises, loss and weights as training, as in kohya's scripts that have one.
 - Whatever `--save_last_n_*` say, the last two good saves are kept.
 - `--use_safetensors` counts only where `--save_model_as` is not given, as there.
 - Tokens on the command line are moved to the environment and redacted in everything that is written.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import arguments_file, rules_names, rules_optimizer, rules_paths, toml
+from difftrain.config import arguments_file, rules_hub, rules_names, rules_objective, rules_optimizer, rules_paths, toml
 from difftrain.config import rules as together
 from difftrain.config.finding import Rule, check, value_of
 from difftrain.config.flag import Flag, convert
@@ -21,7 +21,14 @@ from difftrain.config.sections import TrainConfig
 from difftrain.config.validate import Values, build, choices_of, default_of
 from difftrain.contracts.errors import ConfigFault, Fault
 
-RULES = (*together.RULES, *rules_names.RULES, *rules_optimizer.RULES, *rules_paths.RULES)
+RULES = (
+    *together.RULES,
+    *rules_objective.RULES,
+    *rules_names.RULES,
+    *rules_optimizer.RULES,
+    *rules_paths.RULES,
+    *rules_hub.RULES,
+)
 
 
 @dataclass(frozen=True)

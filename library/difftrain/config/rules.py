@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from difftrain.config.finding import Finding, Rule, value_of
@@ -26,24 +26,26 @@ _BUCKETS = "has no effect without --enable_bucket"
 
 _SKIPS = "needs --skip_until_initial_step: a step's number is its place in the data, so it is not counted up alone"
 
+_SENDS = "needs --huggingface_repo_id: nothing is sent to a hub"
+
 NEEDS: tuple[Need, ...] = (
     Need("data.min_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
     Need("data.max_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
     Need("data.bucket_reso_steps", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
     Need("data.bucket_no_upscale", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
-    Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
     Need("captions.token_warmup_min", lambda c: c.captions.token_warmup_step, "has no effect without --token_warmup_step", note=True),
+    Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
     Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
     Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
     Need("training.initial_step", lambda c: _skips(c), _SKIPS),
     Need("training.initial_epoch", lambda c: _skips(c), _SKIPS),
     Need("training.skip_until_initial_step", lambda c: c.training.initial_step or c.training.initial_epoch > 1 or c.save.resume,
          "needs --initial_step or --initial_epoch"),
-    Need("ema.decay", lambda c: c.ema.enable, "needs --use_ema"),
-    Need("validation.seed", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
     Need("optimizer.schedulefree_wrapper_args", lambda c: c.optimizer.schedulefree_wrapper,
          "needs --optimizer_schedulefree_wrapper"),
+    Need("ema.decay", lambda c: c.ema.enable, "needs --use_ema"),
+    Need("validation.seed", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.every_n_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.every_n_epochs", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.max_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
@@ -54,6 +56,13 @@ NEEDS: tuple[Need, ...] = (
     Need("save.last_n_epochs_state", lambda c: _saves_epochs(c), "needs --save_every_n_epochs or --save_n_epoch_ratio"),
     Need("save.last_n_steps_state", lambda c: c.save.state, "needs --save_state"),
     Need("save.last_n_epochs_state", lambda c: c.save.state, "needs --save_state"),
+    Need("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS),
+    Need("hub.repo_type", lambda c: c.hub.repo_id, _SENDS, note=True),
+    Need("hub.visibility", lambda c: c.hub.repo_id, _SENDS, note=True),
+    Need("hub.async_upload", lambda c: c.hub.repo_id, _SENDS, note=True),
+    Need("hub.save_state", lambda c: c.hub.repo_id, _SENDS),
+    Need("hub.save_state", lambda c: c.save.state or c.save.state_on_train_end,
+         "needs --save_state or --save_state_on_train_end: there are no states to send"),
     Need("sample.every_n_steps", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
     Need("sample.every_n_epochs", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
     Need("sample.at_first", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
@@ -83,7 +92,12 @@ def _schedule(cfg: TrainConfig) -> str:
 
 def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    for need in NEEDS:
+    return lacking(NEEDS, cfg, asked)
+
+
+def lacking(needs: Iterable[Need], cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find the fields of a table that were given and lack what they need."""
+    for need in needs:
         value = value_of(cfg, need.field)
         if need.field in asked and value is not None and value is not False and not need.met(cfg):
             yield Finding((need.field,), need.needs, note=need.note)

@@ -47,6 +47,16 @@ def betas(kept_to: np.ndarray) -> np.ndarray:
     return 1.0 - kept_to / np.concatenate([[1.0], kept_to[:-1]])
 
 
+def almost_zero_snr() -> list[float]:
+    """Return the betas of zero terminal SNR for samplers that divide by what is kept: the last keeps 2^-24.
+
+    That is what diffusers' own schedulers put there, for the same reason.
+    """
+    left = kept(zero_terminal_snr=True)
+    left[-1] = 2.0**-24
+    return betas(left).tolist()
+
+
 @functools.cache
 def tables(device: torch.device | str = "cpu", zero_terminal_snr: bool = False) -> Tables:
     """Return the tables on a device; copied there once, so that a step does not wait for them."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.diffusion.ddpm import almost_zero_snr
 
 # name -> class of diffusers, arguments beside the noise schedule
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +40,7 @@ _SHARED = (
     "prediction_type",
     "timestep_spacing",
     "steps_offset",
+    "rescale_betas_zero_snr",
 )
 
 
@@ -62,6 +64,8 @@ def make_sampler(name: str, config: Mapping[str, Any]) -> Any:
     made_from = getattr(diffusers, class_name)
     known = inspect.signature(made_from.__init__).parameters
     shared = {key: config[key] for key in _SHARED if key in config and key in known}
+    if config.get("rescale_betas_zero_snr") and "rescale_betas_zero_snr" not in known:
+        shared["trained_betas"] = almost_zero_snr()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # "dpmsolver" will go one day; kohya's users have it
         return made_from(**shared, **extra)

@@ -2,7 +2,7 @@
 
 Checkpoint: everything to resume, a folder `NAME-step00000004-state`, `NAME-000001-state` or `NAME-state`.
 Export: weights for inference, `NAME-step00000004`, `NAME-000001` or `NAME` in the layout of --save_model_as; with
---use_ema the averaged weights beside it as `NAME-ema`.
+--use_ema the averaged weights beside it as `NAME-ema`, with --ema_profiles snapshots in ema_snapshots/.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 
 from difftrain import checkpoint
-from difftrain.contracts import ConfigFault, Fault, RunFacts
-from difftrain.engine.shelf import Shelf
+from difftrain.contracts import RunFacts
+from difftrain.train.averages import load_averages, store_snapshots, write_averages
 from difftrain.train.progress import PROGRESS_FILE, Progress
 from difftrain.train.state import Run
 from difftrain.train.together import company, for_all
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("difftrain")
-AVERAGES = "ema"  # files ema-00000.safetensors
 CLOCK_FILE = "clock.json"
 DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -96,9 +94,7 @@ class Saving:
                     files.append(run.progress.write(folder))
                     files.append(folder / CLOCK_FILE)
                     files[-1].write_text(json.dumps(run.clock.state()))
-                    if run.ema is not None:
-                        files.append(folder / f"{AVERAGES}-00000.safetensors")
-                        save_file(run.ema.state_dict(), files[-1])
+                    files += write_averages(run, folder)
                 return files
 
             try:
@@ -120,11 +116,12 @@ class Saving:
         return {**run.facts["identity"], "step": run.progress.step, "kind": kind}
 
     def _export(self, run: Run, name: str) -> None:
-        """Export the weights, and the averaged ones; every rank takes part in gathering them."""
+        """Export the weights, and the averaged ones, and store snapshots; every rank takes part in gathering them."""
         with company(run.ranks, run.ranks.is_logger):
             self._export_weights(run, name, run.engine.full_weights())
             if run.ema is not None:
                 self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights))
+            store_snapshots(run)
 
     def _export_weights(self, run: Run, name: str, weights: Iterator[tuple[str, Tensor]]) -> None:
         if not run.ranks.is_logger:
@@ -168,13 +165,4 @@ def load_counters(run: Run, folder: Path) -> None:
     )
     run.progress = Progress.of(texts[0])
     run.clock.load(json.loads(texts[1]))
-    shelf = Shelf(folder, AVERAGES, run.ranks)
-    if run.ema is None:
-        if shelf.shapes:
-            log.warning("%s has averaged weights, which are not carried on: --use_ema is not given", folder)
-        return
-    if not shelf.shapes:
-        raise ConfigFault(
-            [Fault("--use_ema", f"{folder} has no averaged weights", "continue without --use_ema, as that run was")]
-        )
-    run.ema.load_state_dict({name: tensor.clone() for name, tensor in shelf.tensors(lambda name: True)})
+    load_averages(run, folder)

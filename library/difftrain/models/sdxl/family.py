@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch, Bucket, FeatureSpec, Group, Inputs, Parts, RunFacts
+from difftrain.contracts import Batch, Bucket, Encoder, FeatureSpec, Group, Inputs, Parts, RunFacts
 from difftrain.diffusion import ddpm
-from difftrain.models.parts.vae import raw_latents
+from difftrain.models.sdxl import encoders, objective
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
 from difftrain.models.sdxl.groups import param_groups
 from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts
 from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
-from difftrain.models.sdxl.text import encode_first, encode_second
 from difftrain.models.sdxl.tokens import SDXLTokenize, vocabularies
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ class SDXLFamily:
 
     @property
     def features(self) -> FeatureSpec:
-        return self.source.architecture.features
+        found = self.source.architecture.features
+        return replace(found, draws=objective.noise_draws(self.cfg.noise, found.draws))
 
     def load(self, *, meta: bool = False) -> Parts:
         """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault."""
@@ -62,9 +62,10 @@ class SDXLFamily:
         """Return the picklable function from captions to token ids. Raises ConfigFault."""
         return SDXLTokenize(self.vocabularies, self.cfg.model.max_token_length, weighted=self.cfg.captions.weighted)
 
-    def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]:
-        """Return what turns features of a batch into latents and text conditions."""
-        return {"latents": lambda batch: self.latents(batch, parts), "text": lambda batch: self.text(batch, parts)}
+    def encoders(self, parts: Parts) -> dict[str, Encoder]:
+        """Describe what may be cached: "latents", and "text" where a text encoder is frozen."""
+        spec = self.features.features["latents"]
+        return encoders.encoders(self.cfg, parts, spec, self.vocabularies, self.tokenizer(parts).num_chunks)
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""
@@ -82,54 +83,35 @@ class SDXLFamily:
     @torch.no_grad()
     def inputs(self, batch: Batch, parts: Parts) -> Inputs:
         """Encode, noise and weigh one micro batch; trained encoders get their ids, in root."""
-        latents, noise = self.latents(batch, parts), batch.draws["noise"].float()
-        t = batch.draws["timestep"].long()
-        table = ddpm.tables(latents.device)
-        kind = self.cfg.model.prediction_type
-        target = noise if kind == "epsilon" else ddpm.velocity(table, latents, noise, t)
-        weight = torch.ones(len(t), device=latents.device)
-        if self.cfg.loss.min_snr_gamma is not None:
-            weight = ddpm.min_snr_weights(table, t, self.cfg.loss.min_snr_gamma, kind)
-        x_t = ddpm.add_noise(table, latents, noise, t)
-        return Inputs(x_t, t, self.text(batch, parts), target, weight, batch.loss_mask)
+        section, t = self.cfg.noise, batch.draws["timestep"].long()
+        latents = self.latents(batch, parts)
+        noise = objective.noise_of(section, batch, latents)
+        table = objective.table_of(section, latents.device)
+        target = ddpm.target(table, latents, noise, t, self.cfg.model.prediction_type)
+        x_t = ddpm.add_noise(table, latents, objective.perturbed(section, batch, noise), t)
+        weight, mask = objective.weight_of(self.cfg, batch, t), objective.mask_of(batch, latents)
+        return Inputs(x_t, t, self.text(batch, parts), target, weight, mask)
 
     def latents(self, batch: Batch, parts: Parts) -> Tensor:
         """Sample the VAE's posterior with the draw "moments", scaled to the UNet's range."""
-        model = self.cfg.model
-        vae: Any = parts.frozen["vae"]
-        raw = raw_latents(
-            vae, batch.features["pixels"], batch.draws["moments"], fp32=model.vae_fp32, batch_size=model.vae_batch_size
-        )
-        return raw * vae.config.scaling_factor
+        mean, std = encoders.moments(self.cfg, batch, parts).chunk(2, dim=1)
+        config: Any = parts.frozen["vae"].config
+        return (mean + std * batch.draws["moments"]) * config.scaling_factor
 
-    @torch.no_grad()
     def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return conditions: size ids, and of each text encoder its output where frozen, else the ids for it."""
-        features, frozen = batch.features, parts.frozen
-        sizes = [features[name] for name in ("original_size", "crop_top_left", "target_size")]
-        conditions = {"time_ids": torch.cat(sizes, dim=1).float()}
-        skip = clip_skip_of(self.cfg)
-        for i in (1, 2):
-            ids, weights = features[f"input_ids_{i}"], features.get(f"token_weights_{i}")
-            if f"text_encoder_{i}" not in frozen:
-                conditions[f"input_ids_{i}"] = ids
-                if weights is not None:
-                    conditions[f"token_weights_{i}"] = weights
-            elif i == 1:
-                conditions["hidden_1"] = encode_first(frozen["text_encoder_1"], ids, weights, skip)
-            else:
-                hidden, pooled = encode_second(frozen["text_encoder_2"], ids, weights, skip)
-                conditions |= {"hidden_2": hidden, "pooled": pooled}
-        return conditions
+        sizes = [batch.features[name] for name in ("original_size", "crop_top_left", "target_size")]
+        return {"time_ids": torch.cat(sizes, dim=1).float(), **encoders.words(self.cfg, batch, parts)}
 
     def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
         """Predict noise or velocity. Shapes: (B, C, H, W) as x_t."""
         return (root(inputs.x_t, inputs.timestep, inputs.conditions),)
 
     def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]:
-        """Sum over samples of weight times the sample's mean squared error, in fp32."""
-        error = (outputs[0].float() - inputs.target.float()).square().flatten(1).mean(1)
-        return {"loss": (inputs.weight * error).sum()}
+        """Sum over samples of weight times the sample's own mean loss, in fp32."""
+        table = objective.table_of(self.cfg.noise, inputs.timestep.device)
+        found = objective.sample_losses(self.cfg.loss, table, outputs[0], inputs)
+        return {"loss": (inputs.weight * found).sum()}
 
     def param_groups(self, root: nn.Module) -> list[Group]:
         """Group parameters by part, and by the UNet's blocks where they have rates of their own."""
@@ -155,7 +137,7 @@ class SDXLFamily:
 
     @property
     def schedule(self) -> SchedulerConfig:
-        return SchedulerConfig(self.cfg.model.prediction_type)
+        return SchedulerConfig(self.cfg.model.prediction_type, self.cfg.noise.zero_terminal_snr)
 
     def stream(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """Give every weight of the configured model straight from its source: parts may be on the meta device."""

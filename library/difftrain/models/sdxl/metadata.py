@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain import __version__
+from difftrain.config.hub_ids import name_of
 from difftrain.contracts import ConfigFault, Fault, RunFacts
 from difftrain.diffusion.ddpm import STEPS
 from difftrain.models.sdxl.architecture import Architecture
@@ -188,7 +189,7 @@ def _bucket_info(uses: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _name(path: str | None) -> str | None:
-    return Path(path).name if path else None
+    return name_of(path) if path else None
 
 
 def _text(value: Any) -> str:
