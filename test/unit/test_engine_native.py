@@ -299,7 +299,7 @@ def test_an_overflow_that_only_the_scaler_saw_is_skipped():
             return {key: torch.ones_like(found) for key, found in super()._unscale_grads_(*args, **kwargs).items()}
 
     engine = built(config({"mixed_precision": "fp16"}))
-    engine._scaler = Saturating("cpu", init_scale=1024.0)
+    engine._scaler = engine._update._scaler = Saturating("cpu", init_scale=1024.0)
     before = weights(engine)
     stats = engine.step(tiny_step(0, 8), COUNTS)
     assert float(stats.skipped) == 1.0 and torch.isfinite(stats.grad_norm) and equal(weights(engine), before)

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.config import arguments_file, rules_hub, rules_names, rules_objective, rules_optimizer, rules_paths, toml
+from difftrain.config import (
+    arguments_file,
+    rules_hub,
+    rules_names,
+    rules_objective,
+    rules_optimizer,
+    rules_paths,
+    rules_precision,
+    rules_samples,
+    toml,
+)
 from difftrain.config import rules as together
 from difftrain.config.finding import Rule, check, value_of
 from difftrain.config.flag import Flag, convert
@@ -28,6 +38,8 @@ RULES = (
     *rules_optimizer.RULES,
     *rules_paths.RULES,
     *rules_hub.RULES,
+    *rules_precision.RULES,
+    *rules_samples.RULES,
 )
 
 

@@ -76,6 +76,10 @@ class DataSection(Section):
     resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = None
     flip: bool = False
     random_crop: bool = False
+    color_aug: bool = False
+    face_crop_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = None
+    alpha_mask: bool = False
+    conditioning_dir: str | None = Field(None, description="masks of the loss, by the pictures' names")
     tar_order: Literal["random", "sequential"] = "random"
     tar_streams: PositiveInt = 64
     tar_window: PositiveInt = Field(4, description="shards whose records are shuffled together")
@@ -99,6 +103,10 @@ class TrainingSection(Section):
     skip_until_initial_step: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # None: drawn once, printed and kept
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    full_precision: Literal["fp16", "bf16"] | None = Field(None, description="weights and gradients in half precision too")
+    master_weights: Literal["fp32", "kahan", "stochastic", "none"] | None = Field(
+        None, description="what is kept beside half weights; unset: kahan in bf16, none in fp16"
+    )
     gradient_checkpointing: bool = False
     compile: bool = False
     compile_backend: str = "inductor"
@@ -135,6 +143,8 @@ class OptimizerSection(Section):
     power: float = 1.0
     timescale: PositiveInt | None = None
     min_lr_ratio: Share | None = None
+    fused_backward: bool = Field(False, description="update each parameter as its gradient comes, and free that")
+    fused_groups: PositiveInt | None = Field(None, description="the same, in about so many groups")
     schedulefree_wrapper: bool = False
     schedulefree_wrapper_args: tuple[str, ...] = ()  # key=value, literals
 
@@ -146,6 +156,7 @@ class LossSection(Section):
     huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
     huber_c: Annotated[float, Field(gt=0)] = 0.1
     huber_scale: Annotated[float, Field(gt=0)] = 1.0
+    masked: bool = Field(False, description="masks of data.conditioning_dir count; those of alpha_mask always do")
     min_snr_gamma: NonNegative | None = None  # 0: off, here and below
     scale_v_pred_like_noise_pred: bool = False
     v_pred_like: NonNegative | None = None

@@ -24,6 +24,13 @@ _START_SCALE = {"npu": 128.0, "cuda": 65536.0, "cpu": 65536.0}
 _GIB = float(1 << 30)
 
 
+class HalfGradScaler(torch.amp.GradScaler):
+    """Scale the loss of weights that are fp16 themselves: small gradients may vanish when they are unscaled."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+
 class Device:
     """Hold one device: kind ("npu", "cuda", "cpu"), its index, how many there are, and why it was taken."""
 
@@ -61,8 +68,11 @@ class Device:
             return contextlib.nullcontext()
         return torch.autocast(self.kind, dtype=_DTYPES[precision])
 
-    def scaler(self, precision: str) -> torch.amp.GradScaler | None:
-        """Return the loss scaler that fp16 needs, or None. Raises ConfigFault where overflow could not be seen."""
+    def scaler(self, precision: str, *, half_gradients: bool = False) -> torch.amp.GradScaler | None:
+        """Return the loss scaler that fp16 needs, or None. Raises ConfigFault where overflow could not be seen.
+
+        half_gradients: unscale gradients that are fp16 themselves, which torch's own scaler refuses.
+        """
         if precision != "fp16":
             return None
         if self.kind == "npu" and os.environ.get("INF_NAN_MODE_ENABLE", "1") == "0":
@@ -75,7 +85,8 @@ class Device:
                     )
                 ]
             )
-        return torch.amp.GradScaler(self.kind, init_scale=_START_SCALE[self.kind])
+        kind = HalfGradScaler if half_gradients else torch.amp.GradScaler
+        return kind(self.kind, init_scale=_START_SCALE[self.kind])
 
     def synchronise(self) -> None:
         """Wait until the device has done all that was asked of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -16,11 +17,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
 from difftrain.diffusion.keys import module_seed
 from difftrain.engine import ddp
+from difftrain.engine.fits import FORMAT, check_fits, engine_file
+from difftrain.engine.fused import DuringBackward, parts_of
+from difftrain.engine.halves import make_masters
 from difftrain.engine.shelf import Shelf
 from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, NativeSnapshot, TensorFile, shares
 from difftrain.engine.state import NamedState, merge_states
 from difftrain.engine.tensors import HostBuffers
-from difftrain.engine.update import update
+from difftrain.engine.update import AfterBackward, Update
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
 
 log = logging.getLogger("difftrain")
-FORMAT = 1
 TOTAL = "loss"
 COUNT = "samples"
 # Regional compile keeps one version per block class, width and bucket: more than dynamo's default of 8.
@@ -83,18 +86,34 @@ class NativeEngine:
         if not self._trained:
             raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])
         self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
+        self._masters = make_masters(self.root, self._trained, self.cfg.training)
         self._compile()
-        self._scaler = self.device.scaler(self.cfg.training.mixed_precision)
+        half = self.cfg.training.full_precision == "fp16"
+        self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
+        groups = family.param_groups(self.root)
         self._wrapped: nn.Module = self.root
-        if self.dp_size > 1:
+        if self.dp_size > 1 and not self._fused:
             self._wrapped = ddp.wrap(self.root, self.device, self.cfg.training)
             ddp.warm_up(self.root, warm[0], self._dummy_backward)
-        self.optimizer = make_optimizer(family.param_groups(self.root))
+        self.optimizer = make_optimizer(self._masters.groups(groups))
         self._check_optimizer()
-        names = {id(parameter): name for name, parameter in self._trained.items()}
+        self._masters.attach(self.optimizer, self.ranks)
+        self._update = self._make_update(groups)
+        names = {id(parameter): name for name, parameter in self._masters.updated.items()}
         self.schedule = make_schedule(self.optimizer)
         self.optimizer._opt_called = True  # the rate goes on where an update is skipped: no warning at the first
         self._state = NamedState(self.optimizer, names)
+
+    @property
+    def _fused(self) -> bool:
+        return self.cfg.optimizer.fused_backward or self.cfg.optimizer.fused_groups is not None
+
+    def _make_update(self, groups: list[Group]) -> Update:
+        max_norm = self.cfg.training.max_grad_norm
+        if not self._fused:
+            return AfterBackward(self._masters, self.optimizer, self._scaler, max_norm)
+        parts = parts_of(groups, self.cfg.optimizer.fused_groups)
+        return DuringBackward(self._masters, self.optimizer, parts, self.ranks, max_norm)
 
     def _compile(self) -> None:
         """Compile block by block, in place: names stay, and a block's code is shared by its like."""
@@ -110,7 +129,7 @@ class NativeEngine:
 
     def _check_optimizer(self) -> None:
         held = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
-        left = sorted(name for name, each in self._trained.items() if id(each) not in held)
+        left = sorted(name for name, each in self._masters.updated.items() if id(each) not in held)
         assert not left, f"parameters in no group: {left[:5]}"
         closure = inspect.signature(inner(self.optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -119,15 +138,7 @@ class NativeEngine:
 
     def _dummy_backward(self, batch: Batch) -> None:
         _sum(self._forward(batch, self._wrapped).values()).backward()
-        self._check_gradients()
-
-    def _check_gradients(self) -> None:
-        """Name parameters that a backward left out; other ranks would wait for them for ever."""
-        left = [name for name, each in self._trained.items() if each.grad is None]
-        if left:
-            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-            what = f"parameters take no part in the loss: {', '.join(left[:5])}{more}"
-            raise ConfigFault([Fault("model", what, "the family must freeze them")])
+        _check_gradients(self._masters.without_gradient())
 
     # ------------------------------------------------------------------ stepping
 
@@ -137,26 +148,33 @@ class NativeEngine:
         counts: the GLOBAL number of samples of this step, known before the backward: loss = global sum / that.
         """
         self._must_not_be_swapped()
+        self._masters.position = self.position
         sums: list[Tensor] = []
+        means = functools.cache(lambda: self._means(sums, counts))
         for place, batch in enumerate(micro):
-            with nullcontext() if place + 1 == len(micro) else self._unsynchronised():
+            last = place + 1 == len(micro)
+            with nullcontext() if last else self._unsynchronised():
                 self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, place, self.dp_rank))
                 terms = self._forward(batch, self._wrapped)
                 loss = _sum(terms[name] / counts.get(name, counts[COUNT]) for name in self._terms)
-                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
                 sums.append(self._vector(terms))
+                if last:
+                    self._update.ready(lambda: means()[TOTAL])
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         if self.position == 0:
-            self._check_gradients()
+            _check_gradients(self._update.left_out())
+        lrs = {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
+        done = self._update.finish(lambda: means()[TOTAL])
+        self.schedule.step()  # a function of the position alone, so also after a skipped update
+        self.position += 1
+        return Stats(means(), done.grad_norm, done.skipped, lrs)
+
+    def _means(self, sums: list[Tensor], counts: dict[str, float]) -> dict[str, Tensor]:
+        """Return the global mean of every term, and their total."""
         total = self.ranks.sum_(torch.stack(sums).sum(0))
         means = {name: total[i] / counts.get(name, counts[COUNT]) for i, name in enumerate(self._terms)}
         means[TOTAL] = _sum(means.values())
-        lrs = {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
-        parameters = list(self._trained.values())
-        done = update(self.optimizer, parameters, means[TOTAL], self._scaler, self.cfg.training.max_grad_norm)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()  # a function of the position alone, so also after a skipped update
-        self.position += 1
-        return Stats(means, done.grad_norm, done.skipped, lrs)
+        return means
 
     def _forward(self, batch: Batch, root: nn.Module) -> dict[str, Tensor]:
         """Return the sums of this batch's loss terms, fp32. Mixed precision covers inputs and forward only."""
@@ -212,9 +230,12 @@ class NativeEngine:
     # ------------------------------------------------------------------ weights
 
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]:
-        """Yield the trained fp32 masters, the very tensors: every rank owns all of them, whole."""
-        for name, parameter in self._trained.items():
-            yield name, parameter.detach(), Extent(tuple(parameter.shape), 0)
+        """Yield the trained weights' exact values, fp32 where such masters are kept: every rank owns all, whole.
+
+        The very tensors, or copies that are made one at a time (--master_weights=kahan).
+        """
+        for name, value in self._masters.values():
+            yield name, value, Extent(tuple(value.shape), 0)
 
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -238,11 +259,19 @@ class NativeEngine:
         assert not self._swapped, "other weights are in place of the trained ones"
 
     def full_weights(self, source: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all of the root's weights by name, on the CPU, those of `source` in place of the trained ones."""
+        """Yield all of the root's weights by name, on the CPU, those of `source` in place of the trained ones.
+
+        Half weights come as the model computes with them; to be rounded to another precision, as the values they stand
+        for.
+        """
         weights = self.root.state_dict()
         assert source is None or source.keys() <= weights.keys(), "weights of another model"
+        exact = self._trained if self.cfg.save.precision and not self._swapped else {}
         for name, tensor in weights.items():
-            yield name, (source or {}).get(name, tensor).detach().to("cpu")
+            given = (source or {}).get(name)
+            if given is None:
+                given = self._masters.value(name) if name in exact else tensor
+            yield name, given.detach().to("cpu")
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -261,7 +290,7 @@ class NativeEngine:
         kept: dict[str, Tensor] = {}
         states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
         engine = self._describe(kept.__setitem__) if self.ranks.rank == 0 else None
-        copies = self._buffers.copy((f"{WEIGHTS} {name}", weights[name]) for name in sorted(names))
+        copies = self._buffers.copy((f"{WEIGHTS} {name}", self._exact(name, weights)) for name in sorted(names))
         state_copies = self._buffers.copy((f"{OPTIMIZER} {name}", tensor) for name, tensor in kept.items())
         self.device.synchronise()
         files = []
@@ -273,6 +302,10 @@ class NativeEngine:
             file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
             files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
         return NativeSnapshot(files, engine, lambda: mine == self._snapshots)
+
+    def _exact(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return what a checkpoint holds of a weight: fp32 for a half one with its compensation."""
+        return self._masters.value(name) if name in self._trained else weights[name]
 
     def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
         return {
@@ -292,36 +325,24 @@ class NativeEngine:
     def restore(self, path: Path) -> None:
         """Take everything back from a checkpoint folder. Raises ConfigFault, changing nothing, where it does not fit."""
         self._must_not_be_swapped()
-        told = self.ranks.gather(_engine_file(path))
+        told = self.ranks.gather(engine_file(path))
         about = next((each for each in told if each is not None), None)
         if about is None:
             raise ConfigFault([Fault("--resume", f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
         weights, optimizer = Shelf(path, WEIGHTS, self.ranks), Shelf(path, OPTIMIZER, self.ranks)
         states = merge_states(optimizer.metadata)
-        self._check_fits(path, about, weights, states)
         own = self.root.state_dict()
+        check_fits(path, about, weights, states, own, self._trained, self._state.kind)
         for name, tensor in weights.tensors(lambda name: True):
-            own[name].copy_(tensor)
+            if name in self._trained:
+                self._masters.put(name, tensor)
+            else:
+                own[name].copy_(tensor)
         owned = set(self._state.owned)
         found = dict(optimizer.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned))
         self._state.load(states, about["groups"], found.__getitem__)
         self._restore_scaler(about)
         self._go_to(int(about["position"]), about["lrs"])
-
-    def _check_fits(self, path: Path, about: dict[str, Any], weights: Shelf, states: Mapping[str, Any]) -> None:
-        if about["format"] > FORMAT:
-            raise ConfigFault([Fault("--resume", f"{path} is of a later version (format {about['format']})")])
-        own = {name: tuple(each.shape) for name, each in self.root.state_dict().items()}
-        faults = _parted("weights", own, weights.shapes)
-        if about["optimizer"] != self._state.kind:
-            faults.append(f"it was trained with {about['optimizer']}, this run uses {self._state.kind}")
-        elif not faults:
-            faults = _parted("optimizer states", dict.fromkeys(self._trained), dict.fromkeys(states))
-        if faults:
-            remedy = "give a folder of this model and this optimizer"
-            raise ConfigFault(
-                [Fault("--resume", f"{path} is a resume folder of another model: {each}", remedy) for each in faults]
-            )
 
     def _restore_scaler(self, about: dict[str, Any]) -> None:
         if self._scaler is not None and about["scaler"] is not None:
@@ -350,22 +371,9 @@ def _sum(values: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(values)).sum()
 
 
-def _engine_file(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((path / ENGINE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-
-
-def _parted(what: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Say how two tables of names and shapes differ."""
-    said = []
-    for word, names in (
-        (f"{what} missing from it", sorted(own.keys() - found.keys())),
-        (f"{what} that this model has not", sorted(found.keys() - own.keys())),
-        (f"{what} of another shape", sorted(name for name in own.keys() & found.keys() if own[name] != found[name])),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            said.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
-    return said
+def _check_gradients(left: list[str]) -> None:
+    """Name parameters that a backward left out; other ranks would wait for them for ever."""
+    if left:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        what = f"parameters take no part in the loss: {', '.join(left[:5])}{more}"
+        raise ConfigFault([Fault("model", what, "the family must freeze them")])

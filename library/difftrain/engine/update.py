@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.amp import GradScaler
     from torch.optim import Optimizer
+
+    from difftrain.engine.masters import Masters
 
 
 class Updated(NamedTuple):
@@ -22,32 +25,52 @@ class Updated(NamedTuple):
     skipped: Tensor
 
 
-@torch.no_grad()
-def update(
-    optimizer: Optimizer,
-    parameters: list[nn.Parameter],
-    loss: Tensor,
-    scaler: GradScaler | None,
-    max_grad_norm: float,
-) -> Updated:
-    """Apply the gradients, which are the same on every rank and so is everything decided here.
+class Update(Protocol):
+    """Turn gradients into an update: after the backward pass, or while it runs. loss: the global one, made when asked.
 
-    loss: the global one; where it is not finite, neither is the update. max_grad_norm: 0 does not clip.
+    ready is called before the step's last backward, finish after it; left_out names parameters that got no gradient.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    _poison(gradients[0], loss)
-    if scaler is not None:
-        scaler.unscale_(optimizer)
-    norm = get_total_norm(gradients)
-    if max_grad_norm > 0:
-        clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    skipped = torch.isfinite(norm).logical_not().float()
-    if scaler is not None:
-        skipped = torch.maximum(skipped, _overflow(scaler, optimizer).to(skipped.device))
-    _apply(optimizer, skipped)
-    if scaler is not None:
-        scaler.update()
-    return Updated(norm, skipped)
+
+    def ready(self, loss: Callable[[], Tensor]) -> None: ...
+    def left_out(self) -> list[str]: ...
+    def finish(self, loss: Callable[[], Tensor]) -> Updated: ...
+
+
+class AfterBackward:
+    """Apply all gradients at once, which are the same on every rank; so is everything decided here."""
+
+    def __init__(self, masters: Masters, optimizer: Optimizer, scaler: GradScaler | None, max_grad_norm: float) -> None:
+        self._masters, self._optimizer, self._scaler = masters, optimizer, scaler
+        self._max_norm = max_grad_norm  # 0 does not clip
+
+    def ready(self, loss: Callable[[], Tensor]) -> None:
+        """Do nothing: the gradients are not there yet."""
+
+    def left_out(self) -> list[str]:
+        """Name the parameters without a gradient."""
+        return self._masters.without_gradient()
+
+    @torch.no_grad()
+    def finish(self, loss: Callable[[], Tensor]) -> Updated:
+        """Update, unless loss or gradients are not finite; free the gradients."""
+        masters, scaler = self._masters, self._scaler
+        gradients = masters.gradients()
+        _poison(gradients[0], loss())
+        seen = masters.for_scaler(self._optimizer)
+        if scaler is not None:
+            scaler.unscale_(seen)
+        norm = total_norm(gradients)
+        if self._max_norm > 0:
+            masters.clip(self._max_norm, norm)
+        skipped = torch.isfinite(norm).logical_not().float()
+        if scaler is not None:
+            skipped = torch.maximum(skipped, overflow(scaler, seen).to(skipped.device))
+        if may_step(self._optimizer, skipped):
+            masters.step(self._optimizer, lambda optimizer: step(optimizer, skipped))
+        masters.clear()
+        if scaler is not None:
+            scaler.update()
+        return Updated(norm, skipped)
 
 
 def _poison(gradient: Tensor, loss: Tensor) -> None:
@@ -55,7 +78,19 @@ def _poison(gradient: Tensor, loss: Tensor) -> None:
     gradient[(0,) * gradient.ndim].add_(loss * 0.0)
 
 
-def _overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients, of half ones in fp32: fp16 would overflow, bf16 keep two digits."""
+    if gradients[0].dtype == torch.float32:
+        return get_total_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack(norms(gradients)))
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each gradient, in fp32."""
+    return list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
+
+
+def overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
     """Return what unscale_ found, 1.0 or 0.0.
 
     Read from the scaler's record because GradScaler.step, the public way, waits for the host with every optimizer
@@ -65,17 +100,26 @@ def _overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
     return torch.stack([each.reshape(()).float() for each in found]).amax()
 
 
-def _apply(optimizer: Optimizer, skipped: Tensor) -> None:
-    """Step unless skipped. A fused optimizer reads the flag on the device; with others the host has to look."""
-    worker = inner(optimizer)
-    if not _looking_is_free(skipped) and getattr(worker, "_step_supports_amp_scaling", False):
-        worker.found_inf = skipped  # type: ignore[attr-defined]
-        try:
-            optimizer.step()
-        finally:
-            del worker.found_inf  # type: ignore[attr-defined]
-    elif not skipped:
+def may_step(optimizer: Optimizer, skipped: Tensor) -> bool:
+    """Tell whether to step. A fused optimizer reads the flag on the device; with others the host has to look."""
+    return _reads_flag(optimizer, skipped) or not skipped
+
+
+def step(optimizer: Optimizer, skipped: Tensor) -> None:
+    """Step; an optimizer that reads the flag does nothing where it is set."""
+    if not _reads_flag(optimizer, skipped):
         optimizer.step()
+        return
+    worker = inner(optimizer)
+    worker.found_inf = skipped  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del worker.found_inf  # type: ignore[attr-defined]
+
+
+def _reads_flag(optimizer: Optimizer, skipped: Tensor) -> bool:
+    return not _looking_is_free(skipped) and getattr(inner(optimizer), "_step_supports_amp_scaling", False)
 
 
 def _looking_is_free(tensor: Tensor) -> bool:

@@ -1,0 +1,125 @@
+"""Updates while the backward pass runs: a gradient is used as soon as it is whole, and freed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.engine.partial import steps_apart
+from difftrain.engine.update import Updated, may_step, norms, step
+from difftrain.optim import inner
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from difftrain.contracts import Group
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.engine.masters import Masters
+
+
+class DuringBackward:
+    """Apply the gradients of a few parameters at a time, in hooks that autograd calls in the same order on every rank.
+
+    Two things differ from an update after the backward, and cannot be had here: each gradient is clipped by its own
+    norm (as kohya does), since the norm of all is not known yet; and where a gradient that is not finite turns up, what
+    came before it in this step has been applied, it and all that come after it are not. A loss that is not finite skips
+    the whole step, since it is known before the backward.
+    """
+
+    def __init__(
+        self, masters: Masters, optimizer: Optimizer, parts: list[list[str]], ranks: Ranks, max_grad_norm: float
+    ) -> None:
+        if inner(optimizer) is not optimizer or not steps_apart(optimizer):
+            name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            what = f"{name} looks at all gradients at once, and cannot update during the backward pass"
+            raise ConfigFault([Fault("--optimizer_type", what, "AdamW or Adafactor, or an update after the backward")])
+        self._masters, self._optimizer, self._parts, self._ranks = masters, optimizer, parts, ranks
+        self._max_norm = max_grad_norm  # 0 does not clip
+        self._armed = False
+        self._waiting: list[set[str]] = []
+        self._skipped: Tensor | None = None
+        self._squares: list[Tensor] = []
+        for place, names in enumerate(parts):
+            for name in names:
+                masters.weights[name].register_post_accumulate_grad_hook(self._hook(place, name))
+
+    def _hook(self, place: int, name: str) -> Callable[[nn.Parameter], None]:
+        def arrived(parameter: nn.Parameter) -> None:
+            if self._armed:
+                self._waiting[place].discard(name)
+                if not self._waiting[place]:
+                    self._update(self._parts[place])
+
+        return arrived
+
+    def ready(self, loss: Callable[[], Tensor]) -> None:
+        """Let the next backward update; with a loss that is not finite it does nothing but free gradients."""
+        self._armed = True
+        self._waiting = [set(names) for names in self._parts]
+        self._skipped = torch.isfinite(loss()).logical_not().float()
+        self._squares = []
+
+    def left_out(self) -> list[str]:
+        """Name the parameters that have not come."""
+        return sorted(name for names in self._waiting for name in names)
+
+    @torch.no_grad()
+    def _update(self, names: list[str]) -> None:
+        masters = self._masters
+        gradients = masters.gradients(names)
+        self._sum(gradients)
+        found = norms(gradients)
+        each = torch.stack(found)
+        self._squares.append(each.square().sum())
+        assert self._skipped is not None
+        self._skipped = torch.maximum(self._skipped, torch.isfinite(each).all().logical_not().float())
+        if self._max_norm > 0:
+            for name, factor in zip(names, (self._max_norm / (each + 1e-6)).clamp(max=1.0).unbind()):
+                masters.multiply(name, factor)
+        skipped = self._skipped
+        if may_step(self._optimizer, skipped):
+            masters.step_part(self._optimizer, names, lambda optimizer: step(optimizer, skipped))
+        else:
+            masters.clear(names)
+
+    def _sum(self, gradients: list[Tensor]) -> None:
+        """Sum over the ranks, which come here in the same order: they run the same graph."""
+        if self._ranks.size > 1:
+            works = [dist.all_reduce(each, dist.ReduceOp.SUM, async_op=True) for each in gradients]
+            for work in works:
+                work.wait()
+
+    @torch.no_grad()
+    def finish(self, loss: Callable[[], Tensor]) -> Updated:
+        """Return what the backward has done. skipped: 1.0 where any parameter was left as it is."""
+        self._armed = False
+        self._masters.clear()
+        assert self._skipped is not None
+        return Updated(torch.stack(self._squares).sum().sqrt(), self._skipped)
+
+
+def parts_of(groups: list[Group], count: int | None) -> list[list[str]]:
+    """Cut parameters into what is updated together: each alone, or about `count` runs as kohya cuts them.
+
+    A run holds ceil(all / count) parameters, and ends where the learning rate changes; so there may be more.
+    """
+    if count is None:
+        return [[name] for group in groups for name, _ in group.named_params]
+    rates = {name: group.lr for group in groups for name, _ in group.named_params}
+    return list(_runs(rates, math.ceil(len(rates) / count)))
+
+
+def _runs(rates: Mapping[str, float], most: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    for name, rate in rates.items():
+        if names and (len(names) == most or rates[names[-1]] != rate):
+            yield names
+            names = []
+        names.append(name)
+    yield names
