@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from sdxl import batch_of, config, loaded
 
 from difftrain.contracts import Batch, ConfigFault, Parts
 from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl.load import DTYPES
 from difftrain.models.sdxl.text import join_chunks
 
 CAPTIONS = ["a large red star", "two small green circles on a white background"]
@@ -264,11 +266,35 @@ def test_chunks_are_joined_in_order() -> None:
     assert joined[0].tolist() == expected and joined[1].tolist() == [x + 231 for x in expected]
 
 
-def test_encoders_are_what_inputs_uses() -> None:
+def test_inputs_take_what_encoders_made() -> None:
     family, parts = plain()
     batch, encoders = batch_of(family, parts, CAPTIONS), family.encoders(parts)
-    assert encoders["latents"](batch).equal(family.latents(batch, parts))
-    assert set(encoders["text"](batch)) == {"time_ids", "hidden_1", "hidden_2", "pooled"}
+    kept = {name: value for each in encoders.values() for name, value in each.encode(batch).items()}
+    sizes = {name: value for name, value in batch.features.items() if "size" in name or "crop" in name}
+    online, cached = family.inputs(batch, parts), family.inputs(replace(batch, features=kept | sizes), parts)
+    assert cached.x_t.equal(online.x_t)
+    assert set(cached.conditions) == {"time_ids", "hidden_1", "hidden_2", "pooled"}
+    assert all(value.equal(cached.conditions[name]) for name, value in online.conditions.items())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_encoders_say_of_which_shape_and_dtype_their_features_are(precision: str) -> None:
+    family, parts = loaded(config({"training": {"seed": 1, "mixed_precision": precision}}, max_token_length=150))
+    batch = batch_of(family, parts, CAPTIONS, height=64, width=96)
+    with torch.no_grad(), torch.autocast("cpu", DTYPES[precision], enabled=precision != "no"):
+        for each in family.encoders(parts).values():
+            made = each.encode(batch)
+            assert made.keys() == each.features.keys()
+            for name, feature in each.features.items():
+                assert made[name].shape[1:] == feature.shape(batch.bucket)
+                assert made[name].dtype == getattr(torch, feature.dtype)
+
+
+def test_a_trained_encoder_is_none_that_can_be_cached() -> None:
+    sections = {"training": {"seed": 1}, "optimizer": {"learning_rate_te1": 0.0}}
+    family, parts = loaded(config(sections, train_text_encoder=True))
+    assert family.encoders(parts)["text"].modules == ("text_encoder_1",)
+    assert set(family.encoders(parts)["text"].features) == {"hidden_1"}
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_others() -> None:

@@ -4,6 +4,7 @@ from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats
 from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
 from difftrain.contracts.family import (
     DrawSpec,
+    Encoder,
     Family,
     Feature,
     FeatureSpec,
@@ -24,6 +25,7 @@ __all__ = [
     "DifftrainError",
     "Draw",
     "DrawSpec",
+    "Encoder",
     "Engine",
     "Extent",
     "Family",

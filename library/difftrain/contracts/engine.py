@@ -27,13 +27,15 @@ class Stats:
     """What a step leaves behind, as device tensors: nothing here has synchronised the host.
 
     sums: this step's GLOBAL loss sums by term, already divided by the global count ("loss" is their total).
-    grad_norm: before clipping, unscaled, global. skipped: 1.0 where the update was not applied.
+    grad_norm: before clipping, unscaled, global. skipped: 1.0 where the update was not applied. lrs: by group.
+    d: what the rates are factors of, where the optimizer estimates it.
     """
 
     sums: dict[str, Tensor]
     grad_norm: Tensor
     skipped: Tensor
     lrs: dict[str, float] = field(default_factory=dict)
+    d: float | None = None
 
 
 class Snapshot(Protocol):
@@ -63,6 +65,7 @@ class Engine(Protocol):
     def predict(self, inputs: Inputs) -> Tensor: ...
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
     def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
+    def settled(self) -> AbstractContextManager[None]: ...  # an optimizer's own averages in place, where it has some
     def full_weights(self, source: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]: ...
     def snapshot(self) -> Snapshot: ...
     def restore(self, path: Path) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from difftrain.contracts.records import Batch, Bucket
 
@@ -16,16 +16,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feature:
-    """Describe an encoded feature as a cache stores it. shape = (channels, height / factor, width / factor)."""
+    """Describe an encoded feature as a cache stores it.
+
+    Shapes of one sample: with a factor it lies over the picture, (channels, height / factor, width / factor); with a
+    length it is a sequence of tokens, (length, channels); with neither a vector, (channels,).
+    """
 
     channels: int
-    factor: int = 1
+    factor: int = 0
+    length: int = 0
     dtype: str = "float32"
     maskable: bool = False
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample in a bucket."""
-        return (self.channels, bucket.height // self.factor, bucket.width // self.factor)
+        if self.factor:
+            return (self.channels, bucket.height // self.factor, bucket.width // self.factor)
+        return (self.length, self.channels) if self.length else (self.channels,)
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,22 @@ class Parts:
     tokenizers: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # the architecture, as --init_from_config=FILE.json takes it
     notes: list[str] = field(default_factory=list)  # sentences to print at start: what is frozen, and why
+    resting: set[str] = field(default_factory=set)  # frozen parts that no step needs: they stay on the host
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turn features of a batch into others that can be kept and read again: online, and for the cache builder.
+
+    source: what of a record is encoded, "pixels" or "caption". features: what comes out, by name. modules: those of
+    Parts.frozen that do the work. settings: all else that decides the outcome, weights aside.
+    """
+
+    source: Literal["pixels", "caption"]
+    features: dict[str, Feature]
+    modules: tuple[str, ...]
+    settings: str
+    encode: Callable[[Batch], dict[str, Tensor]]
 
 
 @dataclass
@@ -134,10 +157,12 @@ class Family(Protocol):
     @property
     def features(self) -> FeatureSpec: ...
     def load(self, *, meta: bool = False) -> Parts: ...
+    def comes_without(self) -> dict[str, str]: ...  # field of a part that the weights lack -> its id on a hub
     def tokenizer(self, parts: Parts) -> Tokenize: ...
-    def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]: ...
+    def encoders(self, parts: Parts) -> dict[str, Encoder]: ...  # by what a configuration may ask to be cached
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]: ...
     def repeated(self, parts: Parts) -> list[nn.Module]: ...  # the small blocks alike, for regional compile
+    def latents(self, batch: Batch, parts: Parts) -> Tensor: ...
     def inputs(self, batch: Batch, parts: Parts) -> Inputs: ...
     def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]: ...
     def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]: ...

@@ -46,6 +46,25 @@ def describe() -> dict[str, Any]:
     }
 
 
+def available_bytes() -> int | None:
+    """Return the memory that processes here can still take: of the machine, and within this container's limit.
+
+    None where the system does not say.
+    """
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    known = [int(found.group(1)) << 10] if found else []
+    for limit, used, cached in (
+        ("memory.max", "memory.current", r"^inactive_file (\d+)"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", r"^total_inactive_file (\d+)"),
+    ):
+        words = [_read(f"/sys/fs/cgroup/{name}").strip() for name in (limit, used)]
+        if all(word.isdecimal() for word in words):
+            statistics = _read(f"/sys/fs/cgroup/{Path(limit).parent}/memory.stat")
+            reclaimed = re.search(cached, statistics, re.MULTILINE)
+            known.append(int(words[0]) - int(words[1]) + (int(reclaimed.group(1)) if reclaimed else 0))
+    return max(0, min(known)) if known else None
+
+
 def peak_rss_bytes() -> int:
     """Return the peak resident memory of this process, in bytes.
 

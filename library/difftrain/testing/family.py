@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from difftrain.contracts import Batch, Bucket, DrawSpec, FeatureSpec, Group, Inputs, Parts
+from difftrain.contracts import Batch, Bucket, DrawSpec, Encoder, FeatureSpec, Group, Inputs, Parts
 
 CHANNELS, SIDE = 3, 4
 _STEPS = 1000
@@ -67,11 +67,15 @@ class TinyFamily:
             root = TinyRoot(**self.options)
         return Parts(root, {"encoder": nn.Identity()})
 
+    def comes_without(self) -> dict[str, str]:
+        """Lack nothing."""
+        return {}
+
     def tokenizer(self, parts: Parts) -> Callable[[list[str]], dict[str, Tensor]]:
         """Return what makes nothing of captions."""
         return _no_tokens
 
-    def encoders(self, parts: Parts) -> dict[str, Callable[..., Any]]:
+    def encoders(self, parts: Parts) -> dict[str, Encoder]:
         """Return none."""
         return {}
 
@@ -83,9 +87,13 @@ class TinyFamily:
         """List the same blocks, for compiling."""
         return [block for _, block in self.units(parts)]
 
+    def latents(self, batch: Batch, parts: Parts) -> Tensor:
+        """Return the pictures as they are."""
+        return batch.features["pixels"].float()
+
     def inputs(self, batch: Batch, parts: Parts) -> Inputs:
         """Mix picture and noise by the timestep."""
-        x, noise, t = batch.features["pixels"].float(), batch.draws["noise"], batch.draws["timestep"]
+        x, noise, t = self.latents(batch, parts), batch.draws["noise"], batch.draws["timestep"]
         share = (t / _STEPS)[:, None, None, None]
         return Inputs((1 - share) * x + share * noise, t, {}, x, torch.ones(len(t), device=x.device))
 

@@ -16,10 +16,10 @@ def pixels_to_unit(pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def raw_latents(vae: Any, pixels: Tensor, draw: Tensor, *, fp32: bool, batch_size: int | None) -> Tensor:
-    """Sample the posterior with a host draw: mean + std * draw, in fp32.
+def posterior(vae: Any, pixels: Tensor, *, fp32: bool, batch_size: int | None) -> tuple[Tensor, Tensor]:
+    """Encode pictures: mean and standard deviation of their latents, in fp32.
 
-    Shapes: pixels (B, 3, H, W) uint8, draw (B, C, H / f, W / f). fp32 turns autocast off around the VAE, whose
+    Shapes: pixels (B, 3, H, W) uint8 -> (B, C, H / f, W / f) each. fp32 turns autocast off around the VAE, whose
     activations overflow fp16 in SDXL. batch_size bounds how many pictures are encoded at once.
     """
     with torch.autocast(pixels.device.type, enabled=False):
@@ -27,7 +27,7 @@ def raw_latents(vae: Any, pixels: Tensor, draw: Tensor, *, fp32: bool, batch_siz
         pieces = pixels.split(batch_size or len(pixels))
         moments = torch.cat([_moments(vae, pixels_to_unit(piece).to(dtype)) for piece in pieces])
     mean, logvar = moments.float().chunk(2, dim=1)
-    return mean + logvar.clamp(-30.0, 20.0).mul(0.5).exp() * draw
+    return mean, logvar.clamp(-30.0, 20.0).mul(0.5).exp()
 
 
 def _moments(vae: Any, x: Tensor) -> Tensor:

@@ -135,10 +135,8 @@ def _moments(run: Run) -> tuple[int, Tensor, Tensor]:
         first_step=0,
         last_step=max(1, run.plan.steps(0)),
     )
-    latents_of = run.family.encoders(run.parts)["latents"]
-    flat = torch.cat(
-        [latents_of(run.device.to_device(batch)).flatten(1).double().cpu() for step in steps for batch in step]
-    )
+    batches = (run.device.to_device(batch) for step in steps for batch in step)
+    flat = torch.cat([run.family.latents(batch, run.parts).flatten(1).double().cpu() for batch in batches])
     shares = run.ranks.gather((len(flat), flat.sum(0), flat.T @ flat))
     return sum(s[0] for s in shares), sum(s[1] for s in shares), sum(s[2] for s in shares)
 
