@@ -37,7 +37,13 @@ FROZEN_LATER = {
 KINDS = {"StoreTrue": "switch", "str": "str", "int": "int", "float": "float", "int_or_float": "number",
          "str nargs=*": "strs", "Path": "str"}  # fmt: skip
 # ours take more than kohya's
-WIDER = {"train_data_dir": "strs", "dataset_repeats": "ints", "resolution": "size", "block_lr": "floats"}
+WIDER = {
+    "train_data_dir": "strs",
+    "dataset_repeats": "ints",
+    "resolution": "size",
+    "block_lr": "floats",
+    "face_crop_aug_range": "floats",
+}
 
 
 def test_names_are_frozen() -> None:

@@ -30,7 +30,10 @@ FREE = frozenset({
     "save", "hub", "sample", "logging", "metadata",
 })  # fmt: skip
 # fields whose value is a path or an id: a path is known by its last name, since machines mount things elsewhere
-NAMED = frozenset({"model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.init_from_config"})
+NAMED = frozenset({
+    "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.init_from_config",
+    "data.conditioning_dir",
+})  # fmt: skip
 
 
 def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:

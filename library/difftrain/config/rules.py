@@ -33,7 +33,6 @@ NEEDS: tuple[Need, ...] = (
     Need("data.max_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
     Need("data.bucket_reso_steps", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
     Need("data.bucket_no_upscale", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
-    Need("captions.token_warmup_min", lambda c: c.captions.token_warmup_step, "has no effect without --token_warmup_step", note=True),
     Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
     Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
     Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),

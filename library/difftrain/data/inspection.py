@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from difftrain.data.masks import NO_MASK, find_mask
 from difftrain.data.media import Unusable, check_size, decode, probe
 from difftrain.data.pool import Beat, Job
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import Bad, FileRef, Item, Source, key_path
 
 QUICK, FULL = 1, 2  # the header and the end of the file | every pixel
-PASSING = ("cannot be read", "too slow", "crashed", "out of memory")  # kinds that are looked at again next time
+PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK)  # kinds that are looked at again next time
 _STRIDE = 64  # items that one part of a divided shard takes at a time
 
 
@@ -101,6 +102,8 @@ def _accept(work: Files, number: int, file: FileRef, item: Item | Bad, position:
             kind, _, detail = item.lacking.partition(": ")
             raise Unusable(kind, detail)
         captions = ("",)
+    if work.source.masks:
+        find_mask(Path(work.source.masks), item.member or item.path or file.path)
     (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
     check_size(width, height)
     return Accepted(

@@ -128,6 +128,8 @@ def index_folder(cfg: TrainConfig) -> Path:
     }
     if cfg.captions.enable_wildcard:
         reading["lines"] = "all"
+    if cfg.data.conditioning_dir:
+        reading["masks"] = os.path.realpath(Path(cfg.data.conditioning_dir).expanduser())
     return cache / "index" / _short_hash(reading)
 
 

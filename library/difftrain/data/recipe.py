@@ -43,6 +43,7 @@ class Recipe:
             "dropout_rate": 0.0,
             "dropout_every_n_epochs": 0,
             "tag_dropout_rate": 0.0,
+            "token_warmup_step": 0,
         }
         return replace(
             self,
@@ -64,6 +65,10 @@ def recipes_of(cfg: TrainConfig, sources: Sequence[SourceInfo]) -> tuple[Recipe,
         batch_size=cfg.training.batch_size,
         flip=data.flip,
         random_crop=data.random_crop,
+        color_aug=data.color_aug,
+        face_crop_range=None if data.enable_bucket else data.face_crop_range,  # kohya's buckets know no faces
+        alpha_mask=data.alpha_mask,
+        conditioning_dir=data.conditioning_dir if cfg.loss.masked else None,
         interpolation=data.resize_interpolation,
     )
     return (one,) * len(sources)

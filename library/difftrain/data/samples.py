@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, FeatureSpec, Record, Reject, Tokenize
-from difftrain.data.buckets import Fit
+from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
 from difftrain.data.captions import caption_of
-from difftrain.data.media import Unusable, decode, fit
+from difftrain.data.colour import recoloured
+from difftrain.data.framing import Place, place_of
+from difftrain.data.masks import fit_mask, read_mask
+from difftrain.data.media import Unusable, decode_for, decode_rgba, fit
 from difftrain.data.recipe import Recipe
 from difftrain.diffusion.draws import Stream, integer, normal, uniform
 from difftrain.diffusion.noise import mixed
@@ -26,32 +30,25 @@ if TYPE_CHECKING:
 Spare = Callable[[int], Iterable[int]]  # place in the batch -> ids to take instead, in order
 
 
-class Place(NamedTuple):
-    """Where one use of a picture is cut: resized to fit.resized_wh, from (left, top) on, and mirrored or not."""
-
-    fit: Fit
-    left: int
-    top: int
-    flip: bool
-
-
 @dataclass(frozen=True)
 class Sample:
     """One picture as the model gets it, and the sizes SDXL is conditioned on, as (height, width) and (top, left)."""
 
     record: Record
-    pixels: np.ndarray  # (3, H, W) uint8
+    pixels: np.ndarray | None  # (3, H, W) uint8; None where its features are cached
     caption: str
     original_size: tuple[int, int]
     crop_top_left: tuple[int, int]
     target_size: tuple[int, int]
+    mask: np.ndarray | None = None  # (1, H, W) fp32 in 0..1; None: the whole picture counts
+    flipped: bool = False
 
 
 @dataclass(frozen=True)
 class SampleMaker:
     """Make samples and batches of them. Picklable; validation makes its own without augmentation.
 
-    recipes: of each source of the index.
+    recipes: of each source of the index. total_steps: updates of the whole run, for captions that grow.
     """
 
     index: Index
@@ -59,20 +56,22 @@ class SampleMaker:
     features: FeatureSpec
     tokenize: Tokenize
     seed: int
+    store: FeatureStore = NOTHING_CACHED
+    total_steps: int = 0
 
-    def batch(self, bucket: Bucket, draws: Sequence[Draw], epoch: int, spare: Spare) -> Batch:
-        """Make a micro batch.
+    def batch(self, bucket: Bucket, draws: Sequence[Draw], epoch: int, spare: Spare, step: int = 0) -> Batch:
+        """Make a micro batch of update `step`.
 
         What cannot be decoded any more is named in Batch.rejects. Its place is taken by the first of `spare` that can
         be: a picture and caption of another record, under the draws (crop, noise, timestep) of the planned one.
 
         Raises: DataFault, with the paths, where no spare one can be decoded either.
         """
-        samples, _, rejects = self.samples(bucket, draws, epoch, spare)
+        samples, _, rejects = self.samples(bucket, draws, epoch, spare, step)
         return self.collate(bucket, samples, draws, rejects)
 
     def samples(
-        self, bucket: Bucket, draws: Sequence[Draw], epoch: int, spare: Spare | None
+        self, bucket: Bucket, draws: Sequence[Draw], epoch: int, spare: Spare | None, step: int = 0
     ) -> tuple[list[Sample], list[Draw], list[Reject]]:
         """Make samples as `batch` does; without `spare`, leave out what cannot be decoded. Also return whose they are."""
         samples: list[Sample] = []
@@ -80,7 +79,8 @@ class SampleMaker:
         rejects: list[Reject] = []
         for place, draw in enumerate(draws):
             failed: list[Reject] = []
-            sample = self._first_good(draw, place, bucket, epoch, spare, failed)
+            candidates = _then([draw.record_id], place, spare)
+            sample = self._first_good(draw, candidates, epoch, step, failed)
             rejects += failed
             if sample is not None:
                 samples.append(sample)
@@ -94,58 +94,71 @@ class SampleMaker:
         return samples, kept, rejects
 
     def _first_good(
-        self, draw: Draw, place: int, bucket: Bucket, epoch: int, spare: Spare | None, failed: list[Reject]
+        self, draw: Draw, candidates: Iterable[int], epoch: int, step: int, failed: list[Reject]
     ) -> Sample | None:
-        for record_id in _then([draw.record_id], place, spare):
+        for record_id in candidates:
             record = self.index.record(record_id)
             try:
-                return self.sample(record, draw, bucket, epoch)
+                return self.sample(record, draw, epoch, step)
             except (Unusable, OSError) as error:
                 failed.append(Reject(self.index.path(record), str(error)))
         return None
 
-    def sample(self, record: Record, draw: Draw, bucket: Bucket, epoch: int) -> Sample:
-        """Make one sample. Raises Unusable or OSError where its file is not what was indexed."""
-        rgb = decode(self.index.read(record.media))
-        if rgb.shape[:2] != record.size_hw:
-            (h, w), (was_h, was_w) = rgb.shape[:2], record.size_hw
+    def sample(self, record: Record, draw: Draw, epoch: int, step: int = 0) -> Sample:
+        """Make one sample. Raises Unusable or OSError where its file, or its mask's, is not what was indexed."""
+        recipe, place, cached = self.recipes[record.media.source], self.place(record, draw), self.store.pictures
+        if cached is not None:
+            cached.check(record.id)
+        by_alpha = recipe.alpha_mask and not recipe.conditioning_dir  # the latter wins, as in kohya's
+        layers = self._layers(record, place) if cached is None or by_alpha else None
+        pixels = mask = None
+        if cached is None and layers is not None:
+            pixels = fit(layers[..., :3], place.fit.resized_wh, place.crop, place.flip, recipe.interpolation)
+            if recipe.color_aug:
+                pixels = recoloured(pixels, Stream(self.seed, draw.key, draw.occurrence, "colour"))
+        if recipe.conditioning_dir:
+            mask = fit_mask(read_mask(Path(recipe.conditioning_dir).expanduser(), record), place, recipe.interpolation)
+        elif by_alpha and layers is not None:
+            mask = fit_mask(layers[..., 3], place, recipe.interpolation)
+        return Sample(record, pixels, self.caption(record, draw, epoch, step), *place.sizes, mask, place.flip)
+
+    def _layers(self, record: Record, place: Place) -> np.ndarray:
+        """Decode a picture, with its alpha where that masks the loss. Raises Unusable or OSError."""
+        recipe, data = self.recipes[record.media.source], self.index.read(record.media)
+        height, width = record.size_hw
+        least_wh = (width, height) if recipe.interpolation == "nearest" else place.fit.resized_wh
+        layers, size_wh = decode_rgba(data) if recipe.alpha_mask else decode_for(data, least_wh)
+        if size_wh != (width, height):
+            (w, h), (was_w, was_h) = size_wh, (width, height)
             raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
-        found, left, top, flip = self.place(record, draw)
-        crop = (left, top, bucket.width, bucket.height)
-        pixels = fit(rgb, found.resized_wh, crop, flip, self.recipes[record.media.source].interpolation)
-        caption = self.caption(record, draw, epoch)
-        return Sample(record, pixels, caption, found.original_hw, found.top_left(flip), found.target_hw)
+        return layers
 
     def place(self, record: Record, draw: Draw) -> Place:
         """Say where one use of a picture is cut. Raises ValueError where no bucket fits."""
-        recipe = self.recipes[record.media.source]
-        found = recipe.buckets.select((record.size_hw[1], record.size_hw[0]))
-        left, top = found.crop
-        if recipe.random_crop:
-            stream = Stream(self.seed, draw.key, draw.occurrence, "crop")
-            left = stream.integer(found.resized_wh[0] - found.bucket.width + 1)
-            top = stream.integer(found.resized_wh[1] - found.bucket.height + 1)
-        flip = recipe.flip and integer(self.seed, draw.key, draw.occurrence, "flip", 2) == 1
-        return Place(found, left, top, flip)
+        return place_of(self.recipes[record.media.source], record, draw, self.seed)
 
-    def caption(self, record: Record, draw: Draw, epoch: int) -> str:
+    def caption(self, record: Record, draw: Draw, epoch: int, step: int = 0) -> str:
         """Make the caption of one use of a record."""
         stream = Stream(self.seed, draw.key, draw.occurrence, "caption")
-        return caption_of(record, stream, self.recipes[record.media.source].captions, epoch)
+        section = self.recipes[record.media.source].captions
+        return caption_of(record, stream, section, epoch, step, self.total_steps)
 
     def collate(
         self, bucket: Bucket, samples: Sequence[Sample], draws: Sequence[Draw], rejects: Sequence[Reject]
     ) -> Batch:
         """Put samples together, with the host draws of their uses."""
-        features = {"pixels": torch.from_numpy(np.stack([sample.pixels for sample in samples]))}
+        features = self._pictures(samples)
         for name in ("original_size", "crop_top_left", "target_size"):
             features[name] = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.int64)
-        features |= self.tokenize([sample.caption for sample in samples])
+        captions = [sample.caption for sample in samples]
+        cached = self.store.captions
+        features |= self.tokenize(captions) if cached is None else cached.read(captions)
         return Batch(
             bucket=bucket,
             record_id=torch.tensor([sample.record.id for sample in samples], dtype=torch.int64),
             occurrence=torch.tensor([draw.occurrence for draw in draws], dtype=torch.int64),
             features=features,
+            loss_mask=_stacked_masks(bucket, samples),
             draws={
                 name: host_draws(name, spec, bucket, draws, self.seed) for name, spec in self.features.draws.items()
             },
@@ -153,6 +166,20 @@ class SampleMaker:
             keys=tuple(sample.record.key for sample in samples),
             rejects=tuple(rejects),
         )
+
+    def _pictures(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        """Stack pixels, or read what is cached of them."""
+        if self.store.pictures is not None:
+            return self.store.pictures.read([s.record.id for s in samples], [s.flipped for s in samples])
+        return {"pixels": torch.from_numpy(np.stack([s.pixels for s in samples if s.pixels is not None]))}
+
+
+def _stacked_masks(bucket: Bucket, samples: Sequence[Sample]) -> torch.Tensor | None:
+    """Stack masks to (B, 1, H, W), ones where a sample has none; None where no sample has one."""
+    if all(sample.mask is None for sample in samples):
+        return None
+    whole = np.ones((1, bucket.height, bucket.width), dtype=np.float32)
+    return torch.from_numpy(np.stack([whole if sample.mask is None else sample.mask for sample in samples]))
 
 
 def _then(planned: list[int], place: int, spare: Spare | None) -> Iterator[int]:

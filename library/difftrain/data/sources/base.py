@@ -28,6 +28,7 @@ class SourceInfo:
     suffixes: tuple[str, ...] = ()  # of caption files, in the order they are tried
     multi_line: bool = False  # keep the lines of a caption apart, of which one is drawn
     image_column: str = ""
+    masks: str = ""  # folder where every picture has a mask of its name
     caption_column: str = ""
 
     @property

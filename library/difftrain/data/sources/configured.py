@@ -84,6 +84,7 @@ def _add(made: Configured, number: int, place: Path, repeats: int, data: DataSec
     if place.is_file() and place.suffix.lower() in _SHARDS:
         kind = _SHARDS[place.suffix.lower()]
         file, place = place.name, place.parent
+        base["masks"] = str(_place(data.conditioning_dir)) if data.conditioning_dir else ""
         made.infos.append(info(kind, only=file, **(columns if kind == "parquet" else {})))
         return
     kind, depth = _kind(place)
