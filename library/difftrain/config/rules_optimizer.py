@@ -118,9 +118,10 @@ def schedule_free(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding((_WRAPPER,), f"has no effect: {section.type} is schedule-free already", note=True)
     elif section.schedulefree_wrapper and is_named(section, ("oss",)):
         yield Finding((_WRAPPER, _TYPE), "cannot average weights whose state is sharded", "--optimizer_type=AdamW")
-    if (own or section.schedulefree_wrapper) and cfg.ema.enable:
+    averages = {"ema.enable": cfg.ema.enable, "ema.profiles": cfg.ema.profiles}
+    for field in (field for field, given in averages.items() if given and (own or section.schedulefree_wrapper)):
         what = "contradicts a schedule-free optimizer, whose own average is what is exported"
-        yield Finding(("ema.enable", _TYPE), what, "leave one of them out")
+        yield Finding((field, _TYPE), what, "leave one of them out")
 
 
 def block_rates(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

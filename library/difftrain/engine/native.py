@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
 from difftrain.diffusion.keys import module_seed
@@ -22,10 +21,11 @@ from difftrain.engine.fused import DuringBackward, parts_of
 from difftrain.engine.halves import make_masters
 from difftrain.engine.shelf import Shelf
 from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, NativeSnapshot, TensorFile, shares
+from difftrain.engine.place import SchedulePlace
 from difftrain.engine.state import NamedState, merge_states
 from difftrain.engine.tensors import HostBuffers
 from difftrain.engine.update import AfterBackward, Update
-from difftrain.optim import inner
+from difftrain.optim import averages, estimate, inner
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -107,6 +107,7 @@ class NativeEngine:
     @property
     def _fused(self) -> bool:
         return self.cfg.optimizer.fused_backward or self.cfg.optimizer.fused_groups is not None
+        self._place = SchedulePlace(self.schedule, self.optimizer)
 
     def _make_update(self, groups: list[Group]) -> Update:
         max_norm = self.cfg.training.max_grad_norm
@@ -167,7 +168,8 @@ class NativeEngine:
         done = self._update.finish(lambda: means()[TOTAL])
         self.schedule.step()  # a function of the position alone, so also after a skipped update
         self.position += 1
-        return Stats(means(), done.grad_norm, done.skipped, lrs)
+        return Stats(means(), done.grad_norm, done.skipped, lrs, d)
+        d = estimate(self.optimizer)
 
     def _means(self, sums: list[Tensor], counts: dict[str, float]) -> dict[str, Tensor]:
         """Return the global mean of every term, and their total."""
@@ -254,6 +256,27 @@ class NativeEngine:
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         for name, tensor in weights.items():
             self._trained[name].copy_(tensor)
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Put the averages of a schedule-free optimizer in place for a while, on this rank; nothing with any other.
+
+        Its own way back would round, so the trained weights are kept: they come back bit by bit.
+        """
+        self._must_not_be_swapped()
+        if not averages(self.optimizer):
+            yield
+            return
+        kept = {name: value.clone() for name, value in self._masters.values()}
+        self._swapped = True
+        try:
+            self._masters.step(self.optimizer, lambda optimizer: optimizer.eval())  # type: ignore[attr-defined]
+            yield
+        finally:
+            self._masters.step(self.optimizer, lambda optimizer: optimizer.train())  # type: ignore[attr-defined]
+            for name, value in kept.items():
+                self._masters.put(name, value)
+            self._swapped = False
+
 
     def _must_not_be_swapped(self) -> None:
         assert not self._swapped, "other weights are in place of the trained ones"
@@ -321,6 +344,7 @@ class NativeEngine:
             "torch": torch.__version__,
         }
 
+            "schedule": self._place.describe(),
     @torch.no_grad()
     def restore(self, path: Path) -> None:
         """Take everything back from a checkpoint folder. Raises ConfigFault, changing nothing, where it does not fit."""
@@ -342,7 +366,7 @@ class NativeEngine:
         found = dict(optimizer.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned))
         self._state.load(states, about["groups"], found.__getitem__)
         self._restore_scaler(about)
-        self._go_to(int(about["position"]), about["lrs"])
+        self._go_to(int(about["position"]), about)
 
     def _restore_scaler(self, about: dict[str, Any]) -> None:
         if self._scaler is not None and about["scaler"] is not None:
@@ -351,17 +375,11 @@ class NativeEngine:
             was, now = about["precision"], self.cfg.training.mixed_precision
             log.warning("the checkpoint was trained in mixed precision %s, this run in %s", was, now)
 
-    def _go_to(self, position: int, lrs: list[float]) -> None:
-        """Bring the schedule to a position: by its formula where it has one, else by as many steps."""
-        if isinstance(self.schedule, LambdaLR):
-            if position:
-                self.schedule.last_epoch = position - 1
-                self.schedule.step()
-        else:
-            for _ in range(position):
-                self.schedule.step()
+    def _go_to(self, position: int, about: dict[str, Any]) -> None:
+        """Bring the schedule to a position, and say where it gives other rates than the checkpoint's."""
+        self._place.go_to(position, about.get("schedule", {}), about["lrs"])
         self.position = position
-        for group, before in zip(self.optimizer.param_groups, lrs):
+        for group, before in zip(self.optimizer.param_groups, about["lrs"]):
             if float(group["lr"]) != before and self.is_logger:
                 name = group.get("name", "all")
                 log.warning("learning rate of %s is %g, the checkpoint's was %g", name, float(group["lr"]), before)

@@ -15,7 +15,7 @@ import torch
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.plain import decode, encode
-from difftrain.optim import inner
+from difftrain.optim import inner, page_again
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,8 @@ class NamedState:
     @property
     def kind(self) -> str:
         """Name the class whose state this is, whatever shards it."""
-        worker = type(inner(self._optimizer))
-        return f"{worker.__module__}.{worker.__name__}"
+        worker = inner(self._optimizer)
+        return getattr(worker, "state_kind", f"{type(worker).__module__}.{type(worker).__name__}")
 
     @property
     def owned(self) -> list[str]:
@@ -89,10 +89,25 @@ class NamedState:
                     plain["state"][place] = _decoded(state, find, parameter)
                 place += 1
         worker.load_state_dict(plain)
+        self._put_right(plain["state"])
         for optimizer in {id(each): each for each in (worker, self._optimizer)}.values():
-            for group, changed in zip(optimizer.param_groups, groups):
+            for group, before, changed in zip(optimizer.param_groups, self._configured, groups):
+                group |= copy.deepcopy(before)
                 for key, value in changed.items():
                     group[key] = decode(value, lambda name: find(name).clone())
+
+    def _put_right(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Undo casts: load_state_dict turns floats into the parameter's dtype, whatever an optimizer keeps them in.
+
+        Of counters it says where they belong.
+        """
+        worker = inner(self._optimizer)
+        owned = [parameter for group in worker.param_groups for parameter in group["params"]]
+        for place, state in states.items():
+            loaded = worker.state[owned[place]]
+            for key, value in state.items():
+                loaded[key] = value.to(loaded[key].device) if _is_counter(value) else value
+            page_again(worker, owned[place])
 
     @staticmethod
     def _values(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +116,10 @@ class NamedState:
 
 def _decoded(state: Mapping[str, Any], find: Callable[[str], Tensor], like: Tensor) -> dict[str, Any]:
     return {key: decode(value, lambda name: _copied(find(name), like)) for key, value in state.items()}
+
+
+def _is_counter(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 def _copied(tensor: Tensor, like: Tensor) -> Tensor:

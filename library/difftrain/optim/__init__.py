@@ -1,12 +1,11 @@
 """Optimizers and schedules, by name."""
 
 from difftrain.optim.adaptive import estimate
-from difftrain.optim.alone import looks_at_all, step_alone
 from difftrain.optim.check import faults
 from difftrain.optim.eight_bit import page_again
 from difftrain.optim.registry import inner, make_optimizer
 from difftrain.optim.schedule import factor_of, make_schedule
-from difftrain.optim.schedule_free import averages, settled
+from difftrain.optim.schedule_free import averages
 
 __all__ = [
     "averages",
@@ -14,10 +13,7 @@ __all__ = [
     "factor_of",
     "faults",
     "inner",
-    "looks_at_all",
     "make_optimizer",
     "make_schedule",
     "page_again",
-    "settled",
-    "step_alone",
 ]

@@ -14,9 +14,9 @@ from difftrain.optim.schedule import make_schedule
 
 def faults(section: OptimizerSection, total_steps: int = 1000) -> list[Fault]:
     """Return every fault of the optimizer's and the schedule's names and arguments, by making both for one number."""
-    group = Group("probe", [("probe", torch.nn.Parameter(torch.zeros(1)))], section.learning_rate)
+    group = Group("probe", [("probe", torch.nn.Parameter(torch.zeros(1)))], section.learning_rate or 1.0)
     found: list[Fault] = []
-    optimizer: Optimizer = torch.optim.SGD([group.named_params[0][1]], lr=section.learning_rate)
+    optimizer: Optimizer = torch.optim.SGD([group.named_params[0][1]], lr=group.lr)
     try:
         optimizer = make_optimizer(section, [group], trial=False)
     except ConfigFault as fault:

@@ -5,8 +5,7 @@ Trained are weights y, where gradients are taken; meant to be used is the averag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class ScheduleFree(Optimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Put x in place. The way back is exact only but for rounding: see settled."""
+        """Put x in place. The way back is exact but for rounding: the engine keeps y aside."""
         if self._training:
             self._move(1.0 - 1.0 / self.momentum)
         self._training = False
@@ -143,20 +142,3 @@ class ScheduleFree(Optimizer):
 def averages(optimizer: Optimizer) -> bool:
     """Say whether the weights that are meant to be used are others than those that are trained."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
-
-
-@contextmanager
-def settled(optimizer: Any, weights: Iterable[Tensor]) -> Iterator[None]:
-    """Put the averages in place for a while, where there are some; the trained weights come back bit by bit."""
-    if not averages(optimizer):
-        yield
-        return
-    kept = [(each, each.detach().clone()) for each in weights]
-    optimizer.eval()
-    try:
-        yield
-    finally:
-        optimizer.train()
-        with torch.no_grad():
-            for each, before in kept:
-                each.copy_(before)

@@ -44,8 +44,8 @@ def exact_json(value: Any) -> str:
 class StepMetrics:
     """Hold what is said of one optimizer step.
 
-    step_loss: mean over all ranks and micro batches. lr: of the first group, lrs: of all, by name. grad_norm: before
-    clipping. fps, compute_fps, data_wait_s, step_s: of the steps since the last line. skipped: updates left out so far.
+    step_loss: mean over all ranks and micro batches. lr: of the first group, lrs: of all, by name. d: what an optimizer
+    that estimates the rate (D-Adaptation, Prodigy) multiplies them by. grad_norm: before clipping. fps, compute_fps, data_wait_s, step_s: of the steps since the last line. skipped: updates left out so far.
     elapsed_s: since the session began.
     """
 
@@ -62,6 +62,7 @@ class StepMetrics:
     samples_seen: int
     step_s: float = 0.0
     lrs: dict[str, float] = field(default_factory=dict)
+    d: float | None = None
     terms: dict[str, float] = field(default_factory=dict)  # parts of the loss, where it has more than one
     skipped: int = 0
     session: int = 1
@@ -70,19 +71,22 @@ class StepMetrics:
     def line(self) -> str:
         """Return the console line."""
         skipped = f"skipped={self.skipped} " if self.skipped else ""
+        adapted = "" if self.d is None else f"adapted={fixed(self.d * self.lr, 4)} "
         return (
             f"step={self.step} epoch={self.epoch} step_loss={fixed(self.step_loss)} avr_loss={fixed(self.avr_loss)} "
-            f"lr={fixed(self.lr, 4)} grad_norm={fixed(self.grad_norm, 4)} {skipped}"
+            f"lr={fixed(self.lr, 4)} {adapted}grad_norm={fixed(self.grad_norm, 4)} {skipped}"
             f"data_wait={fixed(round(self.data_wait_s, 6), 3)} mem={fixed(round(self.peak_memory_gib, 3), 4)} "
             f"FPS: {fixed(self.fps, 4)}"
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the line of metrics.jsonl; groups and terms only where there is more than one."""
+        """Return the line of metrics.jsonl; groups and terms only where there is more than one, d where there is one."""
         record = asdict(self)
         for name in ("lrs", "terms"):
             if len(record[name]) < 2:
                 del record[name]
+        if self.d is None:
+            del record["d"]
         return record
 
     def scalars(self) -> dict[str, float]:
@@ -98,6 +102,9 @@ class StepMetrics:
             "progress/epoch": float(self.epoch),
             "progress/samples_seen": float(self.samples_seen),
         }
-        values |= {f"lr/{name}": value for name, value in (self.lrs or {"all": self.lr}).items()}
+        lrs = self.lrs or {"all": self.lr}
+        values |= {f"lr/{name}": value for name, value in lrs.items()}
+        if self.d is not None:
+            values |= {f"lr/d*lr/{name}": self.d * value for name, value in lrs.items()}
         values |= {f"loss/{name}": value for name, value in self.terms.items()}
         return {name: value for name, value in values.items() if math.isfinite(value)}

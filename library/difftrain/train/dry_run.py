@@ -141,8 +141,8 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
 
 def state_bytes(cfg: TrainConfig) -> float:
     """Return the bytes of state that the optimizer keeps for a parameter: counted on one small matrix after a step."""
-    matrix = nn.Parameter(torch.zeros(256, 256))
-    group = Group("probe", [("probe", matrix)], cfg.optimizer.learning_rate)
+    matrix = nn.Parameter(torch.full((256, 256), 1e-2))
+    group = Group("probe", [("probe", matrix)], cfg.optimizer.learning_rate or 1.0)
     optimizer = make_optimizer(cfg.optimizer, [group], dp_size=1, fused_ok=False)
     matrix.grad = torch.full_like(matrix, 1e-3)
     optimizer.step()

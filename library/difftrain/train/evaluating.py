@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Batch
@@ -19,8 +19,8 @@ log = logging.getLogger("difftrain")
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:
-    """Put the averaged weights in place where the run has them: evaluation and samples look at those."""
-    return run.engine.swapped(run.ema.weights) if run.ema is not None else nullcontext()
+    """Put averaged weights in place, the run's or the optimizer's own: evaluation and samples look at those."""
+    return run.engine.swapped(run.ema.weights) if run.ema is not None else run.engine.settled()
 
 
 class Evaluating:

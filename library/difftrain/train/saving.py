@@ -118,7 +118,8 @@ class Saving:
     def _export(self, run: Run, name: str) -> None:
         """Export the weights, and the averaged ones, and store snapshots; every rank takes part in gathering them."""
         with company(run.ranks, run.ranks.is_logger):
-            self._export_weights(run, name, run.engine.full_weights())
+            with run.engine.settled():
+                self._export_weights(run, name, run.engine.full_weights())
             if run.ema is not None:
                 self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights))
             store_snapshots(run)
