@@ -24,18 +24,28 @@ _SHRINKS = (8, 4, 2)
 _ODD = frozenset({"transparency", "interlace", "icc_profile"})
 
 
-def shrink_of(image: Image.Image, least_wh: tuple[int, int] | None) -> int:
+def shrink_of(image: Image.Image, least_wh: tuple[int, int], spare: float = 1.0) -> int:
     """Return by how much a picture can be made smaller while it is decoded: 1, 2, 4 or 8; JPEG only.
 
-    least_wh: what must be left of it, as it lies in the file.
+    least_wh: what must be left of it, as it lies in the file; where it is made smaller more than twice, `spare` times
+    that. What is left out is averaged, as area resizing does: sharper filters want something left to work on.
     """
-    if least_wh is None or image.format not in _JPEG or image.mode not in ("RGB", "L"):
+    if image.format not in _JPEG or image.mode not in ("RGB", "L"):
         return 1
-    return next((by for by in _SHRINKS if _covers(_reduced(image.size, by), least_wh)), 1)
+    width, height = least_wh
+    for by in _SHRINKS:
+        more = spare if by > 2 else 1.0
+        left = _reduced(image.size, by)
+        if left[0] >= width * more and left[1] >= height * more:
+            return by
+    return 1
 
 
-def pixels(image: Image.Image, data: bytes, shrink: int = 1) -> Image.Image:
-    """Decode an opened picture, made smaller by `shrink`. Raises whatever Pillow does for damaged files."""
+def pixels(image: Image.Image, data: bytes, shrink: int = 1) -> Image.Image | np.ndarray:
+    """Decode an opened picture, made smaller by `shrink`. Raises whatever Pillow does for damaged files.
+
+    Shape of an array: (H, W), (H, W, 3) or (H, W, 4) uint8, in the picture's mode.
+    """
     fast = _fast(image, data, shrink)
     if fast is not None:
         return fast
@@ -45,7 +55,7 @@ def pixels(image: Image.Image, data: bytes, shrink: int = 1) -> Image.Image:
     return image
 
 
-def _fast(image: Image.Image, data: bytes, shrink: int) -> Image.Image | None:
+def _fast(image: Image.Image, data: bytes, shrink: int) -> np.ndarray | None:
     size = _reduced(image.size, shrink)
     try:
         array = _array(image, data, size)
@@ -55,14 +65,19 @@ def _fast(image: Image.Image, data: bytes, shrink: int) -> Image.Image | None:
     if array is None or array.dtype != np.uint8 or (array.shape[2] if array.ndim == 3 else 1) != channels:
         return None
     array = array[..., 0] if channels == 1 and array.ndim == 3 else array
-    return Image.fromarray(array) if array.shape[1::-1] == size else None
+    return array if array.shape[1::-1] == size else None
 
 
 def _array(image: Image.Image, data: bytes, size_wh: tuple[int, int]) -> np.ndarray | None:
     if image.format in _JPEG and image.mode in ("RGB", "L") and (jpeg := _module("simplejpeg")):
         kind = "RGB" if image.mode == "RGB" else "GRAY"
         return jpeg.decode_jpeg(data, kind, min_width=size_wh[0], min_height=size_wh[1], min_factor=1, strict=True)
-    if image.format == "PNG" and not _is_odd(image) and seems_whole(io.BytesIO(data), "PNG") and (codecs := _module("imagecodecs")):
+    if (
+        image.format == "PNG"
+        and not _is_odd(image)
+        and seems_whole(io.BytesIO(data), "PNG")
+        and (codecs := _module("imagecodecs"))
+    ):
         return codecs.png_decode(data)
     if image.format == "WEBP" and not _is_odd(image) and (codecs := _module("imagecodecs")):
         return codecs.webp_decode(data)
@@ -76,10 +91,6 @@ def _is_odd(image: Any) -> bool:
 
 def _reduced(size_wh: tuple[int, int], by: int) -> tuple[int, int]:
     return -(-size_wh[0] // by), -(-size_wh[1] // by)
-
-
-def _covers(size_wh: tuple[int, int], least_wh: tuple[int, int]) -> bool:
-    return size_wh[0] >= least_wh[0] and size_wh[1] >= least_wh[1]
 
 
 @functools.cache

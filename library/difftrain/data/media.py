@@ -50,6 +50,7 @@ MEDIA_VERSION = 2  # part of what names cached features; raise it when any pixel
 MIN_SIDE = 16
 MAX_PIXELS = 89_478_485  # where Pillow begins to speak of decompression bombs: 256 MiB of RGB
 _ORIENTATION = 0x0112
+_SHARP, _SPARE = ("lanczos", "bicubic", "cubic"), 1.5  # see decoders.shrink_of
 _BITS_PER_SAMPLE = 258
 _SIGNATURE_BYTES = 512
 
@@ -123,12 +124,17 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     return _decode(data, _to_rgb, max_pixels).pixels
 
 
-def decode_for(data: bytes, least_wh: tuple[int, int], *, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Decode to RGB a picture that will be resized to no less than least_wh.
+def decode_for(
+    data: bytes, resized_wh: tuple[int, int], interpolation: str | None = None, *, max_pixels: int = MAX_PIXELS
+) -> Decoded:
+    """Decode to RGB a picture that will then be resized.
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is still enough. Raises: as decode.
     """
-    return _decode(data, _to_rgb, max_pixels, least_wh)
+    if interpolation == "nearest":  # picks pixels, which averages are not
+        return _decode(data, _to_rgb, max_pixels)
+    spare = _SPARE if interpolation in _SHARP else 1.0
+    return _decode(data, _to_rgb, max_pixels, lambda image, upright: shrink_of(image, resized_wh[::upright], spare))
 
 
 def decode_rgba(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Decoded:
@@ -143,17 +149,22 @@ def _decode(
     data: bytes,
     convert: Callable[[Image.Image], Image.Image],
     max_pixels: int,
-    least_wh: tuple[int, int] | None = None,
+    shrinking: Callable[[Image.Image, int], int] | None = None,
 ) -> Decoded:
     with _faults():
         image = _open(io.BytesIO(data), max_pixels)
         turn = _orientation(image, io.BytesIO(data))
         whole_wh = image.size
-        shrink = shrink_of(image, least_wh[::-1] if least_wh and turn >= 5 else least_wh)
+        shrink = shrinking(image, -1 if turn >= 5 else 1) if shrinking else 1
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # turned by Pillow itself as it loads
             image.load()
             turn, whole_wh = _orientation(image, None), image.size
-        converted = convert(pixels(image, data, shrink))
+        found = pixels(image, data, shrink)
+        if isinstance(found, np.ndarray):
+            if convert is _to_rgb and turn == 1 and found.shape[2:] == (3,):
+                return Decoded(found, whole_wh)
+            found = Image.fromarray(found)
+        converted = convert(found)
         if turn in _TURNS:
             converted = converted.transpose(_TURNS[turn])
         return Decoded(np.asarray(converted), whole_wh[::-1] if turn >= 5 else whole_wh)

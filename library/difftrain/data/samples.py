@@ -126,8 +126,10 @@ class SampleMaker:
         """Decode a picture, with its alpha where that masks the loss. Raises Unusable or OSError."""
         recipe, data = self.recipes[record.media.source], self.index.read(record.media)
         height, width = record.size_hw
-        least_wh = (width, height) if recipe.interpolation == "nearest" else place.fit.resized_wh
-        layers, size_wh = decode_rgba(data) if recipe.alpha_mask else decode_for(data, least_wh)
+        if recipe.alpha_mask:
+            layers, size_wh = decode_rgba(data)
+        else:
+            layers, size_wh = decode_for(data, place.fit.resized_wh, recipe.interpolation)
         if size_wh != (width, height):
             (w, h), (was_w, was_h) = size_wh, (width, height)
             raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
