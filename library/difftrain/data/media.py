@@ -134,7 +134,9 @@ def decode_for(
     if interpolation == "nearest":  # picks pixels, which averages are not
         return _decode(data, _to_rgb, max_pixels)
     spare = _SPARE if interpolation in _SHARP else 1.0
-    return _decode(data, _to_rgb, max_pixels, lambda image, upright: shrink_of(image, resized_wh[::upright], spare))
+    return _decode(
+        data, _to_rgb, max_pixels, lambda image, turned: shrink_of(image, _swapped(resized_wh, turned), spare)
+    )
 
 
 def decode_rgba(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Decoded:
@@ -149,13 +151,13 @@ def _decode(
     data: bytes,
     convert: Callable[[Image.Image], Image.Image],
     max_pixels: int,
-    shrinking: Callable[[Image.Image, int], int] | None = None,
+    shrinking: Callable[[Image.Image, bool], int] | None = None,
 ) -> Decoded:
     with _faults():
         image = _open(io.BytesIO(data), max_pixels)
         turn = _orientation(image, io.BytesIO(data))
         whole_wh = image.size
-        shrink = shrinking(image, -1 if turn >= 5 else 1) if shrinking else 1
+        shrink = shrinking(image, turn >= 5) if shrinking else 1
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # turned by Pillow itself as it loads
             image.load()
             turn, whole_wh = _orientation(image, None), image.size
@@ -167,7 +169,11 @@ def _decode(
         converted = convert(found)
         if turn in _TURNS:
             converted = converted.transpose(_TURNS[turn])
-        return Decoded(np.asarray(converted), whole_wh[::-1] if turn >= 5 else whole_wh)
+        return Decoded(np.asarray(converted), _swapped(whole_wh, turn >= 5))
+
+
+def _swapped(size_wh: tuple[int, int], turned: bool) -> tuple[int, int]:
+    return (size_wh[1], size_wh[0]) if turned else size_wh
 
 
 def probe(file: BinaryIO | bytes, *, max_pixels: int = MAX_PIXELS) -> Header:
