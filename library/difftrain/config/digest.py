@@ -21,7 +21,7 @@ FREE = frozenset({
     "data.dirs",  # the folders' own names count, see identity; the records themselves are in the plan's digest
     "data.workers", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
-    "training.gradient_checkpointing", "training.compile", "training.compile_backend",
+    "training.gradient_checkpointing", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
     "training.fused_attention", "training.attention", "training.max_skipped_steps",
     "training.engine", "training.device", "training.threads", "training.performance",
     "training.ddp_timeout_min", "training.ddp_bucket_view", "training.ddp_static_graph",

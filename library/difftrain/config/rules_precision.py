@@ -60,4 +60,11 @@ def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding((given[0], "optimizer.type"), what, "--optimizer_type=AdamW or Adafactor")
 
 
-RULES: tuple[Rule, ...] = (full_precision, vanishing, fused)
+def offloading(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Only what checkpointing keeps is moved to the host."""
+    if cfg.training.cpu_offload_checkpointing and not cfg.training.gradient_checkpointing:
+        about = ("training.cpu_offload_checkpointing", "training.gradient_checkpointing")
+        yield Finding(about, "needs --gradient_checkpointing: there are no checkpoints to move")
+
+
+RULES: tuple[Rule, ...] = (full_precision, vanishing, fused, offloading)

@@ -39,6 +39,7 @@ class ModelSection(Section):
     train_text_encoder: bool = False
     vae_fp32: bool = Field(True, description="the VAE computes in fp32; false: in the mixed precision")
     vae_batch_size: PositiveInt | None = None
+    fp8_frozen: Literal["all", "unet"] | None = Field(None, description="frozen layers, but the VAE's, in 8 bits")
 
 
 class CaptionSection(Section):
@@ -108,6 +109,7 @@ class TrainingSection(Section):
         None, description="what is kept beside half weights; unset: kahan in bf16, none in fp16"
     )
     gradient_checkpointing: bool = False
+    cpu_offload_checkpointing: bool = False
     compile: bool = False
     compile_backend: str = "inductor"
     max_grad_norm: NonNegative = 1.0  # 0: no clipping

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from difftrain.contracts import Batch
+from difftrain.device import fp8
 
 if TYPE_CHECKING:
     from difftrain.config.sections import TrainingSection
@@ -29,6 +30,7 @@ def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> DistributedDataParallel:
     """Wrap the root; parameters keep their names inside."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, list(fp8.held(root)))  # no sums of 8 bits
     trained = {name for name, _ in root.named_parameters()}
     state = any(name not in trained for name in root.state_dict())  # running statistics; constants need no sending
     wrapped = DistributedDataParallel(

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
+from difftrain.device import fp8
+from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.keys import module_seed
 from difftrain.engine import ddp
 from difftrain.engine.fits import FORMAT, check_fits, engine_file
 from difftrain.engine.fused import DuringBackward, parts_of
 from difftrain.engine.halves import make_masters
+from difftrain.engine.place import SchedulePlace
 from difftrain.engine.shelf import Shelf
 from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, NativeSnapshot, TensorFile, shares
-from difftrain.engine.place import SchedulePlace
 from difftrain.engine.state import NamedState, merge_states
 from difftrain.engine.tensors import HostBuffers
 from difftrain.engine.update import AfterBackward, Update
@@ -80,13 +82,15 @@ class NativeEngine:
         """
         self.family, self.parts = family, parts
         self.root = parts.root.to(self.device.torch_device).train()
-        for module in parts.frozen.values():
-            module.to(self.device.torch_device).eval()
+        for name, module in parts.frozen.items():
+            module.to("cpu" if name in parts.resting else self.device.torch_device).eval()
         self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
         if not self._trained:
             raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])
         self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
         self._masters = make_masters(self.root, self._trained, self.cfg.training)
+        if self.cfg.training.cpu_offload_checkpointing:
+            self.offloaded = offload_checkpoints(self.root, self.device)
         self._compile()
         half = self.cfg.training.full_precision == "fp16"
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
@@ -103,11 +107,11 @@ class NativeEngine:
         self.schedule = make_schedule(self.optimizer)
         self.optimizer._opt_called = True  # the rate goes on where an update is skipped: no warning at the first
         self._state = NamedState(self.optimizer, names)
+        self._place = SchedulePlace(self.schedule, self.optimizer)
 
     @property
     def _fused(self) -> bool:
         return self.cfg.optimizer.fused_backward or self.cfg.optimizer.fused_groups is not None
-        self._place = SchedulePlace(self.schedule, self.optimizer)
 
     def _make_update(self, groups: list[Group]) -> Update:
         max_norm = self.cfg.training.max_grad_norm
@@ -165,11 +169,11 @@ class NativeEngine:
         if self.position == 0:
             _check_gradients(self._update.left_out())
         lrs = {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
+        d = estimate(self.optimizer)
         done = self._update.finish(lambda: means()[TOTAL])
         self.schedule.step()  # a function of the position alone, so also after a skipped update
         self.position += 1
         return Stats(means(), done.grad_norm, done.skipped, lrs, d)
-        d = estimate(self.optimizer)
 
     def _means(self, sums: list[Tensor], counts: dict[str, float]) -> dict[str, Tensor]:
         """Return the global mean of every term, and their total."""
@@ -252,10 +256,6 @@ class NativeEngine:
             self._put(kept)
             self._swapped = False
 
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in weights.items():
-            self._trained[name].copy_(tensor)
     @contextmanager
     def settled(self) -> Iterator[None]:
         """Put the averages of a schedule-free optimizer in place for a while, on this rank; nothing with any other.
@@ -277,6 +277,10 @@ class NativeEngine:
                 self._masters.put(name, value)
             self._swapped = False
 
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            self._trained[name].copy_(tensor)
 
     def _must_not_be_swapped(self) -> None:
         assert not self._swapped, "other weights are in place of the trained ones"
@@ -340,11 +344,11 @@ class NativeEngine:
             "optimizer": self._state.kind,
             "groups": self._state.groups(keep),
             "lrs": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "schedule": self._place.describe(),
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "torch": torch.__version__,
         }
 
-            "schedule": self._place.describe(),
     @torch.no_grad()
     def restore(self, path: Path) -> None:
         """Take everything back from a checkpoint folder. Raises ConfigFault, changing nothing, where it does not fit."""
@@ -362,6 +366,7 @@ class NativeEngine:
                 self._masters.put(name, tensor)
             else:
                 own[name].copy_(tensor)
+        fp8.refresh(self.root)
         owned = set(self._state.owned)
         found = dict(optimizer.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned))
         self._state.load(states, about["groups"], found.__getitem__)

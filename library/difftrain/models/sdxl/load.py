@@ -8,6 +8,7 @@ import torch
 
 from difftrain.config.rates import part_rates
 from difftrain.contracts import ConfigFault, Fault, Parts
+from difftrain.device import fp8
 from difftrain.models.parts.materialise import fill
 from difftrain.models.sdxl import blocks
 from difftrain.models.sdxl.architecture import PARTS
@@ -59,6 +60,7 @@ def load_parts(
     parts = _sorted_out(modules, rates, clip_skip_of(cfg))
     if "unet" in rates and (said := blocks.freeze(parts.root.unet, cfg.optimizer.block_lr)):
         parts.notes.append(said)
+    parts.notes += _in_8_bits(parts, cfg.model.fp8_frozen)
     parts.config = source.architecture.to_dict()
     parts.tokenizers = by_name(pair) if pair else {}
     parts.notes += [*source.notes, *_disagreement(cfg, source), *_skipping(cfg)]
@@ -113,6 +115,21 @@ def storage_dtype(cfg: TrainConfig, part: str, rates: dict[str, float]) -> torch
     if part == "unet" or part in rates or (part == "vae" and cfg.model.vae_fp32):
         return torch.float32
     return DTYPES[cfg.training.mixed_precision]
+
+
+def _in_8_bits(parts: Parts, which: str | None) -> list[str]:
+    """Put frozen layers into 8 bits, of all parts but the VAE or of the UNet alone; return what is to be said of it."""
+    if which is None:
+        return []
+    chosen: dict[str, Any] = {"unet": parts.root.unet}
+    if which == "all":
+        chosen |= {name: module for name, module in parts.frozen.items() if name != "vae"}
+    counts = {name: len(fp8.store(module)) for name, module in chosen.items()}
+    told = ", ".join(f"{count} layers of {name}" for name, count in counts.items() if count)
+    if not told:
+        flag = "--fp8_base" if which == "all" else "--fp8_base_unet"
+        return [f"{flag} has no effect: it is for frozen layers, and here all that it is about are trained"]
+    return [f"in 8 bits, because they are frozen: {told}; exports and checkpoints hold them as they were"]
 
 
 def _freeze(parts: Parts, rates: dict[str, float]) -> None:
