@@ -12,13 +12,15 @@ import os
 from typing import Any
 
 from difftrain.config import hub_ids
-from difftrain.config.sections import TrainConfig
+from difftrain.config.sections import DatasetSection, TrainConfig
 from difftrain.config.validate import fields
 
 # sections and fields that may change between two starts of one run
 FREE = frozenset({
-    "model.vae_batch_size", "model.tokenizer_cache_dir",
-    "data.dirs",  # the folders' own names count, see identity; the records themselves are in the plan's digest
+    # features read from a cache are those that are encoded online, but for the rounding of other batches
+    "model.vae_batch_size", "model.disable_mmap", "cache", "model.tokenizer_cache_dir",
+    # the folders' own names count, see identity; the records themselves are in the plan's digest
+    "data.dirs", "data.reg_dirs", "data.datasets", "data.dataset_config",
     "data.workers", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
     "training.gradient_checkpointing", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
@@ -32,7 +34,7 @@ FREE = frozenset({
 # fields whose value is a path or an id: a path is known by its last name, since machines mount things elsewhere
 NAMED = frozenset({
     "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.init_from_config",
-    "data.conditioning_dir",
+    "data.conditioning_dir", "data.in_json",
 })  # fmt: skip
 
 
@@ -48,11 +50,26 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
             continue
         value = getattr(getattr(cfg, section), field)
         out[path] = _last_name(value) if path in NAMED and value else value
-    out["data.dirs"] = tuple(_last_name(folder) for folder in cfg.data.dirs)
-    out["global batch"] = cfg.training.batch_size * cfg.training.accumulation * dp_size
+    for field in ("dirs", "reg_dirs"):
+        out[f"data.{field}"] = tuple(_last_name(folder) for folder in getattr(cfg.data, field))
+    for number, dataset in enumerate(cfg.data.datasets, 1):
+        out |= _told(f"data set {number}", dataset)
+    batches = [size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes]
+    out["global batch"] = batches if cfg.data.datasets else batches[0]
     if cfg.training.max_epochs:
         del out["training.max_steps"]  # epochs win
     return out
+
+
+def _told(name: str, dataset: DatasetSection) -> dict[str, Any]:
+    """Return what a data set is: paths by their last name, without what its global batch or no weight depends on."""
+    found = dataset.model_dump(mode="json", exclude={"batch_size", "subsets"})
+    told = {f"{name}: {field}": value for field, value in found.items()}
+    for number, subset in enumerate(dataset.subsets, 1):
+        for field, value in subset.model_dump(mode="json", exclude={"custom_attributes"}).items():
+            is_path = value and field in ("image_dir", "metadata_file", "conditioning_dir")
+            told[f"{name}, subset {number}: {field}"] = _last_name(value) if is_path else value
+    return told
 
 
 def digest(cfg: TrainConfig, dp_size: int = 1) -> str:

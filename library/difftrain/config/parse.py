@@ -12,6 +12,9 @@ from typing import Any
 
 from difftrain.config import (
     arguments_file,
+    dataset_file,
+    rules_cache,
+    rules_data,
     rules_hub,
     rules_names,
     rules_objective,
@@ -39,6 +42,8 @@ RULES = (
     *rules_paths.RULES,
     *rules_hub.RULES,
     *rules_precision.RULES,
+    *rules_cache.RULES,
+    *rules_data.RULES,
     *rules_samples.RULES,
 )
 
@@ -61,6 +66,11 @@ class Parsed:
     def dry_run(self) -> bool:
         """Say whether the run is only to be described."""
         return "dry_run" in self.bare
+
+    @property
+    def debug_dataset(self) -> bool:
+        """Say whether only the data set is to be looked at."""
+        return "debug_dataset" in self.bare
 
 
 @dataclass
@@ -98,12 +108,32 @@ def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -
         path = f"{section}.{key}"
         src.bad.add(path)
         src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
+    cfg = _with_data_sets(cfg, src)
     asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
     faults, notes = check(cfg, rules, asked, src.bad, src.origins)
     if faults := [*src.faults, *faults]:
         raise ConfigFault(faults)
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
     return Parsed(cfg, (*src.notes, *notes), bare, tuple(redact(argv)), words)
+
+
+def _with_data_sets(cfg: TrainConfig, src: _Sources) -> TrainConfig:
+    """Read the file of --dataset_config, unless the data sets of an earlier reading are here (a run's config.toml)."""
+    data, flagged = cfg.data, "data.dataset_config" in src.setters
+    if data.datasets and not flagged:
+        for path in sorted(dataset_file.OVERRIDABLE & src.setters.keys()):
+            what = f"has no effect on the data sets of {src.origins['data.datasets']}, which hold every setting"
+            src.faults.append(Fault(src.origins[path], what, "change them there, or give --dataset_config"))
+        return cfg
+    if not data.dataset_config or "data.dataset_config" in src.bad:
+        return cfg
+    found = dataset_file.resolve(Path(data.dataset_config), cfg)
+    src.faults += found.faults
+    src.origins["data.datasets"] = data.dataset_config
+    src.notes += [*found.notes, *rules_data.overridden(found.overridden & src.setters.keys(), data.dataset_config)]
+    if found.faults:
+        src.bad.add("data.datasets")
+    return dataset_file.applied(cfg, found)
 
 
 def _with_file(

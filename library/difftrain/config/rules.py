@@ -29,10 +29,10 @@ _SKIPS = "needs --skip_until_initial_step: a step's number is its place in the d
 _SENDS = "needs --huggingface_repo_id: nothing is sent to a hub"
 
 NEEDS: tuple[Need, ...] = (
-    Need("data.min_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
-    Need("data.max_bucket_reso", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
-    Need("data.bucket_reso_steps", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
-    Need("data.bucket_no_upscale", lambda c: c.data.enable_bucket, _BUCKETS, note=True),
+    Need("data.min_bucket_reso", lambda c: _has_buckets(c), _BUCKETS, note=True),
+    Need("data.max_bucket_reso", lambda c: _has_buckets(c), _BUCKETS, note=True),
+    Need("data.bucket_reso_steps", lambda c: _has_buckets(c), _BUCKETS, note=True),
+    Need("data.bucket_no_upscale", lambda c: _has_buckets(c), _BUCKETS, note=True),
     Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
     Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
     Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
@@ -77,6 +77,10 @@ NEEDS: tuple[Need, ...] = (
 )  # fmt: skip
 
 
+def _has_buckets(cfg: TrainConfig) -> bool:
+    return cfg.data.enable_bucket or any(dataset.enable_bucket for dataset in cfg.data.datasets)
+
+
 def _skips(cfg: TrainConfig) -> object:
     return cfg.training.skip_until_initial_step
 
@@ -106,9 +110,10 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Find what every run needs and this one lacks."""
     if not cfg.save.output_dir:
         yield Finding(("save.output_dir",), "is missing", "give the folder of everything that the run writes")
-    if not cfg.data.dirs:
+    named = cfg.data.dirs or cfg.data.dataset_class or cfg.data.dataset_config or cfg.data.datasets
+    if not named:
         yield Finding(("data.dirs",), "is missing", "give at least one folder of pictures, tars or parquet")
-    if not cfg.data.resolution:
+    if not cfg.data.resolution and not cfg.data.dataset_config:  # of each data set, where it is read
         yield Finding(("data.resolution",), "is missing", "give WIDTH,HEIGHT; for SDXL 1024,1024")
 
 
@@ -121,34 +126,6 @@ def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         remedy = "give weights to start from, or a size for random ones, not both"
         yield Finding(
             ("model.init_from_config", "model.pretrained"), "contradicts --pretrained_model_name_or_path", remedy
-        )
-
-
-def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """Sizes must fit together, and the VAE's factor of 8; a family that wants more says so when it is made."""
-    data = cfg.data
-    width, height = data.resolution or (8, 8)
-    if width % 8 or height % 8:
-        yield Finding(("data.resolution",), f"must be multiples of 8, got {width},{height}", "1024,1024 for SDXL")
-    if not data.enable_bucket:
-        return
-    for key in ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"):
-        if getattr(data, key) % 8:
-            yield Finding((f"data.{key}",), f"must be a multiple of 8, got {getattr(data, key)}", "64 is usual")
-    low, high = data.min_bucket_reso, data.max_bucket_reso
-    if low > high:
-        about = ("data.min_bucket_reso", "data.max_bucket_reso")
-        yield Finding(about, f"is above --max_bucket_reso: {low} > {high}", "the shortest side comes first")
-        return
-    if data.resolution and min(width, height) < low:
-        about = ("data.min_bucket_reso", "data.resolution")
-        yield Finding(
-            about, f"is above the shorter side of --resolution: {low} > {min(width, height)}", "make it smaller"
-        )
-    if data.resolution and max(width, height) > high:
-        about = ("data.max_bucket_reso", "data.resolution")
-        yield Finding(
-            about, f"is below the longer side of --resolution: {high} < {max(width, height)}", "make it larger"
         )
 
 
@@ -188,4 +165,4 @@ def no_metadata(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
                 yield Finding((f"metadata.{key}",), "contradicts --no_metadata", "give one of them")
 
 
-RULES: tuple[Rule, ...] = (required, model, sizes, data_counts, cadence, no_metadata, companions)
+RULES: tuple[Rule, ...] = (required, model, data_counts, cadence, no_metadata, companions)

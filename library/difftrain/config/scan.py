@@ -82,7 +82,7 @@ def _strays(flag: Flag, words: list[str], out: Scan) -> None:
 
 def _store(flag: Flag, values: list[str], out: Scan) -> None:
     before = out.words.get(flag.name)
-    if flag.name == "train_data_dir":
+    if flag.name in ("train_data_dir", "reg_data_dir"):
         values = [*(before or []), *values]
     elif before is not None and before != values and not flag.secret:
         out.notes.append(f"{flag.option} is given twice: the last one counts, {' '.join(values)!r}")

@@ -6,7 +6,7 @@ Field names are the ones users see in TOML; `flags.py` maps kohya's spelling ont
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -40,6 +40,7 @@ class ModelSection(Section):
     vae_fp32: bool = Field(True, description="the VAE computes in fp32; false: in the mixed precision")
     vae_batch_size: PositiveInt | None = None
     fp8_frozen: Literal["all", "unet"] | None = Field(None, description="frozen layers, but the VAE's, in 8 bits")
+    disable_mmap: bool = Field(False, description="read weights without a memory map, for network disks")
 
 
 class CaptionSection(Section):
@@ -63,17 +64,20 @@ class CaptionSection(Section):
     allow_empty: bool = False
 
 
-class DataSection(Section):
-    """Where samples come from and which shape they get."""
+class SizeSection(Section):
+    """Which shapes pictures get."""
 
-    dirs: tuple[str, ...] = ()
-    repeats: tuple[PositiveInt, ...] = (1,)
     resolution: tuple[PositiveInt, PositiveInt] | None = None  # width, height as kohya spells it
     enable_bucket: bool = False
     min_bucket_reso: PositiveInt = 256
     max_bucket_reso: PositiveInt = 1024
     bucket_reso_steps: PositiveInt = 64
     bucket_no_upscale: bool = False
+
+
+class PictureSection(Section):
+    """How a picture becomes pixels, and what masks its loss."""
+
     resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = None
     flip: bool = False
     random_crop: bool = False
@@ -81,6 +85,39 @@ class DataSection(Section):
     face_crop_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = None
     alpha_mask: bool = False
     conditioning_dir: str | None = Field(None, description="masks of the loss, by the pictures' names")
+
+
+class SubsetSection(PictureSection):
+    """One source of a data set, every setting resolved: a table of [[datasets.subsets]], or a folder of the flags."""
+
+    image_dir: str | None = None
+    metadata_file: str | None = None  # kohya's json: captions and tags by picture
+    dataset_class: str | None = None  # package.module.Class
+    is_reg: bool = False
+    class_tokens: str | None = None  # the caption of pictures without a caption file
+    repeats: PositiveInt = 1
+    flat: bool = Field(False, description="only what lies in the folder itself, as in kohya's image_dir")
+    custom_attributes: dict[str, Any] = Field({}, description="the user's own words, kept with the run")
+    captions: CaptionSection = CaptionSection()
+
+
+class DatasetSection(SizeSection):
+    """One table of [[datasets]], every setting resolved: sources that share buckets and a batch size."""
+
+    batch_size: PositiveInt = 1
+    validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    subsets: tuple[SubsetSection, ...] = ()
+
+
+class DataSection(SizeSection, PictureSection):
+    """Where samples come from and which shape they get."""
+
+    dirs: tuple[str, ...] = ()
+    repeats: tuple[PositiveInt, ...] = (1,)
+    reg_dirs: tuple[str, ...] = ()
+    in_json: str | None = None
+    dataset_class: str | None = None  # package.module.Class
+    dataset_config: str | None = None  # the file that `datasets` came from
     tar_order: Literal["random", "sequential"] = "random"
     tar_streams: PositiveInt = 64
     tar_window: PositiveInt = Field(4, description="shards whose records are shuffled together")
@@ -90,6 +127,18 @@ class DataSection(Section):
     max_rejected_share: Share = 0.5
     workers: Annotated[int, Field(ge=0)] = 8
     cache_dir: str | None = None
+    datasets: tuple[DatasetSection, ...] = ()  # in place of the folders above
+
+
+class CacheSection(Section):
+    """What is encoded once, at the start, and read from then on."""
+
+    latents: bool = Field(False, description="in memory, for the length of the run")
+    latents_to_disk: bool = Field(False, description="in files, for other runs too")
+    text: bool = Field(False, description="outputs of frozen text encoders: in memory")
+    text_to_disk: bool = False
+    skip_check: bool = Field(False, description="files are taken without reading them through")
+    only: bool = Field(False, description="stop when the files are whole")
 
 
 class TrainingSection(Section):
@@ -104,7 +153,9 @@ class TrainingSection(Section):
     skip_until_initial_step: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # None: drawn once, printed and kept
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    full_precision: Literal["fp16", "bf16"] | None = Field(None, description="weights and gradients in half precision too")
+    full_precision: Literal["fp16", "bf16"] | None = Field(
+        None, description="weights and gradients in half precision too"
+    )
     master_weights: Literal["fp32", "kahan", "stochastic", "none"] | None = Field(
         None, description="what is kept beside half weights; unset: kahan in bf16, none in fp16"
     )
@@ -159,6 +210,7 @@ class LossSection(Section):
     huber_c: Annotated[float, Field(gt=0)] = 0.1
     huber_scale: Annotated[float, Field(gt=0)] = 1.0
     masked: bool = Field(False, description="masks of data.conditioning_dir count; those of alpha_mask always do")
+    prior_weight: NonNegative = Field(1.0, description="what a regularisation picture's loss is multiplied by")
     min_snr_gamma: NonNegative | None = None  # 0: off, here and below
     scale_v_pred_like_noise_pred: bool = False
     v_pred_like: NonNegative | None = None
@@ -287,6 +339,7 @@ class TrainConfig(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     captions: CaptionSection = CaptionSection()
+    cache: CacheSection = CacheSection()
     training: TrainingSection = TrainingSection()
     optimizer: OptimizerSection = OptimizerSection()
     loss: LossSection = LossSection()
@@ -303,7 +356,7 @@ class TrainConfig(Section):
     @property
     def batch_sizes(self) -> tuple[int, ...]:
         """Return the images that a rank takes in one micro batch, of each data set."""
-        return (self.training.batch_size,)
+        return tuple(each.batch_size for each in self.data.datasets) or (self.training.batch_size,)
 
     @property
     def output_dir(self) -> Path:

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from difftrain.config.names import did_you_mean
-from difftrain.config.sections import TrainConfig
-from difftrain.config.validate import Misfit, Values, default_of, misfit_of, section_class
+from difftrain.config.sections import Section, TrainConfig
+from difftrain.config.validate import Misfit, Values, misfit_of, section_class
 from difftrain.contracts.errors import ConfigFault, Fault
 
 
 def dump(cfg: TrainConfig, *, only_changed: bool = False) -> str:
     """Write a configuration as TOML; a field without a value is left out, which load reads as no value."""
-    tables = []
-    for section in TrainConfig.model_fields:
-        lines = []
-        for field, value in getattr(cfg, section):
-            if value is None or (only_changed and value == default_of(f"{section}.{field}")):
-                continue
+    return "\n".join(
+        table for name in TrainConfig.model_fields for table in _tables(name, getattr(cfg, name), only_changed)
+    )
+
+
+def _tables(name: str, section: Section, only_changed: bool, *, one_of_many: bool = False) -> Iterator[str]:
+    """Write a section: its own values, then the sections in it, which TOML wants behind them."""
+    lines, inner = [], []
+    for field, value in section:
+        if value is None or (only_changed and value == type(section).model_fields[field].default):
+            continue
+        if isinstance(value, Section):
+            inner += list(_tables(f"{name}.{field}", value, only_changed))
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            for each in value:
+                inner += list(_tables(f"{name}.{field}", each, only_changed, one_of_many=True))
+        else:
             lines.append(f"{field} = {value_text(value)}\n")
-        if lines:
-            tables.append(f"[{section}]\n{''.join(lines)}")
-    return "\n".join(tables)
+    if lines or one_of_many:
+        yield f"{f'[[{name}]]' if one_of_many else f'[{name}]'}\n{''.join(lines)}"
+    yield from inner
 
 
 def value_text(value: Any) -> str:
@@ -35,8 +47,10 @@ def value_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)  # finite: the sections admit no other
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return f"[{', '.join(value_text(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{value_text(key)} = {value_text(item)}' for key, item in value.items())}}}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -84,7 +98,7 @@ def _read_table(section: str, table: dict[str, Any]) -> tuple[dict[str, Any], li
     """Check a table strictly: a number in quotes is not a number, unlike on a command line."""
     odd = {field: value for field, value in table.items() if not _is_plain(value)}
     plain = {field: value for field, value in table.items() if field not in odd}
-    misfits: list[Misfit] = [(section, field, "must not be a date, a time or a table", "") for field in odd]
+    misfits: list[Misfit] = [(section, field, "must not be a date or a time", "") for field in odd]
     cls = section_class(section)
     try:
         cls.model_validate_json(json.dumps(plain), strict=True)
@@ -97,4 +111,6 @@ def _read_table(section: str, table: dict[str, Any]) -> tuple[dict[str, Any], li
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | bool | int | float) or (isinstance(value, list) and all(_is_plain(v) for v in value))
+    if isinstance(value, list | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str | bool | int | float)

@@ -45,7 +45,10 @@ def default_of(path: str) -> Any:
 
 def choices_of(path: str) -> tuple[Any, ...]:
     """Return the values that "section.field" is limited to, or nothing where it is open."""
-    annotation: Any = _info(path).annotation
+    return _choices(_info(path).annotation)
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
     union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     options = typing.get_args(annotation) if union else (annotation,)
     return tuple(v for option in options if typing.get_origin(option) is Literal for v in typing.get_args(option))
@@ -75,30 +78,63 @@ def build_section(section: str, given: dict[str, Any]) -> tuple[Section, list[Mi
 
 def misfit_of(section: str, detail: ErrorDetails) -> Misfit:
     """Say what is wrong with a value, in words of a user."""
-    field = str(detail["loc"][0])
+    first, *deeper = detail["loc"]
+    cls = section_class(section)
+    if str(first) not in cls.model_fields:
+        deeper = []
+    what, remedy = wrong_in(cls, detail)
+    inside = " ".join(str(step + 1) if isinstance(step, int) else str(step) for step in deeper)
+    return section, str(first), f"{inside}: {what}" if _is_nested(cls, str(first)) and inside else what, remedy
+
+
+def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
+    """Say what is wrong with a value somewhere in a section, and what would be right."""
+    owner, field = _owner(cls, detail["loc"])
     got = show(detail["input"])
     ctx = detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden":
-            names = section_class(section).model_fields
-            return section, field, "no such key", did_you_mean(field, names) or f"known are {', '.join(names)}"
+            names = owner.model_fields
+            return "no such key", did_you_mean(field, names) or f"known are {', '.join(names)}"
         case "greater_than_equal":
-            return section, field, f"must be at least {show(ctx['ge'])}, got {got}", ""
+            return f"must be at least {show(ctx['ge'])}, got {got}", ""
         case "greater_than":
-            return section, field, f"must be above {show(ctx['gt'])}, got {got}", ""
+            return f"must be above {show(ctx['gt'])}, got {got}", ""
         case "less_than_equal":
-            return section, field, f"must be at most {show(ctx['le'])}, got {got}", ""
+            return f"must be at most {show(ctx['le'])}, got {got}", ""
         case "less_than":
-            return section, field, f"must be below {show(ctx['lt'])}, got {got}", ""
+            return f"must be below {show(ctx['lt'])}, got {got}", ""
         case "literal_error":
-            choices = choices_of(f"{section}.{field}")
+            choices = _choices(owner.model_fields[field].annotation)
             words = ", ".join(str(choice) for choice in choices)
             guess = did_you_mean(str(detail["input"]), [str(choice) for choice in choices])
-            return section, field, f"must be one of {words}; got {got}", guess
+            return f"must be one of {words}; got {got}", guess
         case "finite_number":
-            return section, field, f"must be a finite number, got {got}", ""
+            return f"must be a finite number, got {got}", ""
         case _:
-            return section, field, f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, got {got}", ""
+            return f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, got {got}", ""
+
+
+def _owner(cls: type[Section], loc: tuple[int | str, ...]) -> tuple[type[Section], str]:
+    """Return the innermost section on the way to a value, and the name of its field."""
+    field = str(loc[0])
+    for step in loc[1:]:
+        inner = _section_in(cls.model_fields[field].annotation) if field in cls.model_fields else None
+        if isinstance(step, str) and inner is not None:
+            cls, field = inner, step
+    return cls, field
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """Return the kind of section that a field holds, or a tuple of."""
+    for each in (annotation, *typing.get_args(annotation)):
+        if isinstance(each, type) and issubclass(each, Section):
+            return each
+    return None
+
+
+def _is_nested(cls: type[Section], field: str) -> bool:
+    return field in cls.model_fields and _section_in(cls.model_fields[field].annotation) is not None
 
 
 def show(value: Any) -> str:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,7 +59,22 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ x >> np.uint64(31)
 
 
-TRAINING, VALIDATION, UNPLACED = range(3)  # parts of the rows, in this order
+TRAINING, VALIDATION, SURPLUS, UNPLACED = range(4)  # parts of the rows, in this order
+
+
+class Origin(NamedTuple):
+    """What planning needs of a source: how often an epoch uses its records, and for what."""
+
+    repeats: int = 1
+    dataset: int = 0
+    is_reg: bool = False  # regularisation pictures: used as often as there are training draws in their data set
+
+
+class Cell(NamedTuple):
+    """A bucket of one data set; sorted, those of a data set follow one another by size."""
+
+    dataset: int
+    bucket: Bucket
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class _Arrangement:
     """One entry a record (by id), and the order of the rows."""
 
     part: np.ndarray
-    bucket: np.ndarray  # rank of its bucket by size
+    bucket: np.ndarray  # rank of its cell
     shard: np.ndarray  # counted through all sources
     repeats: np.ndarray
     order: np.ndarray  # row -> id
@@ -78,15 +93,17 @@ def build_tables(
     columns: Columns,
     buckets: Sequence[Bucket],
     ordinals: np.ndarray,
-    repeats: Sequence[int],
+    sources: Sequence[int] | Sequence[Origin],
     *,
     split: Split,
     layout: Layout,
     fingerprint: str,
+    held_out: np.ndarray | None = None,
 ) -> None:
     """Write the tables of an index into `folder`, under a temporary name that is renamed at the end.
 
-    buckets, ordinals (N,): the bucket of each record, -1 where none fits. repeats: of each source, by its ordinal.
+    buckets, ordinals (N,): the bucket of each record, -1 where none fits. sources: of each, by its ordinal; a number
+    stands for so many repeats. held_out: what is, where the records' keys alone do not decide it.
     """
     count = len(columns.keys)
     if not 0 < count < 1 << 32:
@@ -94,11 +111,13 @@ def build_tables(
     temporary = folder.with_name(f"tmp-{folder.name}-{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
-        sizes = sorted(set(buckets))
-        shard, firsts = _through_all_sources(columns, len(repeats))
-        arranged = _arrange(columns, sizes, buckets, ordinals, shard, repeats, split, layout)
+        origins = [each if isinstance(each, Origin) else Origin(each) for each in sources]
+        shard, firsts = _through_all_sources(columns, len(origins))
+        held = split.held_out(columns.keys) if held_out is None else held_out
+        cells, place = _cells(columns, buckets, ordinals, origins)
+        arranged = _arrange(columns, place, shard, origins, held, layout)
         header = {"version": VERSION, "fingerprint": fingerprint, "layout": layout, "records": count, "shards": firsts}
-        _write(temporary, columns.keys, sizes, arranged, layout, header)
+        _write(temporary, columns.keys, cells, arranged, layout, header)
         try:
             temporary.rename(folder)
         except OSError:
@@ -108,26 +127,68 @@ def build_tables(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _cells(
+    columns: Columns, buckets: Sequence[Bucket], ordinals: np.ndarray, origins: Sequence[Origin]
+) -> tuple[list[Cell], np.ndarray]:
+    """Return the cells, sorted, and the rank of each record's among them, -1 where none fits.
+
+    A cell is known by data set and size, never by its place in a list.
+    """
+    datasets = 1 + max(origin.dataset for origin in origins)
+    cells = sorted({Cell(dataset, bucket) for dataset in range(datasets) for bucket in buckets})
+    rank_of = {cell: rank for rank, cell in enumerate(cells)}
+    ranks = np.array([[rank_of[Cell(d, b)] for b in buckets] + [-1] for d in range(datasets)], dtype=np.int64)
+    dataset = np.array([origin.dataset for origin in origins])
+    return cells, ranks[0 if datasets == 1 else dataset[columns.source], ordinals]
+
+
 def _arrange(
     columns: Columns,
-    sizes: Sequence[Bucket],
-    buckets: Sequence[Bucket],
-    ordinals: np.ndarray,
+    place: np.ndarray,
     shard: np.ndarray,
-    repeats: Sequence[int],
-    split: Split,
+    origins: Sequence[Origin],
+    held_out: np.ndarray,
     layout: Layout,
 ) -> _Arrangement:
-    """Decide part, bucket and order. A bucket is known by its size, never by its place in a list."""
-    rank_of = {bucket: rank for rank, bucket in enumerate(sizes)}
-    rank = np.array([*(rank_of[bucket] for bucket in buckets), 0], dtype=np.int64)
-    part = np.where(split.held_out(columns.keys), VALIDATION, TRAINING)
-    part[np.asarray(ordinals) < 0] = UNPLACED
-    trained = part == TRAINING
-    times = np.where(trained, np.asarray(repeats, dtype=np.int64)[columns.source], 1)  # held-out records serve once
-    place = np.where(part == UNPLACED, 0, rank[ordinals])
-    group = np.where(trained, times if layout == "key" else shard, 0)
+    """Decide part, repeats and order."""
+    part = np.where(held_out, VALIDATION, TRAINING)
+    part[place < 0] = UNPLACED
+    repeats = np.array([origin.repeats for origin in origins], dtype=np.int64)
+    times = np.where(part == TRAINING, repeats[columns.source], 1)  # held-out records serve once
+    for dataset in sorted({origin.dataset for origin in origins if origin.is_reg}):
+        _balance(dataset, columns, origins, part, times)
+    place = np.where(part == UNPLACED, 0, place)
+    group = np.where(part == TRAINING, times if layout == "key" else shard, 0)
     return _Arrangement(part, place, shard, times, _sorted_by(group, place, part))
+
+
+def _balance(dataset: int, columns: Columns, origins: Sequence[Origin], part: np.ndarray, times: np.ndarray) -> None:
+    """Use the regularisation pictures of a data set as often as it has training draws: changes part and times."""
+    ours = np.array([origin.dataset == dataset for origin in origins])
+    regs = np.array([origin.is_reg for origin in origins])
+    trained = part == TRAINING
+    draws = int(times[trained & (ours & ~regs)[columns.source]].sum())
+    found = np.flatnonzero(trained & (ours & regs)[columns.source])  # ids follow the keys
+    if not len(found):
+        return
+    used = reg_uses(times[found], draws)
+    times[found] = np.maximum(used, 1)
+    part[found[used == 0]] = SURPLUS
+
+
+def reg_uses(repeats: np.ndarray, draws: int) -> np.ndarray:
+    """Return how often an epoch uses each regularisation picture, in the order of their keys.
+
+    kohya's rule: each in turn as often as its folder says, until they are as many as the training draws; what is left
+    then is not used, and where they run out before, each in turn once more.
+    """
+    before = np.cumsum(repeats) - repeats
+    lacking = draws - int(repeats.sum())
+    if lacking <= 0:
+        return np.where(before < draws, repeats, 0)
+    rounds, rest = divmod(lacking, len(repeats))
+    more: np.ndarray = repeats + rounds + (np.arange(len(repeats)) < rest)
+    return more
 
 
 def _through_all_sources(columns: Columns, sources: int) -> tuple[np.ndarray, list[int]]:
@@ -153,7 +214,7 @@ def _sorted_by(*groups: np.ndarray) -> np.ndarray:
 def _write(
     folder: Path,
     keys: np.ndarray,
-    sizes: Sequence[Bucket],
+    cells: Sequence[Cell],
     arranged: _Arrangement,
     layout: Layout,
     header: dict[str, Any],
@@ -162,15 +223,15 @@ def _write(
     np.save(folder / "ids.npy", order.astype("<u4"))
     segments: list[tuple[int, int, int, int]] = []
     parts: dict[int, list[dict[str, Any]]] = {TRAINING: [], VALIDATION: []}
-    unplaced = 0
-    for first, stop in _runs((arranged.bucket + len(sizes) * arranged.part)[order]):
+    for first, stop in _runs((arranged.bucket + len(cells) * arranged.part)[order]):
         id_ = order[first]
-        if arranged.part[id_] == UNPLACED:
-            unplaced = stop - first
+        if arranged.part[id_] not in parts:
             continue
         own = _segments(arranged, first, stop, layout)
+        dataset, bucket = cells[arranged.bucket[id_]]
         entry = {
-            "bucket": list(sizes[arranged.bucket[id_]]),
+            "dataset": dataset,
+            "bucket": list(bucket),
             "first": first,
             "records": stop - first,
             "uses": sum(records * repeats for _, _, records, repeats in own),
@@ -179,7 +240,8 @@ def _write(
         }
         parts[int(arranged.part[id_])].append(entry)
         segments += own
-    header |= {"training": parts[TRAINING], "validation": parts[VALIDATION], "unplaced": unplaced}
+    left = {name: int((arranged.part == which).sum()) for name, which in (("surplus", SURPLUS), ("unplaced", UNPLACED))}
+    header |= {"training": parts[TRAINING], "validation": parts[VALIDATION], **left}
     np.save(folder / "segments.npy", np.array(segments, dtype=SEGMENT))
     (folder / "header.json").write_text(json.dumps(header, indent=1))
     for name in ("ids.npy", "segments.npy", "header.json"):

@@ -1,0 +1,43 @@
+"""The data sets of a run in one form, whether they come from flags or from kohya's data set TOML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from difftrain.config.sections import (
+    CaptionSection,
+    DataSection,
+    DatasetSection,
+    PictureSection,
+    SizeSection,
+    SubsetSection,
+    TrainConfig,
+)
+
+
+def datasets_of(data: DataSection, captions: CaptionSection) -> tuple[DatasetSection, ...]:
+    """Return the data sets: those of the TOML, or the one that the folders of the flags are."""
+    if data.datasets:
+        return data.datasets
+    sizes = {field: getattr(data, field) for field in SizeSection.model_fields}
+    return (DatasetSection(subsets=tuple(_subsets(data, captions)), **sizes),)
+
+
+def subsets_of(cfg: TrainConfig) -> tuple[SubsetSection, ...]:
+    """Return the sources of all data sets: what a rule about pictures or captions has to look at."""
+    return tuple(subset for dataset in datasets_of(cfg.data, cfg.captions) for subset in dataset.subsets)
+
+
+def _subsets(data: DataSection, captions: CaptionSection) -> list[SubsetSection]:
+    look: dict[str, Any] = {field: getattr(data, field) for field in PictureSection.model_fields}
+    look["captions"] = captions
+    folder, once = next(iter(data.dirs), None), data.repeats[0]
+    if data.dataset_class:
+        return [SubsetSection(dataset_class=data.dataset_class, image_dir=folder, repeats=once, **look)]
+    if data.in_json:
+        return [SubsetSection(metadata_file=data.in_json, image_dir=folder, repeats=once, **look)]
+    repeats = data.repeats * len(data.dirs) if len(data.repeats) == 1 else data.repeats
+    trained = [
+        SubsetSection(image_dir=each, repeats=times, **look) for each, times in zip(data.dirs, repeats, strict=False)
+    ]
+    return trained + [SubsetSection(image_dir=each, is_reg=True, **look) for each in data.reg_dirs]
