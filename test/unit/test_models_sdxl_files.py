@@ -103,6 +103,24 @@ def test_it_loads_here_bit_for_bit(exports: Exports, layout: str) -> None:
     assert family.features == exports.family.features
 
 
+@pytest.mark.flags("disable_mmap_load_safetensors")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_mapped_where_that_is_asked(exports: Exports, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, mmap: bool = True, **__: Any) -> None:
+        assert not mmap, "a file was mapped"
+        return read(*_, mmap=mmap, **__)
+
+    read = torch.load
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr("safetensors.safe_open", refuse)
+    path = str(exports.paths[layout])
+    _, parts = loaded(config(pretrained=path, vae=path, train_text_encoder=True, disable_mmap=True))
+    found, expected = parts.root.state_dict(), exports.parts.root.state_dict()
+    assert all(value.equal(found[name]) for name, value in expected.items())
+    with pytest.raises(AssertionError, match="was mapped"):
+        loaded(config(pretrained=path))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loading_and_exporting_again_changes_nothing(exports: Exports, layout: str, tmp_path: Path) -> None:
     """Streamed from the file, with parts on the meta device: nothing is built."""

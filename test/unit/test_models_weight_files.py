@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from difftrain.models.parts.weight_files import UnreadableWeights, open_weights
+from difftrain.models.parts.weight_files import DTYPES, UnreadableWeights, open_weights
 from difftrain.models.parts.weight_writers import Shapes, safetensors_writer, torch_writer
 
 STACK, IDS = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.arange(3)[None]
@@ -47,6 +47,39 @@ def test_libraries_read_what_is_written_in_pieces(tmp_path: Path, suffix: str) -
     assert ours.shapes() == {key: tuple(value.shape) for key, value in VALUES.items()}
     assert all(ours.get(key).equal(value) for key, value in VALUES.items())
     assert ours.metadata == ({"title": "é"} if suffix == ".safetensors" else {})
+
+
+def mapped(path: Path) -> bool:
+    """Tell whether this process has a file in its memory map."""
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.flags("disable_mmap_load_safetensors")
+@pytest.mark.parametrize("suffix", KINDS)
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not show its memory maps")
+def test_files_are_read_without_a_map_where_asked(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write(path)
+    plain = open_weights(path, mmap=False)
+    values = {key: plain.get(key) for key in plain.shapes()}
+    assert not mapped(path)
+    assert values.keys() == VALUES.keys() and all(values[key].equal(value) for key, value in VALUES.items())
+    assert all(values[key].dtype == value.dtype for key, value in VALUES.items())
+    ours = open_weights(path)
+    assert (plain.shapes(), plain.metadata) == (ours.shapes(), ours.metadata)
+    assert mapped(path)
+
+
+def test_every_dtype_of_the_library_is_read_without_a_map(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    values = {str(dtype): torch.arange(-3, 4).to(dtype).view(7, 1) for dtype in DTYPES.values()}
+    values |= {"none": torch.ones(0, 3), "scalar": torch.tensor(1.5, dtype=torch.bfloat16)}
+    save_file(values, tmp_path / "all.safetensors")
+    file = open_weights(tmp_path / "all.safetensors", mmap=False)
+    for key, value in values.items():
+        assert file.get(key).dtype == value.dtype and file.get(key).shape == value.shape
+        assert file.get(key).view(-1).view(torch.uint8).equal(value.view(-1).view(torch.uint8)), key
 
 
 def test_torch_maps_the_ckpt_into_memory(tmp_path: Path) -> None:
@@ -86,15 +119,26 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("suffix", KINDS)
 @pytest.mark.parametrize("keep", [0, 7, 0.5, 0.98])
-def test_a_cut_file_is_named(tmp_path: Path, suffix: str, keep: float) -> None:
+def test_a_cut_file_is_named(tmp_path: Path, suffix: str, keep: float, mmap: bool) -> None:
     path = tmp_path / f"weights{suffix}"
     write(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep * len(whole)) if keep < 1 else int(keep)])
     with pytest.raises(UnreadableWeights, match="is not a"):
-        open_weights(path)
+        open_weights(path, mmap=mmap)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}x", '{"a": 1}', '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}']
+)
+def test_a_header_that_does_not_fit_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(8))
+    with pytest.raises(UnreadableWeights, match="is not a whole safetensors file"):
+        open_weights(path, mmap=False)
 
 
 def test_a_training_checkpoint_gives_its_state_dict(tmp_path: Path) -> None:

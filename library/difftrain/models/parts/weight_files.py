@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 class UnreadableWeights(Exception):
@@ -43,13 +53,65 @@ class _Safetensors:
         return self._file.get_tensor(key)
 
 
+class _ReadSafetensors:
+    """Read a safetensors file by plain reads, a tensor at a time: no map of it, and no second copy in memory.
+
+    Format: the length of a JSON header as 8 bytes, the header, and the tensors at the offsets that it gives.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                size = file.seek(0, os.SEEK_END)
+                if not 2 <= length <= size - 8:
+                    raise UnreadableWeights(f"is not a whole safetensors file: {size} bytes, a header of {length}")
+                file.seek(8)
+                header = json.loads(file.read(length))
+            self._start = 8 + length
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self._places = {key: _place(entry, size - self._start) for key, entry in header.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnreadableWeights(f"is not a whole safetensors file: {error}") from None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: shape for key, (_, shape, _, _) in self._places.items()}
+
+    def get(self, key: str) -> Tensor:
+        dtype, shape, start, stop = self._places[key]
+        value = torch.empty(shape, dtype=dtype)
+        if stop > start:
+            room = value.reshape(-1).view(torch.uint8).numpy()
+            with self._path.open("rb", buffering=0) as file:
+                file.seek(self._start + start)
+                _fill(file, memoryview(room))
+        return value
+
+
+def _place(entry: dict[str, Any], size: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """Return dtype, shape, start and stop of a tensor. Raises ValueError where they do not fit together."""
+    dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size:
+        raise ValueError(f"a tensor of shape {shape} at {start} to {stop} of {size} bytes")
+    return dtype, shape, start, stop
+
+
+def _fill(file: IO[bytes], room: memoryview) -> None:
+    while room:
+        count = file.readinto(room)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("the file of weights became shorter while it was read")
+        room = room[count:]
+
+
 class _TorchFile:
     """Read with weights_only: a pickle that wants to run code is refused."""
 
     metadata: dict[str, str]
 
-    def __init__(self, path: Path) -> None:
-        content = _torch_load(path)
+    def __init__(self, path: Path, mmap: bool) -> None:
+        content = _torch_load(path, mmap)
         content = content.get("state_dict", content) if isinstance(content, dict) else content
         if not isinstance(content, dict) or not any(isinstance(v, torch.Tensor) for v in content.values()):
             raise UnreadableWeights("holds no dictionary of tensors")
@@ -63,10 +125,10 @@ class _TorchFile:
         return self._tensors[key]
 
 
-def _torch_load(path: Path) -> Any:
+def _torch_load(path: Path, mmap: bool) -> Any:
     try:
         # only the zip format can be mapped; older files are read whole
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0] if str(error) else "no reason given"
         raise UnreadableWeights(
@@ -79,6 +141,8 @@ def _torch_load(path: Path) -> Any:
         ) from None
 
 
-def open_weights(path: Path) -> WeightFile:
-    """Open a file of weights by its suffix. Raises UnreadableWeights."""
-    return _Safetensors(path) if path.suffix == ".safetensors" else _TorchFile(path)
+def open_weights(path: Path, *, mmap: bool = True) -> WeightFile:
+    """Open a file of weights by its suffix. mmap: map it into memory where that can be. Raises UnreadableWeights."""
+    if path.suffix != ".safetensors":
+        return _TorchFile(path, mmap)
+    return _Safetensors(path) if mmap else _ReadSafetensors(path)

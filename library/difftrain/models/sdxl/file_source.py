@@ -29,10 +29,10 @@ _IGNORED = re.compile(
 )
 
 
-def opened(path: Path, flag: str) -> WeightFile:
+def opened(path: Path, flag: str, *, mmap: bool = True) -> WeightFile:
     """Open a file of weights. Raises ConfigFault that names the flag."""
     try:
-        return open_weights(path)
+        return open_weights(path, mmap=mmap)
     except UnreadableWeights as error:
         raise ConfigFault([Fault(flag, f"{path} {error}")]) from None
 
@@ -43,12 +43,12 @@ class SingleFileSource:
     tokenizer_dirs = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, mmap: bool = True) -> None:
+        self.path, self._mmap = path, mmap
 
     @cached_property
     def _file(self) -> WeightFile:
-        return opened(self.path, FLAG)
+        return opened(self.path, FLAG, mmap=self._mmap)
 
     @cached_property
     def _shapes(self) -> Shapes:

@@ -33,8 +33,8 @@ class FolderSource:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, mmap: bool = True) -> None:
+        self.path, self._mmap = path, mmap
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -56,14 +56,13 @@ class FolderSource:
         return _read_json(self.path / "scheduler" / "scheduler_config.json").get("prediction_type")
 
     def faults(self, modules: Modules) -> list[Fault]:
-        return [
-            f
-            for part, module in modules.items()
-            for f in _Folder(self.path / SUBFOLDERS[part], part, FLAG).faults(module)
-        ]
+        return [f for part, module in modules.items() for f in self._reader(part).faults(module)]
 
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return _Folder(self.path / SUBFOLDERS[part], part, FLAG).weights(module)
+        return self._reader(part).weights(module)
+
+    def _reader(self, part: str) -> _Weights:
+        return _Folder(self.path / SUBFOLDERS[part], part, FLAG, self._mmap)
 
 
 class VaeSource:
@@ -73,8 +72,8 @@ class VaeSource:
     prediction_type = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, base: Architecture) -> None:
-        self.path, self.base = path, base
+    def __init__(self, path: Path, base: Architecture, *, mmap: bool = True) -> None:
+        self.path, self.base, self._mmap = path, base, mmap
         if not path.exists():
             remedy = "give a diffusers folder or a file of VAE weights that is on this machine"
             raise ConfigFault([Fault("--vae", f"there is no file or folder '{path}'", remedy)])
@@ -102,15 +101,15 @@ class VaeSource:
 
     def _reader(self, module: nn.Module) -> _Weights:
         if self._folder is not None:
-            return _Folder(self._folder, "vae", "--vae")
-        return _VaeFile(self.path)
+            return _Folder(self._folder, "vae", "--vae", self._mmap)
+        return _VaeFile(self.path, "--vae", self._mmap)
 
 
 class _Weights:
     """Some files that hold one part, and the key of every tensor in them."""
 
-    def __init__(self, path: Path, flag: str) -> None:
-        self.path, self.flag = path, flag
+    def __init__(self, path: Path, flag: str, mmap: bool) -> None:
+        self.path, self.flag, self._mmap = path, flag, mmap
 
     def _files(self) -> list[WeightFile]:
         raise NotImplementedError
@@ -138,12 +137,13 @@ class _Weights:
 class _Folder(_Weights):
     """One part's folder: a single file or shards with an index, safetensors before torch's."""
 
-    def __init__(self, path: Path, part: str, flag: str) -> None:
-        super().__init__(path, flag)
+    def __init__(self, path: Path, part: str, flag: str, mmap: bool) -> None:
+        super().__init__(path, flag, mmap)
         self.part = part
 
     def _files(self) -> list[WeightFile]:
-        return [opened(path, self.flag) for path in find_weights(self.path, self.part, self.flag)]
+        found = find_weights(self.path, self.part, self.flag)
+        return [opened(path, self.flag, mmap=self._mmap) for path in found]
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
         places = diffusers_places(self.part, module)
@@ -157,11 +157,8 @@ class _Folder(_Weights):
 class _VaeFile(_Weights):
     """A VAE in one file: diffusers' names, or the original's with or without first_stage_model."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "--vae")
-
     def _files(self) -> list[WeightFile]:
-        return [_OnlyVae(opened(self.path, self.flag))]
+        return [_OnlyVae(opened(self.path, self.flag, mmap=self._mmap))]
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
         if any(".down_blocks." in key for key in keys):

@@ -47,24 +47,24 @@ def source_of(cfg: TrainConfig) -> Source:
         text = "contradicts --init_from_config: weights come from a file or from a seed"
         raise ConfigFault([Fault("--pretrained_model_name_or_path", text, "give one of the two")])
     if model.pretrained:
-        source = _pretrained(model.pretrained)
+        source = _pretrained(model.pretrained, mmap=not model.disable_mmap)
     elif model.init_from_config:
         source = RandomSource(read_architecture(model.init_from_config), cfg.training.seed or 0)
     else:
         remedy = "give --pretrained_model_name_or_path=PATH, or --init_from_config=base|tiny|demo|FILE.json"
         raise ConfigFault([Fault("[model]", "no weights are named", remedy)])
-    return WithVae(source, model.vae) if model.vae else source
+    return WithVae(source, model.vae, mmap=not model.disable_mmap) if model.vae else source
 
 
-def _pretrained(name: str) -> Source:
+def _pretrained(name: str, *, mmap: bool) -> Source:
     from difftrain.models.sdxl.file_source import SingleFileSource
     from difftrain.models.sdxl.folder_source import FolderSource
 
     path = Path(name).expanduser()
     if path.is_dir():
-        return FolderSource(path)
+        return FolderSource(path, mmap=mmap)
     if path.is_file():
-        return SingleFileSource(path)
+        return SingleFileSource(path, mmap=mmap)
     remedy = "give a diffusers folder or a single .safetensors or .ckpt file that is on this machine"
     raise ConfigFault([Fault("--pretrained_model_name_or_path", f"there is no file or folder {name!r}", remedy)])
 
@@ -117,12 +117,13 @@ class WithVae:
 
     base: Source
     path: str
+    mmap: bool = True
 
     @cached_property
     def vae(self) -> Source:
         from difftrain.models.sdxl.folder_source import VaeSource
 
-        return VaeSource(Path(self.path).expanduser(), self.base.architecture)
+        return VaeSource(Path(self.path).expanduser(), self.base.architecture, mmap=self.mmap)
 
     @cached_property
     def architecture(self) -> Architecture:
