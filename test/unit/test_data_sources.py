@@ -20,8 +20,9 @@ from difftrain.testing.pictures import picture
 PNG = picture(0, (20, 20))
 
 
-def configured(*dirs, extension=None, **data):
-    return configured_sources(DataSection(dirs=tuple(map(str, dirs)), **data), CaptionSection(extension=extension))
+def configured(*dirs, extension=None, enable_wildcard=False, **data):
+    captions = CaptionSection(extension=extension, enable_wildcard=enable_wildcard)
+    return configured_sources(DataSection(dirs=tuple(map(str, dirs)), **data), captions)
 
 
 def open_only(*dirs, **settings):
@@ -425,3 +426,41 @@ def test_large_row_groups_are_remarked_upon(tmp_path, monkeypatch):
     table(tmp_path / "1.parquet", image=rows, text=["a"] * 4, row_group_size=1)
     source = open_only(tmp_path)
     assert "row groups of" in source.check("0.parquet") and source.check("1.parquet") == ""
+
+
+# ---- captions of several lines
+
+
+LINES = " one {a|b}\n\n  two\r\nthree "
+
+
+@pytest.mark.flags("enable_wildcard")
+def test_with_wildcards_all_lines_of_a_caption_are_kept(tmp_path):
+    folder, shards = tmp_path / "folder", tmp_path / "shards"
+    files(folder, ["a.png", "a.txt"])
+    (folder / "a.txt").write_text(LINES)
+    sidecar = json.dumps({"caption": LINES}).encode()
+    members = {"0.png": PNG, "0.txt": LINES.encode(), "1.png": PNG, "1.json": sidecar}
+    tar(shards / "0.tar", members)
+    table = pyarrow.table({"image": [{"bytes": PNG, "path": None}], "caption": [LINES]})
+    (tmp_path / "tables").mkdir()
+    parquet.write_table(table, tmp_path / "tables" / "t.parquet")
+    kept = ("one {a|b}\ntwo\nthree",)
+    for wildcards, of_file, of_shard in ((True, kept, kept), (False, ("one {a|b}",), ("one {a|b} two three",))):
+        source = open_only(folder, enable_wildcard=wildcards)
+        assert items_of(source, "a.png", "a.txt")[0][None].captions == of_file
+        source = open_only(shards, enable_wildcard=wildcards)
+        assert [item.captions for item in items_of(source, "0.tar")[0].values()] == [of_shard, of_shard]
+        source = open_only(tmp_path / "tables", enable_wildcard=wildcards)
+        assert [item.captions for item in items_of(source, "t.parquet")[0].values()] == [of_shard]
+
+
+@pytest.mark.flags("caption_extension", "caption_extention")
+def test_the_extension_says_which_files_hold_captions(tmp_path):
+    files(tmp_path, ["a.png", "a.txt", "a.caption", "a.tags"])
+    (tmp_path / "a.tags").write_text("tags")
+    listed = {each.path for each in open_only(tmp_path, extension="tags").listing() if each.role == "caption"}
+    assert listed == {"a.tags"}
+    assert items_of(open_only(tmp_path, extension=".tags"), "a.png", "a.tags")[0][None].captions == ("tags",)
+    unset = {each.path for each in open_only(tmp_path).listing() if each.role == "caption"}
+    assert unset == {"a.caption", "a.txt"}

@@ -223,6 +223,7 @@ def test_buckets_of_multiples_of_32(size: tuple[int, int]) -> None:
     assert family.forward(parts.root, inputs)[0].shape == (1, 16, size[0] // 8, size[1] // 8) == inputs.x_t.shape
 
 
+@pytest.mark.flags("max_token_length")
 def test_long_captions_in_chunks() -> None:
     """First BOS, the inner 75 of every chunk, the last end; the pooled state of the first chunk (kohya)."""
     family, parts = loaded(config(max_token_length=150))
