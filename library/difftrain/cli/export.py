@@ -88,7 +88,9 @@ def _run_faults(folder: Path | None) -> Iterator[Fault]:
     if folder is None:
         yield Fault(WIDTH.option, "needs RUN_FOLDER", "difftrain export --ema_width=0.08 RUN_FOLDER --output=FILE")
     elif not (folder / RUN_CONFIG).is_file():
-        yield Fault("RUN_FOLDER", f"{str(folder)!r} is no run's folder: it has no {RUN_CONFIG}", "give its --output_dir")
+        yield Fault(
+            "RUN_FOLDER", f"{str(folder)!r} is no run's folder: it has no {RUN_CONFIG}", "give its --output_dir"
+        )
 
 
 def _width_faults(parsed: Parsed) -> Iterator[Fault]:
@@ -180,6 +182,5 @@ def _averaged(parsed: Parsed, weights: Iterator[tuple[str, Tensor]]) -> Iterator
 def _help(prog: str) -> str:
     return (
         f"usage: {prog} --output=FILE --pretrained_model_name_or_path=PATH | --init_from_config=SIZE [--flag=value ...]\n"
-        f"       {prog} --output=FILE --ema_width=X RUN_FOLDER [--flag=value ...]\n\n"
-        + entries(TABLE.values())
+        f"       {prog} --output=FILE --ema_width=X RUN_FOLDER [--flag=value ...]\n\n" + entries(TABLE.values())
     )

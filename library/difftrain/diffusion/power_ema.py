@@ -91,8 +91,9 @@ class Combination(NamedTuple):
 def combine(stored: Sequence[Profile], wanted: Profile) -> Combination:
     """Make a profile from stored ones by least squares over their densities; a stored one is taken as it is.
 
-    Densities are brought to unit length first: those of early snapshots are large, and would drown the others.
-    Source: algorithm 3.
+    The shares sum to 1, as the densities do: weights are large beside what training moves them by, and a sum a little
+    off would scale them all. Densities are brought to unit length first: those of early snapshots are large, and would
+    drown the others. Source: algorithm 3, which leaves the sum free.
     """
     if wanted in stored:
         place = stored.index(wanted)
@@ -101,6 +102,8 @@ def combine(stored: Sequence[Profile], wanted: Profile) -> Combination:
     among = np.array([[overlap(a, b) for b in stored] for a in stored]) / np.outer(length, length)
     own = math.sqrt(overlap(wanted, wanted))
     toward = np.array([overlap(each, wanted) for each in stored]) / (length * own)
-    shares, *_ = np.linalg.lstsq(among, toward, rcond=1e-12)
+    unit = own / length
+    free, pull = np.linalg.lstsq(among, np.stack([toward, unit], axis=1), rcond=1e-12)[0].T
+    shares = free + pull * (1.0 - unit @ free) / (unit @ pull)
     left = 1.0 - 2.0 * float(toward @ shares) + float(shares @ among @ shares)
-    return Combination((shares * own / length).tolist(), math.sqrt(max(0.0, left)))
+    return Combination((shares * unit).tolist(), math.sqrt(max(0.0, left)))

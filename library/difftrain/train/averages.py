@@ -42,7 +42,7 @@ def start_averages(section: EmaSection, engine: Engine) -> tuple[Ema | None, lis
 
 def update_averages(run: Run) -> None:
     """Take in the weights after an update."""
-    averages = [*([run.ema] if run.ema is not None else []), *run.profiles]
+    averages: list[Ema | PowerEma] = [*([run.ema] if run.ema is not None else []), *run.profiles]
     for average in averages:
         average.update((name, shard) for name, shard, _ in run.engine.shards())
 

@@ -110,7 +110,8 @@ def table_of(section: NoiseSection, device: torch.device) -> ddpm.Tables:
 
 def mask_of(batch: Batch, latents: Tensor) -> Tensor | None:
     """Return the mask of the loss at the latents' size, where there is one."""
-    return None if batch.loss_mask is None else losses.mask_at(batch.loss_mask, tuple(latents.shape[-2:]))
+    height, width = latents.shape[-2:]
+    return None if batch.loss_mask is None else losses.mask_at(batch.loss_mask, (height, width))
 
 
 def sample_losses(section: LossSection, table: ddpm.Tables, prediction: Tensor, inputs: Inputs) -> Tensor:
