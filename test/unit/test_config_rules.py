@@ -66,7 +66,7 @@ TOGETHER = [
     ("--resume={here}/nowhere", ["--resume", "no such folder", "nowhere"]),
     ("--train_data_dir={here}/nowhere", ["--train_data_dir", "no such folder", "nowhere"]),
     ("--vae={here}/nowhere", ["--vae", "no such file or folder", "hub"]),
-    ("--tokenizer1_path=some/hub-id", ["--tokenizer1_path", "no such file or folder", "hub"]),
+    ("--tokenizer1_path=./some/tokenizer", ["--tokenizer1_path", "no such file or folder", "hub"]),
     ("--init_from_config=tny", ["--init_from_config", "no such size", "did you mean tiny?"]),
     ("--init_from_config={here}/none.json", ["--init_from_config", "no such file", "none.json"]),
     ("--output_name=a/b", ["--output_name", "plain file name", "a/b"]),
@@ -195,7 +195,7 @@ def test_names_are_those_that_the_rooms_build() -> None:
     from difftrain.sampling import SAMPLERS
 
     assert set(names.SAMPLERS) == set(SAMPLERS)
-    assert not set(names.OPTIMIZERS_LATER) & set(names.OPTIMIZERS)
+    assert set(names.PACKAGES) < set(names.OPTIMIZERS)
 
 
 def test_sizes_are_those_that_ship() -> None:

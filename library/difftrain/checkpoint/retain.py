@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from difftrain.config.sections import SaveSection
 
 ALWAYS_KEPT = 2
+Held = Callable[[Path], bool]  # says what must not be deleted now, whatever the flags say
 _read_before: set[str] = set()  # digests of manifests whose files this process has read once
+
+
+def nothing_held(_path: Path) -> bool:
+    """Let everything go."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,9 @@ class Window:
         return gone
 
 
-def retain_states(parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None) -> list[str]:
+def retain_states(
+    parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
+) -> list[str]:
     """Delete checkpoints that the flags no longer keep, after a save at `step`; return the names of the deleted.
 
     Called by the one process that holds the folder's claim. The newest is read again, to the last byte, before
@@ -73,10 +81,12 @@ def retain_states(parent: Path, output_name: str, save: SaveSection, step: int, 
         manifest = _manifest(saves[name][0])
         return (manifest.step, manifest.created) if manifest else (-1, "")
 
-    return _retain(saves, Window.of_states(save), step, age, lambda name: _whole_state(saves[name][0]), say)
+    return _retain(saves, Window.of_states(save), step, age, lambda name: _whole_state(saves[name][0]), say, held)
 
 
-def retain_exports(parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None) -> list[str]:
+def retain_exports(
+    parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
+) -> list[str]:
     """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
     saves: dict[SaveName, list[Path]] = {}
     for path in parent.iterdir():
@@ -90,7 +100,7 @@ def retain_exports(parent: Path, output_name: str, save: SaveSection, step: int,
     def whole(name: SaveName) -> bool:
         return all(export_is_whole(path) for path in saves[name])
 
-    return _retain(saves, Window.of_exports(save), step, age, whole, say)
+    return _retain(saves, Window.of_exports(save), step, age, whole, say, held)
 
 
 def _retain(
@@ -100,6 +110,7 @@ def _retain(
     age: Callable[[SaveName], tuple[int, str]],
     whole: Callable[[SaveName], bool],
     say: Say | None,
+    held: Held,
 ) -> list[str]:
     gone = window.outside(list(saves), step)
     if not gone:
@@ -115,6 +126,8 @@ def _retain(
     deleted = []
     for name in sorted(gone - set(good)):
         for path in saves[name]:
+            if held(path):  # goes after a later save
+                continue
             _delete(path)
             deleted.append(path.name)
     if deleted and say is not None:

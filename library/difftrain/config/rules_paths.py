@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from difftrain.config import names
+from difftrain.config import hub_ids, names
 from difftrain.config.finding import Finding, Rule, value_of
 from difftrain.config.sections import TrainConfig
 
-_HUB = "give a path; fetching from a hub is not built yet"
+_HUB = "give a path, or a hub id: organisation/name, hf://organisation/name/file where a folder here has the same name"
 
 
 def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """Weights and tokenizers are files or folders of this machine."""
+    """Weights and tokenizers are files or folders of this machine, or may be on a hub."""
     for field in ("model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2"):
         value = value_of(cfg, field)
-        if value and not Path(value).exists():
-            yield Finding((field,), f"no such file or folder: {value!r}", _HUB)
+        if value and (what := hub_ids.missing(value)):
+            yield Finding((field,), what, _HUB)
 
 
 def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -38,10 +38,11 @@ def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Folders of data and of a state to resume."""
     for folder in cfg.data.dirs:
-        if not Path(folder).exists():
-            yield Finding(("data.dirs",), f"no such folder: {folder!r}", "give a folder of pictures, tars or parquet")
+        if hub_ids.missing(folder):
+            remedy = "give a folder of pictures, tars or parquet, or a hub id of such: organisation/name"
+            yield Finding(("data.dirs",), f"no such folder: {folder!r}", remedy)
     resume = cfg.save.resume
-    if resume and resume != "auto" and not Path(resume).is_dir():
+    if resume and resume != "auto" and not cfg.hub.resume and not Path(resume).is_dir():
         yield Finding(("save.resume",), f"no such folder: {resume!r}", "give the folder of a state, or auto")
 
 

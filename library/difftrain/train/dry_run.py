@@ -12,15 +12,18 @@ from torch import nn
 
 from difftrain.config import TrainConfig
 from difftrain.config.toml import dump
-from difftrain.contracts import Bucket, Family, Group, Parts
+from difftrain.contracts import Bucket, ConfigFault, Family, Group, Parts
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import global_batches, make_plan, open_data, prepare
 from difftrain.distributed.launch import Launch
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
+from difftrain.train.caching import asked_for
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
+from difftrain.train.hub.client import endpoint
+from difftrain.train.hub.fetch import Wanted, looked_up
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
@@ -34,6 +37,10 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     ranks = Launch.from_environment().size
     say(dump(cfg))
     say(f"batch: {batch_arithmetic(cfg, ranks)}")
+    cfg, missing = looked_up(cfg)
+    if missing:
+        _without(cfg, missing, say)
+        return 0
     family = make_family(cfg)
     parts = check(cfg, family)
     for note in prompts_of(cfg.sample).notes:
@@ -42,8 +49,11 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     check_sizes(data.tables, family.features)
     plan = make_plan(data, _seeded(cfg), global_batches(cfg, ranks))
     total = total_steps(cfg, plan)
+    caches = asked_for(cfg, family, parts, data)
+    parts.resting |= {name for job in caches for name in job.encoder.modules}
     for line in (
         *length(cfg, plan, total),
+        *(f"{job.needs} {'on disk' if job.to_disk else 'of memory'}" for job in caches),
         *parameters(parts),
         *memory(cfg, parts, ranks),
         *flops(family, parts, cfg, data, plan, total),
@@ -51,6 +61,19 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
         say(line)
     say("dry run: nothing was trained and no device was touched")
     return 0
+
+
+def _without(cfg: TrainConfig, missing: list[Wanted], say: Callable[[str], None]) -> None:
+    """Say what a run would fetch first. Raises ConfigFault where anything else is wrong."""
+    try:
+        check(cfg, make_family(cfg))
+    except ConfigFault as error:
+        others = [fault for fault in error.faults if fault.where not in {each.flag for each in missing}]
+        if others:
+            raise ConfigFault(others) from None
+    for each in missing:
+        say(f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}")
+    say("dry run: figures of what is not here are left out; nothing was fetched, and no device was touched")
 
 
 def _seeded(cfg: TrainConfig) -> TrainConfig:
@@ -118,7 +141,8 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
     """Estimate what one card holds at all times, by formula; activations come on top."""
     training, moving = cfg.training, trained(parts.root)
     weights = sum(each.numel() * each.element_size() for each in parts.root.parameters())
-    frozen = sum(each.numel() * each.element_size() for part in parts.frozen.values() for each in part.parameters())
+    held = [part for name, part in parts.frozen.items() if name not in parts.resting]
+    frozen = sum(each.numel() * each.element_size() for part in held for each in part.parameters())
     found = [
         Need("weights in fp32", weights, "4 B a parameter of what is trained"),
         Need("frozen weights", frozen, "in the precision that they are kept in"),

@@ -12,8 +12,10 @@ from difftrain.report.html import build_html
 from difftrain.report.peaks import measure_matmul
 from difftrain.report.report import RunFacts, Target, make_report, write_report
 from difftrain.train.evaluating import Evaluating
+from difftrain.train.hub.uploads import AT_END_S
 from difftrain.train.start import Start
 from difftrain.train.state import Run
+from difftrain.train.together import company
 
 if TYPE_CHECKING:
     from difftrain.train.outputs import Outputs
@@ -26,6 +28,7 @@ NETWORKS = {"sdxl": "StableDiffusionXL"}  # as ModelZoo's logs call them
 def finish(run: Run, outputs: Outputs, saving: Saving, evaluating: Evaluating, start: Start) -> None:
     """Save the end, score it, and report. Every rank calls it; the record says finished only when all is written."""
     saving.after_training(run)
+    settle_uploads(run, AT_END_S)
     scores, targets = _scores(run)
     quantiles = evaluating.quantiles(run)
     if not run.ranks.is_logger:
@@ -35,6 +38,14 @@ def finish(run: Run, outputs: Outputs, saving: Saving, evaluating: Evaluating, s
     start.record.ended(run.progress.step).write(run.out)
     for line in final_lines(report):
         print(line, flush=True)
+
+
+def settle_uploads(run: Run, limit_s: float) -> None:
+    """Wait for what is still to be sent, but not for ever. Every rank calls it."""
+    if run.cfg.hub.repo_id is None:
+        return
+    with run.clock.paused("uploading"), company(run.ranks, run.ranks.is_logger):
+        run.uploads.wait(limit_s)
 
 
 def write_reports(run: Run, **late: Any) -> dict[str, Any]:
@@ -61,7 +72,7 @@ def write_reports(run: Run, **late: Any) -> dict[str, Any]:
         parameters=parameter_counts(run),
         flops_per_sample=run.family.flops_per_sample(run.parts, main_bucket(run)),
         matmul_flops=measure_matmul(run.device.torch_device, run.cfg.training.mixed_precision, run.device.synchronise),
-        notes={"failed_saves": run.facts.get("failed_saves", 0), "choices": run.choices},
+        notes=notes_of(run),
         **late,
     )
     report = make_report(run.cfg, facts)
@@ -69,6 +80,13 @@ def write_reports(run: Run, **late: Any) -> dict[str, Any]:
     write_case_log(run.out, report)
     build_html(run.out)
     return report
+
+
+def notes_of(run: Run) -> dict[str, Any]:
+    """Return what else is to be known of a run: what failed, what was chosen, what came from a hub and went there."""
+    notes = {"failed_saves": run.facts.get("failed_saves", 0), "choices": run.choices}
+    hub = {"fetched": run.facts.get("hub"), "uploads": run.uploads.facts()}
+    return notes | {key: value for key, value in hub.items() if value}
 
 
 def main_bucket(run: Run) -> Bucket:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +30,14 @@ from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.report.files import write_whole
 from difftrain.train.averages import announce, start_averages
+from difftrain.train.caching import undecodable, with_cache
 from difftrain.train.check import check
 from difftrain.train.drawing import Drawing
-from difftrain.train.ending import finish, say_what_runs, write_reports
+from difftrain.train.ending import finish, say_what_runs, settle_uploads, write_reports
 from difftrain.train.evaluating import Evaluating
+from difftrain.train.hub.fetch import fetch, is_needed
+from difftrain.train.hub.target import open_target
+from difftrain.train.hub.uploads import AT_STOP_S, Uploads
 from difftrain.train.loop import train
 from difftrain.train.meter import Meter
 from difftrain.train.outputs import Outputs, set_up_logging, write_rejects
@@ -62,7 +67,9 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
 
 def _run(cfg: TrainConfig, argv: list[str]) -> int:
     launch = Launch.from_environment()
-    check(cfg, make_family(cfg))
+    fetches = is_needed(cfg)
+    if not fetches:  # else once it is here: before a device is touched nothing can be waited for together
+        check(cfg, make_family(cfg))
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
@@ -70,11 +77,20 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         ranks = stack.enter_context(Ranks.open(launch, device, cfg.training.ddp_timeout_min))
         requests = stack.enter_context(Requests().listening())
         set_up_logging(cfg.logging, ranks.rank)
+        if cfg.cache.only:
+            build_caches(fetch(cfg, ranks, {})[0], device, ranks)
+            return 0
         start = stack.enter_context(begin(cfg, ranks, drawn_seed=secrets.randbits(31)))
         if start.finished:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, start.step)
             return 0
-        this = assemble(start.cfg, argv, device, ranks, start)
+        uploads = open_uploads(cfg, ranks)
+        here, pins = fetch(start.cfg, ranks, start.pins)
+        if fetches:
+            check(here, make_family(here))
+        start = replace(start, record=replace(start.record, hub=pins))
+        this = assemble(start.cfg, argv, device, ranks, start, here)
+        this.uploads = uploads
         if ranks.is_logger:
             start.record.write(cfg.output_dir)
         outputs = stack.enter_context(open_outputs(this, start))
@@ -99,6 +115,7 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         )
         if not train(this, steps, hooks, saving, requests):
             outputs.session_ends(this, "stopped")
+            settle_uploads(this, AT_STOP_S)
             if ranks.is_logger:
                 write_reports(this)
             log.info("stopped by a signal at step %d; the same command with --resume=auto goes on", this.progress.step)
@@ -107,10 +124,19 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
     return 0
 
 
-def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, start: Start) -> Run:
-    """Build data, model and engine, and bring them to the step at which this session begins."""
-    family = make_family(cfg)
-    folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(cfg, log=log.info))
+def open_uploads(cfg: TrainConfig, ranks: Ranks) -> Uploads:
+    """Look at where exports go to, on the rank that writes them. Every rank calls it. Raises ConfigFault."""
+    target = for_all(ranks, ranks.is_logger, lambda: open_target(cfg.hub))
+    return Uploads(target if ranks.is_logger else None, background=cfg.hub.async_upload)
+
+
+def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, start: Start, here: TrainConfig) -> Run:
+    """Build data, model and engine, and bring them to the step at which this session begins.
+
+    here: cfg with paths in the place of hub ids.
+    """
+    family = make_family(here)
+    folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(here, log=log.info))
     data = open_data(cfg, folder)
     check_sizes(data.tables, family.features)
     if ranks.is_logger:
@@ -126,8 +152,12 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     total = plan.total_steps(cfg.training.max_epochs) if cfg.training.max_epochs else cfg.training.max_steps
     first_step = start.step if start.checkpoint is not None else initial_step(cfg, plan, total)
     facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
+    facts["hub"] = facts["identity"]["hub"] = start.record.hub
     check_same(start, facts["identity"])
     facts["attention"] = attend(cfg, device, parts)
+    data = with_cache(here, device, ranks, family, parts, data)
+    if ranks.is_logger:
+        write_rejects(cfg.output_dir, undecodable(data))
     facts["started_at"] = time.time()
     facts["session_id"] = str(secrets.randbits(32))  # kohya's: another one for every start
     engine.build(
@@ -166,6 +196,21 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         this.progress.step = first_step
     device.reset_peak_memory()
     return this
+
+
+def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
+    """Do what `assemble` does until the caches on disk are whole; nothing is written to the output folder."""
+    family = make_family(cfg)
+    check(cfg, family)
+    folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(cfg, log=log.info))
+    data = open_data(cfg, folder)
+    check_sizes(data.tables, family.features)
+    parts = family.load()
+    attend(cfg, device, parts)
+    data = with_cache(cfg, device, ranks, family, parts, data)
+    for reject in undecodable(data) if ranks.is_logger else []:
+        log.warning("%s: %s; it is not in the cache", reject.path, reject.reason)
+    log.info("--cache_only: the caches are whole, nothing was trained")
 
 
 def initial_step(cfg: TrainConfig, plan: EpochPlan, total: int) -> int:

@@ -79,7 +79,9 @@ class Saving:
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
             with company(run.ranks, run.claim.owned):
                 if run.claim.owned:
-                    checkpoint.retain_exports(run.out, run.name, run.cfg.save, run.progress.step, log.info)
+                    checkpoint.retain_exports(
+                        run.out, run.name, run.cfg.save, run.progress.step, log.info, run.uploads.holds
+                    )
 
     def _checkpoint(self, run: Run, name: str, kind: str, *, must: bool = False) -> None:
         """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
@@ -108,9 +110,23 @@ class Saving:
             self._saved_at = run.progress.step
             if run.ranks.is_logger:
                 log.info("checkpoint %s at step %d", path.name, run.progress.step)
+            if run.cfg.hub.save_state:
+                self._send(run, path)
             with company(run.ranks, run.claim.owned):
                 if run.claim.owned:
-                    checkpoint.retain_states(run.out, run.name, run.cfg.save, run.progress.step, log.info)
+                    checkpoint.retain_states(
+                        run.out, run.name, run.cfg.save, run.progress.step, log.info, run.uploads.holds
+                    )
+
+    def _send(self, run: Run, path: Path) -> None:
+        """Send a checkpoint to the hub where all of it lies on this machine."""
+        with company(run.ranks, run.ranks.is_logger):
+            if not run.ranks.is_logger:
+                return
+            if checkpoint.Manifest.read(path).spread:
+                log.warning("%s is not sent to the hub: its parts lie on the disks of several machines", path.name)
+            else:
+                run.uploads.add(path, f"{path.name}, step {run.progress.step}")
 
     def _meta(self, run: Run, kind: str) -> dict[str, object]:
         return {**run.facts["identity"], "step": run.progress.step, "kind": kind}
@@ -140,6 +156,7 @@ class Saving:
             metadata={} if save.no_metadata else run.family.metadata(name, time.time(), facts_of(run)),
         )
         log.info("export %s", path.name)
+        run.uploads.add(path, f"{path.name}, step {run.progress.step}")
 
 
 def facts_of(run: Run) -> RunFacts:

@@ -17,6 +17,7 @@ from difftrain.config.digest import identity as config_identity
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.data.plan import EpochPlan, changes
 from difftrain.distributed.ranks import Ranks
+from difftrain.train.hub.fetch import fetch_state
 from difftrain.train.together import for_all
 
 log = logging.getLogger("difftrain")
@@ -40,6 +41,11 @@ class Start:
     finished: bool = False
 
     @property
+    def pins(self) -> dict[str, str]:
+        """Return the commits of a hub that this run began with, or the one that its checkpoint is of."""
+        return {**self.meta.get("hub", {}), **self.record.hub}
+
+    @property
     def step(self) -> int:
         """Return the number of updates done before this session."""
         return int(self.meta.get("step", 0))
@@ -51,15 +57,15 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
 
     drawn_seed: taken by a new run that was given none. Raises ConfigFault where the folder must not be written to.
     """
-    out = cfg.output_dir
+    out, resume = cfg.output_dir, fetch_state(cfg, ranks)
     ours = digest(cfg, ranks.size)
     with checkpoint.claim_together(out, ours, ranks, log.info) as claim:
         if claim.owned:
             checkpoint.clean(out, log.info)
         state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, cfg.save.output_name, log.warning))
-        finished = isinstance(state, Finished) and cfg.save.resume == "auto"
-        found = for_all(ranks, ranks.is_logger, lambda: _chosen(cfg, ranks, state, ours))
-        if cfg.save.resume == "auto" and found is not None and ranks.size > ranks.local_size:
+        finished = isinstance(state, Finished) and resume == "auto"
+        found = for_all(ranks, ranks.is_logger, lambda: _chosen(cfg, resume, ranks, state, ours))
+        if resume == "auto" and found is not None and ranks.size > ranks.local_size:
             name = state.record.output_name if isinstance(state, Unfinished | Finished) else cfg.save.output_name
             found = checkpoint.newest_everywhere(out, name, ranks, log.warning)
         meta = for_all(ranks, ranks.is_logger, lambda: checkpoint.load_meta(found) if found else {})
@@ -75,12 +81,13 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
         if found is not None:
             log.info("resuming from %s at step %d", found, meta["step"])
         record = record.begun(int(meta.get("step", 0)), ranks.size)
-        yield Start(seeded, claim, record, found, meta, cfg.save.resume == "auto", finished)
+        yield Start(seeded, claim, record, found, meta, resume == "auto", finished)
 
 
-def _chosen(cfg: TrainConfig, ranks: Ranks, state: checkpoint.record.State, ours: str) -> Path | None:
+def _chosen(
+    cfg: TrainConfig, resume: str | None, ranks: Ranks, state: checkpoint.record.State, ours: str
+) -> Path | None:
     """Choose the checkpoint, or None for a fresh start; refuse what would mix two runs."""
-    resume = cfg.save.resume
     inside = resume == "auto"
     if resume and resume != "auto":
         checkpoint.open_given(Path(resume))

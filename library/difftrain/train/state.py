@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from difftrain.contracts import Batch, Bucket, Engine, Family, Parts
+from difftrain.train.hub.uploads import Uploads
 from difftrain.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Run:
     ema: Ema | None = None
     profiles: list[PowerEma] = field(default_factory=list)  # averages by relative width
     progress: Progress = field(default_factory=Progress)
+    uploads: Uploads = field(default_factory=Uploads)
     facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers
     choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
     begins_at: int = 0  # the first step of a fresh run

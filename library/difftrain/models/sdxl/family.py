@@ -19,7 +19,7 @@ from difftrain.models.sdxl.groups import param_groups
 from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts
 from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
-from difftrain.models.sdxl.tokens import SDXLTokenize, vocabularies
+from difftrain.models.sdxl.tokens import SDXLTokenize, comes_without, vocabularies
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,6 +57,10 @@ class SDXLFamily:
     def vocabularies(self) -> tuple[ClipVocabulary, ClipVocabulary]:
         """Read both; a conversion to a single file needs neither. Raises ConfigFault."""
         return vocabularies(self.cfg, self.source)
+
+    def comes_without(self) -> dict[str, str]:
+        """Return what the weights lack and a hub has: its field -> its id. Raises ConfigFault."""
+        return comes_without(self.cfg, self.source)
 
     def tokenizer(self, parts: Parts) -> SDXLTokenize:
         """Return the picklable function from captions to token ids. Raises ConfigFault."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 PAD_1, PAD_2 = "<|endoftext|>", "!"  # CLIP-L fills up with EOS, bigG with id 0
 CHUNK = LENGTH - 2
-MAX_BUILT_IN = 2048  # larger vocabularies are CLIP's own, which has to be given
+MAX_BUILT_IN = 2048  # larger vocabularies are CLIP's own, which has to be given or fetched
+HUB_IDS = ("openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k")  # kohya's
 
 # What the built-in vocabularies of the small sizes are learned from: words that captions of pictures use.
 _TEXT = """
@@ -66,6 +67,19 @@ _REMEDY = (
     "give a folder with CLIP's vocab.json and merges.txt (tokenizer and tokenizer_2 of any SDXL folder of diffusers), "
     "one with tokenizer.json, or OpenAI's file bpe_simple_vocab_16e6.txt.gz"
 )
+
+
+def comes_without(cfg: TrainConfig, source: Source) -> dict[str, str]:
+    """Name the vocabularies that are neither given nor beside the weights nor built in, and the hub ids that have them."""
+    sizes = (source.architecture.text_encoder_1, source.architecture.text_encoder_2)
+    given = (cfg.model.tokenizer1, cfg.model.tokenizer2)
+    if source.tokenizer_dirs:
+        return {}
+    return {
+        f"model.tokenizer{i}": HUB_IDS[i - 1]
+        for i, (size, path) in enumerate(zip(sizes, given), start=1)
+        if not path and size["vocab_size"] > MAX_BUILT_IN
+    }
 
 
 def _vocabulary(path: Path | None, size: int, pad: str) -> ClipVocabulary:
@@ -116,11 +130,9 @@ class SDXLTokenize:
     def __call__(self, captions: list[str]) -> dict[str, Tensor]:
         import torch
 
-        if self._backends is None:
-            self._backends = [vocabulary.backend() for vocabulary in self._pair]
         found: dict[str, Tensor] = {}
         shape = (len(captions), self.num_chunks, LENGTH)
-        for i, (vocabulary, backend) in enumerate(zip(self._pair, self._backends), start=1):
+        for i, (vocabulary, backend) in enumerate(zip(self._pair, self._tokenizers()), start=1):
             read = [self._encode(backend, text) for text in captions]
             ids = [self._chunks(vocabulary, numbers) for numbers, _ in read]
             found[f"input_ids_{i}"] = torch.tensor(ids, dtype=torch.int64).view(shape)
@@ -128,6 +140,24 @@ class SDXLTokenize:
                 weights = [self._weight_chunks(weights) for _, weights in read]
                 found[f"token_weights_{i}"] = torch.tensor(weights, dtype=torch.float32).view(shape)
         return found
+
+    @property
+    def limit(self) -> int:
+        """Return how many tokens of a caption are kept."""
+        return CHUNK * self.num_chunks
+
+    def lengths(self, captions: list[str]) -> list[int]:
+        """Count the tokens of captions before they are cut, by the first vocabulary, without BOS and EOS."""
+        backend = self._tokenizers()[0]
+        if self.weighted:
+            return [len(self._encode(backend, text)[0]) for text in captions]
+        encoded = backend.encode_batch_fast([_plain(text) for text in captions], add_special_tokens=False)
+        return [len(found.ids) for found in encoded]
+
+    def _tokenizers(self) -> list[Any]:
+        if self._backends is None:
+            self._backends = [vocabulary.backend() for vocabulary in self._pair]
+        return self._backends
 
     def _encode(self, backend: Any, text: str) -> tuple[list[int], list[float]]:
         """Return ids and weights of a caption's tokens, without BOS and EOS; pieces are encoded one by one."""
