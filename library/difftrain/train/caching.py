@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +22,14 @@ from difftrain.data.cache.work import CaptionWork, PictureWork
 from difftrain.data.loader import num_workers
 from difftrain.data.prepare import Data, index_folder
 from difftrain.data.samples import SampleMaker
-from difftrain.device import Device, host
-from difftrain.train.encoding import Job, encode, moved
+from difftrain.device import Device, fp8, host
+from difftrain.train.encoding import Job, amount, encode, moved
 from difftrain.train.together import for_all
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
 
 log = logging.getLogger("difftrain")
-GIB = float(1 << 30)
 FOLDER = "features"  # beside the indexes of the same data
 
 
@@ -46,9 +46,8 @@ def with_cache(cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, p
         _find_place(cfg, ranks, parts, job)
     for_all(ranks, True, lambda: _look(cfg, ranks, jobs))
     _make_sure_of_room(ranks, jobs)
-    workers = num_workers(cfg.data.workers, ranks.local_size)
     for job in jobs:
-        for_all(ranks, True, lambda job=job: encode(job, device, cfg.training.mixed_precision, parts, workers))
+        for_all(ranks, True, partial(_encode, cfg, device, ranks, parts, job))
         job.rejected = _all_rejected(ranks, job)
         _refuse(cfg, job)
         parts.resting |= set(job.encoder.modules)
@@ -120,6 +119,8 @@ def fingerprint_of(encoder: Encoder, parts: Parts) -> str:
         for key, tensor in sorted(parts.frozen[name].state_dict().items()):
             state.update(f"{name}.{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
             state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        for key in fp8.held(parts.frozen[name]):  # a state dict holds layers in 8 bits as they were before
+            state.update(f"{name}.{key} in 8 bits".encode())
     return state.hexdigest()
 
 
@@ -136,6 +137,11 @@ def _look(cfg: TrainConfig, ranks: Ranks, jobs: Sequence[Job]) -> None:
                 whole = False
             if not whole:
                 job.missing.append(part)
+
+
+def _encode(cfg: TrainConfig, device: Device, ranks: Ranks, parts: Parts, job: Job) -> None:
+    if job.missing:
+        encode(job, device, cfg.training.mixed_precision, parts, num_workers(cfg.data.workers, ranks.local_size))
 
 
 def _make_sure_of_room(ranks: Ranks, jobs: Sequence[Job]) -> None:
@@ -155,18 +161,18 @@ def _short_of(jobs: Sequence[Job], wanted: Sequence[int]) -> list[Fault]:
     memory, on_disk = host.available_bytes(), 0
     for job, size in zip(jobs, wanted, strict=True):
         if isinstance(job.place, Folder):
-            log.info("%s, %.4g GiB of it to be encoded; %s", job.needs, size / GIB, job.where)
+            log.info("%s, %s of it to be encoded; %s", job.needs, amount(size), job.where)
             _say_unused(job.place)
             there = next(path for path in (job.place.path, *job.place.path.parents) if path.exists())
             free, on_disk = shutil.disk_usage(there).free - on_disk, on_disk + size
             if size > free:
-                what = f"needs {size / GIB:.4g} GiB more below {job.where}, where {free / GIB:.4g} GiB are free"
+                what = f"needs {amount(size)} more below {job.where}, where {amount(free)} are free"
                 faults.append(Fault(f"{job.flag}_to_disk", what, "make room, or name another --cache_dir"))
             continue
-        known = "" if memory is None else f", of {memory / GIB:.4g} GiB that are free"
+        known = "" if memory is None else f", of {amount(memory)} that are free"
         log.info("%s of this machine's memory%s", job.needs, known)
         if memory is not None and size > memory:
-            what = f"needs {size / GIB:.4g} GiB of memory, and {memory / GIB:.4g} GiB are free"
+            what = f"needs {amount(size)} of memory, and {amount(memory)} are free"
             faults.append(Fault(job.flag, what, f"{job.flag}_to_disk keeps it in files instead"))
         memory = None if memory is None else memory - size
     return faults
@@ -176,10 +182,10 @@ def _say_unused(place: Folder) -> None:
     count, size = place.unused()
     if count:
         log.info(
-            "%s: %d files (%.4g GiB) belong to other states of the data; remove them where no run reads them",
+            "%s: %d files (%s) belong to other states of the data; remove them where no run reads them",
             place.path,
             count,
-            size / GIB,
+            amount(size),
         )
 
 

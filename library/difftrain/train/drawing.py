@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from difftrain.config import SampleSection
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
+from difftrain.train.caching import awake
 from difftrain.train.evaluating import averaged
 from difftrain.train.state import Run
 from difftrain.train.together import company
@@ -62,7 +63,13 @@ class Drawing:
     def _draw_here(self, run: Run) -> None:
         epoch = run.epoch_end()
         when = f"e{epoch:06d}" if epoch and not self._steps else f"{run.progress.step:06d}"
-        with run.clock.paused("sampling"), averaged(run), run.device.autocast(run.cfg.training.mixed_precision):
+        precision = run.cfg.training.mixed_precision
+        with (
+            run.clock.paused("sampling"),
+            averaged(run),
+            awake(run.parts, run.device),
+            run.device.autocast(precision),
+        ):
             grid = draw_grid(
                 run.family.pipeline(run.parts),
                 self._prompts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -54,9 +55,8 @@ class Job:
     def needs(self) -> str:
         """Say how large the cache is."""
         layout = self.work.layout
-        each = layout.bytes / layout.count / 1024
-        size = f"{each:.4g} KiB on average, {layout.bytes / (1 << 30):.4g} GiB"
-        return f"cache of {self.name}: {layout.count:,} {self.things} of {size}"
+        each, total = amount(layout.bytes / layout.count), amount(layout.bytes)
+        return f"cache of {self.name}: {layout.count:,} {self.things} of {each} on average, {total}"
 
     @property
     def where(self) -> str:
@@ -64,11 +64,15 @@ class Job:
         return str(self.place.path) if isinstance(self.place, Folder) else "memory"
 
 
+def amount(size: float) -> str:
+    """Write a number of bytes."""
+    power = min(3, max(0, int(math.log2(size) // 10))) if size >= 1 else 0
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
 def encode(job: Job, device: Device, precision: str, parts: Parts, workers: int) -> None:
     """Encode what is missing, part by part. A kill loses the part in hand; those before it are whole."""
     pieces, work = Pieces(job.work, job.missing), job.work
-    if not job.missing:
-        return
     loader = data_loader(pieces, range(len(pieces)), min(workers, len(pieces)))
     progress = Progress(job)
     with moved(parts, job.encoder.modules, device), torch.no_grad(), device.autocast(precision):

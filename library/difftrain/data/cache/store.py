@@ -55,7 +55,7 @@ class Shelf:
         path, offset = self._places[part.number]
         try:
             file: IO[bytes] = self._files.get(path, lambda: Path(path).open("rb", buffering=0))  # noqa: SIM115
-            count = os.preadv(file.fileno(), rows, offset + start)
+            count = os.preadv(file.fileno(), [row.data for row in rows], offset + start)
         except OSError as error:
             raise DataFault(f"{path}: cached features can no longer be read ({error}); start again") from error
         if count != sum(row.nbytes for row in rows):

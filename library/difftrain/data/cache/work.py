@@ -90,7 +90,7 @@ class PictureWork:
         for part in self.layout.parts:
             ids = self._ids[part.first : part.first + part.count]
             state = _started(fingerprint, MEDIA_VERSION, part.bucket, self.variants)
-            state.update(np.concatenate([keys[ids], stamps[ids]], axis=1))
+            state.update(np.concatenate([keys[ids], stamps[ids]], axis=1).tobytes())
             state.update(b"".join(recipes[source] for source in sources[ids].tolist()))
             named.append(state.hexdigest())
         return named
@@ -146,7 +146,7 @@ class CaptionWork:
         for part in self.layout.parts:
             entries = slice(part.first, part.first + part.count)
             state = _started(fingerprint)
-            state.update(np.stack([self._high[entries], self._low[entries]]).astype("<u8"))
+            state.update(np.stack([self._high[entries], self._low[entries]]).astype("<u8").tobytes())
             named.append(state.hexdigest())
         return named
 

@@ -85,7 +85,7 @@ class _ReadSafetensors:
             room = value.reshape(-1).view(torch.uint8).numpy()
             with self._path.open("rb", buffering=0) as file:
                 file.seek(self._start + start)
-                _fill(file, memoryview(room))
+                _fill(file, room.data)
         return value
 
 

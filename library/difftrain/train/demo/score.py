@@ -19,6 +19,7 @@ from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import validate
 from difftrain.report.report import Target
 from difftrain.sampling.samplers import make_sampler
+from difftrain.train.caching import awake
 from difftrain.train.demo import recipe, shapes
 from difftrain.train.demo.judge import Wiener, obedience
 from difftrain.train.evaluating import averaged
@@ -175,7 +176,8 @@ def draw(run: Run, captions: list[str], numbers: list[int]) -> list[NDArray[np.u
     for first in range(0, len(captions), recipe.GLOBAL_BATCH):
         part = slice(first, first + recipe.GLOBAL_BATCH)
         noise = np.stack([normal(recipe.SEED, key_of("score"), n, "noise", shape) for n in numbers[part]])
-        with torch.no_grad(), run.device.autocast(run.cfg.training.mixed_precision):
+        precision = run.cfg.training.mixed_precision
+        with torch.no_grad(), awake(run.parts, run.device), run.device.autocast(precision):
             images = pipeline(
                 captions[part],
                 negative_prompt=[""] * len(captions[part]),  # the empty caption of training, not zeros
