@@ -14,15 +14,26 @@ from difftrain.device.choice import KINDS, calm_threads, hold_autoload  # noqa: 
 from difftrain.distributed.launch import end_with_launcher  # noqa: E402
 
 
+def look(parsed: Parsed) -> int:
+    """Describe the run, the data set, or both; train nothing."""
+    if parsed.dry_run:
+        from difftrain.train.dry_run import dry_run
+
+        dry_run(parsed.config)
+    if parsed.debug_dataset:
+        from difftrain.train.inspect import debug_dataset
+
+        debug_dataset(parsed.config)
+    return 0
+
+
 def work(parsed: Parsed) -> int:
     """Train, or say what would be trained; torch is imported here, where the configuration is known to be sound."""
     hold_autoload()
     calm_threads()
     end_with_launcher()
-    if parsed.dry_run:
-        from difftrain.train.dry_run import dry_run
-
-        return dry_run(parsed.config)
+    if parsed.dry_run or parsed.debug_dataset:
+        return look(parsed)
     from third_patch import apply_for
 
     apply_for(parsed.config.training.engine)

@@ -11,6 +11,7 @@ from difftrain.report.line import fixed
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 36
+LETTER = 6.0  # width of a letter of a name
 MOST_POINTS = 600  # a curve: two (lowest and highest) for every pixel pair, so that no spike is lost
 
 
@@ -66,6 +67,7 @@ def bar_chart(names: Sequence[str], values: Sequence[float], *, x_label: str) ->
     y_ticks = ticks(*_widened([0.0, *values]))
     top = max(y_ticks[-1], max(values))
     slot = (WIDTH - LEFT - RIGHT) / len(values)
+    every = math.ceil(LETTER * (max(map(len, names)) + 1) / slot)  # names that would overlap are left out
 
     def place(x: float, y: float) -> tuple[float, float]:
         return LEFT + x, HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
@@ -76,9 +78,12 @@ def bar_chart(names: Sequence[str], values: Sequence[float], *, x_label: str) ->
         parts.append(
             f'<rect class="bar" x="{left:.1f}" y="{down:.1f}" width="{0.7 * slot:.1f}" '
             f'height="{HEIGHT - BOTTOM - down:.1f}"><title>{escape(name)}: {fixed(value, 4)}</title></rect>'
-            f'<text class="tick" x="{left + 0.35 * slot:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">'
-            f"{escape(name)}</text>"
         )
+        if number % every == 0:
+            parts.append(
+                f'<text class="tick" x="{left + 0.35 * slot:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">'
+                f"{escape(name)}</text>"
+            )
     return _svg(parts, f"{x_label}: {', '.join(f'{n} {fixed(v, 3)}' for n, v in zip(names, values))}")
 
 

@@ -1,0 +1,118 @@
+"""`difftrain dataset inspect`: look at a data set as training will see it, with the flags of a training command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from difftrain.config import parse, rules
+from difftrain.config.door import enter, guard
+from difftrain.config.finding import Finding, Rule
+from difftrain.config.flag import Flag, convert, on
+from difftrain.config.flags import FLAGS
+from difftrain.config.help import entries
+from difftrain.config.names import did_you_mean
+from difftrain.config.parse import Parsed, resolve
+from difftrain.config.sections import TrainConfig
+from difftrain.contracts.errors import ConfigFault, Fault
+
+OWN: dict[str, Flag] = {
+    "output": on("output", "str", "", "the page to write, such as dataset.html"),
+    "epochs": on("epochs", "int", "", "epochs whose captions are shown [3]"),
+    "max_pictures": on("max_pictures", "int", "", "pictures that are shown; counts are of all [48]"),
+    "json": on("json", "str", "", "also write the facts of the page as JSON"),
+}
+TABLE = {**OWN, **FLAGS}
+LIMITS = {"epochs": (1, 20, 3), "max_pictures": (0, 1000, 48)}
+_UNNEEDED = {"save.output_dir", "model.pretrained"}  # what a training needs, and looking at data does not
+
+
+def main(argv: list[str]) -> int:
+    """Run a command about data sets; there is one."""
+    prog = "difftrain dataset inspect"
+    if argv[:1] == ["inspect"]:
+        return enter(prog, argv[1:], lambda: read(argv[1:]), work, lambda: _help(prog))
+    if argv[:1] in (["-h"], ["--help"]):
+        return enter(prog, argv, lambda: read(argv), work, lambda: _help(prog))
+    return guard("difftrain dataset", lambda: _refuse(argv))
+
+
+def _refuse(argv: list[str]) -> int:
+    if not argv:
+        raise ConfigFault([Fault("difftrain dataset", "needs a command", "difftrain dataset inspect --help")])
+    remedy = did_you_mean(argv[0], ("inspect",)) or "known is inspect"
+    raise ConfigFault([Fault(f"difftrain dataset {argv[0]}", "no such command", remedy)])
+
+
+def read(argv: list[str]) -> Parsed:
+    """Read the command line. Raises: ConfigFault with every fault."""
+    faults: list[Fault] = []
+    try:
+        parsed = resolve(argv, TABLE, [_lenient(rule) for rule in parse.RULES])
+    except ConfigFault as error:
+        faults += error.faults
+    else:
+        faults += _own_faults(parsed)
+    if not any(word.partition("=")[0] == "--output" for word in argv):
+        faults.insert(0, Fault("--output", "is missing", OWN["output"].help))
+    if faults:
+        raise ConfigFault(faults)
+    return parsed
+
+
+def _lenient(rule: Rule) -> Rule:
+    """Leave out of a rule's findings what only a training lacks."""
+    if rule not in (rules.required, rules.model):
+        return rule
+
+    def kept(cfg: TrainConfig, asked: set[str]) -> Iterable[Finding]:
+        return (one for one in rule(cfg, asked) if not (one.about[0] in _UNNEEDED and one.what == "is missing"))
+
+    return kept
+
+
+def _own_faults(parsed: Parsed) -> Iterator[Fault]:
+    for name, (low, high, _) in LIMITS.items():
+        if name in parsed.bare and not low <= number(parsed, name) <= high:
+            yield Fault(f"--{name}", f"must lie in {low} to {high}, got {number(parsed, name)}", OWN[name].help)
+    for name in ("output", "json"):
+        if name in parsed.bare and Path(parsed.bare[name]).is_dir():
+            yield Fault(f"--{name}", f"{parsed.bare[name]!r} is a folder", "give the name of a file")
+
+
+def number(parsed: Parsed, name: str) -> int:
+    """Return a flag's number, or its default."""
+    return int(convert(OWN[name], [parsed.bare[name]])) if name in parsed.bare else LIMITS[name][2]
+
+
+def work(parsed: Parsed) -> int:
+    """Write the page and print its path."""
+    from difftrain.device.choice import hold_autoload
+
+    hold_autoload()
+    from difftrain.train.inspect import inspect
+
+    facts = parsed.bare.get("json")
+    print(
+        inspect(
+            parsed.config,
+            Path(parsed.bare["output"]),
+            epochs=number(parsed, "epochs"),
+            pictures=number(parsed, "max_pictures"),
+            facts=Path(facts) if facts else None,
+        )
+    )
+    return 0
+
+
+def _help(prog: str) -> str:
+    sections = ("data", "captions", "validation")
+    shown = [flag for flag in FLAGS.values() if flag.to.split(".")[0] in sections and flag.status == "implemented"]
+    return (
+        f"usage: {prog} --output=FILE.html --train_data_dir=DIR --resolution=W,H [--flag=value ...]\n\n"
+        "A page of counts, buckets, crops, captions as they will be drawn, copies and rejects. Every flag of a training\n"
+        "command is understood; with a model's flags tokens are counted too.\n\n"
+        + entries(OWN.values())
+        + "\n"
+        + entries(shown)
+    )

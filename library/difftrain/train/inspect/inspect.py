@@ -1,0 +1,97 @@
+"""`difftrain dataset inspect` and --debug_dataset: gather the facts of a data set, draw some pictures, write one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import DataFault, Family, FeatureSpec, Parts, Tokenize
+from difftrain.data.loader import check_sizes
+from difftrain.data.plan import EpochPlan
+from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
+from difftrain.data.samples import SampleMaker
+from difftrain.distributed.launch import Launch
+from difftrain.models.registry import make_family
+from difftrain.report.files import write_whole
+from difftrain.train.dry_run import total_steps
+from difftrain.train.inspect.facts import Look, gather
+from difftrain.train.inspect.page import page
+
+Say = Callable[[str], None]
+PAGE = "dataset.html"
+
+
+def inspect(
+    cfg: TrainConfig, output: Path, *, epochs: int = 3, pictures: int = 48, facts: Path | None = None, say: Say = print
+) -> Path:
+    """Write the page; return its path. facts: also write what it says as JSON.
+
+    No device is touched and no weights are read. Raises: ConfigFault; DataFault where there is nothing to look at.
+    """
+    look = look_at(cfg, epochs, pictures, say)
+    found = gather(look)
+    written = write_whole(output, page(found))
+    if facts is not None:
+        plain = {key: value for key, value in found.items() if key != "cards"}
+        cards = [{key: value for key, value in card.items() if key != "images"} for card in found["cards"]]
+        write_whole(facts, json.dumps({**plain, "cards": cards}, indent=1) + "\n")
+    return written
+
+
+def debug_dataset(cfg: TrainConfig, say: Say = print) -> None:
+    """Write dataset.html into the output folder and say where; of several ranks, one does."""
+    if Launch.from_environment().rank == 0:
+        say(str(inspect(cfg, cfg.output_dir / PAGE, say=say)))
+
+
+def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
+    """Open the data set as training would; what would only stop a training is said on the page instead."""
+    seeded = cfg.training.seed is not None
+    if not seeded:
+        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": 0})})
+    # rejects are what one wants to look at, so that too many of them are no reason to stop here
+    lenient = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_rejected_share": 1.0})})
+    family = make_family(cfg) if cfg.model.pretrained or cfg.model.init_from_config else None
+    tokenize = family.tokenizer(Parts(root=nn.Module())) if family else None
+    data = open_data(cfg, prepare(lenient, log=say))
+    ranks = Launch.from_environment().size
+    plan = make_plan(data, cfg, global_batches(cfg, ranks))
+    return Look(
+        cfg=cfg,
+        data=data,
+        plan=plan,
+        maker=_maker(cfg, data, plan, family, tokenize),
+        epochs=epochs,
+        pictures=pictures,
+        seeded=seeded,
+        ranks=ranks,
+        stops=_stops(data, family),
+        tokens=tokenize,
+    )
+
+
+def _maker(
+    cfg: TrainConfig, data: Data, plan: EpochPlan, family: Family | None, tokenize: Tokenize | None
+) -> SampleMaker:
+    """Make the loader's maker, but without a cache; without a model there are no tokens, which samples do without."""
+    features = family.features if family else FeatureSpec({}, {})
+    total = total_steps(cfg, plan)
+    return SampleMaker(data.index, data.recipes, features, tokenize or _no_tokens, plan.seed, total_steps=total)
+
+
+def _no_tokens(captions: list[str]) -> dict[str, Tensor]:
+    raise RuntimeError("no model is configured, so there is no tokenizer")
+
+
+def _stops(data: Data, family: Family | None) -> list[str]:
+    """Say what of the data's sizes would stop a training at its start."""
+    try:
+        if family is not None:
+            check_sizes(data.tables, family.features)
+    except DataFault as fault:
+        return [str(fault)]
+    return []
