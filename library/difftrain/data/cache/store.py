@@ -41,11 +41,12 @@ class Shelf:
 
         Shapes: (len(slots), ...) of each feature. Raises DataFault where a file can no longer be read.
         """
-        entry = self._layout.entries[self._layout.part_of(slots[0]).bucket]
+        bucket = self._layout.part_of(slots[0]).bucket
+        entry = self._layout.entries[bucket]
         made, rows = entry.empty(len(slots))
         for i, slot in enumerate(slots):
             part = self._layout.part_of(slot)
-            if part.stride != entry.stride:
+            if part.bucket != bucket:
                 raise ValueError(f"entries {slots[0]} and {slot} are of different buckets")
             start = (slot - part.first) * part.stride + (variants[i] * entry.variant_bytes if variants else 0)
             self._fill(part, start, [each[i] for each in rows])
