@@ -24,7 +24,12 @@ Differences to kohya on purpose
   as many times faster as there are processes.
 - `--caption_extension` unset tries `.caption`, then `.txt`, and prints its choice; `N_class` folders without a caption
   file use the class words.
-- Transparent pictures are laid over white before they are resized; kohya drops the alpha channel.
+- Transparent pictures are laid over white before they are resized; kohya drops the alpha channel, as `--alpha_mask` does.
+- `--keep_tokens_separator`: the mark never reaches the text encoder; kohya leaves it in where nothing moves.
+- `--weighted_captions` and `--clip_skip` work; kohya's SDXL script refuses the one and ignores the other.
+- `--token_warmup_step` counts optimizer updates of the run, exactly; there it lags by what the loader has read ahead.
+- `--conditioning_data_dir` works without a data set TOML; a picture without a mask is rejected, and one of another size
+  than its mask is taken where their shapes agree.
 - `--save_model_as` unset writes safetensors; kohya takes the layout that the weights came in.
 - A `--min_bucket_reso` that is no multiple of `--bucket_reso_steps` is rounded down and a `--max_bucket_reso` up, as
   there; a minimum below one step stays as it is, where kohya's becomes 0 and fails.

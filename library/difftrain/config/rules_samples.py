@@ -1,20 +1,21 @@
-"""Rules of how samples are made: crops, masks, captions."""
+"""Rules of how samples are made: crops, masks, captions; of the flags, and of every subset of a data set TOML."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from difftrain.config.datasets import subsets_of
 from difftrain.config.finding import Finding, Rule
 from difftrain.config.rules import Need, lacking
-from difftrain.config.sections import TrainConfig
+from difftrain.config.sections import CaptionSection, PictureSection, TrainConfig
+
+_UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
 
 NEEDS: tuple[Need, ...] = (
-    Need("captions.token_warmup_min", lambda c: c.captions.token_warmup_step,
-         "has no effect without --token_warmup_step", note=True),
-    Need("data.face_crop_range", lambda c: not c.data.enable_bucket,
-         "has no effect with --enable_bucket, as in kohya's: buckets are cut in the middle, or by --random_crop", note=True),
-    Need("data.conditioning_dir", lambda c: c.loss.masked, "needs --masked_loss: it holds masks, and nothing would use them"),
+    Need("loss.masked", lambda c: any(each.alpha_mask or each.conditioning_dir for each in subsets_of(c)),
+         "has no effect: there are no masks (--conditioning_data_dir, --alpha_mask)", note=True),
 )  # fmt: skip
 
 
@@ -23,23 +24,66 @@ def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     return lacking(NEEDS, cfg, asked)
 
 
-def faces(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """A range goes up."""
-    given = cfg.data.face_crop_range
-    if given is not None and given[0] > given[1]:
-        what = f"must be LOW,HIGH, got {given[0]:g},{given[1]:g}"
-        yield Finding(("data.face_crop_range",), what, "1.0,4.0: from the face alone to a frame four times as large")
+class _Place(NamedTuple):
+    """Where settings of pictures and captions stand: in flags, or in a subset of the data set TOML."""
+
+    name: str  # "" for the flags
+    picture: PictureSection
+    captions: CaptionSection
+    bucketed: bool
+
+    def finding(self, path: str, what: str, remedy: str = "", *, note: bool = False) -> Finding:
+        """Name a field, or the subset and its field."""
+        if not self.name:
+            return Finding((path,), what, remedy, note)
+        field = path.partition(".")[2]
+        return Finding(("data.dataset_config", path), f"{self.name}: {field} {what}", remedy, note)
 
 
-def masks(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """Masks come from somewhere, and their folder is there."""
-    folder = cfg.data.conditioning_dir
-    if folder and not Path(folder).expanduser().is_dir():
+def _places(cfg: TrainConfig) -> Iterator[_Place]:
+    if not cfg.data.datasets:
+        yield _Place("", cfg.data, cfg.captions, cfg.data.enable_bucket)
+    for dataset in cfg.data.datasets:
+        for subset in dataset.subsets:
+            name = subset.image_dir or subset.metadata_file or "a subset"
+            yield _Place(name, subset, subset.captions, dataset.enable_bucket)
+
+
+def samples(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Judge the settings of every source."""
+    found: dict[Finding, None] = {}
+    for place in _places(cfg):
+        found |= dict.fromkeys((*_faces(place), *_masks(place, cfg.loss.masked), *_growth(place)))
+    yield from found
+
+
+def _faces(place: _Place) -> Iterator[Finding]:
+    given = place.picture.face_crop_range
+    if given is None:
+        return
+    if given[0] > given[1]:
+        remedy = "1.0,4.0: from the face alone to a frame four times as large"
+        yield place.finding("data.face_crop_range", f"must be LOW,HIGH, got {given[0]:g},{given[1]:g}", remedy)
+    if place.bucketed:
+        yield place.finding("data.face_crop_range", _UNBUCKETED, note=True)
+
+
+def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
+    folder = place.picture.conditioning_dir
+    if not folder:
+        return
+    if not masked:
+        yield place.finding("data.conditioning_dir", "needs --masked_loss: it holds masks, and nothing would use them")
+    if not place.name and not Path(folder).expanduser().is_dir():  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its picture"
-        yield Finding(("data.conditioning_dir",), f"no such folder: {folder!r}", remedy)
-    if folder and cfg.data.alpha_mask:
-        about = ("data.alpha_mask", "data.conditioning_dir")
-        yield Finding(about, "has no effect: --conditioning_data_dir wins", note=True)
+        yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
+    if place.picture.alpha_mask:
+        yield place.finding("data.alpha_mask", "has no effect: the masks of the folder win", note=True)
 
 
-RULES: tuple[Rule, ...] = (companions, faces, masks)
+def _growth(place: _Place) -> Iterator[Finding]:
+    if place.captions.token_warmup_min != 1 and not place.captions.token_warmup_step:
+        yield place.finding("captions.token_warmup_min", "has no effect without token_warmup_step", note=True)
+
+
+RULES: tuple[Rule, ...] = (companions, samples)
