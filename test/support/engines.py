@@ -1,0 +1,68 @@
+"""The native engine on the tiny family, for tests that step it by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from difftrain.config.sections import OptimizerSection, TrainConfig, TrainingSection
+from difftrain.device import choose
+from difftrain.distributed.ranks import Ranks
+from difftrain.engine import make_engine
+from difftrain.engine.native import NativeEngine
+from difftrain.optim import make_optimizer, make_schedule
+from difftrain.testing.family import TinyFamily, tiny_step
+
+COUNTS = {"samples": 8.0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(training: dict | None = None, **optimizer) -> TrainConfig:
+    optimizer = {"scheduler": "cosine", "warmup_steps": 2, **optimizer}
+    return TrainConfig(training=TrainingSection(seed=3, **(training or {})), optimizer=OptimizerSection(**optimizer))
+
+
+def built(cfg: TrainConfig | None = None, family: TinyFamily | None = None, device: str = "cpu") -> NativeEngine:
+    cfg = cfg or config()
+    family = family or TinyFamily()
+    engine = make_engine(cfg, choose(device), Ranks())
+    engine.build(
+        family,
+        family.load(),
+        lambda groups: make_optimizer(cfg.optimizer, groups),
+        lambda optimizer: make_schedule(cfg.optimizer, optimizer, 20),
+        [],
+    )
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def run(engine: NativeEngine, first: int, last: int, accumulation: int = 1) -> list[float]:
+    return [
+        float(engine.step(tiny_step(step, 8, accumulation=accumulation), COUNTS).sums["loss"])
+        for step in range(first, last)
+    ]
+
+
+def weights(engine: NativeEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.full_weights()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def saved(engine: NativeEngine, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = engine.snapshot().write(folder)
+    assert all(path.suffix in (".safetensors", ".json") for path in written)
+    return folder
