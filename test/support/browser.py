@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import time
@@ -29,7 +30,13 @@ _UNPACK = """
 const { readFileSync, writeFileSync } = require("fs"), { brotliDecompressSync } = require("zlib");
 writeFileSync(process.argv[2], brotliDecompressSync(readFileSync(process.argv[1])));
 """
-_START = 'exec "$0" "$@" 3<&"$READ" 4>&"$WRITE"'  # the browser reads commands from 3 and answers on 4
+# the browser reads commands from 3 and answers on 4, whatever lies there before
+_START = """
+import fcntl, os, sys
+for place, end in enumerate([fcntl.fcntl(int(number), fcntl.F_DUPFD, 64) for number in sys.argv[1:3]], start=3):
+    os.dup2(end, place)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 @dataclass
@@ -65,8 +72,8 @@ class Browser:
         read_there, self._out = os.pipe()
         self._in, write_there = os.pipe()
         self._process = subprocess.Popen(
-            ["sh", "-c", _START, *command],
-            env={**env, "READ": str(read_there), "WRITE": str(write_there)},
+            [sys.executable, "-c", _START, str(read_there), str(write_there), *command],
+            env=env,
             pass_fds=(read_there, write_there),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

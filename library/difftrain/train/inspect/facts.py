@@ -135,7 +135,7 @@ def buckets(look: Look, sizes: survey.Sizes) -> list[dict[str, Any]]:
         batch = look.plan.global_batches[rows.dataset]
         out.append(
             {
-                "bucket": look.plan.name(rows),
+                "bucket": look.data.tables.name(rows),
                 "width": rows.bucket.width,
                 "height": rows.bucket.height,
                 "records": rows.records,

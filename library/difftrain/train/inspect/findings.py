@@ -77,7 +77,7 @@ def _starved(look: Look) -> Iterator[dict[str, Any]]:
     starved = look.plan.starved
     if starved:
         named = [
-            f"{look.plan.name(rows)}: {rows.uses} draws an epoch, served about every "
+            f"{look.data.tables.name(rows)}: {rows.uses} draws an epoch, served about every "
             f"{look.plan.global_batches[rows.dataset] / rows.uses:.1f} epochs"
             for rows in starved[:MOST]
         ]
