@@ -56,7 +56,7 @@ def items_of(source, path, caption=None):
 
 
 def test_the_registry_is_literal_and_whole():
-    assert set(SOURCES) == {"folder", "tar", "parquet"}
+    assert set(SOURCES) == {"folder", "tar", "parquet", "metadata", "class"}
 
 
 # ---- which kind a folder is

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from difftrain.config import hub_ids
 from difftrain.config.dataset_keys import KEYS, kind_of, misplaced, settled, wrong
 from difftrain.config.names import did_you_mean
 from difftrain.config.sections import (
@@ -216,9 +217,9 @@ def _missing(kind: str, own: Table) -> Iterator[tuple[str, str, str]]:
     if required not in own:
         yield required, "is missing", f"every subset of this kind needs {required}"
     for name, is_there, word in (
-        ("image_dir", Path.exists, "folder"),
-        ("metadata_file", Path.is_file, "file"),
-        ("conditioning_data_dir", Path.is_dir, "folder"),
+        ("image_dir", lambda text: not hub_ids.missing(text), "folder"),
+        ("metadata_file", lambda text: Path(text).expanduser().is_file(), "file"),
+        ("conditioning_data_dir", lambda text: Path(text).expanduser().is_dir(), "folder"),
     ):
-        if name in own and not is_there(Path(own[name]).expanduser()):
+        if name in own and not is_there(own[name]):
             yield name, f"no such {word}: {own[name]!r}", f"give the path of a {word}"

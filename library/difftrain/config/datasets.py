@@ -19,7 +19,7 @@ def datasets_of(data: DataSection, captions: CaptionSection) -> tuple[DatasetSec
     """Return the data sets: those of the TOML, or the one that the folders of the flags are."""
     if data.datasets:
         return data.datasets
-    sizes = {field: getattr(data, field) for field in SizeSection.model_fields}
+    sizes: dict[str, Any] = {field: getattr(data, field) for field in SizeSection.model_fields}
     return (DatasetSection(subsets=tuple(_subsets(data, captions)), **sizes),)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from difftrain.config import hub_ids
 from difftrain.config.datasets import subsets_of
 from difftrain.config.finding import Finding, Rule, option
 from difftrain.config.rules import Need, lacking
@@ -53,7 +54,7 @@ def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if data.in_json and not Path(data.in_json).expanduser().is_file():
         yield Finding(("data.in_json",), f"no such file: {data.in_json!r}", "give kohya's metadata json")
     for folder in data.reg_dirs:
-        if not Path(folder).expanduser().exists():
+        if hub_ids.missing(folder):
             yield Finding(
                 ("data.reg_dirs",), f"no such folder: {folder!r}", "give a folder of <repeats>_<class> folders"
             )
@@ -63,9 +64,13 @@ def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding((_CLASS,), what, "the module is imported in every process; put it on PYTHONPATH")
     for number, dataset in enumerate(data.datasets, 1):
         for subset in dataset.subsets:
-            for path in (subset.image_dir, subset.metadata_file, subset.conditioning_dir):
+            pictures = subset.image_dir if subset.image_dir and hub_ids.missing(subset.image_dir) else None
+            for path in (pictures, subset.metadata_file, subset.conditioning_dir):
                 if path and not Path(path).expanduser().exists():
                     yield Finding(("data.datasets",), f"[[datasets]] {number}: no such file or folder: {path!r}")
+            if subset.conditioning_dir and subset.conditioning_dir != data.conditioning_dir and not cfg.loss.masked:
+                what = f"[[datasets]] {number}: conditioning_data_dir needs --masked_loss"
+                yield Finding(("data.datasets",), what, "it holds masks, and nothing would use them")
 
 
 def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ import numpy as np
 from difftrain.contracts import Bucket, ConfigFault, Fault
 
 if TYPE_CHECKING:
-    from difftrain.config import DataSection
+    from difftrain.config.sections import SizeSection
 
 _CHUNK = 1 << 15
 Size = tuple[int, int]
@@ -88,7 +88,7 @@ class BucketTable:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, data: DataSection) -> BucketTable:
+    def of(cls, data: SizeSection) -> BucketTable:
         """Make the table that a configuration asks for; `notes` says what was rounded or is ignored.
 
         Raises: ConfigFault for limits that contradict the resolution.

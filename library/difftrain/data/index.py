@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,10 @@ FROM records JOIN files ON files.id = records.file WHERE records.row = ?
 _STAMPS = """
 SELECT records.row, records.content, files.size, files.mtime_ns, records.path, records.offset, records.length
 FROM records JOIN files ON files.id = records.file
+"""
+_PLACES = """
+SELECT records.row, files.source, coalesce(records.path, files.path), iif(records.path IS NULL, records.member, NULL)
+FROM records JOIN files ON files.id = records.file WHERE files.source IN ({marks}) ORDER BY records.row
 """
 
 
@@ -233,6 +237,14 @@ class Index:
         """Iterate over what is not trained on and why, by path."""
         for path, reason in self._connection().execute("SELECT path, reason FROM rejects ORDER BY path, reason"):
             yield Reject(path, reason)
+
+    def places(self, sources: Sequence[int]) -> Iterator[tuple[int, int, str, str | None]]:
+        """Iterate over (row, source, path, member) of the records of some sources, by row.
+
+        path: of the file that holds the picture, relative to its source. member: only where that holds several.
+        """
+        marks = ", ".join("?" * len(sources))
+        yield from self._connection().execute(_PLACES.format(marks=marks), tuple(sources))
 
     def shard_paths(self, source: int) -> list[str]:
         """Return the shards of a source by ordinal: paths relative to its root; empty for plain files."""

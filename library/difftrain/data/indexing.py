@@ -50,6 +50,7 @@ _EXAMPLES = 3
 _INSPECT = "difftrain.data.inspection:inspect"
 _JOB_FILES = {FULL: 32, QUICK: 512}
 _EVERY_S = 10.0
+_MANY = 1 << 32
 
 
 def build_index(
@@ -189,7 +190,9 @@ class _Builder:
         if not summary.read:
             return
         size = unread_size(self.writer)
-        workers = self.workers or max(1, min(_cpus(), _MAX_WORKERS, -(-size.items // _ITEMS_A_WORKER)))
+        named = [open_source(info).count(info.only, _MANY) for info in self.infos if info.kind == "metadata"]
+        items = max(size.items, sum(named))  # the bytes of a metadata file say nothing of the pictures that it names
+        workers = self.workers or max(1, min(_cpus(), _MAX_WORKERS, -(-items // _ITEMS_A_WORKER)))
         self.log(
             f"index: looking at {summary.read:,} files with {workers} processes, {summary.reused:,} are known from before"
         )

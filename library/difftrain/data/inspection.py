@@ -16,7 +16,8 @@ from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import Bad, FileRef, Item, Source, key_path
 
 QUICK, FULL = 1, 2  # the header and the end of the file | every pixel
-PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK)  # kinds that are looked at again next time
+# kinds that are looked at again next time
+PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK)
 _STRIDE = 64  # items that one part of a divided shard takes at a time
 
 
@@ -116,7 +117,7 @@ def _accept(work: Files, number: int, file: FileRef, item: Item | Bad, position:
         height,
         json.dumps(captions, ensure_ascii=False),
         content,
-        record_key(work.source.name, key_path(file.path, item.member)),
+        record_key(work.source.name, item.key or key_path(file.path, item.member)),
     )
 
 
@@ -131,6 +132,8 @@ def _full(item: Item, position: int, beat: Beat) -> tuple[tuple[int, int], bytes
 
 
 def _quick(item: Item, position: int, beat: Beat) -> tuple[tuple[int, int], None]:
+    if item.size_wh is not None:
+        return item.size_wh, None
     with item.open() as file:
         with beat.item(position):
             header = probe(file)

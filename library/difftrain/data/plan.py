@@ -205,7 +205,7 @@ class EpochPlan:
             **self._settings,
             "records": sum(rows.records for rows in self.buckets),
             "buckets": {
-                self.name(rows): {"records": rows.records, "uses": rows.uses, "digest": rows.digest}
+                self.tables.name(rows): {"records": rows.records, "uses": rows.uses, "digest": rows.digest}
                 for rows in self.buckets
             },
         }
@@ -213,10 +213,6 @@ class EpochPlan:
     @property
     def _single(self) -> bool:
         return len(self.global_batches) == 1
-
-    def name(self, rows: BucketRows) -> str:
-        """Name a bucket; of several data sets, with its own."""
-        return str(rows.bucket) if self._single else f"{rows.bucket} of data set {rows.dataset + 1}"
 
     def lines(self) -> list[str]:
         """Say how steps and epochs come about, and which buckets starve."""
@@ -229,7 +225,7 @@ class EpochPlan:
         for rows in self.starved:
             needed = self.global_batches[rows.dataset]
             said.append(
-                f"bucket {self.name(rows)} has {rows.uses} draws an epoch, fewer than the global batch {needed}: "
+                f"bucket {self.tables.name(rows)} has {rows.uses} draws an epoch, fewer than the global batch {needed}: "
                 f"served about every {needed / rows.uses:.1f} epochs, nothing dropped"
             )
         return said

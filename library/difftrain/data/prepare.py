@@ -15,16 +15,19 @@ from typing import Any
 import numpy as np
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import DataFault, Reject
+from difftrain.config.datasets import datasets_of, subsets_of
+from difftrain.config.sections import SizeSection, SubsetSection
+from difftrain.contracts import Bucket, DataFault, Reject
 from difftrain.data.buckets import BucketTable
 from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
+from difftrain.data.held_out import held_out, overlaps
 from difftrain.data.index import Index
 from difftrain.data.index_writer import disk_faults
 from difftrain.data.indexing import build_index
 from difftrain.data.plan import EpochPlan
 from difftrain.data.recipe import Recipe, recipes_of
-from difftrain.data.table_build import Split, build_tables
-from difftrain.data.tables import VERSION, BucketRows, Layout, Tables
+from difftrain.data.table_build import Origin, Split, build_tables
+from difftrain.data.tables import VERSION, Layout, Tables
 
 Say = Callable[[str], None]
 NO_BUCKET = "no bucket"
@@ -51,7 +54,8 @@ class Data:
         ids, _ = self.tables.take(np.arange(self.tables.count - self.tables.unplaced, self.tables.count))
         for record in map(self.index.record, ids):
             height, width = record.size_hw
-            why = f"{width} x {height} px, without enlarging no side may be below {self.recipes[record.media.source].buckets.steps}"
+            steps = self.recipes[record.media.source].buckets.steps
+            why = f"{width} x {height} px, without enlarging no side may be below {steps}"
             yield Reject(self.index.path(record), f"{NO_BUCKET}: {why}")
 
     def summary(self) -> dict[str, Any]:
@@ -64,8 +68,9 @@ class Data:
             "rejected_by_reason": self.reasons,
             "duplicates": self.index.duplicates,
             "draws_per_epoch": sum(rows.uses for rows in self.tables.training),
+            "reg_draws_per_epoch": self.tables.reg_uses,
             "held_out": sum(rows.records for rows in self.tables.validation),
-            "buckets": {str(rows.bucket): rows.uses for rows in self.tables.training},
+            "buckets": {self.tables.name(rows): rows.uses for rows in self.tables.training},
         }
 
 
@@ -130,7 +135,17 @@ def index_folder(cfg: TrainConfig) -> Path:
         reading["lines"] = "all"
     if cfg.data.conditioning_dir:
         reading["masks"] = os.path.realpath(Path(cfg.data.conditioning_dir).expanduser())
+    if cfg.data.datasets or cfg.data.reg_dirs or cfg.data.in_json or cfg.data.dataset_class:
+        reading["subsets"] = [_reading(subset) for subset in subsets_of(cfg)]
     return cache / "index" / _short_hash(reading)
+
+
+def _reading(subset: SubsetSection) -> list[Any]:
+    """Return what decides the items of a subset."""
+    paths = [subset.image_dir, subset.metadata_file, subset.conditioning_dir]
+    captions = [subset.captions.extension, subset.captions.separator, subset.captions.enable_wildcard]
+    real = [path and os.path.realpath(Path(path).expanduser()) for path in paths]
+    return [*real, subset.dataset_class, subset.is_reg, subset.class_tokens, subset.repeats, subset.flat, captions]
 
 
 def make_tables(cfg: TrainConfig, index: Index) -> bool:
@@ -138,15 +153,45 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
     folder = tables_folder(cfg, index)
     if (folder / "header.json").is_file():
         return False
-    columns = index.columns()
-    buckets, ordinals = _buckets(cfg).select_many(np.asarray(columns.width), np.asarray(columns.height))
-    repeats = [source.repeats for source in index.sources]
-    split = Split(cfg.validation.split, validation_seed(cfg))
+    buckets, ordinals = _placed(cfg, index)
+    seed, by_key = validation_seed(cfg), not (cfg.data.datasets or cfg.data.reg_dirs or overlaps(index.sources))
     with disk_faults(index.folder):
         build_tables(
-            folder, columns, buckets, ordinals, repeats, split=split, layout=_layout(cfg), fingerprint=folder.name
+            folder,
+            index.columns(),
+            buckets,
+            ordinals,
+            [Origin(source.repeats, source.dataset, source.is_reg) for source in index.sources],
+            split=Split(cfg.validation.split, seed),
+            layout=_layout(cfg),
+            fingerprint=folder.name,
+            held_out=None if by_key else held_out(index, _shares(cfg, index), seed),
         )
     return True
+
+
+def _placed(cfg: TrainConfig, index: Index) -> tuple[list[Bucket], np.ndarray]:
+    """Choose the bucket of every record: the buckets, and each record's place among them, -1 where none fits."""
+    columns, tables = index.columns(), [BucketTable.of(each) for each in datasets_of(cfg.data, cfg.captions)]
+    width, height = np.asarray(columns.width), np.asarray(columns.height)
+    if len(tables) == 1:
+        return tables[0].select_many(width, height)
+    dataset = np.array([source.dataset for source in index.sources])[np.asarray(columns.source)]
+    buckets: list[Bucket] = []
+    ordinals = np.full(len(dataset), -1, dtype=np.int64)
+    for number, table in enumerate(tables):
+        own = np.flatnonzero(dataset == number)
+        found, places = table.select_many(width[own], height[own])
+        ordinals[own] = np.where(places < 0, -1, places + len(buckets))
+        buckets += found
+    return buckets, ordinals
+
+
+def _shares(cfg: TrainConfig, index: Index) -> list[float]:
+    """Return the share of each source that is held out for validation."""
+    if not cfg.data.datasets:
+        return [cfg.validation.split] * len(index.sources)
+    return [cfg.data.datasets[source.dataset].validation_split for source in index.sources]
 
 
 def tables_folder(cfg: TrainConfig, index: Index) -> Path:
@@ -155,8 +200,15 @@ def tables_folder(cfg: TrainConfig, index: Index) -> Path:
     sized: list[Any] = [data.resolution, data.enable_bucket]
     if data.enable_bucket:
         sized += [data.min_bucket_reso, data.max_bucket_reso, data.bucket_reso_steps, data.bucket_no_upscale]
-    held_out = [cfg.validation.split, validation_seed(cfg)] if cfg.validation.split else []
-    parts = [VERSION, index.fingerprint, [source.repeats for source in index.sources], sized, held_out, _layout(cfg)]
+    apart = [cfg.validation.split, validation_seed(cfg)] if cfg.validation.split else []
+    parts = [VERSION, index.fingerprint, [source.repeats for source in index.sources], sized, apart, _layout(cfg)]
+    for dataset in data.datasets:
+        sizes = [getattr(dataset, field) for field in SizeSection.model_fields]
+        parts.append([*sizes, dataset.validation_split, len(dataset.subsets)])
+    if any(source.is_reg for source in index.sources):
+        parts.append([source.is_reg for source in index.sources])
+    if apart and overlaps(index.sources):
+        parts.append("one lot for a picture")
     return index.folder / f"tables-{_short_hash(parts)}"
 
 
@@ -167,10 +219,6 @@ def validation_seed(cfg: TrainConfig) -> int:
 
 def _layout(cfg: TrainConfig) -> Layout:
     return "shard" if cfg.data.tar_order == "sequential" else "key"
-
-
-def _buckets(cfg: TrainConfig) -> BucketTable:
-    return BucketTable.of(cfg.data)
 
 
 def _short_hash(parts: Any) -> str:
@@ -188,6 +236,11 @@ def lines(cfg: TrainConfig, data: Data) -> list[str]:
     said = [f"data: {note}" for note in dict.fromkeys(note for recipe in data.recipes for note in recipe.buckets.notes)]
     if data.tables.unplaced:
         said.append(f"data: rejected, {NO_BUCKET}: {data.tables.unplaced:,}")
+    if data.tables.surplus:
+        said.append(
+            f"data: {data.tables.surplus:,} regularisation pictures are not used: with the others there are as many "
+            "draws an epoch as to train on"
+        )
     said.append(f"data: {records:,} records to train on, {uses:,} draws an epoch with repeats")
     if held:
         said.append(f"data: {sum(rows.records for rows in held):,} records held out for validation")
@@ -196,7 +249,7 @@ def lines(cfg: TrainConfig, data: Data) -> list[str]:
             f"data: shards are read in sequence: {data.tables.shards} in all, windows of {cfg.data.tar_window}, up to "
             f"{cfg.data.tar_streams} streams; a folder of plain files counts as one shard"
         )
-    return said + _bucket_lines(training)
+    return said + _bucket_lines(data.tables)
 
 
 def _refuse(cfg: TrainConfig, data: Data) -> None:
@@ -220,10 +273,10 @@ def _refuse(cfg: TrainConfig, data: Data) -> None:
         )
 
 
-def _bucket_lines(training: tuple[BucketRows, ...], most: int = 40) -> list[str]:
+def _bucket_lines(tables: Tables, most: int = 40) -> list[str]:
     """Give the draws of every bucket, and of the small ones together where there are very many."""
-    ordered = sorted(training, key=lambda rows: (-rows.uses, rows.bucket))
-    said = [f"bucket {rows.bucket}: {rows.uses:,}" for rows in ordered[:most]]
+    ordered = sorted(tables.training, key=lambda rows: (-rows.uses, rows.bucket))
+    said = [f"bucket {tables.name(rows)}: {rows.uses:,}" for rows in ordered[:most]]
     if len(ordered) > most:
         said.append(f"and {len(ordered) - most} smaller buckets: {sum(rows.uses for rows in ordered[most:]):,}")
     return said

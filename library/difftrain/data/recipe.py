@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from difftrain.config.datasets import datasets_of
 from difftrain.config.sections import CaptionSection
 from difftrain.data.buckets import BucketTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from difftrain.config import TrainConfig
+    from difftrain.config.sections import DatasetSection, TrainConfig
     from difftrain.data.sources import SourceInfo
 
 
@@ -58,17 +59,26 @@ class Recipe:
 
 def recipes_of(cfg: TrainConfig, sources: Sequence[SourceInfo]) -> tuple[Recipe, ...]:
     """Return the recipe of each source, by its ordinal."""
-    data = cfg.data
-    one = Recipe(
-        captions=cfg.captions,
-        buckets=BucketTable.of(data),
-        batch_size=cfg.training.batch_size,
-        flip=data.flip,
-        random_crop=data.random_crop,
-        color_aug=data.color_aug,
-        face_crop_range=None if data.enable_bucket else data.face_crop_range,  # kohya's buckets know no faces
-        alpha_mask=data.alpha_mask,
-        conditioning_dir=data.conditioning_dir if cfg.loss.masked else None,
-        interpolation=data.resize_interpolation,
+    datasets = datasets_of(cfg.data, cfg.captions)
+    tables = [BucketTable.of(dataset) for dataset in datasets]
+    return tuple(
+        _recipe(cfg, info.dataset, datasets[info.dataset], tables[info.dataset], info.subset) for info in sources
     )
-    return (one,) * len(sources)
+
+
+def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: BucketTable, place: int) -> Recipe:
+    subset = dataset.subsets[place]
+    return Recipe(
+        captions=subset.captions,
+        buckets=buckets,
+        batch_size=cfg.batch_sizes[ordinal],
+        flip=subset.flip,
+        random_crop=subset.random_crop,
+        color_aug=subset.color_aug,
+        face_crop_range=None if dataset.enable_bucket else subset.face_crop_range,  # kohya's buckets know no faces
+        alpha_mask=subset.alpha_mask,
+        conditioning_dir=subset.conditioning_dir if cfg.loss.masked else None,
+        interpolation=subset.resize_interpolation,
+        loss_weight=cfg.loss.prior_weight if subset.is_reg else 1.0,
+        is_reg=subset.is_reg,
+    )

@@ -155,6 +155,9 @@ class SampleMaker:
         captions = [sample.caption for sample in samples]
         cached = self.store.captions
         features |= self.tokenize(captions) if cached is None else cached.read(captions)
+        if any(recipe.loss_weight != 1 for recipe in self.recipes):
+            weights = [self.recipes[sample.record.media.source].loss_weight for sample in samples]
+            features["loss_weight"] = torch.tensor(weights, dtype=torch.float32)
         return Batch(
             bucket=bucket,
             record_id=torch.tensor([sample.record.id for sample in samples], dtype=torch.int64),

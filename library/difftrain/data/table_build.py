@@ -117,6 +117,8 @@ def build_tables(
         cells, place = _cells(columns, buckets, ordinals, origins)
         arranged = _arrange(columns, place, shard, origins, held, layout)
         header = {"version": VERSION, "fingerprint": fingerprint, "layout": layout, "records": count, "shards": firsts}
+        of_reg = (arranged.part == TRAINING) & np.array([each.is_reg for each in origins])[columns.source]
+        header["reg_uses"] = int(arranged.repeats[of_reg].sum())
         _write(temporary, columns.keys, cells, arranged, layout, header)
         try:
             temporary.rename(folder)

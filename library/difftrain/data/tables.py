@@ -64,10 +64,16 @@ class Tables:
         self.training = tuple(_bucket_rows(entry, segments) for entry in header["training"])
         self.validation = tuple(_bucket_rows(entry, segments) for entry in header["validation"])
         self.unplaced: int = header["unplaced"]  # records that fit no bucket: the last rows
+        self.reg_uses: int = header.get("reg_uses", 0)  # of regularisation pictures, among all of the training
         self.surplus: int = header.get("surplus", 0)  # regularisation pictures that no epoch uses: the rows before
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tables, (self.folder, self._index_folder)
+
+    def name(self, rows: BucketRows) -> str:
+        """Name a bucket; of several data sets, with its own."""
+        several = any(each.dataset for each in (*self.training, *self.validation))
+        return f"{rows.bucket} of data set {rows.dataset + 1}" if several else str(rows.bucket)
 
     @property
     def shards(self) -> int:

@@ -10,11 +10,12 @@ from torch import nn
 from difftrain import optim
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault, Family, Fault, Parts
+from difftrain.data.sources import own_class
 from difftrain.train.drawing import prompts_of
 
 
 def check(cfg: TrainConfig, family: Family) -> Parts:
-    """Look at optimizer, prompts, weights (their headers are enough) and tokenizers; return the parts without weights.
+    """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers; return the parts without weights.
 
     Raises ConfigFault with every fault.
     """
@@ -28,6 +29,8 @@ def check(cfg: TrainConfig, family: Family) -> Parts:
             return None
 
     attempt(lambda: prompts_of(cfg.sample))
+    if cfg.data.dataset_class:
+        attempt(lambda: own_class.make(str(cfg.data.dataset_class), *cfg.data.dirs[:1]))
     parts = attempt(lambda: family.load(meta=True)) or Parts(root=nn.Module())
     attempt(lambda: family.tokenizer(parts))
     if faults:

@@ -10,6 +10,8 @@ SOURCES = {
     "folder": "difftrain.data.sources.folder:FolderSource",
     "tar": "difftrain.data.sources.tar:TarSource",
     "parquet": "difftrain.data.sources.parquet:ParquetSource",
+    "metadata": "difftrain.data.sources.metadata:MetadataSource",
+    "class": "difftrain.data.sources.own_class:ClassSource",
 }
 
 __all__ = ["SOURCES", "Source", "SourceInfo", "open_source"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from difftrain.config.hub_ids import name_of
 from difftrain.contracts import MediaRef
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"})
@@ -24,17 +25,22 @@ class SourceInfo:
     repeats: int = 1
     prefix: str = ""  # only what lies in this sub-folder of root: "10_cat/"
     words: str = ""  # caption where there is no caption file
-    only: str = ""  # a single tar or parquet file of root
+    only: str = ""  # a single tar, parquet or metadata file of root; what a class is made with
     suffixes: tuple[str, ...] = ()  # of caption files, in the order they are tried
     multi_line: bool = False  # keep the lines of a caption apart, of which one is drawn
-    image_column: str = ""
     masks: str = ""  # folder where every picture has a mask of its name
+    image_column: str = ""
     caption_column: str = ""
+    dataset: int = 0  # of several [[datasets]], and of its subsets
+    subset: int = 0
+    is_reg: bool = False
+    flat: bool = False  # nothing of its sub-folders
+    separator: str = ""  # between caption and tags of a metadata file
 
     @property
     def label(self) -> str:
         """Return what messages call the root."""
-        return Path(self.root).name or self.root
+        return name_of(self.root) or self.root
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class Item:
     open: Callable[[], BinaryIO]
     lacking: str = "no caption"  # the reason to give where captions is empty
     path: str | None = None  # where the bytes lie in another file than the one that was listed
+    size_wh: tuple[int, int] | None = None  # where it is known without reading them
+    key: str | None = None  # what stands for it in its key, where that is not file and member
 
 
 @dataclass(frozen=True, slots=True)

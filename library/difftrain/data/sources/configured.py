@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from difftrain.config.datasets import datasets_of
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, printable, split_suffix
 from difftrain.data.sources.kohya import KohyaFolder, kohya_folders, outside
 
 if TYPE_CHECKING:
-    from difftrain.config import CaptionSection, DataSection
+    from difftrain.config.sections import CaptionSection, DataSection, SubsetSection
 
 CAPTION_SUFFIXES = (".caption", ".txt")  # tried in this order where none is configured
 _SHARDS = {".tar": "tar", ".parquet": "parquet"}
@@ -46,9 +47,9 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
 
     Raises: ConfigFault where repeats don't fit; DataFault that names every folder that is missing or empty.
     """
-    if not data.dirs:
+    if not (data.dirs or data.datasets or data.dataset_class):
         raise ConfigFault([Fault("data.dirs", "no data is given", "name a folder of pictures, tars or parquet files")])
-    if len(data.repeats) not in (1, len(data.dirs)):
+    if data.dirs and len(data.repeats) not in (1, len(data.dirs)):
         raise ConfigFault(
             [
                 Fault(
@@ -58,13 +59,15 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
                 )
             ]
         )
-    repeats = data.repeats * len(data.dirs) if len(data.repeats) == 1 else data.repeats
     made, faults = Configured(), []
-    for number, (folder, times) in enumerate(zip(data.dirs, repeats, strict=True)):
-        try:
-            _add(made, number, Path(folder).expanduser().resolve(), times, data, captions)
-        except DataFault as fault:
-            faults.append(str(fault))
+    number = 0
+    for ordinal, dataset in enumerate(datasets_of(data, captions)):
+        for place, subset in enumerate(dataset.subsets):
+            try:
+                _add(made, {"name": str(number), "dataset": ordinal, "subset": place}, subset, data)
+            except DataFault as fault:
+                faults.append(str(fault))
+            number += 1
     if faults:
         raise DataFault("\n".join(faults))
     if len(made.infos) > 1 << 16:
@@ -72,22 +75,40 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
     return made
 
 
-def _add(made: Configured, number: int, place: Path, repeats: int, data: DataSection, captions: CaptionSection) -> None:
-    suffixes = (_suffix(captions.extension),) if captions.extension else CAPTION_SUFFIXES
+def _place(given: str) -> Path:
+    """Return the absolute path; a file that is a link keeps its name, which says what it is."""
+    path = Path(given).expanduser()
+    return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
-    def info(kind: str, **more: object) -> SourceInfo:
-        base: dict[str, object] = {"ordinal": len(made.infos), "name": str(number), "kind": kind, "root": str(place)}
-        base |= {"repeats": repeats, "multi_line": captions.enable_wildcard}
-        return SourceInfo(**(base | more))  # type: ignore[arg-type]
 
-    columns = {"image_column": data.image_column or "", "caption_column": data.caption_column or ""}
+def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data: DataSection) -> None:
+    """Add the sources of one subset, of which some facts are known already."""
+    extension = subset.captions.extension
+    suffixes = (_suffix(extension),) if extension else CAPTION_SUFFIXES
+    known |= {"is_reg": subset.is_reg, "multi_line": subset.captions.enable_wildcard, "flat": subset.flat}
+    known["masks"] = str(_place(subset.conditioning_dir)) if subset.conditioning_dir else ""
+
+    def add(kind: str, root: Path | str, repeats: int = subset.repeats, **more: object) -> None:
+        facts = {"ordinal": len(made.infos), "kind": kind, "root": str(root), "repeats": repeats}
+        made.infos.append(SourceInfo(**(known | facts | more)))  # type: ignore[arg-type]
+
+    if subset.dataset_class:
+        add("class", subset.dataset_class, only=str(_place(subset.image_dir)) if subset.image_dir else "")
+        made.notes.append(f"{subset.dataset_class}: pictures as the class hands them out")
+        return
+    if subset.metadata_file:
+        file = _place(subset.metadata_file)
+        place = _place(subset.image_dir) if subset.image_dir else file.parent
+        add("metadata", place, only=os.path.relpath(file, place), separator=subset.captions.separator)
+        made.notes.append(f"{place}: pictures and captions as {file.name} names them")
+        return
+    place = _place(subset.image_dir or "")
+    columns: dict[str, Any] = {"image_column": data.image_column or "", "caption_column": data.caption_column or ""}
     if place.is_file() and place.suffix.lower() in _SHARDS:
         kind = _SHARDS[place.suffix.lower()]
-        file, place = place.name, place.parent
-        base["masks"] = str(_place(data.conditioning_dir)) if data.conditioning_dir else ""
-        made.infos.append(info(kind, only=file, **(columns if kind == "parquet" else {})))
+        add(kind, place.parent, only=place.name, **(columns if kind == "parquet" else {}))
         return
-    kind, depth = _kind(place)
+    kind, depth = _kind(place, 0 if subset.flat else None)
     made.notes.append(f"{place}: {_SENTENCES[kind]}")
     folders = kohya_folders(place) if kind == "folder" and depth == 1 else []
     if folders:
@@ -96,14 +117,14 @@ def _add(made: Configured, number: int, place: Path, repeats: int, data: DataSec
         more = f" and {len(folders) - 8} more" if len(folders) > 8 else ""
         made.notes[-1] = f"{place}: kohya's <repeats>_<class> folders: {listed}{more}"
         for folder in folders:
-            times = repeats * folder.repeats
-            made.infos.append(
-                info("folder", repeats=times, prefix=f"{folder.name}/", words=folder.words, suffixes=suffixes)
-            )
+            times = subset.repeats * folder.repeats
+            add("folder", place, times, prefix=f"{folder.name}/", words=folder.words, suffixes=suffixes)
     elif kind == "folder":
-        made.infos.append(info(kind, suffixes=suffixes))
+        add(kind, place, suffixes=suffixes, words=subset.class_tokens or "")
     else:
-        made.infos.append(info(kind, **(columns if kind == "parquet" else {})))
+        add(kind, place, **(columns if kind == "parquet" else {}))
+        if subset.class_tokens:
+            made.notes.append(f"{place}: class_tokens have no effect: {kind} files bring their captions")
 
 
 _SENTENCES = {
@@ -113,10 +134,10 @@ _SENTENCES = {
 }
 
 
-def _kind(root: Path) -> tuple[str, int]:
+def _kind(root: Path, deepest: int | None = None) -> tuple[str, int]:
     """Return the kind of a folder and the depth at which its data begins: the first level that holds any decides.
 
-    Raises: DataFault where there is no folder, or none of our kinds in it.
+    deepest: the last level that is looked at. Raises: DataFault where there is no folder, or none of our kinds in it.
     """
     if not root.exists():
         raise DataFault(f"{root}: there is no such folder (data.dirs, --train_data_dir); give one that holds pictures")
@@ -124,16 +145,16 @@ def _kind(root: Path) -> tuple[str, int]:
         raise DataFault(f"{root}: neither a folder nor a .tar or .parquet file (data.dirs, --train_data_dir)")
     level, depth, seen = [root], 0, Counter[str]()
     visited: set[tuple[int, int]] = set()
-    while level:
+    while level and (deepest is None or depth <= deepest):
         suffixes, below = _look(level, visited)
         seen += suffixes
-        for fits, kind in _ORDER:
-            if any(fits(suffix) for suffix in suffixes):
-                return kind, depth
+        if kind := kind_of_suffixes(suffixes):
+            return kind, depth
         level, depth = below, depth + 1
     found = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in seen.most_common(5)) or "nothing"
+    where = "at any depth" if deepest is None else "in the folder itself (image_dir leaves out what lies below it)"
     raise DataFault(
-        f"{root}: no pictures here at any depth, loose ({', '.join(sorted(IMAGE_SUFFIXES))}) or in .tar or .parquet "
+        f"{root}: no pictures here {where}, loose ({', '.join(sorted(IMAGE_SUFFIXES))}) or in .tar or .parquet "
         f"files; found: {found}"
     )
 
@@ -144,6 +165,12 @@ _ORDER: tuple[tuple[Callable[[str], bool], str], ...] = (
     (lambda suffix: suffix in IMAGE_SUFFIXES, "folder"),
     (lambda suffix: suffix == ".parquet", "parquet"),
 )
+
+
+def kind_of_suffixes(suffixes: Iterable[str]) -> str:
+    """Return the kind of a level by the suffixes of its files, or "" where none is data."""
+    suffixes = set(suffixes)
+    return next((kind for fits, kind in _ORDER if any(map(fits, suffixes))), "")
 
 
 def _look(level: list[Path], visited: set[tuple[int, int]]) -> tuple[Counter[str], list[Path]]:

@@ -20,7 +20,7 @@ class FolderSource(Source):
     sharded = False
 
     def listing(self) -> Iterator[Listed]:
-        for path, entry in walk(self.root, self.info.prefix):
+        for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat):
             suffix = split_suffix(path)[1]
             role = "media" if suffix in IMAGE_SUFFIXES else "caption" if suffix in self.info.suffixes else "other"
             if role == "other":
@@ -61,8 +61,8 @@ class FolderSource(Source):
         return (self.root / media.path).read_bytes()
 
 
-def walk(root: Path, below: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Iterate over (relative path, entry) of the files of a folder, at any depth, in no order.
+def walk(root: Path, below: str = "", *, deep: bool = True) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Iterate over (relative path, entry) of the files of a folder, at any depth or its own only, in no order.
 
     Linked folders are followed, each real folder once; hidden files and folders are left out.
     Raises: OSError where a folder cannot be read.
@@ -80,7 +80,8 @@ def walk(root: Path, below: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
                     continue
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
-                    waiting.append(path)
+                    if deep:
+                        waiting.append(path)
                 elif entry.is_file() or (entry.is_symlink() and not Path(entry.path).exists()):
                     yield path, entry  # a broken link is an item that cannot be read; pipes and devices are none
 

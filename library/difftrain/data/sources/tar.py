@@ -78,7 +78,7 @@ def list_shards(source: Source, suffix: str) -> Iterator[Listed]:
         found = (source.root / source.info.only).stat()
         yield Listed("media", source.info.only, found.st_size, found.st_mtime_ns)
         return
-    for path, entry in walk(source.root):
+    for path, entry in walk(source.root, deep=not source.info.flat):
         if path.lower().endswith(suffix):
             yield Listed("media", path, *size_and_time(entry))
         else:

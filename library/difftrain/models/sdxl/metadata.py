@@ -17,7 +17,7 @@ from difftrain.diffusion.ddpm import STEPS
 from difftrain.models.sdxl.architecture import Architecture
 
 if TYPE_CHECKING:
-    from difftrain.config import TrainConfig
+    from difftrain.config.sections import SubsetSection, TrainConfig
 
 IMPLEMENTATION = "difftrain"
 # fields of [metadata] that ModelSpec names; training_comment is kohya's own
@@ -85,7 +85,9 @@ def kohya_keys(cfg: TrainConfig, facts: RunFacts, saved_at: float) -> dict[str, 
 
     Folders and files are named without their paths.
     """
-    values = _of_the_run(cfg, facts, saved_at) | _of_the_settings(cfg) | _of_the_objective(cfg) | _of_the_data(cfg, facts)
+    values = (
+        _of_the_run(cfg, facts, saved_at) | _of_the_settings(cfg) | _of_the_objective(cfg) | _of_the_data(cfg, facts)
+    )
     return {f"ss_{name}": _text(value) for name, value in values.items()}
 
 
@@ -156,14 +158,19 @@ def _of_the_objective(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def _of_the_data(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+    if cfg.data.datasets:
+        return _of_the_data_sets(cfg, facts)
     data, captions = cfg.data, cfg.captions
     repeats = [*data.repeats, *data.repeats[-1:] * (len(data.dirs) - len(data.repeats))]
     uses = dict(facts.data.get("buckets", {}))
     num_images = facts.data.get("draws_per_epoch", sum(uses.values()))
+    num_reg = facts.data.get("reg_draws_per_epoch", 0)
     return {
         "dataset_dirs": {_name(path): {"n_repeats": n} for path, n in zip(data.dirs, repeats)},
-        "num_train_images": num_images,
-        "num_reg_images": 0,
+        "reg_dataset_dirs": {_name(path): {"n_repeats": 1} for path in data.reg_dirs},
+        "num_train_images": num_images - num_reg,
+        "num_reg_images": num_reg,
+        "prior_loss_weight": cfg.loss.prior_weight if num_reg else None,
         "num_batches_per_epoch": -(-num_images // max(1, cfg.training.batch_size)),
         "resolution": list(data.resolution) if data.resolution else None,
         "enable_bucket": data.enable_bucket,
@@ -179,6 +186,47 @@ def _of_the_data(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
         "caption_dropout_every_n_epochs": captions.dropout_every_n_epochs,
         "caption_tag_dropout_rate": captions.tag_dropout_rate,
         "dataset_fingerprint": facts.data.get("fingerprint"),
+    }
+
+
+def _of_the_data_sets(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+    """Describe the data sets of a TOML, as kohya does in ss_datasets, with the user's own words about each subset."""
+    uses: dict[str, int] = dict(facts.data.get("buckets", {}))
+    num_images = facts.data.get("draws_per_epoch", sum(uses.values()))
+    num_reg = facts.data.get("reg_draws_per_epoch", 0)
+    told = []
+    for number, dataset in enumerate(cfg.data.datasets, 1):
+        one = dataset.model_dump(mode="json", exclude={"subsets"})
+        mark = f" of data set {number}"
+        several = len(cfg.data.datasets) > 1
+        own = {name.partition(" ")[0]: n for name, n in uses.items() if not several or name.endswith(mark)}
+        one["bucket_info"] = _bucket_info(own)
+        one["subsets"] = [_of_a_subset(subset) for subset in dataset.subsets]
+        told.append(one)
+    return {
+        "datasets": told,
+        "num_train_images": num_images - num_reg,
+        "num_reg_images": num_reg,
+        "prior_loss_weight": cfg.loss.prior_weight if num_reg else None,
+        "resolution": list(cfg.data.resolution) if cfg.data.resolution else None,
+        "dataset_fingerprint": facts.data.get("fingerprint"),
+    }
+
+
+def _of_a_subset(subset: SubsetSection) -> dict[str, Any]:
+    """Return what kohya writes of a subset, under its names; paths by their last part."""
+    told = subset.model_dump(mode="json", exclude={"captions", "flat", "dataset_class"}, exclude_none=True)
+    captions = subset.captions
+    for field in ("image_dir", "metadata_file", "conditioning_dir"):
+        if field in told:
+            told[field] = _name(told[field])
+    told["num_repeats"] = told.pop("repeats")
+    told["flip_aug"] = told.pop("flip")
+    return told | {
+        "shuffle_caption": captions.shuffle,
+        "keep_tokens": captions.keep_tokens,
+        "caption_dropout_rate": captions.dropout_rate,
+        "caption_tag_dropout_rate": captions.tag_dropout_rate,
     }
 
 

@@ -1,0 +1,114 @@
+"""kohya's metadata json: which pictures there are, with caption and tags, `{"name or path": {"caption": ..., "tags": ...}}`.
+
+Pictures lie in a folder, or are named by whole paths. The file counts as one shard whose items lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from difftrain.contracts import DataFault, MediaRef
+from difftrain.data.sources.base import IMAGE_SUFFIXES, Bad, FileRef, Item, Listed, Source, is_picture, printable
+from difftrain.data.sources.texts import BadCaption, all_lines, decode_text, first_line
+
+_ORDER = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # kohya's, where several pictures have the name
+_SUFFIXES = (*_ORDER, *(s.upper() for s in _ORDER), *sorted(IMAGE_SUFFIXES.difference(_ORDER)))
+
+
+class MetadataSource(Source):
+    """One file; info.only is its path from the root, the folder of the pictures."""
+
+    def listing(self) -> Iterator[Listed]:
+        found = (self.root / self.info.only).stat()
+        yield Listed("media", self.info.only, found.st_size, found.st_mtime_ns)
+
+    @cached_property
+    def _entries(self) -> dict[str, Any]:
+        file = os.path.normpath(self.root / self.info.only)
+        try:
+            entries = json.loads(decode_text(Path(file).read_bytes(), "it"))
+        except OSError as error:
+            raise DataFault(f"{file}: cannot be read ({error.strerror})") from None
+        except (ValueError, BadCaption) as error:
+            raise DataFault(f"{file}: no JSON in UTF-8 ({error})") from None
+        if not isinstance(entries, dict):
+            raise DataFault(f'{file}: must be an object, {{"picture": {{"caption": "..."}}}}, not {_word(entries)}')
+        return entries
+
+    def check(self, path: str) -> str:
+        if not self._entries:
+            raise DataFault(f"{os.path.normpath(self.root / path)}: names no picture")
+        return ""
+
+    def count(self, path: str, enough: int) -> int:
+        return min(len(self._entries), enough)
+
+    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+        seen: dict[str, str] = {}
+        for name, entry in self._entries.items():
+            found = self._find(name)
+            if found is None:
+                yield Bad(printable(name), f"no picture: none of this path, and none of this name in {self.root}")
+                continue
+            path = Path(os.path.relpath(found, self.root)).as_posix()
+            key = printable(name if path.startswith("../") else path)
+            if key in seen:
+                yield Bad(printable(name), f"same picture twice: {seen[key]!r} names it too")
+                continue
+            seen[key] = name
+            try:
+                captions = self._captions(entry)
+            except BadCaption as error:
+                yield Bad(printable(name), str(error))
+                continue
+            lacking = "no caption: it has neither caption nor tags"
+            size = found.stat().st_size
+            yield Item(printable(name), 0, 0, size, captions, lambda at=found: at.open("rb"), lacking, path, key=key)  # type: ignore[misc]
+
+    def _find(self, name: str) -> Path | None:
+        """Find a picture by its path, below the root, whole or from where we are, or by its name without suffix."""
+        here = self.root / name  # a whole path stays one
+        by_path = (here, Path.cwd() / name) if is_picture(name) else ()
+        for place in (*by_path, *(here.with_name(here.name + suffix) for suffix in _SUFFIXES if here.name)):
+            if place.is_file():
+                return place
+        return None
+
+    def _captions(self, entry: Any) -> tuple[str, ...]:
+        """Put caption and tags together as kohya does. Raises BadCaption where they are no texts."""
+        if not isinstance(entry, dict):
+            raise BadCaption(f"caption not text: the entry is {_word(entry)}, not an object with caption and tags")
+        caption, tags = entry.get("caption"), entry.get("tags")
+        for field, value in (("caption", caption), ("tags", tags)):
+            if value is not None and not isinstance(value, str):
+                raise BadCaption(f"caption not text: {field} is {_word(value)}")
+        text = combined(caption, tags, self.info.separator, multi_line=self.info.multi_line)
+        return (text,) if text else ()
+
+    def read(self, media: MediaRef) -> bytes:
+        return (self.root / media.path).read_bytes()
+
+
+def combined(caption: str | None, tags: str | None, separator: str, *, multi_line: bool) -> str:
+    """Return caption, separator and tags in a row. Of several lines the first counts, unless one is drawn at each use.
+
+    Then every line gets the tags.
+    """
+    if not caption:
+        caption, tags = tags or "", None
+    if not multi_line:
+        return first_line(f"{caption}{separator}{tags}" if tags else caption)
+    if tags:
+        ending = separator + tags.replace("\n", separator)
+        caption = "\n".join(line + ending for line in caption.split("\n") if line.strip())
+    return all_lines(caption)
+
+
+def _word(value: Any) -> str:
+    words = {list: "a list", dict: "an object", str: "a text", bool: "true or false", type(None): "null"}
+    return words.get(type(value), "a number")
