@@ -102,7 +102,7 @@ def test_what_the_browser_shows_is_the_data(opened: Browser, written: tuple[Path
     inside = """[...document.querySelectorAll('.frame')].every(f => { const a = f.getBoundingClientRect(),
         b = f.querySelector('i').getBoundingClientRect(), r = f.closest('.pair').querySelectorAll('img')[1];
         return b.left >= a.left - 2 && b.right <= a.right + 2 && b.top >= a.top - 2 && b.bottom <= a.bottom + 2
-            && Math.abs(Math.log(b.width / b.height * r.naturalHeight / r.naturalWidth)) < 0.12; })"""
+            && Math.abs(Math.log(b.width / b.height * r.naturalHeight / r.naturalWidth)) < 0.05; })"""
     assert page.ask(inside)
 
 

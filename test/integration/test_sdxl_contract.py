@@ -65,6 +65,7 @@ def assert_same_losses(a: Path, b: Path, relative: float = 1e-6) -> None:
         assert abs(x - y) <= relative * abs(x), f"step {step}: {x} against {y}"
 
 
+@pytest.mark.flags("max_train_steps", "init_from_config")
 def test_files_of_the_contract_line(straight: Path) -> None:
     for name in ("NAME.safetensors", "NAME-step00000004-state", "NAME-step00000008-state", "report.html"):
         assert (straight / name).exists(), name
@@ -96,6 +97,7 @@ def test_weights_were_trained(straight: Path, door: Door, tmp_path: Path) -> Non
     assert rest and all(torch.equal(trained[key], start[key]) for key in rest)
 
 
+@pytest.mark.flags("max_data_loader_n_workers", "seed", "train_data_dir")
 def test_same_seed_same_bits_and_another_data_folder_name(straight: Path, door: Door, tmp_path: Path) -> None:
     copy = write_pictures(tmp_path / "the same pictures elsewhere")
     door.run(door.flags(tmp_path / "out", f"--train_data_dir={copy}", "--max_data_loader_n_workers=0"))
@@ -111,6 +113,7 @@ def test_two_ranks_give_the_same_losses(straight: Path, door: Door, tmp_path: Pa
     assert report["world_size"] == 2 and report["global_batch"] == 2
 
 
+@pytest.mark.flags("dataset_repeats", "gradient_accumulation_steps")
 def test_ranks_repeats_accumulation_and_sharded_optimizer(door: Door, tmp_path: Path) -> None:
     extra = ("--dataset_repeats=3", "--shuffle_caption", "--flip_aug", "--caption_dropout_rate=0.2")
     door.run(door.flags(tmp_path / "one", *extra, batch=4, steps=6))
@@ -124,6 +127,7 @@ def test_ranks_repeats_accumulation_and_sharded_optimizer(door: Door, tmp_path: 
     assert_within_one_lr(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.flags("resume")
 def test_kill_at_any_moment_and_resume_is_bit_exact(straight: Path, door: Door, tmp_path: Path) -> None:
     out = tmp_path / "out"
     flags = door.flags(out, "--resume=auto")

@@ -54,6 +54,7 @@ def test_eight_processes_move_it_aside(launchers: Launchers, demo: Launched) -> 
     assert report["scores"]["pictures"] == 8
 
 
+@pytest.mark.flags("demo", "demo_score")
 def test_real_pictures_come_through_npm(launchers: Launchers) -> None:
     done = launchers.run("1m_1p", "--dataset_name=emoji", SCALE, "--max_train_steps=2", "--device_id=1")
     if shutil.which("npm") is None:

@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 from launched import TINY, Launchers
 
 
@@ -61,6 +62,7 @@ def test_a_stopped_run_goes_on_with_the_same_command(launchers: Launchers) -> No
     assert steps(output) == list(range(1, 41)) and not launchers.moved_aside(4)
 
 
+@pytest.mark.flags("device")
 def test_faults_end_with_2_before_anything_starts(launchers: Launchers) -> None:
     done = launchers.real("1m_1p", "--learning_rte=1", "--nnodes=2", "--device_id=5", batch_size="two")
     assert done.code == 2 and not launchers.output(5).exists()
@@ -82,6 +84,7 @@ def test_bad_data_ends_with_2_through_torchrun(launchers: Launchers, tmp_path: P
     assert "ChildFailedError" not in done.text and "Traceback" not in done.text
 
 
+@pytest.mark.flags("max_skipped_steps")
 def test_failing_training_ends_with_1(launchers: Launchers) -> None:
     flags = ("--learning_rate=1e30", "--learning_rate_te1=1e30", "--max_skipped_steps=2", "--max_train_steps=12")
     done = launchers.real("1m_1p", *flags, "--device_id=7")

@@ -78,6 +78,7 @@ def test_the_global_batch_counts_not_its_split() -> None:
     assert digest(config(training={"batch_size": 1}), dp_size=2) != digest(config())
 
 
+@pytest.mark.flags("max_train_epoch")
 def test_epochs_win_so_steps_do_not_count_beside_them() -> None:
     one, two = ({"max_epochs": 3, "max_steps": steps} for steps in (10, 20))
     assert digest(config(training=one)) == digest(config(training=two))

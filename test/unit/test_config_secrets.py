@@ -39,6 +39,7 @@ def test_redact_knows_shapes_and_what_the_environment_holds(monkeypatch: pytest.
     assert redact_text("half_vae hf_short seed") == "half_vae hf_short seed"
 
 
+@pytest.mark.flags("huggingface_token", "wandb_api_key")
 def test_tokens_move_to_the_environment(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     parsed = parse(

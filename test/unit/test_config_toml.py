@@ -77,6 +77,7 @@ def test_there_are_recipes() -> None:
     assert {"base", "tiny"} <= {path.stem for path in CONFIGS}
 
 
+@pytest.mark.flags("config")
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     recipe = next(path for path in CONFIGS if path.stem == "tiny")

@@ -100,6 +100,7 @@ def test_bad_captions(tmp_path):
     assert caption_of(long, Stream(1, long.key, 0, "caption"), CaptionSection(), 0) == long.captions[0]
 
 
+@pytest.mark.flags("allow_empty_caption")
 def test_empty_captions_may_be_allowed(tmp_path):
     root = write_folder(tmp_path / "a", [(20, 20)] * 3)
     (root / "0001.txt").write_text(" \n ")
@@ -189,6 +190,7 @@ def test_too_much_rejected_stops_with_the_sum_and_examples(tmp_path):
     assert "--max_rejected_share" in said and "--allow_empty_caption" in said and caught.value.exit_code == 2
 
 
+@pytest.mark.flags("max_rejected_share")
 def test_half_is_not_too_much_and_all_is_always_too_much(tmp_path):
     root = write_folder(tmp_path / "a", [(20, 20)] * 2)
     (root / "0000.png").write_bytes(b"")

@@ -148,6 +148,7 @@ def test_unchanged_files_are_not_opened_again(build, tmp_path, monkeypatch):
     assert fourth.count == third.count - 1 and "0 files read, 7 known from before" in said
 
 
+@pytest.mark.flags("verify_data")
 def test_the_level_of_looking_decides_what_is_known(build, tmp_path):
     folder = write_folder(tmp_path / "a", [(20, 20)] * 3)
     quick, said = build(folder, verify="quick")

@@ -358,6 +358,7 @@ def test_a_killed_worker_is_named():
         list(items_of(data_loader(Killed(), range(4), 1)))
 
 
+@pytest.mark.flags("tar_order", "tar_streams", "tar_window")
 def test_tars_in_sequence_are_asked_for_ahead(tmp_path, monkeypatch):
     for shard in range(8):
         write_tar(tmp_path / "tars" / f"{shard:05d}.tar", [(64, 64)] * 12, start=100 * shard)

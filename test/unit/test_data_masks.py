@@ -34,23 +34,23 @@ def write(path, pixels, **options):
 
 
 def batches(root, folder, epochs=1, **sections):
-    """Return every sample of some epochs as (caption, pixels, mask)."""
+    """Return every sample of some epochs as (caption, pixels, mask); a mask is None where its batch has none."""
     sections["data"] = {
         "dirs": (str(folder),), "resolution": (64, 64), "enable_bucket": True, "min_bucket_reso": 32,
         "max_bucket_reso": 128, "bucket_reso_steps": 32, "workers": 0, "cache_dir": str(root / "cache"),
     } | sections.get("data", {})  # fmt: skip
     cfg = TrainConfig.model_validate({"training": {"batch_size": 1, "seed": 1}} | sections)
     data = open_data(cfg, prepare(cfg, log=lambda line: None))
-    plan = make_plan(data, cfg, 1)
+    plan = make_plan(data, cfg, cfg.batch_sizes)
     loader = make_loader(
         data, plan, FeatureSpec({}, {}), tokenize, cfg,
         dp_rank=0, dp_size=1, first_step=0, last_step=plan.total_steps(epochs),
     )  # fmt: skip
     found = []
     for [batch] in loader:
-        name = bytes(batch.features["input_ids_1"][0].tolist()).decode().strip()
-        mask = None if batch.loss_mask is None else batch.loss_mask[0]
-        found.append((name, batch.features["pixels"][0], mask))
+        for i, row in enumerate(batch.features["input_ids_1"].tolist()):
+            mask = None if batch.loss_mask is None else batch.loss_mask[i]
+            found.append((bytes(row).decode().strip(), batch.features["pixels"][i], mask))
     return found, data
 
 
@@ -188,3 +188,36 @@ def test_layers_are_what_is_stored():
     sixteen = io.BytesIO()
     Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30) * 100).save(sixteen, "PNG")
     assert (decode_rgba(sixteen.getvalue()).pixels[..., :3] == decode(sixteen.getvalue())).all()
+
+
+@pytest.mark.flags("alpha_mask", "conditioning_data_dir", "caption_prefix", "enable_wildcard", "random_crop")
+def test_every_subset_has_its_own_settings(tmp_path, pictures):
+    """As subsets of a data set TOML do: masks from alpha, masks of a folder, and none, which counts whole."""
+    for number, size in enumerate(SIZES):
+        for name in ("b", "c"):
+            write(tmp_path / name / f"{name}{number}.png", noise(number, size, 3))
+        (tmp_path / "b" / f"b{number}.txt").write_text("one\ntwo")
+        (tmp_path / "m").mkdir(exist_ok=True)
+        Image.new("L", size, 51).save(tmp_path / "m" / f"b{number}.png")
+    subsets = [
+        {"image_dir": str(pictures), "alpha_mask": True, "random_crop": True, "captions": {"prefix": "P"}},
+        {
+            "image_dir": str(tmp_path / "b"),
+            "conditioning_dir": str(tmp_path / "m"),
+            "captions": {"enable_wildcard": True},
+        },
+        {"image_dir": str(tmp_path / "c")},
+    ]
+    dataset = {"resolution": (64, 64), "batch_size": 3, "subsets": subsets}
+    settings = {"dirs": (), "resolution": None, "enable_bucket": False, "datasets": [dataset]}
+    seen, values = set(), {"one": 0.2, "two": 0.2}
+    for _ in range(2):
+        found, data = batches(tmp_path, tmp_path, epochs=6, loss={"masked": True}, data=settings)
+        assert len(data.recipes) == 3
+        for name, pixels, mask in found:
+            seen.add(name)
+            if name.startswith("P "):
+                assert torch.equal(mask[0], pixels[0].float() / 255)
+            else:
+                assert torch.equal(mask, torch.full_like(mask, values.get(name, 1.0)))
+    assert {"one", "two", "c0", "P p0"} <= seen and len(seen) == 12

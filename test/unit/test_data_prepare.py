@@ -89,6 +89,7 @@ def test_the_folder_is_named_by_what_is_read(make, tmp_path):
     assert index_folder(cfg) == index_folder(make("link"))
 
 
+@pytest.mark.flags("cache_dir")
 def test_the_users_cache_folder_is_respected(make, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

@@ -381,6 +381,7 @@ def test_captions_of_parquet(tmp_path):
     }
 
 
+@pytest.mark.flags("image_column", "caption_column")
 def test_named_columns(tmp_path):
     table(tmp_path / "0.parquet", image=[PNG], photo=[PNG + b"2"], text=["a"], words=["b"])
     items, _ = items_of(open_only(tmp_path, image_column="photo", caption_column="words"), "0.parquet")

@@ -210,6 +210,7 @@ def _unet() -> UNet2DConditionModel:
     )
 
 
+@pytest.mark.flags("enable_npu_flash_attention")
 def test_a_unet_and_a_vae_compute_the_same() -> None:
     unet, cpu = _unet(), choose("cpu")
     x, t, context = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 7, 16)

@@ -195,6 +195,7 @@ def test_fp16_resumes_with_its_scale_bit_by_bit(tmp_path):
     assert equal(weights(resumed), weights(straight))
 
 
+@pytest.mark.flags("mixed_precision")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_mixed_precision_keeps_fp32_masters_and_stays_near(precision):
     mixed, full = built(config({"mixed_precision": precision})), built()

@@ -208,6 +208,7 @@ def test_trained_encoders_under_autocast() -> None:
     assert torch.allclose(loss, step(exact_family, exact, batch), rtol=2e-2)
 
 
+@pytest.mark.flags("half_vae", "no_half_vae")
 def test_a_vae_in_half_precision_stays_near() -> None:
     family, parts = plain()
     half = loaded(config({"training": {"seed": 1, "mixed_precision": "bf16"}}, vae_fp32=False))

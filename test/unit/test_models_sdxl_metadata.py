@@ -71,6 +71,7 @@ def test_no_path_of_the_machine_is_written(tmp_path: Path) -> None:
     assert not any("/data" in value or str(tmp_path) in value for value in found.values())
 
 
+@pytest.mark.flags("metadata_thumbnail")
 def test_a_thumbnail_becomes_a_data_url(tmp_path: Path) -> None:
     (tmp_path / "t.png").write_bytes(b"abc")
 

@@ -98,6 +98,7 @@ class FakeWandB(types.ModuleType):
         )
 
 
+@pytest.mark.flags("wandb_run_name", "log_tracker_config")
 @pytest.mark.parametrize(
     ("key", "reachable", "mode"), [("k", True, None), ("k", False, "offline"), (None, True, "offline")]
 )
