@@ -11,6 +11,7 @@ from difftrain.report.chart import bar_chart
 from difftrain.report.tables import cell, rows
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser holds the page to it
+LONG = 600  # letters of a caption that are shown
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -188,27 +189,29 @@ def _figure(inner: str, says: str, kind: str = "") -> str:
 
 def _told(card: dict[str, Any]) -> str:
     lines = [
-        (f"epoch {one['epoch']}<br>step {one['step']:,}", _caption(one["text"], one.get("tokens")))
+        (one["epoch"], f"epoch {one['epoch']}<br>step {one['step']:,}", _caption(one["text"], one.get("tokens")))
         for one in card["captions"]
     ]
     for epoch in card["unused"]:
         searched = card["searched"][epoch - 1]
         why = "not used in this epoch" if searched is None else f"not in the first {searched:,} steps of this epoch"
-        lines.append((f"epoch {epoch}", f'<span class="none">{why}</span>'))
+        lines.append((epoch, f"epoch {epoch}", f'<span class="none">{why}</span>'))
+    lines.sort(key=lambda line: line[0])
     if not card["captions"]:
-        lines += [("as it stands", _said(text)) for text in card["stored"]]
-    body = "".join(f"<tr><th>{head}</th><td>{text}</td></tr>" for head, text in lines)
+        lines += [(0, "as it stands", _said(_short(text, LONG))) for text in card["stored"]]
+    body = "".join(f"<tr><th>{head}</th><td>{text}</td></tr>" for _, head, text in lines)
     return f'<table class="told">{body}</table>'
 
 
 def _caption(text: str, tokens: int | None) -> str:
-    shown = _said(text) if text else '<span class="none">empty</span>'
+    shown = _said(_short(text, LONG)) if text else '<span class="none">empty</span>'
     return shown + (f' <span class="none">({tokens} tokens)</span>' if tokens is not None else "")
 
 
 def _captions(facts: dict[str, Any]) -> str:
     found = facts["captions"]
-    told = [f"{found['count']:,} captions", f"{found['several']:,} pictures have several"]
+    told = [f"{found['count']:,} captions"]
+    told += [f"several of {found['several']:,} pictures"] if found["several"] else []
     told += [f"{found['empty']:,} are empty"] if found["empty"] else []
     panels = [_tokens(found["tokens"], ", ".join(told))]
     if found["tokens"] and found["tokens"]["longest_cut"]:
@@ -267,7 +270,7 @@ def _copies(facts: dict[str, Any]) -> str:
     table = [{"pictures": one["pictures"], "names": one["names"]} for one in found["first"]]
     more = found["groups"] - len(found["first"])
     rest = f'<p class="note">and {more:,} more groups</p>' if more > 0 else ""
-    return _panel(rows(table) + rest, f"{found['groups']:,} groups with the same bytes; all are kept")
+    return _panel(rows(table) + rest, "Pictures with the same bytes; all are kept")
 
 
 def _notes(facts: dict[str, Any]) -> str:
