@@ -163,7 +163,8 @@ class _Resolver:
         values = {name: self.value(name, (own, *levels)) for name in _SUBSET_FIELDS if kind in KEYS[name].kinds}
         captions = {KEYS[name].field: self.value(name, (own, *levels)) for name in _CAPTION_FIELDS}
         fields = {KEYS[name].field: value for name, value in values.items()}
-        fields["conditioning_dir"] = own.get("conditioning_data_dir") or self.cfg.data.conditioning_dir
+        masks = own.get("conditioning_data_dir") if kind == "controlnet" else None
+        fields["conditioning_dir"] = masks or self.cfg.data.conditioning_dir
         fields["image_dir"], fields["metadata_file"] = own.get("image_dir"), own.get("metadata_file")
         if missing := list(_missing(kind, own)):
             for name, what, remedy in missing:

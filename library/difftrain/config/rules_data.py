@@ -68,9 +68,6 @@ def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             for path in (pictures, subset.metadata_file, subset.conditioning_dir):
                 if path and not Path(path).expanduser().exists():
                     yield Finding(("data.datasets",), f"[[datasets]] {number}: no such file or folder: {path!r}")
-            if subset.conditioning_dir and subset.conditioning_dir != data.conditioning_dir and not cfg.loss.masked:
-                what = f"[[datasets]] {number}: conditioning_data_dir needs --masked_loss"
-                yield Finding(("data.datasets",), what, "it holds masks, and nothing would use them")
 
 
 def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
