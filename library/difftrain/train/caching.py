@@ -87,7 +87,7 @@ def asked_for(cfg: TrainConfig, family: Family, parts: Parts, data: Data) -> lis
         encoder = described[name]
         work: PictureWork | CaptionWork
         if encoder.source == "pixels":
-            size = cfg.model.vae_batch_size or cfg.training.batch_size
+            size = cfg.model.vae_batch_size or max(cfg.batch_sizes)
             work = PictureWork(maker, data.tables, encoder, size, flip=any(recipe.flip for recipe in data.recipes))
         else:
             work = CaptionWork(maker, data.tables, encoder, tokenize)
