@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from difftrain.config import names, rules, rules_names, rules_paths
+from difftrain.config import names, rules, rules_names, rules_optimizer, rules_paths
 from difftrain.config.flags import FLAGS
 from difftrain.config.parse import parse
 from difftrain.config.rules_names import one_of
@@ -178,7 +178,7 @@ def test_rules_of_the_rooms_above_count_too(line: dict[str, str]) -> None:
 
 def test_rules_name_fields_and_flags_that_exist() -> None:
     assert {need.field for need in rules.NEEDS} <= set(fields())
-    for module in (rules, rules_names, rules_paths):
+    for module in (rules, rules_names, rules_optimizer, rules_paths):
         text = Path(module.__file__).read_text()
         assert {name.rstrip("_") for name in re.findall(r"--([a-z][a-z0-9_]+)", text)} <= set(FLAGS)
         sections = "|".join({path.split(".")[0] for path in fields()})

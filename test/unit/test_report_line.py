@@ -86,6 +86,20 @@ def test_small_numbers_stay_readable_numbers() -> None:
     assert "data_wait=0.0 " in line and "lr=0.0 " in line
 
 
+def test_an_estimated_rate_is_shown_beside_the_factor_that_was_given() -> None:
+    assert "d" not in METRICS.record() and "adapted" not in METRICS.line()
+    adapted = replace(METRICS, lr=0.5, d=2e-5, lrs={"unet": 0.5, "text_encoder_1": 1.0})
+    assert " lr=0.5 adapted=0.00001 grad_norm=" in adapted.line()
+    assert adapted.record()["d"] == 2e-5
+    scalars = {name: value for name, value in adapted.scalars().items() if name.startswith("lr/")}
+    assert scalars == {
+        "lr/unet": 0.5,
+        "lr/text_encoder_1": 1.0,
+        "lr/d*lr/unet": 1e-5,  # kohya's tags
+        "lr/d*lr/text_encoder_1": 2e-5,
+    }
+
+
 def test_a_skipped_step_is_seen_in_the_line() -> None:
     line = replace(METRICS, step_loss=math.nan, skipped=3).line()
     assert "step_loss=nan" in line and "skipped=3" in line and line.endswith("FPS: 20.17")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from difftrain.config import arguments_file
 from difftrain.config.finding import Rule
 from difftrain.config.flags import FLAGS
+from difftrain.config.held import hold_back
 from difftrain.config.help import help_text
 from difftrain.config.parse import Parsed, parse
 from difftrain.config.secrets import redact_text
@@ -47,6 +48,7 @@ def enter(
             print(help())
             return 0
         parsed = read()
+        hold_back()
         if _speaks():
             for note in parsed.notes:
                 print(f"{prog}: {note}", file=sys.stderr)

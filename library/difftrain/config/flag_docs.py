@@ -47,6 +47,11 @@ Differences to kohya on purpose
 - The validation loss has the same noises, loss and weights as training, as in kohya's scripts that have one.
 - Whatever `--save_last_n_*` say, the last two good saves are kept.
 - `--use_safetensors` counts only where `--save_model_as` is not given, as there.
+- Rates of 0 in `--block_lr` freeze a block: no gradient is computed for it. There it is only left out of the optimizer.
+  `--block_lr` with `--learning_rate=0` is a fault; there it freezes the UNet in silence.
+- D-Adaptation and Prodigy with several rates are refused where the package would stop at the first update; the others
+  are warned about, as there.
+- `--optimizer_schedulefree_wrapper`, which is commented out there, works around any optimizer, and follows a schedule.
 - Tokens on the command line are moved to the environment and redacted in everything that is written.
 """
 

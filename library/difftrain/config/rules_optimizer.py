@@ -7,10 +7,10 @@ the fault is said here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from difftrain.config import names
 from difftrain.config.finding import Finding, Rule
+from difftrain.config.held import is_installed
 from difftrain.config.rates import (
     ADAFACTOR,
     UNET_BLOCKS,
@@ -33,7 +33,7 @@ _SCHEDULE_ARGS, _WRAPPER = "optimizer.scheduler_args", "optimizer.schedulefree_w
 def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Some optimizers come in packages of their own."""
     package = names.PACKAGES.get(names.proper(cfg.optimizer.type, names.PACKAGES))
-    if package and find_spec(package[0]) is None:
+    if package and not is_installed(package[0]):
         what = f"{cfg.optimizer.type} is in the package {package[1]}, which is not installed"
         yield Finding((_TYPE,), what, f"pip install {package[1]}")
 

@@ -35,7 +35,7 @@ class Stats:
     grad_norm: Tensor
     skipped: Tensor
     lrs: dict[str, float] = field(default_factory=dict)
-    d: float | None = None
+    d: float | Tensor | None = None
 
 
 class Snapshot(Protocol):

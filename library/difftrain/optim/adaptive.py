@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from difftrain.config.names import FIRST_RATE
@@ -35,7 +36,9 @@ def _class(name: str) -> Callable[..., Optimizer]:
     return getattr(experimental if name in ("DAdaptAdamPreprint", "DAdaptAdanIP") else dadaptation, name)
 
 
-def estimate(optimizer: Optimizer) -> float | None:
-    """Return d where the optimizer estimates it, as the next update will use it; a number on the host, no wait."""
+def estimate(optimizer: Optimizer) -> float | Tensor | None:
+    """Return d where the optimizer estimates it, as the next update will use it; where that keeps it, so no wait."""
     d = optimizer.param_groups[0].get("d")
+    if isinstance(d, Tensor):  # DAdaptAdanIP's
+        return d.detach().clone() if d.ndim == 0 else None
     return d if isinstance(d, float) else None

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from difftrain.config.held import let_in
 from difftrain.contracts import ConfigFault, Fault
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ def check(where: str, what: str, taker: Callable[..., Any], given: Iterable[str]
 def load(where: str, path: str, base: type[T]) -> type[T]:
     """Import package.module.Class. Raises ConfigFault where it is missing or not what `base` says."""
     module_name, _, name = path.rpartition(".")
+    let_in(module_name)
     try:
         found = getattr(importlib.import_module(module_name), name)
     except ImportError as error:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from difftrain.config import names
+from difftrain.config.held import let_in
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim import arguments
 
@@ -57,6 +58,7 @@ def construct(
 def package_of(name: str) -> Iterator[None]:
     """Import an optimizer's package inside; one that is missing or does not load is a fault that names it."""
     module, pip = names.PACKAGES[name]
+    let_in(module)
     try:
         yield
     except ImportError as error:

@@ -119,7 +119,7 @@ class Meter:
             samples_seen=run.progress.samples_seen,
             step_s=span.step_s,
             lrs=lrs,
-            d=pending.stats.d,
+            d=None if pending.stats.d is None else float(pending.stats.d),
             skipped=run.progress.skipped,
             session=run.clock.total().sessions,
             elapsed_s=run.clock.session().e2e_s,

@@ -1,0 +1,34 @@
+"""Packages that other packages import wherever they find them, kept out until somebody asks for one.
+
+diffusers and transformers import an installed bitsandbytes, which takes 2 to 3 s of every process (it decorates its
+operators with torch.compile) and warns about kernels of 4-bit inference.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+WITHHELD = ("bitsandbytes",)
+_held: set[str] = set()
+
+
+def hold_back() -> None:
+    """Let these packages look as if they were missing, in this process, where they are not imported yet."""
+    for name in WITHHELD:
+        if name not in sys.modules:
+            sys.modules[name] = None  # type: ignore[assignment]  # what the import system takes for "not there"
+            _held.add(name)
+
+
+def let_in(module: str) -> None:
+    """Let the package of a module be found again, before it is imported."""
+    name = module.partition(".")[0]
+    if name in _held:
+        _held.discard(name)
+        del sys.modules[name]
+
+
+def is_installed(module: str) -> bool:
+    """Say whether a package is there, held back or not; it is not imported."""
+    return module in _held or find_spec(module) is not None
