@@ -94,6 +94,8 @@ class ClassSource(Source):
         item = self._dataset[int(name) if self._numbers is None else self._numbers[name]]
         if isinstance(item, Mapping):
             item = (item["image"], item.get("caption"), item.get("size"))
+        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
+            raise TypeError(f"an item is (picture, caption), not {type(item).__name__}")
         picture, caption, *more = item
         size = more[0] if more else None
         return picture, caption, None if size is None else (int(size[0]), int(size[1]))
