@@ -9,7 +9,7 @@ import torch
 
 from difftrain import checkpoint
 from difftrain.config.sections import OptimizerSection, TrainConfig, TrainingSection
-from difftrain.contracts import Group
+from difftrain.contracts import Group, Parts
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
@@ -23,10 +23,18 @@ KINDS = {
     "Prodigy": {"learning_rate": 1.0, "args": ("d0=1e-3",)},
     "AdamW8bit": {},
     "AdamWScheduleFree": {},
+    "oss": {},
 }
 
 
 class OneRate(TinyFamily):
+    """Both groups have the same rate, and the first layer none."""
+
+    def load(self, *, meta: bool = False) -> Parts:
+        parts = super().load(meta=meta)
+        parts.root.first.requires_grad_(False)  # type: ignore[union-attr]
+        return parts
+
     def param_groups(self, root: torch.nn.Module) -> list[Group]:
         return [Group(each.name, each.named_params, self.lr) for each in super().param_groups(root)]
 

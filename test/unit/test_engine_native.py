@@ -44,6 +44,7 @@ def by_hand(steps: int, max_norm: float) -> tuple[list[float], dict[str, torch.T
     return losses, {name: p.detach() for name, p in root.named_parameters()}
 
 
+@pytest.mark.flags("max_grad_norm")
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
 def test_it_is_the_loop_that_one_would_write(max_norm):
     engine = built(config({"max_grad_norm": max_norm}))

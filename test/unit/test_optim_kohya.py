@@ -18,9 +18,10 @@ import transformers
 from dadaptation import experimental
 
 from difftrain.config import held, names
-from difftrain.config.sections import OptimizerSection
+from difftrain.config.sections import OptimizerSection, TrainConfig
 from difftrain.contracts import ConfigFault, Group
 from difftrain.optim import averages, faults, make_optimizer, make_schedule
+from difftrain.train.dry_run import state_bytes
 
 KOHYA: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
@@ -170,6 +171,20 @@ def test_rates_of_their_own_are_refused_where_the_package_would_stop(name: str) 
     else:
         with pytest.raises(RuntimeError, match="Setting different lr values"):
             optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", names.OPTIMIZERS)
+def test_a_dry_run_can_tell_the_size_of_the_state(name: str) -> None:
+    cfg = TrainConfig(optimizer=OptimizerSection(type=name, learning_rate=1.0))
+    bytes_a_parameter = {
+        "AdamW": 8, "oss": 8, "Lion": 4, "SGDNesterov": 4, "Adafactor": 8 * 256 / 65536, "AdamW8bit": 2.05,
+        "PagedAdamW": 8, "PagedAdamW8bit": 2.05, "PagedAdamW32bit": 8, "Lion8bit": 1.03, "PagedLion8bit": 1.03,
+        "SGDNesterov8bit": 1.03, "DAdaptation": 12, "DAdaptAdamPreprint": 12, "DAdaptAdaGrad": 12, "DAdaptAdam": 12,
+        "DAdaptAdan": 20, "DAdaptAdanIP": 20, "DAdaptLion": 8, "DAdaptSGD": 12, "Prodigy": 16, "AdamWScheduleFree": 8,
+        "RAdamScheduleFree": 8, "SGDScheduleFree": 4,
+    }  # fmt: skip
+    assert state_bytes(cfg) == pytest.approx(bytes_a_parameter[name], rel=0.03)
 
 
 def test_the_packages_words_stay_out_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,10 @@ def test_the_names_are_those_that_the_configuration_knows() -> None:
     assert (*SCHEDULES, "adafactor") == SCHEDULERS
 
 
+@pytest.mark.flags(
+    "lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "lr_scheduler_num_cycles", "lr_scheduler_power",
+    "lr_scheduler_timescale", "lr_scheduler_min_lr_ratio",
+)  # fmt: skip
 @pytest.mark.parametrize("case", KOHYA, ids=lambda case: f"{case['lr_scheduler']}-{case.get('lr_warmup_steps', '')}")
 def test_curves_equal_kohya(case: dict[str, Any]) -> None:
     section = OptimizerSection(learning_rate=1.0, **{FIELDS[k]: v for k, v in case.items() if k in FIELDS})
@@ -128,6 +132,16 @@ def test_arguments_of_the_libraries_are_taken(name: str, args: tuple[str, ...], 
     assert _ours(section, 23, 26) == pytest.approx(_curve(make(optimizer), optimizer, 26), rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.flags("lr_warmup_steps", "lr_decay_steps")
+def test_warm_up_and_decay_as_shares_are_kohyas_curve_too() -> None:
+    (case,) = (case for case in KOHYA if case["lr_scheduler"] == "warmup_stable_decay")
+    assert (case["lr_warmup_steps"], case["lr_decay_steps"], case["max_train_steps"]) == (3, 8, 20)
+    section = OptimizerSection(
+        learning_rate=1.0, scheduler="warmup_stable_decay", warmup_steps=0.15, decay_steps=0.4, min_lr_ratio=0.1
+    )
+    assert _ours(section, 20) == pytest.approx(case["lr"], rel=0, abs=1e-5)
+
+
 def test_shares_and_counts() -> None:
     assert [updates(v, 200) for v in (0, 0.25, 0.999, 1.0, 7, 7.0)] == [0, 50, 199, 1, 7, 7]
 
@@ -158,6 +172,7 @@ def test_a_resumed_schedule_goes_on_bit_by_bit(name: str) -> None:
     assert _curve(again, second, 7) == straight[5:]
 
 
+@pytest.mark.flags("lr_scheduler_type", "lr_scheduler_args")
 def test_any_class_by_name() -> None:
     for path in ("torch.optim.lr_scheduler.StepLR", "StepLR"):
         section = OptimizerSection(learning_rate=1.0, scheduler_type=path, scheduler_args=("step_size=3", "gamma=0.5"))
