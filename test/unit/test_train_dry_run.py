@@ -138,12 +138,30 @@ def test_no_device_is_looked_for(line: list[str], monkeypatch: pytest.MonkeyPatc
     assert "no device was touched" in described(line)
 
 
-def test_what_would_stop_the_run_stops_the_dry_run(line: list[str]) -> None:
+def test_what_would_stop_the_run_stops_the_dry_run(line: list[str], tmp_path: Path) -> None:
     line = [word for word in line if not word.startswith("--init_from_config")]
     with pytest.raises(ConfigFault, match="--tokenizer1_path"):
-        described([*line, "--init_from_config=base"])
+        described([*line, "--init_from_config=base", f"--tokenizer1_path={tmp_path}", f"--tokenizer2_path={tmp_path}"])
 
 
+def test_what_is_on_a_hub_is_named_and_not_fetched(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    line = [word for word in line if not word.startswith("--init_from_config")]
+    said = described([*line, "--init_from_config=base"])
+    assert "would be fetched for --tokenizer1_path: model openai/clip-vit-large-patch14, from http://127.0.0.1:9" in said
+    assert "parameters of unet: 2,567,463,684, trained" in said  # figures that need no tokenizer
+    said = described([*line, "--pretrained_model_name_or_path=acme/sdxl"])
+    assert "would be fetched for --pretrained_model_name_or_path: model acme/sdxl" in said
+    assert "figures of what is not here are left out" in said and "parameters" not in said
+    with pytest.raises(ConfigFault, match="--optimizer_args") as caught:
+        described([*line, "--pretrained_model_name_or_path=acme/sdxl", "--optimizer_args", "nothing=1"])
+    assert "acme/sdxl" not in str(caught.value) and not (tmp_path / "hub").exists()
+
+
+@pytest.mark.flags("dry_run")
 def test_through_the_door(line: list[str], tmp_path: Path) -> None:
     door = ROOT / "sd_scripts_xl" / "sdxl_pretrain.py"
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -15,7 +15,8 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
 from difftrain.train.hub import client
-from difftrain.train.hub.fetch import fetch, fetch_state, is_needed, looked_up
+from difftrain.train.hub.fetch import fetch, fetch_state, looked_up
+from difftrain.train.hub.ids import is_needed
 
 SDXL = {
     "model_index.json": json.dumps(
@@ -191,6 +192,18 @@ def test_other_caption_files_are_fetched_where_they_are_asked_for(hub: HubStub) 
     hub.repo("acme/pictures", "dataset").push({"1.png": b"1", "1.tags": b"a", "1.txt": b"b"})
     fetched(config(data={"dirs": ("acme/pictures",)}, captions={"extension": "tags"}))
     assert downloads(hub) == ["1.png", "1.tags"]
+
+
+def test_ids_stand_in_data_set_tables_and_among_regularisation_pictures_too(hub: HubStub) -> None:
+    hub.repo("acme/pictures", "dataset").push({"1.png": b"1", "1.txt": b"t", "deep/2.png": b"2"})
+    tables = [{"subsets": [{"image_dir": "acme/pictures", "flat": True}]}]
+    here, pins = fetched(config(data={"datasets": tables}))
+    (subset,) = here.data.datasets[0].subsets
+    assert sorted(path.name for path in Path(str(subset.image_dir)).rglob("*")) == ["1.png", "1.txt"] and pins
+    here, _ = fetched(config(data={"dirs": ("acme/pictures/deep",), "reg_dirs": ("acme/pictures",)}))
+    assert [Path(folder).is_dir() for folder in (*here.data.dirs, *here.data.reg_dirs)] == [True, True]
+    said = fault_of(config(data={"datasets": [{"subsets": [{"image_dir": "acme/none"}]}]}))
+    assert "--dataset_config: acme/none, which is no path here" in said
 
 
 CLIP = {

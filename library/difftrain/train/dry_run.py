@@ -23,7 +23,8 @@ from difftrain.train.caching import asked_for
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
 from difftrain.train.hub.client import endpoint
-from difftrain.train.hub.fetch import Wanted, looked_up
+from difftrain.train.hub.fetch import looked_up
+from difftrain.train.hub.ids import TOKENIZERS, Wanted
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
@@ -38,11 +39,13 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     say(dump(cfg))
     say(f"batch: {batch_arithmetic(cfg, ranks)}")
     cfg, missing = looked_up(cfg)
-    if missing:
-        _without(cfg, missing, say)
-        return 0
     family = make_family(cfg)
-    parts = check(cfg, family)
+    parts = _checked(cfg, family, missing)
+    for each in missing:
+        say(f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}")
+    if parts is None:
+        say("dry run: figures of what is not here are left out; nothing was fetched, and no device was touched")
+        return 0
     for note in prompts_of(cfg.sample).notes:
         say(f"samples: {note}")
     data = open_data(cfg, prepare(cfg, log=say))
@@ -63,17 +66,15 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     return 0
 
 
-def _without(cfg: TrainConfig, missing: list[Wanted], say: Callable[[str], None]) -> None:
-    """Say what a run would fetch first. Raises ConfigFault where anything else is wrong."""
+def _checked(cfg: TrainConfig, family: Family, missing: list[Wanted]) -> Parts | None:
+    """Return the parts without weights; None where they are still to be fetched. Raises ConfigFault for all else."""
     try:
-        check(cfg, make_family(cfg))
+        return check(cfg, family)
     except ConfigFault as error:
         others = [fault for fault in error.faults if fault.where not in {each.flag for each in missing}]
-        if others:
-            raise ConfigFault(others) from None
-    for each in missing:
-        say(f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}")
-    say("dry run: figures of what is not here are left out; nothing was fetched, and no device was touched")
+        if others or not missing:
+            raise ConfigFault(others or error.faults) from None
+    return None if any(each.field not in TOKENIZERS for each in missing) else family.load(meta=True)
 
 
 def _seeded(cfg: TrainConfig) -> TrainConfig:

@@ -35,7 +35,8 @@ from difftrain.train.check import check
 from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, say_what_runs, settle_uploads, write_reports
 from difftrain.train.evaluating import Evaluating
-from difftrain.train.hub.fetch import fetch, is_needed
+from difftrain.train.hub.fetch import fetch
+from difftrain.train.hub.ids import is_needed
 from difftrain.train.hub.target import open_target
 from difftrain.train.hub.uploads import AT_STOP_S, Uploads
 from difftrain.train.loop import train

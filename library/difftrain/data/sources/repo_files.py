@@ -8,15 +8,20 @@ from difftrain.data.sources.base import IMAGE_SUFFIXES, split_suffix
 from difftrain.data.sources.configured import CAPTION_SUFFIXES, kind_of_suffixes
 
 
-def data_files(files: Sequence[str], path: str, captions: Sequence[str] = CAPTION_SUFFIXES) -> tuple[list[str], str]:
+def data_files(
+    files: Sequence[str], path: str, captions: Sequence[str] = CAPTION_SUFFIXES, *, flat: bool = False
+) -> tuple[list[str], str]:
     """Choose tars, or pictures with their captions, or parquet files below a folder ("": the top); or one file named.
 
-    Return them, and the path to hand on. The first level that holds any decides, as on disk. No files: no data.
+    flat: only of the folder itself. Return them, and the path to hand on. The first level that holds any decides, as on
+    disk. No files: no data.
     """
     if path in files:
         return [path], path
     prefix = f"{path}/" if path else ""
     inside = [file for file in files if file.startswith(prefix) and not _hidden(file[len(prefix) :])]
+    if flat:
+        inside = [file for file in inside if "/" not in file[len(prefix) :]]
     kind = next(filter(None, map(kind_of_suffixes, _levels(inside))), "")
     wanted = {"tar": {".tar"}, "parquet": {".parquet"}, "folder": {*IMAGE_SUFFIXES, *captions}}.get(kind, set())
     return [file for file in inside if _suffix(file) in wanted], path

@@ -19,7 +19,7 @@ from difftrain.models.sdxl.groups import param_groups
 from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts
 from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
-from difftrain.models.sdxl.tokens import SDXLTokenize, comes_without, vocabularies
+from difftrain.models.sdxl.tokens import SDXLTokenize, chunks_of, comes_without, vocabularies
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -157,7 +157,7 @@ class SDXLFamily:
 
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
         """Count forward and backward of one sample (see flops.py)."""
-        chunks = self.tokenizer(parts).num_chunks
+        chunks = chunks_of(self.cfg.model.max_token_length)
         trained = frozenset(learning_rates(self.cfg))
         return flops_per_sample(self.source.architecture, bucket, num_chunks=chunks, trained=trained)
 

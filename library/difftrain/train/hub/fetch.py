@@ -10,121 +10,22 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from difftrain.config import TrainConfig, hub_ids
-from difftrain.config.finding import option, value_of
-from difftrain.config.hub_ids import HubId
+from difftrain.config.finding import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.data.sources.configured import CAPTION_SUFFIXES
-from difftrain.data.sources.repo_files import data_files
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.parts import repo_files
-from difftrain.models.registry import make_family
 from difftrain.train.hub import client
+from difftrain.train.hub.ids import TOKENIZERS, Places, Slot, Wanted, localised, named, unasked, wanted
 from difftrain.train.hub.repository import DEFAULT, NotFetched, Repository, is_commit
 from difftrain.train.together import for_all
 
 log = logging.getLogger("difftrain")
 T = TypeVar("T")
 Pins = dict[str, str]  # "model org/name@revision" -> commit
-Slot = tuple[str, str]  # a field of the configuration, and what is written there
-Places = dict[Slot, str]  # -> path on this machine
-Choose = Callable[[Sequence[str], str, repo_files.Read], repo_files.Files]
-
-_CHOOSE: dict[str, Choose] = {
-    "model.pretrained": repo_files.weights,
-    "model.vae": repo_files.vae,
-    "model.tokenizer1": repo_files.tokenizer,
-    "model.tokenizer2": repo_files.tokenizer,
-}
-_PLACE = {
-    "model.pretrained": "a diffusers folder or a .safetensors file",
-    "model.vae": "a folder with config.json and its weights, or a .safetensors file",
-    "model.tokenizer1": "a folder with CLIP's vocab.json and merges.txt",
-    "model.tokenizer2": "a folder with CLIP's vocab.json and merges.txt",
-    "data.dirs": "a folder of pictures, tars or parquet",
-}
-_TOKENIZERS = ("model.tokenizer1", "model.tokenizer2")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One id of the configuration. unasked: nobody wrote it, the weights come without this part."""
-
-    field: str
-    text: str
-    id: HubId
-    choose: Choose
-    unasked: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Return model or dataset."""
-        return self.id.kind or ("dataset" if self.field == "data.dirs" else "model")
-
-    @property
-    def flag(self) -> str:
-        """Return the flag that it belongs to."""
-        return option(self.field)
-
-    @property
-    def slot(self) -> Slot:
-        """Return where in the configuration it stands."""
-        return self.field, self.text
-
-    @property
-    def pin(self) -> str:
-        """Return what a record calls it."""
-        return f"{self.kind} {replace(self.id, path='')}"
-
-    def fault(self, trouble: client.Trouble) -> Fault:
-        """Say what is wrong, and what to place where."""
-        what = f"the weights come without it; {self.text}" if self.unasked else self.text
-        if not self.unasked and not self.id.explicit:
-            what += ", which is no path here"
-        remedy = trouble.remedy
-        if trouble.away:
-            kind = " --repo-type dataset" if self.kind == "dataset" else ""
-            remedy = (
-                f"give the path of {_PLACE[self.field]}; or where there is a network: hf download {self.id.repo}{kind}, "
-                f"and copy its folder to {client.cache_folder()}"
-            )
-        return Fault(self.flag, f"{what}: {trouble.what}", remedy)
-
-
-def wanted(cfg: TrainConfig) -> list[Wanted]:
-    """List what is written as an id may be; whether a path of that name exists, each machine sees for itself."""
-    captions = (cfg.captions.extension,) if cfg.captions.extension else CAPTION_SUFFIXES
-    suffixes = tuple(each if each.startswith(".") else f".{each}" for each in captions)
-
-    def data(files: Sequence[str], path: str, _read: repo_files.Read) -> repo_files.Files:
-        return data_files(files, path, suffixes)
-
-    given = [(field, value_of(cfg, field), choose) for field, choose in _CHOOSE.items()]
-    given += [("data.dirs", text, data) for text in cfg.data.dirs]
-    named = [(field, text, hub_ids.read(text), choose) for field, text, choose in given if text]
-    return [Wanted(field, text, id, choose) for field, text, id, choose in named if id is not None]
-
-
-def unasked(cfg: TrainConfig) -> list[Slot]:
-    """List what the weights, which lie here, come without. Nothing where they have faults, which are found elsewhere."""
-    try:
-        return list(make_family(cfg).comes_without().items())
-    except ConfigFault:
-        return []
-
-
-def _wanted_unasked(slots: Sequence[Slot]) -> list[Wanted]:
-    named = [(field, text, hub_ids.read(text)) for field, text in slots]
-    return [Wanted(field, text, id, _CHOOSE[field], unasked=True) for field, text, id in named if id is not None]
-
-
-def is_needed(cfg: TrainConfig) -> bool:
-    """Tell whether anything is to be fetched."""
-    return any(not hub_ids.lies_here(each.text) for each in wanted(cfg)) or bool(unasked(cfg))
 
 
 def fetch(cfg: TrainConfig, ranks: Ranks, pins: Mapping[str, str]) -> tuple[TrainConfig, Pins]:
@@ -134,22 +35,12 @@ def fetch(cfg: TrainConfig, ranks: Ranks, pins: Mapping[str, str]) -> tuple[Trai
     """
     places, taken = _fetch_all(cfg, wanted(cfg), ranks, pins)
     here = localised(cfg, places)
-    rest = _wanted_unasked(for_all(ranks, ranks.is_logger, lambda: unasked(here)))
+    rest = named(for_all(ranks, ranks.is_logger, lambda: unasked(here)), unasked=True)
     if rest:
         log.info("the weights come without a tokenizer: taken are %s", ", ".join(each.text for each in rest))
         more, commits = _fetch_all(cfg, rest, ranks, pins)
         here, taken = localised(here, more), taken | commits
     return here, taken
-
-
-def localised(cfg: TrainConfig, places: Mapping[Slot, str]) -> TrainConfig:
-    """Return the configuration with paths in the place of ids."""
-    if not places:
-        return cfg
-    model = {field.partition(".")[2]: path for (field, _), path in places.items() if field in _CHOOSE}
-    dirs = tuple(places.get(("data.dirs", text), text) for text in cfg.data.dirs)
-    update = {"model": cfg.model.model_copy(update=model), "data": cfg.data.model_copy(update={"dirs": dirs})}
-    return cfg.model_copy(update=update)
 
 
 def _fetch_all(cfg: TrainConfig, names: Sequence[Wanted], ranks: Ranks, pins: Mapping[str, str]) -> tuple[Places, Pins]:
@@ -211,7 +102,7 @@ def _given_here(cfg: TrainConfig, each: Wanted) -> str | None:
 
 def _kept_tokenizer(cfg: TrainConfig, each: Wanted) -> Path | None:
     """Return where --tokenizer_cache_dir keeps a tokenizer, under kohya's name: its id with "_" for "/"."""
-    if each.field not in _TOKENIZERS or not cfg.model.tokenizer_cache_dir:
+    if each.field not in TOKENIZERS or not cfg.model.tokenizer_cache_dir:
         return None
     return Path(cfg.model.tokenizer_cache_dir).expanduser() / str(each.id).replace("/", "_")
 
@@ -265,7 +156,7 @@ def looked_up(cfg: TrainConfig) -> tuple[TrainConfig, list[Wanted]]:
     missing = _look(cfg, wanted(cfg), places)
     here = localised(cfg, places)
     if not missing:  # else nobody knows what the weights come without
-        missing = _look(cfg, _wanted_unasked(unasked(here)), places)
+        missing = _look(cfg, named(unasked(here), unasked=True), places)
         here = localised(cfg, places)
     return here, missing
 
