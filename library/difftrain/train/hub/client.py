@@ -95,7 +95,9 @@ def trouble(error: BaseException, name: str) -> Trouble | None:
                 away=True,
             )
         if isinstance(each, OSError) and each.errno:  # a full disk, a folder that is not one's own
-            return Trouble(f"{each.filename or cache_folder()}: {each.strerror}", "HF_HOME names another folder")
+            place = str(each.filename or cache_folder())
+            remedy = "HF_HOME names another folder" if place.startswith(cache_folder()) else ""
+            return Trouble(f"{place}: {each.strerror}", remedy)
         if isinstance(each, errors.FileMetadataError):
             return Trouble(f"{endpoint()} does not answer as a hub does", "see HF_ENDPOINT")
     if isinstance(error, errors.LocalEntryNotFoundError):

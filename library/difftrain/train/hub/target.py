@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ class Target:
         if path.is_file():
             return [CommitOperationAdd(place, path)]
         files = sorted(each for each in path.rglob("*") if each.is_file())
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "is gone, or empty", str(path))
         adds = {f"{place}/{file.relative_to(path).as_posix()}": file for file in files}
         gone = [file for file in self._lying_at(place) if file not in adds]
         return [*(CommitOperationDelete(file) for file in gone), *(CommitOperationAdd(*add) for add in adds.items())]

@@ -34,7 +34,7 @@ class Uploads:
         self.failed: list[str] = []
         self._background = background
         self._held: list[Path] = []
-        self._jobs: queue.SimpleQueue[tuple[Path, str]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
         self._done = threading.Condition()
         self._given_up = threading.Event()
@@ -72,6 +72,7 @@ class Uploads:
                 self._done.wait_for(lambda: not self._held, min(left, SAY_EVERY_S))
             late, self._held = self._held, []
         self._given_up.set()
+        self._jobs.put(None)
         for path in late:
             self._name_failure(path, f"it was not sent within {limit_s:.0f} s of the end")
 
@@ -83,8 +84,8 @@ class Uploads:
             return {"repo": self.target.repo, "sent": list(self.sent), "failed": list(self.failed)}
 
     def _work(self) -> None:
-        while not self._given_up.is_set():
-            self._finish(*self._jobs.get())
+        while (job := self._jobs.get()) is not None and not self._given_up.is_set():
+            self._finish(*job)
 
     def _finish(self, path: Path, message: str) -> None:
         """Send one, or say why not; in any case it is held no longer."""
