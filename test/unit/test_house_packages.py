@@ -59,8 +59,8 @@ def test_what_is_imported_is_declared() -> None:
     testing = {"hypothesis", "pytest"}
     unknown = {name: path for name, path in imported.items() if name not in sys.stdlib_module_names | known | testing}
     assert not unknown
-    # torch.utils.tensorboard; what fetches weights for diffusers; the sampler lms of diffusers
-    through_others = {"tensorboard", "huggingface_hub", "scipy"}
+    # torch.utils.tensorboard; what fetches weights for diffusers; the sampler lms of diffusers; data/decoders.py by name
+    through_others = {"tensorboard", "huggingface_hub", "scipy", "simplejpeg", "imagecodecs"}
     assert not {IMPORT_NAMES.get(package, package) for package in DECLARED} - set(imported) - through_others
 
 

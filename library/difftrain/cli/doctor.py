@@ -27,6 +27,8 @@ REQUIRED = {
     "huggingface_hub": "0.30",
     "numpy": "1.26",
     "Pillow": "10.3",
+    "simplejpeg": "1.7",
+    "imagecodecs": "2024.6",
     "pyarrow": "15",
     "tensorboard": "2.15",
     "tqdm": "4.66",
