@@ -182,7 +182,7 @@ def test_the_doctor_names_what_is_missing_or_old(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"torch": None, "numpy": "1.20", "torchvision": "0.1"}
-    monkeypatch.setattr(doctor, "installed", lambda name: found.get(name, "999.0"))
+    monkeypatch.setattr(doctor, "installed", lambda name: found.get(name, "9999.0"))
     assert main(["doctor"]) == 1
     text = said(capsys)
     assert "torch is not installed" in text and "numpy 1.20 is older than 1.26" in text
