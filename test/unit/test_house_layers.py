@@ -276,6 +276,9 @@ def test_every_field_of_the_configuration_is_read_by_somebody() -> None:
     read = {found for path in outside for found in FieldReads(classes_of_sections()).read(parsed(path))}
     elsewhere = {
         "save.output_dir",  # by TrainConfig.output_dir
+        "data.dataset_config",  # by parse
+        # by datasets.datasets_of, which makes them settings of each source
+        "data.resize_interpolation", "data.color_aug", "data.face_crop_range", "data.alpha_mask",
         # by rates.part_rates
         "optimizer.learning_rate_te1", "optimizer.learning_rate_te2", "optimizer.unet_lr", "optimizer.text_encoder_lr",
     }  # fmt: skip

@@ -45,6 +45,8 @@ Differences to kohya on purpose
   diffusers exports then use the schedule that was trained; kohya draws them with the plain one.
 - A `--min_timestep` at or above `--max_timestep` is a fault; kohya trains the single step `--max_timestep` then.
 - The validation loss has the same noises, loss and weights as training, as in kohya's scripts that have one.
+- `--dataset_config` together with `--train_data_dir`, `--reg_data_dir` or `--in_json` is a fault; kohya passes those over.
+  A flag whose value every table of the file overrides is named. docs/data_sets.md has the rest.
 - Whatever `--save_last_n_*` say, the last two good saves are kept.
 - `--use_safetensors` counts only where `--save_model_as` is not given, as there.
 - Rates of 0 in `--block_lr` freeze a block: no gradient is computed for it. There it is only left out of the optimizer.

@@ -83,7 +83,7 @@ KOHYA: tuple[Flag, ...] = (
     on("alpha_mask", "switch", "data.alpha_mask",
        "mask the loss by the pictures' alpha, which is then not laid over white; no --masked_loss needed"),
     on("dataset_class", "str", "data.dataset_class",
-       "package.module.Class of a data set of your own, made with --train_data_dir; see docs/data_formats.md"),
+       "package.module.Class of a data set of your own, made with --train_data_dir; see docs/data_sets.md"),
     on("caption_dropout_rate", "float", "captions.dropout_rate", "share of uses that get an empty caption"),
     on("caption_dropout_every_n_epochs", "int", "captions.dropout_every_n_epochs",
        "every n-th epoch has empty captions; 0: none"),

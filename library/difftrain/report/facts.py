@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 DEFINITIONS: dict[str, str] = {
     "step": "one update of the optimizer, over all ranks and accumulated micro batches",
-    "global_batch": "images of one step: images a card takes at once x accumulation x cards",
+    "global_batch": "images of one step: images a card takes at once x accumulation x cards; of several data sets, the largest",
     "step_loss": "loss of one step, the mean over all its images on all ranks, before the update",
     "avr_loss": "mean of step_loss over the last epoch's worth of steps (over all so far during the first epoch)",
     "final_loss": "step_loss of the last step with a finite loss",

@@ -122,7 +122,7 @@ def make(dotted: str, argument: str = "") -> Any:
     made = _asked(f"{dotted}({argument!r})" if argument else f"{dotted}()", lambda: _call(module, name, argument))
     for needed in ("__len__", "__getitem__"):
         if not hasattr(type(made), needed):
-            raise _fault(f"{dotted} has no {needed}", "a data set has __len__ and __getitem__: docs/data_formats.md")
+            raise _fault(f"{dotted} has no {needed}", "a data set has __len__ and __getitem__: docs/data_sets.md")
     return made
 
 
