@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from difftrain.config import names
 from difftrain.config.finding import Finding, Rule
+from difftrain.config.rates import is_named, is_schedule_free
 from difftrain.config.sections import TrainConfig
 
 _EPS = "eps"
@@ -55,6 +57,9 @@ def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if cfg.training.mixed_precision == "fp16":
         what = "updates before the loss scale is known to have held, so it does not go with fp16"
         yield Finding((given[0], "training.mixed_precision"), what, "--mixed_precision=bf16")
+    if is_named(section, names.ADAPTIVE) or is_schedule_free(section) or section.schedulefree_wrapper:
+        what = "updates with a few gradients at a time, but this optimizer needs all gradients of an update at once"
+        yield Finding((given[0], "optimizer.type"), what, "--optimizer_type=AdamW or Adafactor")
     if section.type.lower() == "oss":
         what = "updates before the ranks have shared what each of them holds, so it does not go with oss"
         yield Finding((given[0], "optimizer.type"), what, "--optimizer_type=AdamW or Adafactor")

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.grad import conv2d_input
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of e4m3fn, which has no infinity
-# Layers that look at few numbers (the way into a UNet, size embeddings) are small, and rounding shows most in them.
-FEWEST_INPUTS = 64
+# Layers that look at few numbers (the way into a UNet) are small, and rounding shows most in them.
+FEWEST_INPUTS = 160
 
 
 def store(module: nn.Module) -> list[str]:
@@ -52,7 +53,7 @@ def _fits(layer: nn.Module) -> bool:
 
 
 def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight in 8 bits and the scale of each output, a power of two: rounding what was rounded changes nothing."""
+    """Return a weight in 8 bits and the scale of each output, a power of two: rounding what was rounded changes no value."""
     wide = weight.float()
     largest = wide.abs().amax(tuple(range(1, wide.ndim)), keepdim=True)
     scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest / _LARGEST))), 1.0)
@@ -67,8 +68,8 @@ def expand(small: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 class _Held(nn.Module):
     """What the two kinds of layers share."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any
+    bias: Any
     scale: Tensor
 
     def _hold(self) -> None:
@@ -141,4 +142,4 @@ class _Conv2d(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         small, scale = ctx.saved_tensors
         wide = expand(small, scale, grad.dtype)
-        return torch.nn.grad.conv2d_input(ctx.shape, wide, grad, *ctx.how), None, None, None, None
+        return conv2d_input(ctx.shape, wide, grad, *ctx.how), None, None, None, None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch, ConfigFault, Fault
-from difftrain.device import host
+from difftrain.device import compilers, host
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +87,14 @@ class Device:
             )
         kind = HalfGradScaler if half_gradients else torch.amp.GradScaler
         return kind(self.kind, init_scale=_START_SCALE[self.kind])
+
+    def why_not_compiled(self, backend: str) -> str:
+        """Say why a compile backend cannot be used here; empty where it can."""
+        return compilers.why_not(backend, self.kind)
+
+    def compile_cost(self, backend: str) -> str:
+        """Say what compiling takes here."""
+        return compilers.cost(backend, self.kind)
 
     def synchronise(self) -> None:
         """Wait until the device has done all that was asked of it."""

@@ -17,7 +17,7 @@ from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group
 from difftrain.device import fp8
 from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.keys import module_seed
-from difftrain.engine import ddp
+from difftrain.engine import compiling, ddp
 from difftrain.engine.fits import FORMAT, check_fits, engine_file
 from difftrain.engine.fused import DuringBackward, parts_of
 from difftrain.engine.halves import make_masters
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("difftrain")
 TOTAL = "loss"
 COUNT = "samples"
-# Regional compile keeps one version per block class, width and bucket: more than dynamo's default of 8.
-_COMPILED_VERSIONS = 256
 
 
 class NativeEngine:
@@ -59,13 +57,7 @@ class NativeEngine:
 
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done; touches no device."""
-        found = []
-        section = self.cfg.training
-        if section.compile:
-            known = torch.compiler.list_backends(exclude_tags=())
-            if section.compile_backend not in known:
-                found.append(f"there is no compile backend {section.compile_backend!r}; known: {', '.join(known)}")
-        return found
+        return compiling.faults(self.cfg.training, self.device)
 
     def build(
         self,
@@ -91,7 +83,9 @@ class NativeEngine:
         self._masters = make_masters(self.root, self._trained, self.cfg.training)
         if self.cfg.training.cpu_offload_checkpointing:
             self.offloaded = offload_checkpoints(self.root, self.device)
-        self._compile()
+        if self.cfg.training.compile:
+            blocks, buckets = family.repeated(parts), self.cfg.data.enable_bucket
+            parts.notes.append(compiling.compile_blocks(blocks, self.cfg.training, self.device, buckets=buckets))
         half = self.cfg.training.full_precision == "fp16"
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
         groups = family.param_groups(self.root)
@@ -119,18 +113,6 @@ class NativeEngine:
             return AfterBackward(self._masters, self.optimizer, self._scaler, max_norm)
         parts = parts_of(groups, self.cfg.optimizer.fused_groups)
         return DuringBackward(self._masters, self.optimizer, parts, self.ranks, max_norm)
-
-    def _compile(self) -> None:
-        """Compile block by block, in place: names stay, and a block's code is shared by its like."""
-        section = self.cfg.training
-        if not section.compile:
-            return
-        from torch._dynamo import config as dynamo
-
-        dynamo.recompile_limit = max(dynamo.recompile_limit, _COMPILED_VERSIONS)
-        dynamic = None if self.cfg.data.enable_bucket else False
-        for block in self.family.repeated(self.parts):
-            block.compile(backend=section.compile_backend, dynamic=dynamic)
 
     def _check_optimizer(self) -> None:
         held = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
