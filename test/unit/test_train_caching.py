@@ -4,72 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
+from cached import BOTH, ON_DISK, SIZES, config, loaded, make, write_data
 from PIL import Image
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, ConfigFault, DataFault, Parts
+from difftrain.contracts import ConfigFault, DataFault
 from difftrain.data import samples
 from difftrain.data.cache import layout
-from difftrain.data.loader import make_loader
-from difftrain.data.prepare import Data, index_folder, make_plan, open_data, prepare
-from difftrain.data.validation import validation_batches
+from difftrain.data.cache.places import Folder
+from difftrain.data.prepare import index_folder
 from difftrain.device import choose, host
-from difftrain.distributed.ranks import Ranks
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
 from difftrain.train import caching, encoding
-from difftrain.train.caching import undecodable, with_cache
+from difftrain.train.caching import undecodable
 
-BOTH = {"latents": True, "text": True}
-ON_DISK = {"latents_to_disk": True, "text_to_disk": True}
-SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (130, 130), (64, 64), (96, 40), (64, 66)]
 Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of pictures, and beside it a parquet file of pictures with two captions each."""
-    root = tmp_path_factory.mktemp("caching")
-    write_folder(root / "folder", SIZES)
-    rows = [{"image": picture(100 + i, (64, 64)), "caption": [f"number {i}", "a picture"]} for i in range(5)]
-    (root / "table").mkdir()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / "table" / "0.parquet")
-    return root
-
-
-def config(root: Path, out: Path, cache: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
-    data = {
-        "dirs": (str(root / "folder"), str(root / "table")),
-        "resolution": (64, 64),
-        "enable_bucket": True,
-        "min_bucket_reso": 32,
-        "max_bucket_reso": 128,
-        "bucket_reso_steps": 32,
-        "flip": True,
-        "workers": 0,
-        "cache_dir": str(out),
-    } | sections.pop("data", {})
-    training = {"batch_size": 3, "seed": 1, "device": "cpu"} | sections.pop("training", {})
-    return TrainConfig.model_validate(
-        {"model": {"init_from_config": "tiny"}, "data": data, "training": training, "cache": cache or {}} | sections
-    )
-
-
-@cache
-def loaded(precision: str = "no") -> Parts:
-    cfg = {"model": {"init_from_config": "tiny"}, "training": {"seed": 1, "mixed_precision": precision}}
-    return SDXLFamily(TrainConfig.model_validate(cfg)).load()
+    """Thirteen pictures."""
+    return write_data(tmp_path_factory.mktemp("caching"))
 
 
 @pytest.fixture(scope="module")
@@ -77,45 +43,6 @@ def built(pictures: Path) -> Path:
     """A folder with whole caches of the pictures."""
     make(config(pictures, pictures / "built", ON_DISK))
     return pictures / "built"
-
-
-@dataclasses.dataclass
-class Made:
-    """A configuration with its data, cached as it asks for."""
-
-    cfg: TrainConfig
-    family: SDXLFamily
-    parts: Parts
-    data: Data
-
-    def batches(self, epochs: int = 1) -> Iterator[Batch]:
-        """Yield what is trained on for some epochs, and what is held out."""
-        plan = make_plan(self.data, self.cfg, 3)
-        tokenize, features = self.family.tokenizer(self.parts), self.family.features
-        last = plan.total_steps(epochs)
-        where = {"dp_rank": 0, "dp_size": 1}
-        for micro in make_loader(self.data, plan, features, tokenize, self.cfg, first_step=0, last_step=last, **where):
-            yield from micro
-        if self.cfg.validation.split:
-            yield from validation_batches(self.data, tokenize, features, self.cfg, 0, 1)
-
-    def latents(self) -> list[torch.Tensor]:
-        return [self.family.latents(batch, self.parts) for batch in self.batches()]
-
-    def kept(self) -> torch.Tensor:
-        """Return the cached moments of every picture, as it is and mirrored, in one row."""
-        found = self.data.store.pictures
-        assert found is not None
-        rows = [found.read([i], [way])["moments"].flatten() for i in range(13) for way in (False, True)]
-        return torch.cat(rows)
-
-
-def make(cfg: TrainConfig, parts: Parts | None = None) -> Made:
-    family = SDXLFamily(cfg)
-    parts = parts or loaded(cfg.training.mixed_precision)
-    parts = dataclasses.replace(parts, resting=set(), notes=[])
-    data = open_data(cfg, prepare(cfg, log=lambda line: None))
-    return Made(cfg, family, parts, with_cache(cfg, choose("cpu"), Ranks(), family, parts, data))
 
 
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -295,6 +222,30 @@ def test_other_weights_under_the_same_name_are_noticed(
         next(iter(parts.frozen["vae"].encoder.parameters())).view(-1)[0] += 1e-3
     make(config(pictures, built, ON_DISK), parts)
     assert sum(calls) == len(SIZES) + 5  # the pictures, and no caption
+
+
+def test_a_build_that_was_killed_goes_on_with_what_is_whole(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(pictures, tmp_path, ON_DISK)
+    wanted = make(config(pictures, tmp_path, BOTH)).kept()
+    child = os.fork()
+    if not child:
+        commit = Folder.commit
+
+        def then_die(*args: Any) -> None:
+            commit(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Folder.commit = then_die  # type: ignore[method-assign]
+        make(cfg)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (whole,) = parts_of(cfg, "*")
+    written = whole.stat().st_mtime_ns
+    calls = encoded(monkeypatch)
+    assert make(cfg).kept().equal(wanted) and whole.stat().st_mtime_ns == written
+    assert 0 < sum(calls) < 13 + 14
 
 
 @pytest.mark.flags("skip_cache_check")

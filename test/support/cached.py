@@ -1,0 +1,134 @@
+"""Pictures, and what a run does with them until they are cached, for tests in one process and in several."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import Batch, Parts
+from difftrain.data.loader import make_loader
+from difftrain.data.prepare import Data, make_plan, open_data, prepare
+from difftrain.data.validation import validation_batches
+from difftrain.device import choose
+from difftrain.distributed.launch import Launch
+from difftrain.distributed.ranks import Ranks
+from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.testing.pictures import picture, write_folder
+from difftrain.train import caching
+from difftrain.train.caching import with_cache
+from difftrain.train.together import for_all
+
+BOTH = {"latents": True, "text": True}
+ON_DISK = {"latents_to_disk": True, "text_to_disk": True}
+SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (130, 130), (64, 64), (96, 40), (64, 66)]
+
+
+def write_data(root: Path) -> Path:
+    """Write a folder of pictures, and beside it a parquet file of pictures with two captions each."""
+    write_folder(root / "folder", SIZES)
+    rows = [{"image": picture(100 + i, (64, 64)), "caption": [f"number {i}", "a picture"]} for i in range(5)]
+    (root / "table").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / "table" / "0.parquet")
+    return root
+
+
+def config(root: Path, out: Path, cache: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
+    """Return a configuration of these pictures. out: where index and caches go."""
+    data = {
+        "dirs": (str(root / "folder"), str(root / "table")),
+        "resolution": (64, 64),
+        "enable_bucket": True,
+        "min_bucket_reso": 32,
+        "max_bucket_reso": 128,
+        "bucket_reso_steps": 32,
+        "flip": True,
+        "workers": 0,
+        "cache_dir": str(out),
+    } | sections.pop("data", {})
+    training = {"batch_size": 3, "seed": 1, "device": "cpu"} | sections.pop("training", {})
+    return TrainConfig.model_validate(
+        {"model": {"init_from_config": "tiny"}, "data": data, "training": training, "cache": cache or {}} | sections
+    )
+
+
+@cache
+def loaded(precision: str = "no") -> Parts:
+    """Load the tiny model, once."""
+    cfg = {"model": {"init_from_config": "tiny"}, "training": {"seed": 1, "mixed_precision": precision}}
+    return SDXLFamily(TrainConfig.model_validate(cfg)).load()
+
+
+@dataclasses.dataclass
+class Made:
+    """A configuration with its data, cached as it asks for."""
+
+    cfg: TrainConfig
+    family: SDXLFamily
+    parts: Parts
+    data: Data
+
+    def batches(self, epochs: int = 1) -> Iterator[Batch]:
+        """Yield what is trained on for some epochs, and what is held out."""
+        plan = make_plan(self.data, self.cfg, 3)
+        tokenize, features = self.family.tokenizer(self.parts), self.family.features
+        last = plan.total_steps(epochs)
+        where = {"dp_rank": 0, "dp_size": 1}
+        for micro in make_loader(self.data, plan, features, tokenize, self.cfg, first_step=0, last_step=last, **where):
+            yield from micro
+        if self.cfg.validation.split:
+            yield from validation_batches(self.data, tokenize, features, self.cfg, 0, 1)
+
+    def latents(self) -> list[torch.Tensor]:
+        """Return the latents of these batches."""
+        return [self.family.latents(batch, self.parts) for batch in self.batches()]
+
+    def kept(self) -> torch.Tensor:
+        """Return the cached moments of every picture, as it is and mirrored, in one row."""
+        found = self.data.store.pictures
+        assert found is not None
+        rows = [found.read([i], [way])["moments"].flatten() for i in range(13) for way in (False, True)]
+        return torch.cat(rows)
+
+    def digest(self) -> str:
+        """Hash all cached pictures, and some captions."""
+        captions = self.data.store.captions
+        assert captions is not None
+        hidden = captions.read(["number 0", "a picture", "picture 1, second, third"])["hidden_2"]
+        return hashlib.sha256(self.kept().numpy().tobytes() + hidden.numpy().tobytes()).hexdigest()
+
+
+def make(cfg: TrainConfig, parts: Parts | None = None, ranks: Ranks | None = None) -> Made:
+    """Prepare data and caches as a run does. Every rank calls it."""
+    family, ranks = SDXLFamily(cfg), ranks or Ranks()
+    parts = parts or loaded(cfg.training.mixed_precision)
+    parts = dataclasses.replace(parts, resting=set(), notes=[])
+    data = open_data(cfg, for_all(ranks, ranks.leads_node, lambda: prepare(cfg, log=lambda line: None)))
+    return Made(cfg, family, parts, with_cache(cfg, choose("cpu"), ranks, family, parts, data))
+
+
+def build(root: str, out: str) -> None:
+    """Build caches as a rank: on disk, once more, and as a machine of its own in memory.
+
+    Prints of each a hash of what is held, and how many parts this rank encoded.
+    """
+    encoded: list[int] = []
+    encode = caching.encode
+    caching.encode = lambda job, *rest: encoded.append(len(job.missing)) or encode(job, *rest)  # type: ignore
+    launch, said = Launch.from_environment(), []
+    with Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min=1) as ranks:
+        machine = dataclasses.replace(ranks, local_rank=0, local_size=1)
+        for where, place in ((ON_DISK, ranks), (ON_DISK, ranks), (BOTH, ranks), (BOTH, machine)):
+            encoded.clear()
+            said.append((make(config(Path(root), Path(out), where), ranks=place).digest(), sum(encoded)))
+        ranks.barrier()  # what is in memory goes with the rank that reserved it
+    print(json.dumps(said))
