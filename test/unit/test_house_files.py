@@ -95,10 +95,12 @@ def test_no_machine_path_and_no_registry() -> None:
 def test_documents_name_flags_that_exist() -> None:
     from launching.flags import OWNED
 
+    from difftrain.cli import dataset
     from difftrain.cli.export import TABLE
     from difftrain.config.flags import FLAGS
+    from difftrain.sampling.prompts import OPTIONS
 
-    known = {*FLAGS, *TABLE, *(name for owned in OWNED for name in owned.names), "help", "dry_run"}
+    known = {*FLAGS, *TABLE, *dataset.OWN, *OPTIONS, *(name for owned in OWNED for name in owned.names), "help", "dry_run"}
     # flags of pip, torchrun and pytest that documents may show
     known |= {"no-deps", "standalone", "update-golden", "device", "X"}
     wrong = [

@@ -34,6 +34,7 @@ def drawn_at(tmp_path: Path, **sample: Any) -> list[int]:
     return drawing.drawn
 
 
+@pytest.mark.flags("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
 @pytest.mark.parametrize(
     ("sample", "steps"),
     [

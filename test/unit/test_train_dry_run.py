@@ -47,6 +47,7 @@ def described(line: list[str]) -> str:
     return "\n".join(said)
 
 
+@pytest.mark.flags("dry_run")
 def test_configuration_and_arithmetic(line: list[str], tmp_path: Path) -> None:
     text = described([*line, "--seed=1", "--gradient_accumulation_steps=3"])
     toml = text.split("\nbatch: ")[0]
@@ -171,3 +172,12 @@ def test_through_the_door(line: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("no device was touched")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "data"]
+
+
+@pytest.mark.flags("cache_latents", "cache_text_encoder_outputs_to_disk")
+def test_caches_are_counted_and_what_they_replace_leaves_the_card(line: list[str]) -> None:
+    text = described([*line, "--cache_latents", "--cache_text_encoder_outputs_to_disk"])
+    each = 2 * 16 * 8 * 8 * 4 // 1024  # mean and deviation, channels, cells, fp32: the same in both buckets
+    assert f"cache of latents: 10 pictures of {each} KiB on average, {10 * each} KiB of memory" in text
+    assert re.search(r"cache of text: 10 captions of [\d.]+ KiB on average, [\d.]+ KiB on disk", text)
+    assert "frozen weights 0 GiB" in text and "frozen weights 0 GiB" not in described(line)

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hub_stub import point_here, serving
 from PIL import Image
 
 from difftrain.cli import main
 from difftrain.config import TrainConfig
-from difftrain.contracts import FeatureSpec
+from difftrain.contracts import FeatureSpec, Parts
 from difftrain.data import survey
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import make_plan, make_tables, open_data, prepare
+from difftrain.models.registry import make_family
 from difftrain.testing.pictures import write_folder
 from difftrain.testing.synthetic_index import write_synthetic_index
 from difftrain.train.inspect import inspect
@@ -270,6 +272,26 @@ def test_sizes_that_the_model_cannot_take_are_shown(cfg: TrainConfig, tmp_path: 
     assert len(stops) == 1 and "the model takes sizes that are multiples of" in stops[0]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tokens_are_counted_as_captions_are_encoded(weighted: bool) -> None:
+    model = {"init_from_config": "tiny", "max_token_length": 225}
+    family = make_family(TrainConfig.model_validate({"model": model, "captions": {"weighted": weighted}}))
+    tokenize: Any = family.tokenizer(Parts(root=torch.nn.Module()))
+    texts = [
+        "",
+        " ",
+        "a cat, it's  a\tcat\n",
+        "İstanbul's 12 straße\u00a0no-break",
+        "don't (a:1.2)b [c] \x1f d",
+        "🙂 日本語, ok\u2003x",
+    ]
+    ids = tokenize(texts)["input_ids_1"].flatten(1)
+    bos, eos = ids[0, 0], ids[0, 1]
+    first_end = [int((row == eos).nonzero()[0]) - 1 for row in ids]
+    assert all(int(row[0]) == int(bos) for row in ids) and max(first_end) < 75
+    assert tokenize.lengths(texts) == first_end and first_end[:2] == [0, 0] and first_end[2] > 5
+
+
 def test_without_a_model_nothing_is_tokenized(cfg: TrainConfig, tmp_path: Path) -> None:
     bare = cfg.model_copy(update={"model": TrainConfig().model})
     facts, text = look(bare, tmp_path)
@@ -291,6 +313,63 @@ def test_a_picture_that_is_gone_is_said_on_its_card(own: TrainConfig, data: Path
     assert not card["images"] and "No such file" in card["fault"] and "No such file" in page(facts)
 
 
+def test_data_on_a_hub_is_fetched_and_weights_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_folder(tmp_path / "source", SIZES)
+    with serving() as hub:
+        point_here(monkeypatch, hub, tmp_path / "home")
+        monkeypatch.chdir(tmp_path)
+        hub.repo("acme/pictures", "dataset").push({path.name: path.read_bytes() for path in source.iterdir()})
+        hub.repo("acme/model").push({"model_index.json": b"{}"})
+        model = {"pretrained": "acme/model"}
+        data = {"dirs": ("acme/pictures",), "resolution": (64, 64), "cache_dir": str(tmp_path / "cache")}
+        cfg = TrainConfig.model_validate({"model": model, "data": data, "training": {"seed": 1}})
+        said: list[str] = []
+        inspect(cfg, tmp_path / "page.html", facts=tmp_path / "facts.json", say=said.append)
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["totals"]["records"] == len(SIZES) and facts["captions"]["tokens"] is None
+    assert any("acme/model is not here yet, so tokens are not counted" in line for line in said)
+    assert not any("acme/model/resolve" in path for _, path in hub.requests)
+
+
+def test_several_data_sets_and_regularisation_are_told_apart(data: Path, tmp_path: Path) -> None:
+    table = tmp_path / "sets.toml"
+    table.write_text(
+        f"""
+[[datasets]]
+resolution = 64
+batch_size = 2
+[[datasets.subsets]]
+image_dir = "{data / "2_a cat"}"
+caption_extension = ".txt"
+num_repeats = 2
+[[datasets]]
+resolution = 128
+batch_size = 1
+[[datasets.subsets]]
+image_dir = "{data / "1_dog"}"
+caption_extension = ".txt"
+is_reg = true
+[[datasets.subsets]]
+image_dir = "{data / "2_a cat"}"
+caption_extension = ".txt"
+flip_aug = true
+"""
+    )
+    facts = tmp_path / "facts.json"
+    line = [f"--dataset_config={table}", f"--output={tmp_path / 'page.html'}", f"--json={facts}", "--seed=1"]
+    assert main(["dataset", "inspect", *line, f"--cache_dir={tmp_path / 'cache'}"]) == 0
+    told = json.loads(facts.read_text())
+    rows = {(row["dataset"], row["kind"]): row for row in told["sources"]}
+    assert rows[1, "folder"]["draws_per_epoch"] == 24 and rows[2, "folder"]["draws_per_epoch"] == 12
+    assert "flip" in rows[2, "folder"]["settings"] and "flip" not in rows[1, "folder"]["settings"]
+    reg = rows[2, "regularisation"]  # 7 records are used as often as there are others
+    assert reg["records"] == 7 and reg["draws_per_epoch"] == 12
+    assert told["global_batch"] == [2, 1]
+    assert {bucket["bucket"] for bucket in told["buckets"]} == {"64x64 of data set 1", "128x128 of data set 2"}
+    assert any(card["regularisation"] for card in told["cards"])
+    assert "data set" in (tmp_path / "page.html").read_text()
+
+
 def test_masks_are_shown(own: TrainConfig, data: Path, tmp_path: Path) -> None:
     masked = own.model_copy(update={"data": own.data.model_copy(update={"alpha_mask": True})})
     pixels = np.zeros((64, 64, 4), np.uint8)
@@ -309,7 +388,7 @@ def test_sizes_of_many_records_are_fitted_as_training_fits_them(tmp_path: Path) 
     index = write_synthetic_index(tmp_path / "index", 500, repeats=(3, 1))
     cfg = TrainConfig.model_validate(
         {
-            "data": {"resolution": (512, 512), "enable_bucket": True, "max_bucket_reso": 1024},
+            "data": {"dirs": ["/nowhere"], "resolution": (512, 512), "enable_bucket": True, "max_bucket_reso": 1024},
             "validation": {"split": 0.2},
             "training": {"seed": 1},
         }

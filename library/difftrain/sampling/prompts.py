@@ -113,7 +113,7 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
 
 _INT, _FLOAT, _REST = r"\d+", r"[\d.]+", r".+"
 # option -> pattern of its value, field, conversion; kohya ignores the case of the option
-_OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "w": (_INT, "width", int),
     "h": (_INT, "height", int),
     "d": (_INT, "seed", int),
@@ -135,7 +135,7 @@ def parse_line(line: str) -> Entry:
     entry = Entry({"prompt": text})
     for piece in pieces:
         name, _, value = piece.partition(" ")
-        if name.lower() in _OPTIONS:
+        if name.lower() in OPTIONS:
             _take(entry, name.lower(), value)
         else:
             entry.notes.append(f"{f'--{piece}'!r} is no option and no part of the prompt; it is left out")
@@ -143,7 +143,7 @@ def parse_line(line: str) -> Entry:
 
 
 def _take(entry: Entry, name: str, value: str) -> None:
-    pattern, target, convert = _OPTIONS[name]
+    pattern, target, convert = OPTIONS[name]
     found = re.match(pattern, value)
     try:
         if not found:

@@ -16,7 +16,7 @@ from difftrain.data.media import Unusable, decode
 if TYPE_CHECKING:
     from difftrain.train.inspect.facts import Look
 
-MOST_STEPS, MOST_DRAWS = 10_000, 1_000_000  # of each epoch that are searched
+LEAST_STEPS, MOST_STEPS, ENOUGH_USES = 1_000, 8_000, 64_000  # of each epoch that is searched
 MOST_USES = 2  # of one picture in one epoch that are shown
 BYTES = 4_200_000  # of all pictures together
 _TRIES = ((232, 82), (232, 70), (184, 75), (144, 72), (112, 65), (88, 60), (64, 55))  # longest side, quality
@@ -37,7 +37,7 @@ class Walk:
 def walk(look: Look) -> Walk:
     """Follow the plan through the epochs that are looked at, step by step, as the loader does."""
     plan = look.plan
-    most = max(1, min(MOST_STEPS, MOST_DRAWS // max(plan.global_batches)))
+    most = min(MOST_STEPS, max(LEAST_STEPS, ENOUGH_USES // max(plan.global_batches)))
     found: list[np.ndarray] = [np.zeros((4, 0), np.int64)]
     searched = []
     for epoch in range(look.epochs):

@@ -95,6 +95,7 @@ def sources(look: Look, sizes: survey.Sizes) -> list[dict[str, Any]]:
         out.append(
             {
                 "source": info.ordinal + 1,
+                "dataset": info.dataset + 1,
                 "folder": survey.folder_of(index, info.ordinal),
                 "kind": "regularisation" if recipe.is_reg else info.kind,
                 "records": int(own.sum()),

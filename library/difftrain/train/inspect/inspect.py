@@ -15,9 +15,11 @@ from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.data.samples import SampleMaker
 from difftrain.distributed.launch import Launch
+from difftrain.distributed.ranks import Ranks
 from difftrain.models.registry import make_family
 from difftrain.report.files import write_whole
 from difftrain.train.dry_run import total_steps
+from difftrain.train.hub.fetch import fetch, looked_up
 from difftrain.train.inspect.facts import Look, gather
 from difftrain.train.inspect.page import page
 
@@ -50,12 +52,13 @@ def debug_dataset(cfg: TrainConfig, say: Say = print) -> None:
 
 def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
     """Open the data set as training would; what would only stop a training is said on the page instead."""
+    cfg, has_model = _local(cfg, say)
     seeded = cfg.training.seed is not None
     if not seeded:
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": 0})})
     # rejects are what one wants to look at, so that too many of them are no reason to stop here
     lenient = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_rejected_share": 1.0})})
-    family = make_family(cfg) if cfg.model.pretrained or cfg.model.init_from_config else None
+    family = make_family(cfg) if has_model else None
     tokenize = family.tokenizer(Parts(root=nn.Module())) if family else None
     data = open_data(cfg, prepare(lenient, log=say))
     ranks = Launch.from_environment().size
@@ -72,6 +75,19 @@ def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
         stops=_stops(data, family),
         tokens=tokenize,
     )
+
+
+def _local(cfg: TrainConfig, say: Say) -> tuple[TrainConfig, bool]:
+    """Fetch data that is named by a hub id; weights are only taken where they are. Also tell whether there is a model."""
+    here, missing = looked_up(cfg)
+    weights = [each for each in missing if each.field.startswith("model.")]
+    if len(weights) < len(missing):
+        fetched, _ = fetch(cfg.model_copy(update={"model": TrainConfig().model}), Ranks(), {})
+        here = here.model_copy(update={"data": fetched.data})
+    for each in weights:
+        say(f"{each.flag}: {each.id} is not here yet, so tokens are not counted; a run fetches it")
+    named = bool(cfg.model.pretrained or cfg.model.init_from_config)
+    return here, named and not weights
 
 
 def _maker(

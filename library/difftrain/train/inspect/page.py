@@ -111,14 +111,15 @@ def _said(value: object) -> str:
 
 def _sources(facts: dict[str, Any]) -> str:
     heads = {
-        "source": "#", "folder": "folder", "kind": "kind", "records": "pictures", "repeats": "repeats",
+        "source": "#", "dataset": "data set", "folder": "folder", "kind": "kind", "records": "pictures", "repeats": "repeats",
         "draws_per_epoch": "uses an epoch", "held_out": "held out", "upscaled": "enlarged", "refused": "refused",
         "no_bucket": "no bucket", "not_used": "surplus", "settings": "settings",
     }  # fmt: skip
     always = ("source", "folder", "kind", "records", "repeats", "draws_per_epoch", "settings")
-    shown = {
-        key: head for key, head in heads.items() if key in always or any(source[key] for source in facts["sources"])
-    }
+    found = facts["sources"]
+    shown = {key: head for key, head in heads.items() if key in always or any(source[key] for source in found)}
+    if all(source["dataset"] == 1 for source in found):
+        shown.pop("dataset")
     return _panel(rows(facts["sources"], shown), kind="sources")
 
 
