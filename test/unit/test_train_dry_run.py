@@ -104,6 +104,38 @@ def test_memory_is_that_of_the_built_model(line: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "bytes_each"),
+    [
+        ("", (2, 2, 2, 8)),
+        ("--master_weights=fp32", (2, 4, 2, 8)),
+        ("--master_weights=stochastic", (2, 0, 2, 8)),
+        ("--master_weights=none", (2, 0, 2, 4)),
+    ],
+)
+def test_memory_of_half_weights(line: list[str], flags: str, bytes_each: tuple[int, ...]) -> None:
+    cfg = parse([*line, "--mixed_precision=bf16", "--full_bf16", *flags.split()]).config
+    family = make_family(cfg)
+    parts = family.load(meta=True)
+    found = {need.what.split(" (")[0]: need.size for need in needs(cfg, parts, ranks=1)}
+    moving = sum(p.numel() for p in parts.root.parameters() if p.requires_grad)
+    names = ("weights in bf16", "beside them", "gradients", "optimizer state")
+    assert tuple(found.get(name, 0) / moving for name in names) == bytes_each
+    assert "casts of autocast" not in found
+
+
+@pytest.mark.flags("fused_backward_pass", "fused_optimizer_groups")
+def test_memory_of_gradients_that_are_freed_at_once(line: list[str]) -> None:
+    def gradients(*flags: str) -> float:
+        cfg = parse([*line, *flags]).config
+        return next(n.size for n in needs(cfg, make_family(cfg).load(meta=True), 1) if n.what == "gradients")
+
+    parameters = list(make_family(parse(line).config).load(meta=True).root.parameters())
+    assert gradients("--fused_backward_pass") == 4 * max(p.numel() for p in parameters)
+    assert gradients("--fused_optimizer_groups=1") == gradients() == 4 * sum(p.numel() for p in parameters)
+    assert gradients("--fused_backward_pass") < gradients("--fused_optimizer_groups=10") < gradients() / 2
+
+
+@pytest.mark.parametrize(
     ("flags", "size"),
     [
         ("--optimizer_type=AdamW", 8),

@@ -146,7 +146,8 @@ def _pictures(run: Run, dataset: str) -> dict[str, float]:
     """Draw captions and judge what came; leave the pictures as a grid."""
     captions = _captions(run, dataset)
     mine = list(range(run.ranks.rank, len(captions), run.ranks.size))
-    drawn = dict(zip(mine, draw(run, [captions[number] for number in mine], mine), strict=True))
+    with awake(run.parts, run.device):
+        drawn = dict(zip(mine, draw(run, [captions[number] for number in mine], mine), strict=True))
     everyone: dict[int, NDArray[np.uint8]] = {}
     for share in run.ranks.gather(drawn):
         everyone |= share
@@ -176,8 +177,7 @@ def draw(run: Run, captions: list[str], numbers: list[int]) -> list[NDArray[np.u
     for first in range(0, len(captions), recipe.GLOBAL_BATCH):
         part = slice(first, first + recipe.GLOBAL_BATCH)
         noise = np.stack([normal(recipe.SEED, key_of("score"), n, "noise", shape) for n in numbers[part]])
-        precision = run.cfg.training.mixed_precision
-        with torch.no_grad(), awake(run.parts, run.device), run.device.autocast(precision):
+        with torch.no_grad(), run.device.autocast(run.cfg.training.mixed_precision):
             images = pipeline(
                 captions[part],
                 negative_prompt=[""] * len(captions[part]),  # the empty caption of training, not zeros
