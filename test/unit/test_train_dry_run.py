@@ -184,7 +184,9 @@ def test_what_is_on_a_hub_is_named_and_not_fetched(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     line = [word for word in line if not word.startswith("--init_from_config")]
     said = described([*line, "--init_from_config=base"])
-    assert "would be fetched for --tokenizer1_path: model openai/clip-vit-large-patch14, from http://127.0.0.1:9" in said
+    assert (
+        "would be fetched for --tokenizer1_path: model openai/clip-vit-large-patch14, from http://127.0.0.1:9" in said
+    )
     assert "parameters of unet: 2,567,463,684, trained" in said  # figures that need no tokenizer
     said = described([*line, "--pretrained_model_name_or_path=acme/sdxl"])
     assert "would be fetched for --pretrained_model_name_or_path: model acme/sdxl" in said

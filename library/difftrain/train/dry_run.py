@@ -17,6 +17,9 @@ from difftrain.data.loader import check_sizes
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import global_batches, make_plan, open_data, prepare
 from difftrain.distributed.launch import Launch
+from difftrain.engine.fused import parts_of
+from difftrain.engine.halves import weights_kept
+from difftrain.engine.masters import DTYPES
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
 from difftrain.train.caching import asked_for
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     from difftrain.data.prepare import Data
 
 GIB = float(1 << 30)
-FP32 = 4
+FP32, HALF = 4, 2
+KEPT_BYTES = {"fp32": 4, "kahan": 2}  # beside a weight in half precision
 
 
 def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
@@ -141,18 +145,25 @@ class Need:
 def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
     """Estimate what one card holds at all times, by formula; activations come on top."""
     training, moving = cfg.training, trained(parts.root)
-    weights = sum(each.numel() * each.element_size() for each in parts.root.parameters())
+    wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
+    weights = sum(each.numel() * min(each.element_size(), wide) for each in parts.root.parameters())
     held = [part for name, part in parts.frozen.items() if name not in parts.resting]
     frozen = sum(each.numel() * each.element_size() for part in held for each in part.parameters())
     found = [
-        Need("weights in fp32", weights, "4 B a parameter of what is trained"),
+        Need(f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"),
         Need("frozen weights", frozen, "in the precision that they are kept in"),
-        Need("gradients", FP32 * moving, "4 B a trained parameter"),
     ]
-    if training.mixed_precision != "no":
+    kept = weights_kept(training)
+    if training.full_precision and kept in KEPT_BYTES:
+        found.append(
+            Need(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
+        )
+    alive, formula = gradients_alive(cfg, parts)
+    found.append(Need("gradients", wide * alive, f"{wide} B {formula}"))
+    if training.mixed_precision != "no" and not training.full_precision:
         found.append(Need("casts of autocast", 2 * moving, "2 B a trained parameter"))
-    if ranks > 1 and not training.ddp_bucket_view:
-        found.append(Need("gradient buckets", FP32 * moving, "4 B a trained parameter; none with bucket views"))
+    if ranks > 1 and not training.ddp_bucket_view and alive == moving:
+        found.append(Need("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views"))
     each, shards = state_bytes(cfg), ranks if cfg.optimizer.type.lower() == "oss" else 1
     formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
     found.append(Need("optimizer state", each * moving / shards, formula))
@@ -164,9 +175,23 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
     return found
 
 
+def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
+    """Count the gradients that are in memory at once, and say of what; updates during the backward pass free them."""
+    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
+    section = cfg.optimizer
+    if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
+        return sum(each.numel() for _, each in named), "a trained parameter"
+    sizes = {name: each.numel() for name, each in named}
+    together = parts_of([Group("all", named, 0.0)], section.fused_groups)
+    what = "a parameter of the largest group" if section.fused_groups else "for each number of the largest parameter"
+    return max(sum(sizes[name] for name in names) for names in together), what
+
+
 def state_bytes(cfg: TrainConfig) -> float:
     """Return the bytes of state that the optimizer keeps for a parameter: counted on one small matrix after a step."""
-    matrix = nn.Parameter(torch.full((256, 256), 1e-2))
+    full = cfg.training.full_precision
+    dtype = DTYPES[full] if full and weights_kept(cfg.training) == "none" else torch.float32
+    matrix = nn.Parameter(torch.full((256, 256), 1e-2, dtype=dtype))
     group = Group("probe", [("probe", matrix)], cfg.optimizer.learning_rate or 1.0)
     optimizer = make_optimizer(cfg.optimizer, [group], dp_size=1, fused_ok=False)
     matrix.grad = torch.full_like(matrix, 1e-3)
