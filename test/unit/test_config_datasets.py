@@ -122,6 +122,21 @@ def test_a_flag_that_the_file_overrides_throughout_is_named(folder: Path) -> Non
     assert [note.split(":")[0] for note in said] == ["--resolution", "--train_batch_size"]
 
 
+def test_the_page_shows_a_file_that_works_and_names_every_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data_sets.md").read_text(encoding="utf-8")
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    for name in ("cats", "reg", "more"):
+        (folder / "pictures" / name).mkdir(parents=True)
+    (folder / "meta.json").write_text("{}")
+    monkeypatch.chdir(folder)
+    (folder / "page.toml").write_text(text)
+    cfg = resolved(folder / "page.toml", "--bucket_reso_steps=64")
+    assert cfg.batch_sizes == (4, 16) and [len(each.subsets) for each in cfg.data.datasets] == [2, 2]
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") or line.startswith("| those")]
+    named = {name.partition(" (")[0].strip() for row in rows for name in row[2].split(",")}
+    assert named == set(KEYS)
+
+
 def test_three_kinds_of_subsets(folder: Path) -> None:
     path = folder / "sets.toml"
     path.write_text(f"""

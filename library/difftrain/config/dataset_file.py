@@ -96,6 +96,8 @@ class _Resolver:
         elif self.seeds:
             self.out.validation_seed = self.seeds.pop()
         self.out.overridden = OVERRIDABLE - self.fell_back
+        if self.out.validation_seed is not None:
+            self.out.overridden.add("validation.seed")
 
     def fault(self, place: str, what: str, remedy: str = "") -> None:
         self.out.faults.append(Fault(f"{self.path} {place}", what, remedy))
