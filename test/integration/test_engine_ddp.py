@@ -32,10 +32,12 @@ PLAIN = {"lr": LR, "terms": 2}
 ROUGH = {"lr": 1e-2, "dropout": 0.2, "statistics": True, "blocks": 6}
 
 
-def built(ranks: Ranks, family: TinyFamily, optimizer: str = "AdamW", **training) -> NativeEngine:
+def built(
+    ranks: Ranks, family: TinyFamily, optimizer: str = "AdamW", fused: dict | None = None, **training
+) -> NativeEngine:
     cfg = TrainConfig(
         training=TrainingSection(seed=3, **training),
-        optimizer=OptimizerSection(type=optimizer, scheduler="cosine", warmup_steps=2),
+        optimizer=OptimizerSection(type=optimizer, scheduler="cosine", warmup_steps=2, **(fused or {})),
     )
     engine = make_engine(cfg, choose("cpu"), ranks)
     engine.build(
@@ -84,7 +86,7 @@ def cases(folder: str, before: str) -> None:
     out = Path(folder)
     found: dict[str, object] = {}
     with Ranks.open(launch, choose("cpu"), 2.0) as ranks:
-        for case in (same_as_alone, shared_state, resume, options, not_finite, sums, evaluation):
+        for case in (same_as_alone, shared_state, resume, options, not_finite, sums, evaluation, half, fused):
             found[case.__name__] = case(ranks, out)
         found["disks"] = disks(ranks, out)
         found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
@@ -139,10 +141,12 @@ def resume(ranks: Ranks, out: Path) -> dict:
 
 
 def options(ranks: Ranks, out: Path) -> dict:
-    losses = {}
+    found = {}
     for name in ("ddp_bucket_view", "ddp_static_graph"):
-        losses[name] = run(built(ranks, TinyFamily(**PLAIN), **{name: True}), 0, 6, PIECES[ranks.size])
-    return losses
+        engine = built(ranks, TinyFamily(**PLAIN), **{name: True})
+        reached = [engine._wrapped.gradient_as_bucket_view, engine._wrapped.static_graph]
+        found[name] = [run(engine, 0, 6, PIECES[ranks.size]), reached]
+    return found
 
 
 def not_finite(ranks: Ranks, out: Path) -> dict:
@@ -229,6 +233,60 @@ def unused(ranks: Ranks) -> str:
     return ""
 
 
+HALF = {"mixed_precision": "bf16", "full_precision": "bf16"}
+
+
+def half(ranks: Ranks, out: Path) -> dict:
+    """Weights in bf16: every way of keeping them, whole and with sharded state, resumed, and met by a bad sample."""
+    found = {}
+    for kept in ("fp32", "kahan", "stochastic", "none"):
+        engines = [
+            built(ranks, TinyFamily(**ROUGH_HALF), kind, **HALF, master_weights=kept) for kind in ("AdamW", "oss")
+        ]
+        losses = [run(engine, 0, 4) for engine in engines]
+        equal_ways = losses[0] == losses[1] and equal(_exact(engines[0]), _exact(engines[1]))
+        path = commit(engines[1], out, f"half-{kept}")
+        resumed = built(ranks, TinyFamily(**ROUGH_HALF), "AdamW", **HALF, master_weights=kept)
+        resumed.restore(path)
+        same = run(resumed, 4, 7) == run(engines[1], 4, 7) and equal(_exact(resumed), _exact(engines[1]))
+        before = _exact(resumed)
+        skipped = float(resumed.step(_spoilt(7, ranks), COUNTS).skipped)
+        kept_whole = equal(_exact(resumed), before)
+        found[kept] = [equal_ways, same, [skipped, kept_whole], losses[0], _hash(resumed)]
+    return found
+
+
+ROUGH_HALF = {"lr": 1e-2, "dropout": 0.2, "blocks": 6}
+
+
+def _exact(engine: NativeEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor, _ in engine.shards()}
+
+
+def _spoilt(step: int, ranks: Ranks) -> list:
+    micro = tiny_step(step, GLOBAL_BATCH, ranks.rank, ranks.size)
+    if ranks.rank == ranks.size - 1:
+        micro[0].features["pixels"][0, 0, 0, 0] = float("nan")
+    return micro
+
+
+def fused(ranks: Ranks, out: Path) -> dict:
+    """Updates during the backward pass: gradients are summed in the hooks, in one order."""
+    found = {}
+    for name, how in (("backward", {"fused_backward": True}), ("groups", {"fused_groups": 4})):
+        engine = built(ranks, TinyFamily(**PLAIN), fused=how, max_grad_norm=0.0)
+        losses = run(engine, 0, 6)
+        path = commit(engine, out, f"fused-{name}")
+        resumed = built(ranks, TinyFamily(**PLAIN), fused=how, max_grad_norm=0.0)
+        resumed.restore(path)
+        same = run(resumed, 6, 9) == run(engine, 6, 9) and equal(weights(resumed), weights(engine))
+        before = weights(engine)
+        skipped = float(engine.step(_spoilt(9, ranks), COUNTS).skipped)
+        plain = isinstance(engine._wrapped, type(engine.root))
+        found[name] = [losses, same, [skipped, equal(weights(engine), before)], plain, _hash(engine)]
+    return found
+
+
 def _hash(engine: NativeEngine) -> float:
     return float(sum(tensor.double().abs().sum() for tensor in weights(engine).values()))
 
@@ -298,10 +356,41 @@ def test_resume_is_bit_equal(launched, world):
         assert not any(each["resume"]["cold"] for each in found)
 
 
+@pytest.fixture(scope="module")
+def free() -> list[float]:
+    """The losses of one process that does not clip."""
+    return run(built(Ranks(), TinyFamily(**PLAIN), max_grad_norm=0.0), 0, 6)
+
+
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.flags("ddp_gradient_as_bucket_view", "ddp_static_graph")
 @pytest.mark.parametrize("name", ["ddp_bucket_view", "ddp_static_graph"])
 def test_options_change_no_figure(launched, alone, world, name):
-    assert launched[world][1][0]["options"][name] == pytest.approx(alone[0][:6], rel=1e-6)
+    losses, (views, static) = launched[world][1][0]["options"][name]
+    assert losses == pytest.approx(alone[0][:6], rel=1e-6)
+    assert (views, static) == (name == "ddp_bucket_view", name == "ddp_static_graph")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kept", ["fp32", "kahan", "stochastic", "none"])
+@pytest.mark.flags("full_bf16", "master_weights")
+def test_half_weights_on_several_ranks(launched, world, kept):
+    found = [each["half"][kept] for each in launched[world][1]]
+    for equal_ways, same, skipped, losses, total in found:
+        assert equal_ways and same and skipped == [1.0, True]
+        assert losses == found[0][3] and total == found[0][4]
+    if kept == "kahan":
+        assert found[0][3] == launched[world][1][0]["half"]["fp32"][3]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("how", ["backward", "groups"])
+@pytest.mark.flags("fused_backward_pass", "fused_optimizer_groups")
+def test_updates_during_the_backward_on_several_ranks(launched, free, world, how):
+    found = [each["fused"][how] for each in launched[world][1]]
+    for losses, same, skipped, plain, total in found:
+        assert losses == pytest.approx(free, rel=1e-6) and same and skipped == [1.0, True] and plain
+        assert total == found[0][4]
 
 
 @pytest.mark.parametrize("world", WORLDS)
