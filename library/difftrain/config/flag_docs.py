@@ -36,6 +36,9 @@ Differences to kohya on purpose
 - With both `--sample_every_n_steps` and `--sample_every_n_epochs` pictures are drawn at either (there the epochs win),
   and wherever there are prompts at the last step too. A prompt without `--d` draws with `--seed`, so that pictures of one
   run can be compared; kohya's takes another seed every time.
+- `--cache_latents` keeps mean and deviation, so that every use draws its latent anew, as online; kohya keeps one that was
+  drawn once. `--cache_text_encoder_outputs` is refused with `--enable_wildcard` and `--caption_dropout_every_n_epochs` too,
+  of which kohya's cache knows nothing, and goes with `--keep_tokens_separator` and several captions.
 - A masked sample's loss is its mean over its mask; kohya takes the mean of loss times mask over the whole picture, so
   that there a small mask weighs little. Either way every sample counts alike, whatever the batch.
 - Random strengths of `--noise_offset` and `--ip_noise_gamma` and the levels of `--multires_noise_iterations` are drawn for
@@ -54,6 +57,9 @@ Differences to kohya on purpose
 - D-Adaptation and Prodigy with several rates are refused where the package would stop at the first update; the others
   are warned about, as there.
 - `--optimizer_schedulefree_wrapper`, which is commented out there, works around any optimizer, and follows a schedule.
+- A repository of `--huggingface_repo_id` is looked at before training, and one that is there keeps its visibility; an upload is
+  one commit and tried again, and one that fails is counted in the report. Without `--huggingface_path_in_repo` uploads go to
+  the top. Tokenizers of a hub are kept as they are in `--tokenizer_cache_dir`, under kohya's names. docs/hub.md has the rest.
 - Tokens on the command line are moved to the environment and redacted in everything that is written.
 """
 

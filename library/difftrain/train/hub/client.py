@@ -82,6 +82,8 @@ def trouble(error: BaseException, name: str) -> Trouble | None:
     from huggingface_hub import errors
 
     for each in _causes(error):
+        if isinstance(each, errors.LocalEntryNotFoundError):  # what led to it tells more
+            continue
         if isinstance(each, errors.OfflineModeIsEnabled):
             return Trouble("HF_HUB_OFFLINE forbids to fetch it", away=True)
         if isinstance(each, errors.HfHubHTTPError):

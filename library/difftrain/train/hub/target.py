@@ -42,12 +42,12 @@ class Target:
         return [*(CommitOperationDelete(file) for file in gone), *(CommitOperationAdd(*add) for add in adds.items())]
 
     def _lying_at(self, place: str) -> list[str]:
-        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 
         try:
             tree = client.api().list_repo_tree(self.repo, place, recursive=True, repo_type=self.kind)
             return [each.path for each in tree if hasattr(each, "size")]
-        except EntryNotFoundError:
+        except (EntryNotFoundError, RevisionNotFoundError):  # nothing there yet, or nothing in it at all
             return []
 
     def commit(self, operations: list[Any], message: str) -> None:

@@ -1,0 +1,138 @@
+"""Runs that take everything from a hub and send everything to it, as users run them; the hub is one of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import hub_ranks
+import pytest
+from doors import Door, losses
+from hub_stub import HubStub, serving
+from sdxl import config, loaded
+
+from difftrain.testing.spawn import run_ranks
+
+EXPORTS = ["NAME-step00000002.safetensors", "NAME-step00000004.safetensors", "NAME.safetensors"]
+STATES = ["NAME-state", "NAME-step00000002-state", "NAME-step00000004-state"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as a diffusers folder."""
+    family, parts = loaded(config())
+    return family.export(
+        family.stream(parts), parts, "diffusers_safetensors", tmp_path_factory.mktemp("model") / "tiny"
+    )
+
+
+@pytest.fixture
+def hub(model: Path, pictures: Path) -> Iterator[HubStub]:
+    """A hub with that model and the pictures."""
+    with serving() as stub:
+        stub.push_folder("acme/tiny", model)
+        stub.push_folder("acme/pictures", pictures, "dataset", under="train/")
+        yield stub
+
+
+def flags(door: Door, out: Path, *more: str) -> list[str]:
+    """Return a line with ids where there were paths."""
+    line = door.flags(out, *more, steps=4)
+    line = [word for word in line if not word.startswith(("--init_from_config", "--train_data_dir", "--save_every"))]
+    return [*line, "--pretrained_model_name_or_path=acme/tiny", "--tokenizer1_path=acme/tiny/tokenizer",
+            "--vae=acme/tiny/vae", "--train_data_dir=acme/pictures/train", "--save_every_n_steps=2"]  # fmt: skip
+
+
+def sends(*more: str) -> list[str]:
+    return ["--huggingface_repo_id=ann/runs", "--save_state_to_huggingface", "--huggingface_path_in_repo=first", *more]
+
+
+def read_header(path: Path) -> tuple[dict[str, str], bytes]:
+    """Return the metadata and the bytes of the weights of a safetensors file."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end])["__metadata__"], content[end:]
+
+
+def written(out: Path) -> str:
+    """Return all text that a run wrote."""
+    files = [path for path in out.rglob("*") if path.suffix in (".json", ".jsonl", ".toml", ".html", ".log", ".txt")]
+    return "".join(path.read_text(encoding="utf-8") for path in files)
+
+
+@pytest.mark.flags(
+    "huggingface_repo_id", "save_state_to_huggingface", "async_upload", "resume_from_huggingface", "huggingface_token"
+)
+def test_a_run_from_a_hub_to_a_hub_and_on_from_there(door: Door, hub: HubStub, tmp_path: Path) -> None:
+    env = hub.environment(tmp_path / "home")
+    del env["HF_TOKEN"]
+    out = tmp_path / "out"
+    hub.misbehave("GET", "/resolve/.*safetensors", "half")
+    hub.misbehave("POST", "/commit/", "slow", seconds="1.5")  # the first upload outlasts the next step
+    token = f"--huggingface_token={hub.token}"
+    printed = door.run(flags(door, out, *sends("--async_upload", token, "--save_last_n_steps=1")), **env)
+    assert "exports and states go to the private model ann/runs/first as ann, in the background" in printed
+    assert re.search(r"acme/tiny@[0-9a-f]{8}: fetching \d+ files, [\d.]+ [kM]B, from http://127", printed)
+    assert "--train_data_dir" not in printed  # no warning about it
+    # all of it is there, in turn, and equal
+    repo = hub.repo("ann/runs")
+    assert sorted({name.split("/")[1] for name in repo.files}) == sorted([*EXPORTS, *STATES])
+    assert [message.split(",")[0] for message in repo.messages] == [
+        STATES[1], EXPORTS[0], STATES[2], EXPORTS[1], STATES[0], EXPORTS[2],
+    ]  # fmt: skip
+    assert repo.files[f"first/{EXPORTS[2]}"] == (out / EXPORTS[2]).read_bytes()
+    # what is kept of it: ids and commits, no token, no path of the cache
+    report = json.loads((out / "report.json").read_text())
+    commits = {
+        "model acme/tiny": hub.repo("acme/tiny").refs["main"],
+        "dataset acme/pictures": hub.repo("acme/pictures", "dataset").refs["main"],
+    }
+    assert report["notes"]["fetched"] == commits == json.loads((out / "run.json").read_text())["hub"]
+    assert report["notes"]["uploads"]["failed"] == [] and len(report["notes"]["uploads"]["sent"]) == 6
+    assert report["weights"] == "acme/tiny" and report["dataset"]["name"] == "acme/pictures/train"
+    assert hub.token not in written(out) + printed and str(tmp_path / "home") not in (out / "config.toml").read_text()
+    assert max(Counter(hub.asked("GET", "/resolve/.*json")).values()) == 1
+    # on from there, on a machine that has nothing; a hub that then says no to every upload stops nobody
+    for path in list(hub.repo("acme/tiny").files):
+        hub.repo("acme/tiny").push({"README.md": path.encode()})  # what was begun with stays what it was
+    hub.misbehave("POST", "/commit/", 403, times=100, message="over quota")
+    away, again = hub.environment(tmp_path / "away"), tmp_path / "again"
+    resume = f"--resume=ann/runs/first/{STATES[1]}:main:model"
+    printed = door.run(flags(door, again, *sends(resume, "--resume_from_huggingface")), **away)
+    assert "step00000002-state at step 2" in printed
+    assert losses(again) == losses(out)[2:]
+    ours, theirs = (read_header(folder / EXPORTS[2]) for folder in (again, out))
+    assert ours[1] == theirs[1]  # bit for bit; the header tells the time
+    assert (ours[0]["ss_sd_model_name"], ours[0]["ss_vae_name"]) == ("acme/tiny", "acme/tiny/vae")
+    assert f"send it by hand: hf upload ann/runs {again / EXPORTS[2]} first/{EXPORTS[2]}" in printed
+    assert "over quota" in printed
+    report = json.loads((again / "report.json").read_text())
+    assert report["notes"]["uploads"] == {"repo": "ann/runs", "sent": [], "failed": [
+        STATES[2], EXPORTS[1], STATES[0], EXPORTS[2]]}  # fmt: skip
+    assert report["notes"]["fetched"] == commits
+
+
+def test_what_a_hub_refuses_stops_the_run_before_it_begins(door: Door, hub: HubStub, tmp_path: Path) -> None:
+    env = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_nobody0123456789abcdef"}
+    printed = door.run(flags(door, tmp_path / "out", *sends()), expect=2, **env)
+    assert "1 fault in the configuration; nothing was started" in printed
+    assert "--huggingface_token: " in printed and "refuses the token in HF_TOKEN" in printed
+    assert "hf_nobody" not in printed and not hub.asked("GET", "/resolve/")
+    env = hub.environment(tmp_path / "home") | {"HF_HUB_OFFLINE": "1"}
+    printed = door.run(flags(door, tmp_path / "out"), expect=2, **env)
+    assert "4 faults in the configuration" in printed
+    assert "--train_data_dir: acme/pictures/train, which is no path here: HF_HUB_OFFLINE forbids to fetch it" in printed
+    assert "hf download acme/pictures --repo-type dataset" in printed and str(tmp_path / "home" / "hub") in printed
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_one_process_of_a_machine_fetches(hub: HubStub, tmp_path: Path) -> None:
+    ended = run_ranks(2, f"{hub_ranks.__file__}::fetch_together", env=hub.environment(tmp_path / "home"))
+    first, second = (json.loads(each.out.splitlines()[-1]) for each in ended)
+    assert first == second and Path(first[0], "model_index.json").is_file() and "has no acme/none" in first[3]
+    assert first[2]["model acme/tiny"] == Path(first[0]).name
+    files = Counter(hub.asked("GET", "/resolve/|/api/models/acme/tiny$|/api/datasets/acme/pictures$"))
+    assert len(files) > 30 and set(files.values()) == {1}
