@@ -90,7 +90,7 @@ def take_turns(cfg: TrainConfig) -> tuple[Turns, list[float]]:
     """Train both, and return their times and losses."""
     ranks = Ranks()
     with begin(cfg, ranks, drawn_seed=1) as start, contextlib.redirect_stdout(io.StringIO()):
-        run = assemble(start.cfg, ["loop.py"], choose(cfg.training.device), ranks, start)
+        run = assemble(start.cfg, ["loop.py"], choose(cfg.training.device), ranks, start, start.cfg)
         plain = PlainSDXL(run.parts, run.device.torch_device, lr=LR)
         turns = Turns(plain, batches_of(run))
         with open_outputs(run, start) as outputs:

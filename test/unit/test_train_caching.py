@@ -22,7 +22,8 @@ from difftrain.contracts import ConfigFault, DataFault
 from difftrain.data import samples
 from difftrain.data.cache import layout
 from difftrain.data.cache.places import Folder
-from difftrain.data.prepare import index_folder
+from difftrain.data.loader import make_loader
+from difftrain.data.prepare import global_batches, index_folder, make_plan
 from difftrain.device import choose, host
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
@@ -355,6 +356,23 @@ def test_masks_come_from_the_picture_also_where_its_latents_are_cached(tmp_path:
         assert ours.loss_mask.equal(theirs.loss_mask) and 0 < ours.loss_mask.mean() < 1
         a, b = (each.family.latents(batch, each.parts) for each, batch in ((cached, ours), (online, theirs)))
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_one_folder_in_two_data_sets_is_cached_in_both_sizes(pictures: Path, tmp_path: Path) -> None:
+    subset = {"image_dir": str(pictures / "folder"), "flip": True}
+    sets = [{"resolution": (size, size), "batch_size": size // 32, "subsets": (subset,)} for size in (64, 96)]
+    found = []
+    for where in ({}, ON_DISK):
+        cfg = config(pictures, tmp_path, where, data={"dirs": (), "datasets": tuple(sets)})
+        made = make(cfg)
+        plan = make_plan(made.data, cfg, global_batches(cfg, 1))
+        last, tokenize = plan.total_steps(1), made.family.tokenizer(made.parts)
+        features = made.family.features
+        ways = {"dp_rank": 0, "dp_size": 1, "first_step": 0, "last_step": last}
+        batches = [each for micro in make_loader(made.data, plan, features, tokenize, cfg, **ways) for each in micro]
+        found.append([made.family.latents(batch, made.parts) for batch in batches])
+    assert {tuple(each.shape) for each in found[0]} == {(2, 16, 8, 8), (3, 16, 12, 12)}
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
 
 
 def test_resting_encoders_come_to_the_device_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
