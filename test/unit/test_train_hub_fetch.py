@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hub_stub import HubStub, point_here, serving
 
+from difftrain.cli import main
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
@@ -244,6 +245,16 @@ def test_weights_without_tokenizers_take_kohyas(hub: HubStub, tmp_path: Path) ->
     said = fault_of(config(model={"init_from_config": "base"}))
     assert "--tokenizer1_path: the weights come without it; openai/clip-vit-large-patch14" in said
     assert "--tokenizer2_path: the weights come without it; laion/CLIP-ViT-bigG-14-laion2B-39B-b160k" in said
+
+
+def test_an_export_converts_what_is_on_a_hub(hub: HubStub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--init_from_config=tiny", f"--output={tmp_path / 'one'}"]) == 0
+    hub.repo("acme/one").push({"one.safetensors": (tmp_path / "one.safetensors").read_bytes()})
+    line = ["export", "--pretrained_model_name_or_path=acme/one", f"--output={tmp_path / 'two'}"]
+    assert main([*line, "--save_model_as=diffusers_safetensors"]) == 0
+    assert (tmp_path / "two" / "unet" / "diffusion_pytorch_model.safetensors").is_file()
+    assert main(["export", "--pretrained_model_name_or_path=acme/none", f"--output={tmp_path / 'three'}"]) == 2
+    assert "--pretrained_model_name_or_path: acme/none, which is no path here" in capsys.readouterr().err
 
 
 # what goes wrong

@@ -6,6 +6,7 @@ With --ema_width the configuration of a run's folder holds, flags win, and train
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from difftrain.contracts.errors import ConfigFault, Fault
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from difftrain.config import TrainConfig
 
 SUFFIXES = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "diffusers_safetensors": ""}
 OUTPUT = on("output", "str", "", "file or folder to write; a file's suffix is added where it lacks it")
@@ -149,7 +152,7 @@ def work(parsed: Parsed) -> int:
 
     from difftrain.models.registry import make_family
 
-    cfg = parsed.config
+    cfg = _fetched(parsed)
     dtypes = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     family = make_family(cfg)
     parts = family.load(meta=True)
@@ -166,6 +169,22 @@ def work(parsed: Parsed) -> int:
     )
     print(path)
     return 0
+
+
+def _fetched(parsed: Parsed) -> TrainConfig:
+    """Return the configuration with paths where the model is named by hub ids; a run's are taken as it began with them."""
+    from difftrain.checkpoint import RunRecord
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.train.hub.fetch import fetch
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("difftrain").setLevel(logging.INFO)
+    cfg = parsed.config
+    record = RunRecord.read(Path(parsed.bare["config"]).parent) if "ema_width" in parsed.bare else None
+    model = cfg.model_copy(update={"data": type(cfg.data)()})  # no data are needed
+    folder = not SUFFIXES[layout_of(parsed)]
+    here, _ = fetch(model, Ranks(), record.hub if record else {}, complete=folder)  # a single file has no tokenizers
+    return cfg.model_copy(update={"model": here.model})
 
 
 def _averaged(parsed: Parsed, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

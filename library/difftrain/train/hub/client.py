@@ -124,7 +124,7 @@ def _answered(error: Any, name: str) -> Trouble:
     from huggingface_hub import errors
 
     token = "the token in HF_TOKEN" if has_token() else "no token is given, HF_TOKEN holds one"
-    status = error.response.status_code
+    status = getattr(error.response, "status_code", 0)
     if isinstance(error, errors.GatedRepoError):
         return Trouble(f"{name} is gated, and {token} does not open it", "ask for access on its page of the hub")
     if isinstance(error, errors.RevisionNotFoundError):

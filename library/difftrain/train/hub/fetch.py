@@ -28,13 +28,18 @@ T = TypeVar("T")
 Pins = dict[str, str]  # "model org/name@revision" -> commit
 
 
-def fetch(cfg: TrainConfig, ranks: Ranks, pins: Mapping[str, str]) -> tuple[TrainConfig, Pins]:
+def fetch(
+    cfg: TrainConfig, ranks: Ranks, pins: Mapping[str, str], *, complete: bool = True
+) -> tuple[TrainConfig, Pins]:
     """Return the configuration with paths in the place of ids, and the commits that were taken. Every rank calls it.
 
-    pins: commits that the run began with. Raises ConfigFault with everything that could not be had.
+    pins: commits that the run began with. complete: also what the weights come without, to train or to draw. Raises
+    ConfigFault with everything that could not be had.
     """
     places, taken = _fetch_all(cfg, wanted(cfg), ranks, pins)
     here = localised(cfg, places)
+    if not complete:
+        return here, taken
     rest = named(for_all(ranks, ranks.is_logger, lambda: unasked(here)), unasked=True)
     if rest:
         log.info("the weights come without a tokenizer: taken are %s", ", ".join(each.text for each in rest))
