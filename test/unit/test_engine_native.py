@@ -442,17 +442,3 @@ def test_an_optimizer_that_wants_the_loss_again_is_refused():
 def _one(groups):
     groups[0].named_params += groups[1].named_params
     return groups[0]
-
-
-def test_faults_are_said_before_anything_is_built():
-    engine = make_engine(config({"compile": True, "compile_backend": "inducter"}), choose("cpu"), Ranks())
-    (fault,) = engine.faults()
-    assert "no compile backend 'inducter'" in fault and "inductor" in fault
-    assert make_engine(config(), choose("cpu"), Ranks()).faults() == []
-
-
-def test_compiled_blocks_train_the_same_under_the_same_names():
-    plain, compiled = built(), built(config({"compile": True, "compile_backend": "aot_eager"}))
-    assert run(compiled, 0, 4) == pytest.approx(run(plain, 0, 4), rel=1e-5)
-    assert weights(compiled).keys() == weights(plain).keys()
-    assert compiled.root.blocks[0]._compiled_call_impl is not None

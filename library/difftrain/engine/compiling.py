@@ -46,9 +46,10 @@ def compile_blocks(blocks: Sequence[nn.Module], section: TrainingSection, device
     for block in blocks:
         block.compile(backend=section.compile_backend, dynamic=None if buckets else False)
     kinds = len({_kind(block) for block in blocks})
-    often = f"{kinds} graphs at the first step and about as many at the next shapes" if buckets else f"{kinds} graphs"
+    graphs = f"{kinds} graph{'s' if kinds > 1 else ''}"
+    often = f"{graphs} at the first step and about as many at the next shapes" if buckets else graphs
     return (
-        f"compile: {len(blocks)} blocks of {kinds} kinds with {section.compile_backend}, {often}; "
+        f"compile: {len(blocks)} blocks with {section.compile_backend}, {often}; "
         f"{device.compile_cost(section.compile_backend)}"
     )
 
