@@ -8,13 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import hub_ranks
 import pytest
 from doors import Door, losses
 from hub_stub import HubStub, serving
 from sdxl import config, loaded
-
-from difftrain.testing.spawn import run_ranks
 
 EXPORTS = ["NAME-step00000002.safetensors", "NAME-step00000004.safetensors", "NAME.safetensors"]
 STATES = ["NAME-state", "NAME-step00000002-state", "NAME-step00000004-state"]
@@ -129,10 +126,12 @@ def test_what_a_hub_refuses_stops_the_run_before_it_begins(door: Door, hub: HubS
     assert not (tmp_path / "out" / "run.json").exists()
 
 
-def test_one_process_of_a_machine_fetches(hub: HubStub, tmp_path: Path) -> None:
-    ended = run_ranks(2, f"{hub_ranks.__file__}::fetch_together", env=hub.environment(tmp_path / "home"))
-    first, second = (json.loads(each.out.splitlines()[-1]) for each in ended)
-    assert first == second and Path(first[0], "model_index.json").is_file() and "has no acme/none" in first[3]
-    assert first[2]["model acme/tiny"] == Path(first[0]).name
-    files = Counter(hub.asked("GET", "/resolve/|/api/models/acme/tiny$|/api/datasets/acme/pictures$"))
-    assert len(files) > 30 and set(files.values()) == {1}
+def test_one_process_of_a_machine_fetches_and_one_of_the_job_sends(door: Door, hub: HubStub, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    door.run(flags(door, out, *sends(), "--train_batch_size=1"), ranks=2, **hub.environment(tmp_path / "home"))
+    asked = Counter(hub.asked("GET", "/resolve/|/api/models/acme/tiny$|/api/datasets/acme/pictures$"))
+    assert len(asked) > 30 and set(asked.values()) == {1}
+    messages = [message.split(",")[0] for message in hub.repo("ann/runs").messages]
+    assert messages == [STATES[1], EXPORTS[0], STATES[2], EXPORTS[1], STATES[0], EXPORTS[2]]
+    sent = {name for name in hub.repo("ann/runs").files if STATES[0] in name}
+    assert sent == {f"first/{STATES[0]}/{path.name}" for path in (out / STATES[0]).iterdir()}  # both ranks' parts

@@ -63,14 +63,15 @@ def _fetch_all(cfg: TrainConfig, names: Sequence[Wanted], ranks: Ranks, pins: Ma
 
 
 def _commits(cfg: TrainConfig, names: Sequence[Wanted], pins: Mapping[str, str]) -> Pins:
-    """Settle the commit of every id that is to be fetched."""
+    """Settle the commit of every id that is to be fetched; parts of one repository are of one commit."""
+    known = dict(pins)
 
     def settle(each: Wanted) -> str | None:
-        if each.pin in pins:
-            return pins[each.pin]
-        if _given_here(cfg, each):
-            return None
-        return Repository.find(each.id.repo, each.kind, each.id.revision).commit
+        if each.pin not in known:
+            if _given_here(cfg, each):
+                return None
+            known[each.pin] = Repository.find(each.id.repo, each.kind, each.id.revision).commit
+        return known[each.pin]
 
     commits = _each(names, settle)
     return {each.pin: commits[each.slot] for each in names if each.slot in commits}
