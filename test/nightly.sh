@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Long drills, each bounded in time: random kills and restarts, and ten million records. About 20 minutes on two cores.
+# Long drills, each bounded in time: random kills and restarts, ten million records, and a model compiled by inductor.
+# About 30 minutes on two cores.
 # Uses the environment of test/run_tests.sh, which must have run once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" test/drills/random_kills.py --minutes="${KILL_MINUTES:-10}"
 PYTHONPATH=library "$python" benchmarks/scale.py
+"$python" test/drills/compiled.py --minutes="${COMPILE_MINUTES:-20}"

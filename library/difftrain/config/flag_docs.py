@@ -60,6 +60,13 @@ Differences to kohya on purpose
 - A repository of `--huggingface_repo_id` is looked at before training, and one that is there keeps its visibility; an upload is
   one commit and tried again, and one that fails is counted in the report. Without `--huggingface_path_in_repo` uploads go to
   the top. Tokenizers of a hub are kept as they are in `--tokenizer_cache_dir`, under kohya's names. docs/hub.md has the rest.
+- `--full_bf16` keeps what bf16 lacks beside the weights (`--master_weights=kahan`) and the optimizer's state in fp32; kohya's
+  is `--master_weights=none`. `--full_fp16` is kohya's.
+- `--fused_backward_pass` takes any optimizer that updates each parameter by itself, there Adafactor alone; on several
+  cards gradients are summed before they are used, which there they are not. `--fused_optimizer_groups` steps one optimizer
+  in parts, there one for each group; with gradient accumulation it waits for the last micro batch. Neither goes with fp16.
+- `--fp8_base` and `--fp8_base_unet`, of kohya's LoRA scripts, are for frozen layers; what is trained is never rounded so.
+- `--cpu_offload_checkpointing` needs `--gradient_checkpointing`. docs/precision_and_memory.md has the rest.
 - Tokens on the command line are moved to the environment and redacted in everything that is written.
 """
 
