@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 
@@ -11,12 +12,12 @@ HERE = __file__
 
 
 def long_work() -> None:
-    """Wait four times the groups' time-out for rank 0, then let it fail."""
+    """Wait four times the groups' time-out for rank 0, let it fail, then rank 1 beside it; last, be a machine each."""
     from difftrain.contracts import DataFault
     from difftrain.device import choose
     from difftrain.distributed.launch import Launch
     from difftrain.distributed.ranks import Ranks
-    from difftrain.train.together import for_all
+    from difftrain.train.together import News, for_all, on_each_machine
 
     def fail() -> None:
         raise DataFault("no pictures")
@@ -28,9 +29,24 @@ def long_work() -> None:
             for_all(ranks, ranks.rank == 0, fail)
         except DataFault as fault:
             said = str(fault)
-    print(json.dumps([found, said]))
+        news = News()
+
+        def leave_where_it_is_in_vain() -> None:
+            if ranks.rank == 1:
+                raise DataFault("no more pictures")
+            assert news.stop.wait(60)
+
+        try:
+            for_all(ranks, True, leave_where_it_is_in_vain, news)
+        except DataFault as fault:
+            said += f", {fault}"
+        machine = dataclasses.replace(ranks, local_rank=0, local_size=1)
+        own = on_each_machine(machine, lambda: f"made by {ranks.rank}")
+        shared = on_each_machine(ranks, lambda: f"made by {ranks.rank}")
+    print(json.dumps([found, said, own, shared]))
 
 
 def test_waiting_has_no_limit_and_errors_are_shared() -> None:
     for ended in run_ranks(2, f"{HERE}::long_work"):
-        assert json.loads(ended.out.splitlines()[-1]) == ["made", "no pictures"]
+        found = json.loads(ended.out.splitlines()[-1])
+        assert found == ["made", "no pictures, no more pictures", f"made by {ended.rank}", "made by 0"]

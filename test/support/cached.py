@@ -26,7 +26,7 @@ from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
 from difftrain.train import caching
 from difftrain.train.caching import with_cache
-from difftrain.train.together import for_all
+from difftrain.train.together import on_each_machine
 
 BOTH = {"latents": True, "text": True}
 ON_DISK = {"latents_to_disk": True, "text_to_disk": True}
@@ -112,7 +112,7 @@ def make(cfg: TrainConfig, parts: Parts | None = None, ranks: Ranks | None = Non
     family, ranks = SDXLFamily(cfg), ranks or Ranks()
     parts = parts or loaded(cfg.training.mixed_precision)
     parts = dataclasses.replace(parts, resting=set(), notes=[])
-    data = open_data(cfg, for_all(ranks, ranks.leads_node, lambda: prepare(cfg, log=lambda line: None)))
+    data = open_data(cfg, on_each_machine(ranks, lambda: prepare(cfg, log=lambda line: None)))
     return Made(cfg, family, parts, with_cache(cfg, choose("cpu"), ranks, family, parts, data))
 
 

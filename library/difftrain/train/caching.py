@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +24,7 @@ from difftrain.data.prepare import Data, index_folder
 from difftrain.data.samples import SampleMaker
 from difftrain.device import Device, fp8, host
 from difftrain.train.encoding import Job, amount, encode, moved
-from difftrain.train.together import for_all
+from difftrain.train.together import News, for_all, on_each_machine
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
@@ -39,15 +39,17 @@ def with_cache(cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, p
     parts: on the host; encoders that no step needs any more rest there.
     Raises: ConfigFault where it does not fit, DataFault where too much cannot be decoded, TrainingFault for a full disk.
     """
-    jobs = asked_for(cfg, family, parts, data)
-    if not jobs:
+    if not wanted(cfg):
         return data
+    jobs: list[Job] = []
+    for_all(ranks, True, lambda: jobs.extend(asked_for(cfg, family, parts, data)))
     for job in jobs:
         _find_place(cfg, ranks, parts, job)
     for_all(ranks, True, lambda: _look(cfg, ranks, jobs))
     _make_sure_of_room(ranks, jobs)
     for job in jobs:
-        for_all(ranks, True, partial(_encode, cfg, device, ranks, parts, job))
+        news = News()
+        for_all(ranks, True, partial(_encode, cfg, device, ranks, parts, job, news), news)
         job.rejected = _all_rejected(ranks, job)
         _refuse(cfg, job)
         parts.resting |= set(job.encoder.modules)
@@ -68,6 +70,12 @@ def undecodable(data: Data) -> list[Reject]:
     return [Reject(data.index.path(data.index.record(record_id)), reason) for record_id, reason in found]
 
 
+def wanted(cfg: TrainConfig) -> bool:
+    """Tell whether anything is to be cached."""
+    section = cfg.cache
+    return section.latents or section.latents_to_disk or section.text or section.text_to_disk
+
+
 def asked_for(cfg: TrainConfig, family: Family, parts: Parts, data: Data) -> list[Job]:
     """Lay out what is asked for; where it lies is not decided yet."""
     section = cfg.cache
@@ -75,7 +83,7 @@ def asked_for(cfg: TrainConfig, family: Family, parts: Parts, data: Data) -> lis
         ("latents", "--cache_latents", "pictures", section.latents, section.latents_to_disk),
         ("text", "--cache_text_encoder_outputs", "captions", section.text, section.text_to_disk),
     )
-    if not any(memory or disk for *_, memory, disk in asked):
+    if not wanted(cfg):
         return []
     tokenize, described = family.tokenizer(parts), family.encoders(parts)
     plain = tuple(recipe.plain() for recipe in data.recipes)
@@ -99,17 +107,12 @@ def _find_place(cfg: TrainConfig, ranks: Ranks, parts: Parts, job: Job) -> None:
     """Decide where the features lie: in files that name what they are of, or in this machine's memory."""
     layout = job.work.layout
     if job.to_disk:
-        fingerprint = _of_machine(ranks, fingerprint_of(job.encoder, parts) if ranks.leads_node else "")
+        fingerprint = on_each_machine(ranks, lambda: fingerprint_of(job.encoder, parts))
         folder = index_folder(cfg) / FOLDER / f"{job.name}-{fingerprint[:16]}"
         job.place = Folder(folder, job.work.names(fingerprint))
     else:
-        path = _of_machine(ranks, SharedMemory.reserve(layout.bytes) if ranks.leads_node else "")
+        path = on_each_machine(ranks, lambda: SharedMemory.reserve(layout.bytes))
         job.place = SharedMemory(path, layout.parts)
-
-
-def _of_machine(ranks: Ranks, value: Any) -> Any:
-    """Return what the first rank of this machine has."""
-    return ranks.gather(value)[ranks.rank - ranks.local_rank]
 
 
 def fingerprint_of(encoder: Encoder, parts: Parts) -> str:
@@ -139,9 +142,10 @@ def _look(cfg: TrainConfig, ranks: Ranks, jobs: Sequence[Job]) -> None:
                 job.missing.append(part)
 
 
-def _encode(cfg: TrainConfig, device: Device, ranks: Ranks, parts: Parts, job: Job) -> None:
+def _encode(cfg: TrainConfig, device: Device, ranks: Ranks, parts: Parts, job: Job, news: News) -> None:
     if job.missing:
-        encode(job, device, cfg.training.mixed_precision, parts, num_workers(cfg.data.workers, ranks.local_size))
+        workers = num_workers(cfg.data.workers, ranks.local_size)
+        encode(job, device, cfg.training.mixed_precision, parts, workers, news.stop)
 
 
 def _make_sure_of_room(ranks: Ranks, jobs: Sequence[Job]) -> None:

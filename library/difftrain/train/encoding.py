@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -70,8 +71,11 @@ def amount(size: float) -> str:
     return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def encode(job: Job, device: Device, precision: str, parts: Parts, workers: int) -> None:
-    """Encode what is missing, part by part. A kill loses the part in hand; those before it are whole."""
+def encode(job: Job, device: Device, precision: str, parts: Parts, workers: int, stop: threading.Event) -> None:
+    """Encode what is missing, part by part. A kill loses the part in hand; those before it are whole.
+
+    stop: set where another rank has failed, whose error is the one to be seen.
+    """
     pieces, work = Pieces(job.work, job.missing), job.work
     loader = data_loader(pieces, range(len(pieces)), min(workers, len(pieces)))
     progress = Progress(job)
@@ -80,6 +84,8 @@ def encode(job: Job, device: Device, precision: str, parts: Parts, workers: int)
             part = work.layout.parts[number]
             entry, room, rejected = work.layout.entries[part.bucket], job.place.room(part), Rejected()
             for piece in group:
+                if stop.is_set():
+                    return
                 rejected |= piece.rejected
                 if piece.batch is not None:
                     batch = device.to_device(piece.batch)
@@ -125,7 +131,7 @@ class Progress:
         self._said, took = now, max(now - self._began, 1e-9)
         left = (self._total - self._done) * took / self._done
         log.info(
-            "cache of %s: %d of this rank's %d %s encoded, %.3g a second, %.1f min left",
+            "cache of %s: %d of this rank's %d %s encoded, %.1f a second, %.1f min left",
             self._job.name,
             self._done,
             self._total,

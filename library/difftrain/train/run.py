@@ -46,7 +46,7 @@ from difftrain.train.saving import Saving, load_counters
 from difftrain.train.signals import Requests
 from difftrain.train.start import Start, begin, check_same, identity
 from difftrain.train.state import Hook, Run
-from difftrain.train.together import for_all
+from difftrain.train.together import for_all, on_each_machine
 
 log = logging.getLogger("difftrain")
 CONFIG_FILE = "config.toml"
@@ -137,7 +137,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     here: cfg with paths in the place of hub ids.
     """
     family = make_family(here)
-    folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(here, log=log.info))
+    folder = on_each_machine(ranks, lambda: prepare(here, log=log.info))
     data = open_data(cfg, folder)
     check_sizes(data.tables, family.features)
     if ranks.is_logger:
@@ -203,7 +203,7 @@ def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
     """Do what `assemble` does until the caches on disk are whole; nothing is written to the output folder."""
     family = make_family(cfg)
     check(cfg, family)
-    folder = for_all(ranks, ranks.local_rank == 0, lambda: prepare(cfg, log=log.info))
+    folder = on_each_machine(ranks, lambda: prepare(cfg, log=log.info))
     data = open_data(cfg, folder)
     check_sizes(data.tables, family.features)
     parts = family.load()

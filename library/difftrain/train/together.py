@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from difftrain.contracts import DifftrainError, TrainingFault
@@ -14,20 +15,29 @@ T = TypeVar("T")
 SIGN_OF_LIFE_S = 1.0
 
 
+@dataclass(frozen=True)
+class News:
+    """What ranks hear of one another while they work. failed: this one has. stop: any has, so that going on is in vain."""
+
+    failed: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
 @contextmanager
-def company(ranks: Ranks, worker: bool) -> Iterator[None]:
+def company(ranks: Ranks, worker: bool, news: News | None = None) -> Iterator[None]:
     """Do long work on some ranks, inside, while the others wait, without a limit on how long.
 
     A collective waits for a rank only until the time-out of the group, which is there to notice lost ranks. So a
     thread of the worker gives a sign of life each second, and only a worker that falls silent is taken for lost. Every
-    rank enters; inside, nobody uses the control group.
+    rank enters; inside, nobody uses the control group. news: set from the others' signs, for work that can be left.
     """
+    news = news or News()
     if ranks.size == 1:
         yield
         return
     if not worker:
         yield
-        while ranks.agree(0):
+        while _exchange(ranks, False, news):
             pass
         return
     done = threading.Event()
@@ -35,10 +45,11 @@ def company(ranks: Ranks, worker: bool) -> Iterator[None]:
 
     def tell() -> None:
         try:
-            while ranks.agree(int(not done.wait(SIGN_OF_LIFE_S))):
+            while _exchange(ranks, not done.wait(SIGN_OF_LIFE_S), news):
                 pass
         except Exception as error:  # raised where the work ends
             lost.append(error)
+            news.stop.set()
 
     signs = threading.Thread(target=tell, name="sign of life", daemon=True)
     signs.start()
@@ -51,20 +62,37 @@ def company(ranks: Ranks, worker: bool) -> Iterator[None]:
         raise lost[0]
 
 
-def for_all(ranks: Ranks, worker: bool, action: Callable[[], T]) -> T:
+def _exchange(ranks: Ranks, working: bool, news: News) -> bool:
+    """Give a sign and take the others'; return whether anybody is still at work."""
+    going = ranks.any(working)
+    if ranks.any(news.failed.is_set()):
+        news.stop.set()
+    return going
+
+
+def on_each_machine(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Run an action in one process a machine, as for_all, and return to every rank what came of it on its own machine."""
+    made: list[T] = []
+    for_all(ranks, ranks.leads_node, lambda: made.append(action()))
+    return ranks.gather(made[0] if made else None)[ranks.rank - ranks.local_rank]
+
+
+def for_all(ranks: Ranks, worker: bool, action: Callable[[], T], news: News | None = None) -> T:
     """Run an action where worker is true, while the others wait, and return the lowest such rank's result everywhere.
 
     The result is pickled between ranks: small. An error of any worker is raised on every rank, so that all leave with
     the same exit code and nobody waits for a rank that is gone.
     """
+    news = news or News()
     result: T | None = None
     error: BaseException | None = None
-    with company(ranks, worker):
+    with company(ranks, worker, news):
         if worker:
             try:
                 result = action()
             except Exception as caught:
                 error = caught
+                news.failed.set()
     if ranks.size == 1:
         if error is not None:
             raise error

@@ -19,6 +19,7 @@ from difftrain.data.cache.store import Captions, Pictures, Shelf, hash_of
 from difftrain.data.media import MEDIA_VERSION, Unusable
 
 if TYPE_CHECKING:
+    from difftrain.data.index import Columns
     from difftrain.data.recipe import Recipe
     from difftrain.data.samples import SampleMaker
     from difftrain.data.tables import Tables
@@ -65,7 +66,7 @@ class Pieces(Dataset[Any]):
 
 
 class PictureWork:
-    """Every picture of the tables, held out or not, in the order of its key: a split changes nothing here.
+    """Every picture of the tables, held out or not, shard by shard and there by key: a split changes nothing here.
 
     Of a picture that may be flipped the mirrored one is encoded too.
     """
@@ -77,7 +78,8 @@ class PictureWork:
         for rows in (*tables.training, *tables.validation):
             ids, _ = tables.take(np.arange(rows.first, rows.first + rows.records))
             found.setdefault(rows.bucket, []).append(np.array(ids, dtype=np.uint32))
-        runs = {bucket: np.unique(np.concatenate(found[bucket])) for bucket in sorted(found)}
+        columns = maker.index.columns()
+        runs = {bucket: _by_shard(np.unique(np.concatenate(found[bucket])), columns) for bucket in sorted(found)}
         self._ids = np.concatenate(list(runs.values()))
         self.layout = Layout(encoder.features, ((bucket, len(ids)) for bucket, ids in runs.items()), self.variants)
 
@@ -174,6 +176,12 @@ def _batch(bucket: Bucket, features: dict[str, torch.Tensor]) -> Batch | None:
         return None
     numbers = torch.arange(len(next(iter(features.values()))))
     return Batch(bucket, numbers, torch.zeros_like(numbers), features, {})
+
+
+def _by_shard(ids: np.ndarray, columns: Columns) -> np.ndarray:
+    """Put ids in the order in which tars and parquet files are best read; plain files stay in the order of their keys."""
+    ordered: np.ndarray = ids[np.lexsort((ids, np.asarray(columns.shard)[ids], np.asarray(columns.source)[ids]))]
+    return ordered
 
 
 def _settings_of(recipe: Recipe) -> bytes:
