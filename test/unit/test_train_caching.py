@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from difftrain.data import samples
 from difftrain.data.cache import layout
 from difftrain.data.cache.places import Folder
 from difftrain.data.loader import make_loader
-from difftrain.data.prepare import global_batches, index_folder, make_plan
+from difftrain.data.prepare import global_batches, index_folder, make_plan, open_data, prepare
 from difftrain.device import choose, host
+from difftrain.distributed.ranks import Ranks
 from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.testing.pictures import picture, write_folder
+from difftrain.testing.pictures import picture, write_folder, write_tar
 from difftrain.train import caching, encoding
 from difftrain.train.caching import undecodable
 
@@ -247,6 +249,33 @@ def test_a_build_that_was_killed_goes_on_with_what_is_whole(
     calls = encoded(monkeypatch)
     assert make(cfg).kept().equal(wanted) and whole.stat().st_mtime_ns == written
     assert 0 < sum(calls) < 13 + 14
+
+
+def test_pictures_of_tars_are_encoded_tar_by_tar(tmp_path: Path) -> None:
+    for number in range(3):
+        write_tar(tmp_path / "tars" / f"{number}.tar", [(64, 64)] * 6, start=10 * number)
+    cfg = config(tmp_path, tmp_path / "cache", {"latents": True}, data={"dirs": (str(tmp_path / "tars"),)})
+    data, family = open_data(cfg, prepare(cfg, log=lambda line: None)), SDXLFamily(cfg)
+    (job,) = caching.asked_for(cfg, family, loaded(), data)
+    (part,) = job.work.layout.parts
+    assert part.count == 18
+    ids = job.work._ids.tolist()  # type: ignore[union-attr]
+    shards = [int(data.index.columns().shard[each]) for each in ids]
+    assert shards == [0] * 6 + [1] * 6 + [2] * 6 and sorted(ids) != ids
+
+
+def test_a_rank_leaves_its_work_where_another_has_failed(pictures: Path, tmp_path: Path) -> None:
+    cfg = config(pictures, tmp_path, {"latents_to_disk": True})
+    data, family, parts = open_data(cfg, prepare(cfg, log=lambda line: None)), SDXLFamily(cfg), loaded()
+    (job,) = caching.asked_for(cfg, family, parts, data)
+    caching._find_place(cfg, Ranks(), parts, job)
+    job.missing = list(job.work.layout.parts)
+    stop = threading.Event()
+    stop.set()
+    encoding.encode(job, choose("cpu"), "no", parts, 0, stop)
+    assert not parts_of(cfg, "*")
+    encoding.encode(job, choose("cpu"), "no", parts, 0, threading.Event())
+    assert len(parts_of(cfg, "*")) == len(job.missing)
 
 
 @pytest.mark.flags("skip_cache_check")
