@@ -1,6 +1,7 @@
 """Masks follow their pictures: resized, cut and mirrored alike, from alpha or from another folder."""
 
 import io
+import tarfile
 
 import numpy as np
 import pytest
@@ -151,6 +152,21 @@ def test_a_mask_may_be_smaller_but_of_its_pictures_shape(masked):
     found, _ = batches(masked, masked / "d", **settings)
     [mask] = [mask for name, _, mask in found if name == "p1"]
     assert torch.equal(mask, torch.ones_like(mask))
+
+
+@pytest.mark.flags("conditioning_data_dir")
+def test_the_mask_of_a_member_goes_by_its_whole_name(tmp_path):
+    rgb = noise(1, (64, 64), 3)
+    for folder, pixels in (("d", rgb), ("m", rgb[..., 1])):
+        write(tmp_path / folder / "oh!my.png", pixels)
+    (tmp_path / "t!").mkdir()
+    with tarfile.open(tmp_path / "t!" / "a!.tar", "w") as shard:
+        for name in ("oh!my.png", "oh!my.txt"):
+            shard.add(tmp_path / "d" / name, name)
+    write(tmp_path / "m" / "my.png", noise(2, (64, 64), 1))  # another picture's
+    settings = {"data": {"conditioning_dir": str(tmp_path / "m")}, "loss": {"masked": True}}
+    [(_, pixels, mask)], _ = batches(tmp_path, tmp_path / "t!", **settings)
+    assert torch.equal(mask[0], pixels[1].float() / 255)
 
 
 @pytest.mark.flags("resize_interpolation")

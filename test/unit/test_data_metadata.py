@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import DataFault
+from difftrain.config.sections import CaptionSection, DataSection
+from difftrain.contracts import DataFault, Draw
+from difftrain.data.buckets import BucketTable
+from difftrain.data.framing import place_of
 from difftrain.data.index import Index
 from difftrain.data.indexing import build_index
+from difftrain.data.masks import find_mask, name_of
+from difftrain.data.recipe import Recipe
 from difftrain.data.sources.metadata import combined
 from difftrain.testing.pictures import write_folder
 
 
 def built(folder: Path, entries: Any, pictures: Path | None = None, **sections: Any) -> Index:
-    """Write an index of a metadata file in `folder`; its pictures lie in folder/imgs."""
+    """Write an index of a metadata file in `folder`, of the one that is there for None; its pictures lie in folder/imgs."""
     file = folder / "meta.json"
-    file.write_text(entries if isinstance(entries, str) else json.dumps(entries))
+    if entries is not None:
+        file.write_text(entries if isinstance(entries, str) else json.dumps(entries))
     data = {"dirs": (str(pictures or folder / "imgs"),), "in_json": str(file), "resolution": (64, 64)}
     cfg = TrainConfig.model_validate({"data": data | sections.pop("data", {})} | sections)
     summary = build_index(cfg.data, cfg.captions, folder / "index", log=lambda line: None, workers=1)
@@ -114,6 +120,7 @@ def test_captions_that_are_none(folder: Path, entry: Any, reason: str) -> None:
     [
         ("[1]", "must be an object"),
         ("{", "no JSON in UTF-8"),
+        ('{"a":' + "[" * 100_000, "no JSON in UTF-8"),
         ("{}", "names no picture"),
         ('"\udcff"', "no JSON in UTF-8"),
     ],
@@ -164,3 +171,49 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(folder: Path) 
     assert (again.read, again.reused) == (0, 1)
     entries["0000"]["caption"] = "new!"
     assert captions(built(folder, entries))["0000.png"] == "new!"
+
+
+@pytest.mark.flags("in_json")
+def test_pictures_that_come_change_or_go_are_noticed_though_the_file_stays(folder: Path) -> None:
+    entries = json.dumps({name: {"caption": name} for name in ("0000", "0001", "0002", "late")})
+    data = {"max_rejected_share": 1.0}
+    assert built(folder, entries, data=data).count == 3
+    was = (folder / "meta.json").stat()
+    write_folder(folder / "imgs", [(72, 56)])  # 0000 is another picture
+    (folder / "imgs" / "0001.png").unlink()
+    (folder / "imgs" / "0002.png").rename(folder / "imgs" / "late.png")
+    index = built(folder, None, data=data)
+    now = (folder / "meta.json").stat()
+    assert (now.st_mtime_ns, now.st_size) == (was.st_mtime_ns, was.st_size)
+    assert captions(index) == {"0000.png": "0000", "late.png": "late"}
+    assert {record.media.path: record.size_hw for record in index.records(range(2))}["0000.png"] == (56, 72)
+
+
+def test_a_name_that_no_disk_takes_ends_nothing(folder: Path) -> None:
+    index = built(folder, {"0000": {"caption": "a"}, "q" * 400: {"caption": "b"}, "0001": {"caption": "c"}})
+    assert set(captions(index)) == {"0000.png", "0001.png"}
+    assert [reject.reason[:10] for reject in index.rejects()] == ["no picture"]
+
+
+@pytest.mark.flags("in_json", "conditioning_data_dir")
+def test_a_picture_elsewhere_is_not_its_own_mask(folder: Path) -> None:
+    write_folder(folder / "elsewhere", [(32, 32), (32, 32)], start=5)
+    write_folder(folder / "masks", [(32, 32)], start=6)
+    names = [str(folder / "elsewhere" / f"000{n}.png") for n in (5, 6)]
+    data = {"conditioning_dir": str(folder / "masks")}
+    index = built(folder, {name: {"caption": "x"} for name in names}, data=data)
+    [record] = index.records(range(index.count))
+    assert record.media.path == "../elsewhere/0006.png"
+    assert find_mask(folder / "masks", name_of(record)) == folder / "masks" / "0006.png"
+    assert [reject.reason[:7] for reject in index.rejects()] == ["no mask"]
+
+
+@pytest.mark.flags("in_json", "face_crop_aug_range")
+def test_a_face_is_that_of_the_picture_however_it_is_named(folder: Path) -> None:
+    (folder / "imgs" / "0000.png").rename(folder / "imgs" / "a_30_20_8_10.png")
+    for name in ("a_30_20_8_10", "a_30_20_8_10.png"):
+        index = built(folder, {name: {"caption": "x"}})
+        table = BucketTable.of(DataSection(resolution=(32, 32)))
+        recipe = Recipe(CaptionSection(), table, 1, face_crop_range=(1.0, 1.0))
+        record = index.record(0)
+        assert place_of(recipe, record, Draw(0, record.key, 0), 1).native, name

@@ -264,6 +264,8 @@ def test_members_that_are_listed_and_not_used(tmp_path):
         add("bad.txt", "naïve".encode("latin-1"))
         add("torn.png", PNG)
         add("torn.json", b'{"caption": ')
+        add("deep.png", PNG)
+        add("deep.json", b"[" * 100_000)
         add("odd.png", PNG)
         add("odd.json", b'{"caption": 7}')
         add("._001.jpg", b"mac")
@@ -271,6 +273,7 @@ def test_members_that_are_listed_and_not_used(tmp_path):
     assert list(items) == ["twice.png"] and items["twice.png"].size == len(PNG) + 5
     outside = "outside its folder: the member's name leads out of the tar"
     assert bad.pop("torn.png").startswith("broken sidecar: torn.json is not JSON")
+    assert bad.pop("deep.png").startswith("broken sidecar: deep.json is not JSON")
     assert bad == {
         "001.json": "no picture: the tar has no picture of this name",
         "002.txt": "no picture: the tar has no picture of this name",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from difftrain.contracts import Draw, Record
 from difftrain.data.buckets import Fit
+from difftrain.data.masks import name_of
 from difftrain.diffusion.draws import Stream, integer
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def place_of(recipe: Recipe, record: Record, draw: Draw, seed: int) -> Place:
     """Choose where one use of a record is cut. Raises ValueError where no bucket fits."""
     found = recipe.buckets.select((record.size_hw[1], record.size_hw[0]))
     flip = recipe.flip and integer(seed, draw.key, draw.occurrence, "flip", 2) == 1
-    face = face_of(record.name) if recipe.face_crop_range else None
+    face = face_of(name_of(record)) if recipe.face_crop_range else None
     if face is not None:
         return _around(face, recipe, found, flip, Stream(seed, draw.key, draw.occurrence, "face"))
     left, top = found.crop

@@ -104,7 +104,7 @@ def _accept(work: Files, number: int, file: FileRef, item: Item | Bad, position:
             raise Unusable(kind, detail)
         captions = ("",)
     if work.source.masks:
-        find_mask(Path(work.source.masks), item.member or item.path or file.path)
+        find_mask(Path(work.source.masks), item.path or item.member or file.path)  # as masks.name_of
     (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
     check_size(width, height)
     return Accepted(

@@ -33,14 +33,16 @@ def find_mask(folder: Path, name: str) -> Path:
 
 
 def _candidates(folder: Path, stem: str) -> Iterator[Path]:
-    for each in dict.fromkeys((stem, stem.rpartition("/")[2])):
+    bare = stem.rpartition("/")[2]
+    leads_out = stem.startswith("/") or ".." in stem.split("/")  # a picture elsewhere would be found as its own mask
+    for each in dict.fromkeys((bare,) if leads_out else (stem, bare)):
         for suffix in _ORDER:
             yield folder / f"{each}{suffix}"
 
 
 def name_of(record: Record) -> str:
-    """Return what find_mask looks for: the member of a shard, else the path in its source."""
-    return record.name.rpartition("!")[2] if record.media.length else record.media.path
+    """Return what a picture is called: the member of a shard, else the path in its source."""
+    return record.name.partition(f"{record.media.path}!")[2] if record.media.length else record.media.path
 
 
 def read_mask(folder: Path, record: Record) -> np.ndarray:

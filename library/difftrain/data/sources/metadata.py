@@ -5,6 +5,8 @@ Pictures lie in a folder, or are named by whole paths. The file counts as one sh
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -25,7 +27,19 @@ class MetadataSource(Source):
 
     def listing(self) -> Iterator[Listed]:
         found = (self.root / self.info.only).stat()
-        yield Listed("media", self.info.only, found.st_size, found.st_mtime_ns)
+        yield Listed("media", self.info.only, found.st_size, self._stamp(found.st_mtime_ns))
+
+    def _stamp(self, mtime_ns: int) -> int:
+        """Return what changes with the file and with any picture: one that came, went or is another has to be seen."""
+        state = hashlib.blake2b(f"{mtime_ns}".encode(), digest_size=7)
+        for name in self._entries:
+            try:
+                found = self._find(name)
+                seen = found.stat() if found else None
+            except OSError:
+                seen = None
+            state.update(f" {seen.st_size} {seen.st_mtime_ns}".encode() if seen else b" none")
+        return int.from_bytes(state.digest(), "little")
 
     @cached_property
     def _entries(self) -> dict[str, Any]:
@@ -34,7 +48,7 @@ class MetadataSource(Source):
             entries = json.loads(decode_text(Path(file).read_bytes(), "it"))
         except OSError as error:
             raise DataFault(f"{file}: cannot be read ({error.strerror})") from None
-        except (ValueError, BadCaption) as error:
+        except (ValueError, RecursionError, BadCaption) as error:
             raise DataFault(f"{file}: no JSON in UTF-8 ({error})") from None
         if not isinstance(entries, dict):
             raise DataFault(f'{file}: must be an object, {{"picture": {{"caption": "..."}}}}, not {_word(entries)}')
@@ -51,7 +65,12 @@ class MetadataSource(Source):
     def items(self, file: FileRef) -> Iterator[Item | Bad]:
         seen: dict[str, str] = {}
         for name, entry in self._entries.items():
-            found = self._find(name)
+            try:
+                found = self._find(name)
+                size = found.stat().st_size if found else 0
+            except OSError as error:
+                yield Bad(printable(name), f"cannot be read: {error.strerror}")
+                continue
             if found is None:
                 yield Bad(printable(name), f"no picture: none of this path, and none of this name in {self.root}")
                 continue
@@ -67,7 +86,6 @@ class MetadataSource(Source):
                 yield Bad(printable(name), str(error))
                 continue
             lacking = "no caption: it has neither caption nor tags"
-            size = found.stat().st_size
             yield Item(printable(name), 0, 0, size, captions, lambda at=found: at.open("rb"), lacking, path, key=key)  # type: ignore[misc]
 
     def _find(self, name: str) -> Path | None:
@@ -75,7 +93,7 @@ class MetadataSource(Source):
         here = self.root / name  # a whole path stays one
         by_path = (here, Path.cwd() / name) if is_picture(name) else ()
         for place in (*by_path, *(here.with_name(here.name + suffix) for suffix in _SUFFIXES if here.name)):
-            if place.is_file():
+            if _is_file(place):
                 return place
         return None
 
@@ -92,6 +110,15 @@ class MetadataSource(Source):
 
     def read(self, media: MediaRef) -> bytes:
         return (self.root / media.path).read_bytes()
+
+
+def _is_file(place: Path) -> bool:
+    try:
+        return place.is_file()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
 
 
 def combined(caption: str | None, tags: str | None, separator: str, *, multi_line: bool) -> str:

@@ -60,6 +60,6 @@ def caption_of_json(data: bytes, where: str, *, multi_line: bool = False) -> tup
     """
     try:
         parsed = json.loads(decode_text(data, where))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadCaption(f"broken sidecar: {where} is not JSON ({error})") from None
     return captions_of(parsed.get("caption"), where, multi_line=multi_line) if isinstance(parsed, dict) else ()
