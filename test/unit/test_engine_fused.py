@@ -7,9 +7,12 @@ import torch
 from engines import COUNTS, built, config, equal, one_thread, run, saved, weights  # noqa: F401
 
 from difftrain.contracts import ConfigFault, Group
-from difftrain.engine import update
+from difftrain.device import choose
+from difftrain.distributed.ranks import Ranks
+from difftrain.engine import make_engine, update
 from difftrain.engine.fused import parts_of
 from difftrain.engine.native import NativeEngine
+from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.family import TinyFamily, tiny_step
 
 FREE = {"max_grad_norm": 0.0}
@@ -191,3 +194,18 @@ def test_parameters_that_take_no_part_are_named():
     family.load = lambda meta=False: parts
     with pytest.raises(ConfigFault, match=r"take no part in the loss: extra\.bias, extra\.weight"):
         run(built(config(**ONE), family), 0, 1)
+
+
+def test_running_statistics_are_refused_on_several_ranks():
+    """DistributedDataParallel shares them, and there is none here."""
+    cfg, family = config(**ONE), TinyFamily(statistics=True)
+    engine = make_engine(cfg, choose("cpu"), Ranks(size=2))
+    with pytest.raises(ConfigFault, match="running statistics"):
+        engine.build(
+            family,
+            family.load(),
+            lambda groups: make_optimizer(cfg.optimizer, groups),
+            lambda optimizer: make_schedule(cfg.optimizer, optimizer, 20),
+            [],
+        )
+    assert run(built(cfg, family), 0, 2)

@@ -140,6 +140,14 @@ def test_a_checkpoint_holds_what_the_weights_stand_for(tmp_path):
     assert equal(exact(mixed), exact(kahan))
 
 
+def test_a_checkpoint_of_another_precision_is_said(tmp_path, caplog):
+    kahan, mixed = built(half()), built(config({"mixed_precision": "bf16"}))
+    saved(kahan, tmp_path)
+    with caplog.at_level("WARNING", "difftrain"):
+        mixed.restore(tmp_path)
+    assert "bf16 with weights in bf16 (kept beside them: kahan), this run in bf16" in caplog.text
+
+
 def test_averages_and_exports_see_the_exact_values():
     fine = half().model_copy(update={"save": SaveSection(precision="float")})
     engine, plain = built(fine), built(half())
@@ -237,6 +245,20 @@ def test_an_optimizer_that_looks_at_all_gradients_is_stepped_whole(monkeypatch):
     assert [group["seen"] for group in kahan.optimizer.param_groups] == [
         g["seen"] for g in whole.optimizer.param_groups
     ]
+
+
+@pytest.mark.parametrize("kept", ["fp32", "kahan", "none"])
+def test_a_schedule_free_average_is_what_is_used_and_leaves_no_trace(kept):
+    """The averages are put in place of the model's weights, and the trained ones come back with all their bits."""
+    cfg = half(kept, type="AdamW", schedulefree_wrapper=True)
+    engine, other = built(cfg), built(cfg)
+    run(engine, 0, 3)
+    run(other, 0, 3)
+    before, model = exact(engine), weights(engine)
+    with engine.settled():
+        assert not equal(weights(engine), model)
+    assert equal(exact(engine), before) and equal(weights(engine), model)
+    assert run(engine, 3, 5) == run(other, 3, 5)
 
 
 def test_frozen_weights_of_root_become_half_too(tmp_path: Path):

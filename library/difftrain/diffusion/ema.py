@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+_PART = 1 << 26
 
 
 class Average:
@@ -16,15 +18,17 @@ class Average:
 
     @torch.no_grad()
     def blend(self, named: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Move by a share of the way to other weights; the same names in the same order as at the start."""
-        averages, weights = [], []
-        for name, tensor in named:
-            averages.append(self.weights[name])
-            weights.append(_fp32(tensor))
-        if len(averages) != len(self.weights):
-            raise ValueError(f"the average holds {len(self.weights)} tensors, but {len(averages)} were given")
-        if averages:
-            torch._foreach_lerp_(averages, weights, share)
+        """Move by a share of the way to other weights; the same names in the same order as at the start.
+
+        Half weights are made wide a part at a time.
+        """
+        given = 0
+        for part in _parts(named):
+            given += len(part)
+            averages = [self.weights[name] for name, _ in part]
+            torch._foreach_lerp_(averages, [_fp32(tensor) for _, tensor in part], share)
+        if given != len(self.weights):
+            raise ValueError(f"the average holds {len(self.weights)} tensors, but {given} were given")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name: the very tensors, to be copied before the next update."""
@@ -57,6 +61,20 @@ class Ema(Average):
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take in the weights after an update."""
         self.blend(named, 1.0 - self.decay)
+
+
+def _parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Cut into runs of about _PART elements."""
+    part: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in named:
+        part.append((name, tensor))
+        held += tensor.numel()
+        if held >= _PART:
+            yield part
+            part, held = [], 0
+    if part:
+        yield part
 
 
 def _fp32(tensor: Tensor) -> Tensor:

@@ -31,17 +31,21 @@ def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> DistributedDataParallel:
     """Wrap the root; parameters keep their names inside."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, list(fp8.held(root)))  # no sums of 8 bits
-    trained = {name for name, _ in root.named_parameters()}
-    state = any(name not in trained for name in root.state_dict())  # running statistics; constants need no sending
     wrapped = DistributedDataParallel(
         root,
         device_ids=None if device.torch_device.index is None else [device.torch_device.index],
-        broadcast_buffers=state,
+        broadcast_buffers=has_statistics(root),
         gradient_as_bucket_view=section.ddp_bucket_view,
         static_graph=section.ddp_static_graph,
     )
     wrapped.register_comm_hook(None, sum_hook)
     return wrapped
+
+
+def has_statistics(root: nn.Module) -> bool:
+    """Tell whether a module keeps running statistics; constants, which need no sending, are in no state dict."""
+    parameters = {name for name, _ in root.named_parameters()}
+    return any(name not in parameters for name in root.state_dict())
 
 
 def warm_up(root: nn.Module, batch: Batch, backward: Callable[[Batch], None]) -> None:

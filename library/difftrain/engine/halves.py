@@ -22,6 +22,15 @@ def weights_kept(section: TrainingSection) -> str:
     return section.master_weights or {None: "fp32", "bf16": "kahan", "fp16": "none"}[section.full_precision]
 
 
+def precision_of(section: TrainingSection) -> str:
+    """Say in which precision a run trains: fp32 is called no, as its flag does."""
+    if section.full_precision is None:
+        return section.mixed_precision
+    return (
+        f"{section.full_precision} with weights in {section.full_precision} (kept beside them: {weights_kept(section)})"
+    )
+
+
 def make_masters(root: nn.Module, trained: Mapping[str, nn.Parameter], section: TrainingSection) -> Masters:
     """Make what the optimizer will update; in full half precision the weights of root become half ones, in place."""
     if section.full_precision is None:

@@ -20,7 +20,7 @@ from difftrain.diffusion.keys import module_seed
 from difftrain.engine import compiling, ddp
 from difftrain.engine.fits import FORMAT, check_fits, engine_file
 from difftrain.engine.fused import DuringBackward, parts_of
-from difftrain.engine.halves import make_masters
+from difftrain.engine.halves import make_masters, precision_of
 from difftrain.engine.place import SchedulePlace
 from difftrain.engine.shelf import Shelf
 from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, NativeSnapshot, TensorFile, shares
@@ -111,6 +111,9 @@ class NativeEngine:
         max_norm = self.cfg.training.max_grad_norm
         if not self._fused:
             return AfterBackward(self._masters, self.optimizer, self._scaler, max_norm)
+        if self.dp_size > 1 and ddp.has_statistics(self.root):
+            what = "has running statistics, which ranks share with updates after the backward pass alone"
+            raise ConfigFault([Fault("model", what, "leave --fused_backward_pass and --fused_optimizer_groups out")])
         parts = parts_of(groups, self.cfg.optimizer.fused_groups)
         return DuringBackward(self._masters, self.optimizer, parts, self.ranks, max_norm)
 
@@ -322,7 +325,7 @@ class NativeEngine:
             "engine": "native",
             "position": self.position,
             "ranks": self.dp_size,
-            "precision": self.cfg.training.mixed_precision,
+            "precision": precision_of(self.cfg.training),
             "optimizer": self._state.kind,
             "groups": self._state.groups(keep),
             "lrs": [float(group["lr"]) for group in self.optimizer.param_groups],
@@ -358,8 +361,8 @@ class NativeEngine:
     def _restore_scaler(self, about: dict[str, Any]) -> None:
         if self._scaler is not None and about["scaler"] is not None:
             self._scaler.load_state_dict(about["scaler"])
-        if about["precision"] != self.cfg.training.mixed_precision and self.is_logger:
-            was, now = about["precision"], self.cfg.training.mixed_precision
+        was, now = about["precision"], precision_of(self.cfg.training)
+        if was != now and self.is_logger:
             log.warning("the checkpoint was trained in mixed precision %s, this run in %s", was, now)
 
     def _go_to(self, position: int, about: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Bucket
+from difftrain.engine.halves import precision_of
 from difftrain.report.casename import final_lines, write_case_log
 from difftrain.report.html import build_html
 from difftrain.report.peaks import measure_matmul
@@ -130,7 +131,7 @@ def say_what_runs(run: Run) -> None:
     counts = parameter_counts(run)
     said = [
         f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
-        f"precision {cfg.training.mixed_precision}",
+        f"precision {precision_of(cfg.training)}",
         f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
         f"batch: {_listed(cfg.batch_sizes)} a rank x {cfg.training.accumulation} accumulated x {size} ranks = "
         f"{_listed(run.plan.global_batches)} images a step{', by data set' if len(cfg.batch_sizes) > 1 else ''}",
