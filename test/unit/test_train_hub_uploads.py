@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -176,7 +178,9 @@ def test_what_cannot_be_sent_is_named_with_what_to_do(
     assert "A.safetensors was not sent to the hub: " in caplog.text and "answers 503" in caplog.text
     by_hand = f"send it by hand: hf upload ann/models {tmp_path / 'A.safetensors'} runs/A.safetensors"
     assert by_hand in caplog.text and "forbids it to the token" in caplog.text
-    assert f"gone.safetensors was not sent to the hub: {tmp_path / 'gone.safetensors'}: is gone, or empty" in caplog.text
+    assert (
+        f"gone.safetensors was not sent to the hub: {tmp_path / 'gone.safetensors'}: is gone, or empty" in caplog.text
+    )
     assert caplog.text.count("trying again") == 2 and hub.token not in caplog.text
 
 
@@ -188,6 +192,15 @@ def test_a_state_that_breaks_off_is_not_to_be_seen(hub: HubStub, tmp_path: Path)
 
 
 # in the background
+
+
+def let_go(hub: HubStub) -> None:
+    """Let a hub that stalls go on, and what sends come to its end."""
+    hub.awake.set()
+    for thread in threading.enumerate():
+        if thread.name == "uploads":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.mark.flags("async_upload")
@@ -234,16 +247,48 @@ def test_the_end_waits_for_a_while_and_names_what_is_late(
     sending.wait(0.3)
     assert time.monotonic() - began < 3
     assert "waiting up to 0 s for uploads: A.safetensors, B.safetensors" in caplog.text
-    assert (
-        "A.safetensors was not sent to the hub: it was not sent within 0 s of the end; send it by hand" in caplog.text
-    )
+    assert "A.safetensors was not sent to the hub: the run ended before it was sent; send it by hand: hf" in caplog.text
     assert sending.facts() == {"repo": "ann/models", "sent": [], "failed": ["A.safetensors", "B.safetensors"]}
-    hub.awake.set()
-    for thread in threading.enumerate():
-        if thread.name == "uploads":
-            thread.join(10)
-            assert not thread.is_alive()
+    let_go(hub)
     assert sending.failed == ["A.safetensors", "B.safetensors"]  # each is named once
+
+
+@pytest.mark.parametrize(("error", "waits"), [(RuntimeError("no more memory"), True), (SystemExit(143), False)])
+def test_a_run_that_ends_early_names_what_waits(
+    hub: HubStub,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    waits: bool,
+) -> None:
+    """An error waits a moment for the hub, a signal does not."""
+    caplog.set_level(logging.INFO, "difftrain")
+    monkeypatch.setattr(module, "AT_STOP_S", 0.3)
+    hub.misbehave("POST", "/commit/", "stall")
+    with pytest.raises(type(error)), Uploads(opened(), background=True) as sending:
+        sending.add(export(tmp_path, "A.safetensors"), "A")
+        raise error
+    assert ("waiting up to" in caplog.text) == waits
+    assert "A.safetensors was not sent to the hub: the run ended before it was sent; send it" in caplog.text
+    let_go(hub)
+
+
+def test_a_signal_during_the_wait_names_what_waits(
+    hub: HubStub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sending = Uploads(opened(), background=True)
+    hub.misbehave("POST", "/commit/", "stall")
+    sending.add(export(tmp_path, "A.safetensors"), "A")
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(SystemExit):
+            sending.wait(60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert "A.safetensors was not sent to the hub: the run ended before it was sent" in caplog.text
+    let_go(hub)
 
 
 def test_without_a_target_nothing_happens(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         if start.finished:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, start.step)
             return 0
-        uploads = open_uploads(cfg, ranks)
+        uploads = stack.enter_context(open_uploads(cfg, ranks))
         here, pins = fetch(start.cfg, ranks, start.pins)
         if fetches:
             check(here, make_family(here))

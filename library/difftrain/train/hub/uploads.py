@@ -58,23 +58,37 @@ class Uploads:
         with self._done:
             return path in self._held
 
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Where an error ends the run, wait a moment for what is still to be sent; a signal waits for nothing."""
+        if kind is not None:
+            self.wait(AT_STOP_S if issubclass(kind, Exception) else 0.0)
+
     def wait(self, limit_s: float) -> None:
-        """Wait until all is sent or has failed; after the limit, name what was not and give up on it."""
+        """Wait until all is sent or has failed; after the limit, or a signal, name what was not and give up on it."""
         if self.target is None:
             return
         end = time.monotonic() + limit_s
-        with self._done:
-            while self._held:
-                left = end - time.monotonic()
-                if left <= 0:
-                    break
-                log.info("waiting up to %.0f s for uploads: %s", left, ", ".join(path.name for path in self._held))
-                self._done.wait_for(lambda: not self._held, min(left, SAY_EVERY_S))
-            late, self._held = self._held, []
+        try:
+            with self._done:
+                while self._held:
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        break
+                    log.info("waiting up to %.0f s for uploads: %s", left, ", ".join(path.name for path in self._held))
+                    self._done.wait_for(lambda: not self._held, min(left, SAY_EVERY_S))
+        finally:
+            self._give_up("the run ended before it was sent")
+
+    def _give_up(self, why: str) -> None:
         self._given_up.set()
         self._jobs.put(None)
+        with self._done:
+            late, self._held = self._held, []
         for path in late:
-            self._name_failure(path, f"it was not sent within {limit_s:.0f} s of the end")
+            self._name_failure(path, why)
 
     def facts(self) -> dict[str, Any] | None:
         """Return what a report says of it."""
