@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import shutil
@@ -19,10 +20,11 @@ from cached import BOTH, ON_DISK, SIZES, config, loaded, make, write_data
 from PIL import Image
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import ConfigFault, DataFault
+from difftrain.contracts import ConfigFault, DataFault, MediaRef
 from difftrain.data import samples
 from difftrain.data.cache import layout
 from difftrain.data.cache.places import Folder
+from difftrain.data.index import Index
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import global_batches, index_folder, make_plan, open_data, prepare
 from difftrain.device import choose, host
@@ -327,6 +329,25 @@ def test_what_can_no_longer_be_decoded_is_replaced_as_online(
         assert "broken" in undecodable(made.data)[0].reason
 
 
+def test_a_disk_that_failed_once_is_asked_again_at_the_next_start(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, read = config(pictures, tmp_path, {"latents_to_disk": True}), Index.read
+
+    def failing(index: Index, media: MediaRef) -> bytes:
+        if media.path.endswith("0001.png"):
+            raise OSError(errno.EIO, "the disk fails")
+        return read(index, media)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "read", failing)
+        (reject,) = undecodable(make(cfg).data)
+    assert reject.path.endswith("0001.png") and "the disk fails" in reject.reason
+    calls = encoded(monkeypatch)
+    assert not undecodable(make(cfg).data) and calls == [2]  # the pictures of its bucket
+    assert make(cfg).kept().equal(make(config(pictures, tmp_path, {"latents": True})).kept())
+
+
 def test_too_many_broken_pictures_stop_the_run(pictures: Path, tmp_path: Path) -> None:
     shutil.copytree(pictures, tmp_path / "data")
     for file in (tmp_path / "data" / "folder").glob("*.png"):
@@ -402,6 +423,23 @@ def test_one_folder_in_two_data_sets_is_cached_in_both_sizes(pictures: Path, tmp
         found.append([made.family.latents(batch, made.parts) for batch in batches])
     assert {tuple(each.shape) for each in found[0]} == {(2, 16, 8, 8), (3, 16, 12, 12)}
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+def test_a_mask_in_a_file_is_read_at_every_use_and_never_for_the_latents(tmp_path: Path) -> None:
+    write_folder(tmp_path / "folder", [(64, 64)] * 4)
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    for number in range(4):
+        Image.new("RGB", (64, 64), (60 * number, 0, 0)).save(masks / f"{number:04d}.png")
+    data = {"dirs": (str(tmp_path / "folder"),), "conditioning_dir": str(masks)}
+    cfg = config(tmp_path, tmp_path / "cache", {"latents_to_disk": True}, data=data, loss={"masked": True})
+    made = make(cfg)
+    shades = {float(mask.max()) for batch in made.batches(2) for mask in batch.loss_mask}  # type: ignore[union-attr]
+    assert shades == {float(np.float32(60 * number) / np.float32(255)) for number in range(4)}
+    kept = parts_of(cfg, "latents")
+    plain = config(tmp_path, tmp_path / "cache", {"latents_to_disk": True}, data={"dirs": data["dirs"]})
+    make(plain)
+    assert [path.name for path in parts_of(plain, "latents")] == [path.name for path in kept]
 
 
 def test_resting_encoders_come_to_the_device_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def asked_for(cfg: TrainConfig, family: Family, parts: Parts, data: Data) -> lis
     if not wanted(cfg):
         return []
     tokenize, described = family.tokenizer(parts), family.encoders(parts)
-    plain = tuple(recipe.plain() for recipe in data.recipes)
+    plain = tuple(dataclasses.replace(recipe.plain(), conditioning_dir=None) for recipe in data.recipes)
     maker = SampleMaker(data.index, plain, family.features, tokenize, seed=0)
     jobs: list[Job] = []
     for name, flag, things, in_memory, to_disk in asked:

@@ -28,6 +28,7 @@ _CHUNK = 1 << 22
 _RESERVED: list[IO[bytes]] = []  # open for as long as this process lives
 
 Rejected = dict[int, str]  # row within a part -> why there is nothing in it
+UNREADABLE = "unreadable"  # kind of reason: the disk failed, not the picture; the next start tries again
 
 
 class Damaged(Exception):
@@ -98,15 +99,15 @@ class Folder:
         return self.path / f"{self._names[part.number]}{SUFFIX}"
 
     def whole(self, part: Part, check: bool) -> bool:
-        """Tell whether a part is there. check: read all of it. Raises Damaged."""
+        """Tell whether a part is there, with all that can be in it. check: read all of it. Raises Damaged."""
         path = self.file(part)
         if not path.exists():
             return False
         with _readable(path), path.open("rb") as file:
-            _, crc = _tail(file, part)
+            tail, crc = _tail(file, part)
             if check and _checksum(file) != crc:
                 raise Damaged("its checksum differs")
-        return True
+            return not any(reason.startswith(UNREADABLE) for reason in tail["rejected"].values())
 
     def rejected(self, part: Part) -> Rejected:
         """Return what was left out of a part that is there. Raises Damaged."""

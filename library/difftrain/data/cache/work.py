@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from difftrain.contracts import Batch, Bucket, Draw, Encoder, Record, Tokenize
 from difftrain.data.cache.layout import Layout, Part
-from difftrain.data.cache.places import Rejected
+from difftrain.data.cache.places import UNREADABLE, Rejected
 from difftrain.data.cache.store import Captions, Pictures, Shelf, hash_of
 from difftrain.data.media import MEDIA_VERSION, Unusable
 
@@ -107,8 +107,10 @@ class PictureWork:
                 assert sample.pixels is not None
                 pixels.append(sample.pixels)
                 rows.append(row)
-            except (Unusable, OSError) as error:
+            except Unusable as error:
                 rejected[row] = str(error)
+            except OSError as error:
+                rejected[row] = f"{UNREADABLE}: {error}"
         features = {"pixels": torch.from_numpy(np.stack(pixels))} if pixels else {}
         return Piece(part, tuple(rows), _batch(part.bucket, features), rejected)
 
