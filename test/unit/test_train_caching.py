@@ -107,6 +107,9 @@ def test_each_can_be_cached_alone(pictures: Path, tmp_path: Path, one: str) -> N
     assert ("moments" in features) == ("pixels" not in features) == (one == "latents")
     assert ("hidden_1" in features) == ("input_ids_1" not in features) == (one == "text")
     assert made.parts.resting == ({"vae"} if one == "latents" else {"text_encoder_1", "text_encoder_2"})
+    weights = [each for name in made.parts.resting for each in made.parts.frozen[name].parameters()]
+    size = encoding.amount(sum(4 * each.numel() for each in weights))
+    assert made.parts.notes[-1].endswith(f"they stay on the host, {size} less on the device")
 
 
 def test_a_flip_is_cached_only_where_it_is_drawn(pictures: Path, tmp_path: Path) -> None:

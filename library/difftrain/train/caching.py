@@ -53,7 +53,10 @@ def with_cache(cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, p
         job.rejected = _all_rejected(ranks, job)
         _refuse(cfg, job)
         parts.resting |= set(job.encoder.modules)
-    parts.notes.append(f"cached features: no step needs {', '.join(sorted(parts.resting))}; they stay on the host")
+    names = sorted(parts.resting)
+    size = sum(each.numel() * each.element_size() for name in names for each in parts.frozen[name].parameters())
+    said = f"no step needs {', '.join(names)}; they stay on the host, {amount(size)} less on the device"
+    parts.notes.append(f"cached features: {said}")
     return dataclasses.replace(data, store=_store(jobs))
 
 
