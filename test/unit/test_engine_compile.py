@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
 from engines import built, config, one_thread, run, weights  # noqa: F401
 from torch._dynamo.utils import counters
 
+from difftrain.config.sections import DataSection, DatasetSection
 from difftrain.device import Device, compilers
 from difftrain.engine import compiling, make_engine
 from difftrain.testing.family import TinyFamily
@@ -51,6 +55,14 @@ def test_kinds_are_counted_by_class_and_shapes():
     assert "minutes before the first step" in compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False)
 
 
+@pytest.mark.parametrize("buckets", [False, True])
+def test_buckets_of_a_data_set_change_the_shape_too(buckets):
+    sets = DataSection(datasets=(DatasetSection(), DatasetSection(enable_bucket=buckets)))
+    cfg = config({"compile": True, "compile_backend": "eager"}).model_copy(update={"data": sets})
+    (note,) = [note for note in built(cfg).parts.notes if note.startswith("compile: ")]
+    assert ("at the next shapes" in note) == buckets
+
+
 @pytest.mark.flags("dynamo_backend")
 @pytest.mark.parametrize(
     ("backend", "words"),
@@ -73,6 +85,22 @@ def test_inductor_needs_a_compiler():
 
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert "it needs a C++ compiler" in compilers.why_not("inductor", "cpu")
+
+
+def test_what_a_killed_compiler_left_is_swept_away(tmp_path, monkeypatch):
+    """An empty library in inductor's cache ends every later run with an ImportError."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "ab").mkdir()
+    whole, empty, linking = (tmp_path / "ab" / f"{name}.so" for name in ("whole", "empty", "linking"))
+    whole.write_bytes(b"code")
+    empty.touch()
+    linking.touch()
+    for path in (whole, empty):
+        os.utime(path, (time.time() - 100, time.time() - 100))
+    assert compilers.sweep("aot_eager", "cpu") == 0
+    section = config({"compile": True, "compile_backend": "inductor"}).training
+    compiling.compile_blocks([], section, Device("cpu"), buckets=False)
+    assert whole.exists() and linking.exists() and not empty.exists()
 
 
 def test_the_engine_hands_them_on():

@@ -139,6 +139,12 @@ def test_what_is_not_enabled_follows_the_configuration() -> None:
     after = set(not_enabled(config(training={"gradient_checkpointing": True, "compile": True}, ema={"enable": True})))
     assert before - after == {"gradient checkpointing", "torch.compile", "averaged weights (EMA)"}
     assert {line.split(" (")[0] for line in after - before} == {"mixed precision"}
+    cached = {"latents": True, "text_to_disk": True}
+    dropped = {"enable_bucket": True, "subsets": [{"captions": {"dropout_rate": 0.1}}]}
+    after = set(not_enabled(config(cache=cached, data={"datasets": [{}, dropped]})))
+    assert {line.split(" (")[0] for line in before - after} == {
+        "aspect buckets", "caption dropout", "cached latents", "cached text features"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,11 @@ def subsets_of(cfg: TrainConfig) -> tuple[SubsetSection, ...]:
     return tuple(subset for dataset in datasets_of(cfg.data, cfg.captions) for subset in dataset.subsets)
 
 
+def has_buckets(cfg: TrainConfig) -> bool:
+    """Tell whether pictures keep their aspect ratio in any data set, so that steps differ in shape."""
+    return any(dataset.enable_bucket for dataset in datasets_of(cfg.data, cfg.captions))
+
+
 def _subsets(data: DataSection, captions: CaptionSection) -> list[SubsetSection]:
     look: dict[str, Any] = {field: getattr(data, field) for field in PictureSection.model_fields}
     look["captions"] = captions

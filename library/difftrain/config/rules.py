@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from difftrain.config.datasets import has_buckets
 from difftrain.config.finding import Finding, Rule, value_of
 from difftrain.config.rates import is_schedule_free, schedule_name
 from difftrain.config.sections import TrainConfig
@@ -29,10 +30,10 @@ _SKIPS = "needs --skip_until_initial_step: a step's number is its place in the d
 _SENDS = "needs --huggingface_repo_id: nothing is sent to a hub"
 
 NEEDS: tuple[Need, ...] = (
-    Need("data.min_bucket_reso", lambda c: _has_buckets(c), _BUCKETS, note=True),
-    Need("data.max_bucket_reso", lambda c: _has_buckets(c), _BUCKETS, note=True),
-    Need("data.bucket_reso_steps", lambda c: _has_buckets(c), _BUCKETS, note=True),
-    Need("data.bucket_no_upscale", lambda c: _has_buckets(c), _BUCKETS, note=True),
+    Need("data.min_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
+    Need("data.max_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
+    Need("data.bucket_reso_steps", lambda c: has_buckets(c), _BUCKETS, note=True),
+    Need("data.bucket_no_upscale", lambda c: has_buckets(c), _BUCKETS, note=True),
     Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
     Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
     Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
@@ -75,10 +76,6 @@ NEEDS: tuple[Need, ...] = (
          or is_schedule_free(c.optimizer),
          "this schedule has no warm-up; --lr_scheduler=constant_with_warmup has one"),
 )  # fmt: skip
-
-
-def _has_buckets(cfg: TrainConfig) -> bool:
-    return cfg.data.enable_bucket or any(dataset.enable_bucket for dataset in cfg.data.datasets)
 
 
 def _skips(cfg: TrainConfig) -> object:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.datasets import has_buckets
 from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
 from difftrain.device import fp8
 from difftrain.device.offload import offload_checkpoints
@@ -84,7 +85,7 @@ class NativeEngine:
         if self.cfg.training.cpu_offload_checkpointing:
             self.offloaded = offload_checkpoints(self.root, self.device)
         if self.cfg.training.compile:
-            blocks, buckets = family.repeated(parts), self.cfg.data.enable_bucket
+            blocks, buckets = family.repeated(parts), has_buckets(self.cfg)
             parts.notes.append(compiling.compile_blocks(blocks, self.cfg.training, self.device, buckets=buckets))
         half = self.cfg.training.full_precision == "fp16"
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)

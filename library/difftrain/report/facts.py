@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from difftrain.config.datasets import has_buckets, subsets_of
+
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
 
@@ -37,7 +39,8 @@ DEFINITIONS: dict[str, str] = {
 
 def not_enabled(cfg: TrainConfig) -> list[str]:
     """Name what this run did without, so that nobody compares it with a run that had it."""
-    training = cfg.training
+    training, cache = cfg.training, cfg.cache
+    captions = [cfg.captions, *(subset.captions for subset in subsets_of(cfg))]
     off = {
         "mixed precision (everything is computed in fp32)": training.mixed_precision != "no",
         "gradient accumulation": training.accumulation > 1,
@@ -50,9 +53,10 @@ def not_enabled(cfg: TrainConfig) -> list[str]:
         "averaged weights (EMA)": cfg.ema.enable or bool(cfg.ema.profiles),
         "min-SNR weighting": bool(cfg.loss.min_snr_gamma),
         "validation on held-out records": cfg.validation.split > 0,
-        "aspect buckets": cfg.data.enable_bucket,
-        "caption dropout": cfg.captions.dropout_rate > 0 or cfg.captions.dropout_every_n_epochs > 0,
-        "cached latents and text features (both are computed online)": False,
+        "aspect buckets": has_buckets(cfg),
+        "caption dropout": any(each.dropout_rate > 0 or each.dropout_every_n_epochs > 0 for each in captions),
+        "cached latents (they are computed online)": cache.latents or cache.latents_to_disk,
+        "cached text features (they are computed online)": cache.text or cache.text_to_disk,
         "samples during training": bool(cfg.sample.every_n_steps or cfg.sample.every_n_epochs),
     }
     return [name for name, enabled in off.items() if not enabled]
