@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from pathlib import Path
+
+_LINKING_S = 30.0  # far longer than a linker takes
+
 
 def why_not(backend: str, kind: str) -> str:
     """Say why a compile backend cannot be used on a kind of device; empty where it can."""
@@ -33,3 +39,22 @@ def cost(backend: str, kind: str) -> str:
     if backend == "inductor":
         return "seconds a graph before the first step, less where they are cached from an earlier run"
     return "about a second a graph before the first step"
+
+
+def sweep(backend: str, kind: str) -> int:
+    """Delete what a killed run left half made in inductor's cache, which no later run could load; return how many.
+
+    A library without content is one whose linker was killed: the cache takes it for finished.
+    """
+    if backend != "inductor" or kind != "cpu":
+        return 0
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    before, count = time.time() - _LINKING_S, 0
+    for path in Path(cache_dir()).glob("*/*.so"):
+        with contextlib.suppress(OSError):  # another process may sweep too
+            found = path.stat()
+            if found.st_size == 0 and found.st_mtime < before:
+                path.unlink()
+                count += 1
+    return count

@@ -92,6 +92,10 @@ class Device:
         """Say why a compile backend cannot be used here; empty where it can."""
         return compilers.why_not(backend, self.kind)
 
+    def sweep_compiled(self, backend: str) -> None:
+        """Delete what a killed run left half made in a compiler's cache."""
+        compilers.sweep(backend, self.kind)
+
     def compile_cost(self, backend: str) -> str:
         """Say what compiling takes here."""
         return compilers.cost(backend, self.kind)

@@ -42,6 +42,7 @@ def compile_blocks(blocks: Sequence[nn.Module], section: TrainingSection, device
     """
     from torch._dynamo import config as dynamo
 
+    device.sweep_compiled(section.compile_backend)
     dynamo.recompile_limit = max(dynamo.recompile_limit, _VERSIONS)
     for block in blocks:
         block.compile(backend=section.compile_backend, dynamic=None if buckets else False)
