@@ -252,6 +252,14 @@ def test_a_value_that_is_no_text_is_a_fault(line: list[str]) -> None:
     assert "not UTF-8" in only_fault([*line, "--log_prefix=\udcff"])
 
 
+@pytest.mark.parametrize("name", ["train_data_dir", "reg_data_dir"])
+def test_an_empty_folder_name_is_not_the_folder_one_is_in(line: list[str], name: str, tmp_path: Path) -> None:
+    """What `--train_data_dir=$DATA` says where DATA is not set."""
+    rest = [word for word in line if not word.startswith(f"--{name}=")]
+    assert only_fault([*rest, f"--{name}="]).startswith(f"--{name}: its value is empty")
+    assert only_fault([*rest, f"--{name}", str(tmp_path), ""]).startswith(f"--{name}: its value is empty")
+
+
 def test_a_resolved_configuration_is_frozen(line: list[str]) -> None:
     cfg: TrainConfig = parse(line).config
     with pytest.raises(ValueError, match="frozen"):

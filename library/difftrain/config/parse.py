@@ -186,7 +186,7 @@ def _take_flag(flag: Flag, texts: list[str], src: _Sources, written_in: str = ""
         return
     if value == "" and flag.same == ("",):
         return
-    if isinstance(value, str) and not _is_text(value):
+    if not all(_is_text(each) for each in (value if flag.kind == "strs" else (value,)) if isinstance(each, str)):
         src.faults.append(Fault(origin, "its value is empty or not UTF-8", flag.help))
         if flag.to:
             src.bad.add(flag.to)
