@@ -103,7 +103,7 @@ def test_a_hub_that_cannot_be_reached_is_found_out_about_before_training(
     hub: HubStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.misbehave("GET", "whoami", "close")
-    assert "--huggingface_token: " in (said := refused()) and "cannot be reached" in said
+    assert "--huggingface_repo_id: " in (said := refused()) and "cannot be reached" in said
     hub.misbehave("GET", "/api/models/ann/models", 503)
     assert "--huggingface_repo_id: " in (said := refused()) and "answers 503" in said
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

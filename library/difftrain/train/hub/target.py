@@ -135,7 +135,8 @@ def _asked(flag: str, name: str, action: Any) -> Any:
         said = client.trouble(error, name)
         if said is None:
             raise
-        raise _fault(flag, said.what, said.remedy) from error
+        origin = "--huggingface_repo_id" if said.away else flag  # nobody has looked at the token yet
+        raise _fault(origin, said.what, said.remedy) from error
 
 
 def _fault(flag: str, what: str, remedy: str) -> ConfigFault:
