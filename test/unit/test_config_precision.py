@@ -80,11 +80,25 @@ def test_all_contradictions_are_said_at_once():
         (("--optimizer_args", "eps=1e-4"), False),
         (("--master_weights=fp32",), False),
         (("--optimizer_type=Lion",), False),
+        (("--optimizer_type=adamwschedulefree",), True),
+        (("--optimizer_type=torch.optim.RMSprop",), True),
+        (("--optimizer_type=torch.optim.RMSprop", "--optimizer_args", "eps=1e-4"), False),
     ],
 )
-def test_full_fp16_warns_of_what_vanishes_in_adamw(flags, said):
+def test_full_fp16_warns_of_what_vanishes_where_squares_are_divided_by(flags, said):
     notes = parsed("--full_fp16", "--mixed_precision=fp16", *flags).notes
     assert any("eps of 1e-8 is 0" in note for note in notes) == said
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdam"])
+def test_what_estimates_the_rate_moves_nothing_in_fp16(name):
+    flags = ("--full_fp16", "--mixed_precision=fp16", f"--optimizer_type={name}", "--learning_rate=1")
+    (fault,) = faults(*flags)
+    assert f"keeps {name}'s state in fp16, where its first estimate of the rate, 1e-6, moves nothing" in str(fault)
+    assert "give --master_weights=fp32" in str(fault)
+    for more in (("--master_weights=fp32",), ("--optimizer_args", "d0=1e-3")):
+        parsed(*flags, *more)
+    parsed("--full_bf16", "--master_weights=none", "--mixed_precision=bf16", f"--optimizer_type={name}")
 
 
 def test_what_changes_the_weights_is_part_of_a_runs_identity():

@@ -61,7 +61,8 @@ Differences to kohya on purpose
   one commit and tried again, and one that fails is counted in the report. Without `--huggingface_path_in_repo` uploads go to
   the top. Tokenizers of a hub are kept as they are in `--tokenizer_cache_dir`, under kohya's names. docs/hub.md has the rest.
 - `--full_bf16` keeps what bf16 lacks beside the weights (`--master_weights=kahan`) and the optimizer's state in fp32; kohya's
-  is `--master_weights=none`. `--full_fp16` is kohya's.
+  is `--master_weights=none`. `--full_fp16` is kohya's; with D-Adaptation and Prodigy, whose first estimate fp16 cannot
+  hold so that nothing is trained, it needs `--master_weights=fp32`.
 - `--fused_backward_pass` takes any optimizer that updates each parameter by itself, there Adafactor alone; on several
   cards gradients are summed before they are used, which there they are not. `--fused_optimizer_groups` steps one optimizer
   in parts, there one for each group; with gradient accumulation it waits for the last micro batch. Neither goes with fp16.

@@ -9,7 +9,11 @@ from difftrain.config.finding import Finding, Rule
 from difftrain.config.rates import is_named, is_schedule_free
 from difftrain.config.sections import TrainConfig
 
-_EPS = "eps"
+_EPS, _D0 = "eps", "d0"
+# they divide by the root of squared gradients, and keep both in the weights' own precision
+_DIVIDING = (
+    "AdamW", "oss", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "AdamWScheduleFree", "RAdamScheduleFree",
+)  # fmt: skip
 
 
 def full_precision(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -30,15 +34,23 @@ def full_precision(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 
 def vanishing(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """Squares of gradients vanish in an optimizer state of fp16, and AdamW then divides by eps, which is 0 there."""
+    """Squares of gradients vanish in an optimizer state of fp16, and what then divides by eps divides by 0 there.
+
+    What estimates the rate begins with one of 1e-6, by which everything is multiplied: nothing of it is left.
+    """
     training, optimizer = cfg.training, cfg.optimizer
     if training.full_precision != "fp16" or training.master_weights not in (None, "none"):
         return
-    given = any(word.partition("=")[0].strip() == _EPS for word in optimizer.args)
-    if optimizer.type.lower() in ("adamw", "oss", "adam", "torch.optim.adamw", "torch.optim.adam") and not given:
-        what = "keeps AdamW's state in fp16, where its eps of 1e-8 is 0 and squares of gradients below 2e-4 vanish"
+    given = {word.partition("=")[0].strip() for word in optimizer.args}
+    name = names.proper(optimizer.type.removeprefix("torch.optim."), _DIVIDING)
+    if name and _EPS not in given:
+        what = f"keeps {name}'s state in fp16, where its eps of 1e-8 is 0 and squares of gradients below 2e-4 vanish"
         remedy = "give --master_weights=fp32, or --optimizer_args eps=1e-4"
         yield Finding(("training.full_precision",), what, remedy, note=True)
+    if is_named(optimizer, names.ADAPTIVE):
+        what = f"keeps {optimizer.type}'s state in fp16, where its first estimate of the rate, 1e-6, moves nothing"
+        about = ("training.full_precision", "optimizer.type")
+        yield Finding(about, what, "give --master_weights=fp32", note=_D0 in given)
 
 
 def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
