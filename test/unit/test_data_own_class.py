@@ -147,8 +147,12 @@ def test_only_a_fingerprint_saves_another_look(modules: Path) -> None:
         (modules / f"{module}.py").write_text(text.replace('fingerprint = "first"', change))
     twice = config(modules, "mine_none.Good", str(modules))
     first, said = index_of(twice), []
-    assert index_of(twice, said).fingerprint == first.fingerprint
-    assert any("6 files read" in line for line in said)
+    assert index_of(twice, said).folder == first.folder, "other runs may read it"
+    assert any("nothing has changed in 6 files read again" in line for line in said)
+    text = (modules / "mine_none.py").read_text().replace("10 * i", "11 * i")
+    (modules / "mine_none.py").write_text(text)
+    del sys.modules["mine_none"]
+    assert index_of(twice).folder != first.folder, "of the same sizes and captions, but other pictures"
 
 
 @pytest.mark.flags("dataset_class")

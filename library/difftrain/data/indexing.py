@@ -28,6 +28,7 @@ from difftrain.data.scan import (
     list_sources,
     match_files,
     name_files,
+    nothing_new,
     take_over,
     unread_files,
     unread_size,
@@ -142,11 +143,14 @@ class _Builder:
         )
         for note in notes:
             self.log(f"data: {note}")
-        if previous and same == had == listing.files and _equal_but_for_notes(previous, summary):
-            return replace(previous, notes=summary.notes, reused=same, read=0)
+        alike = previous if previous and had == listing.files and _equal_but_for_notes(previous, summary) else None
+        if alike and same == had:
+            return replace(alike, notes=summary.notes, reused=same, read=0)
         if same:
             take_over(writer)
         self._read(level, summary)
+        if alike and nothing_new(writer, infos):  # what is looked at every time makes no new index of the same
+            return replace(alike, notes=summary.notes, reused=same, read=summary.read)
         return writer.finish(summary)
 
     def _refused(self) -> str:
@@ -235,7 +239,9 @@ def _about_captions(listing: Listing) -> Iterator[str]:
 
 
 def _report(summary: IndexSummary, changed: bool, seconds: float, log: Log) -> None:
-    how = f"{summary.read:,} files read, {summary.reused:,} known from before" if changed else "nothing has changed"
+    how = f"{summary.read:,} files read, {summary.reused:,} known from before"
+    if not changed:
+        how = f"nothing has changed{f' in {summary.read:,} files read again' if summary.read else ''}"
     log(f"index: {summary.count:,} records, {summary.rejected:,} rejected, in {seconds:.1f} s ({how})")
     if summary.duplicates:
         log(f"index: {summary.duplicates:,} records have the same bytes as another one; they are kept")

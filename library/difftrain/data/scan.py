@@ -56,6 +56,16 @@ FROM old.records r JOIN scan.same s ON s.old = r.file ORDER BY r.row
 _TAKE_REJECTS = (
     "INSERT INTO main.rejects SELECT s.new, r.path, r.reason FROM old.rejects r JOIN scan.same s ON s.old = r.file"
 )
+# of what was not taken over; {db}: main or old, {source}: the ordinal as it is now, {row}: of scan.same
+_UNTAKEN = (
+    "SELECT {source}, path, size, iif({source} IN ({timeless}), 0, mtime_ns), stamp, shard, caption"
+    " FROM {db}.files f WHERE id NOT IN (SELECT {row} FROM scan.same)",
+    "SELECT r.key, f.path, r.path, r.member, r.offset, r.length, r.width, r.height, r.captions,"
+    " coalesce(r.content, f.mtime_ns) FROM {db}.records r JOIN {db}.files f ON f.id = r.file"
+    " WHERE f.id NOT IN (SELECT {row} FROM scan.same)",
+    "SELECT path, reason, count(*) FROM {db}.rejects"
+    " WHERE file NOT IN (SELECT {row} FROM scan.same) GROUP BY path, reason",
+)
 _INSERT = {
     "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?)",
     "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
@@ -194,6 +204,23 @@ def take_over(writer: IndexWriter) -> None:
     with disk_faults(writer.folder):
         for statement in (_TAKE_RECORDS, _TAKE_REJECTS, _RAISE_LEVEL):
             writer.db.execute(statement)
+
+
+def nothing_new(writer: IndexWriter, infos: Iterable[SourceInfo]) -> bool:
+    """Tell whether the files that were looked at again are what they were: the same records, refused for the same reasons.
+
+    A class that has no fingerprint gives every listing another time, so that only what was read of its pictures counts.
+    """
+    timeless = ", ".join(str(info.ordinal) for info in infos if info.kind == "class")
+    now = {"db": "main", "row": "new", "source": "f.source", "timeless": timeless}
+    before = now | {"db": "old", "row": "old", "source": "(SELECT new FROM scan.mapping p WHERE p.old = f.source)"}
+    with disk_faults(writer.folder):
+        for rows in _UNTAKEN:
+            for one, other in ((now, before), (before, now)):
+                more = f"SELECT EXISTS ({rows.format(**one)} EXCEPT {rows.format(**other)})"
+                if writer.db.execute(more).fetchone()[0]:
+                    return False
+    return True
 
 
 def unread_files(writer: IndexWriter) -> Iterator[tuple[int, int, FileRef]]:
