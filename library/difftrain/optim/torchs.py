@@ -33,7 +33,7 @@ def make_oss(order: Order) -> Optimizer:
         return whole
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(order.tables, AdamW, lr=order.lr, **_settings(order), **order.given)
+    return ZeroRedundancyOptimizer(order.tables, AdamW, lr=order.lr, **(_settings(order) | order.given))
 
 
 def make_sgd_nesterov(order: Order) -> Optimizer:
