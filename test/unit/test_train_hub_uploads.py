@@ -184,6 +184,21 @@ def test_what_cannot_be_sent_is_named_with_what_to_do(
     assert caplog.text.count("trying again") == 2 and hub.token not in caplog.text
 
 
+@pytest.mark.parametrize(("request_", "asked"), [("/preupload/", 6), ("/commit/", 3)])
+def test_a_hub_that_falls_silent_is_asked_six_times_at_most(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: str, asked: int
+) -> None:
+    """Some requests huggingface_hub itself repeats, waiting each time: ours would come on top, an hour in all."""
+    monkeypatch.setattr("difftrain.train.hub.client.SILENCE_S", 0.2)
+    point_here(monkeypatch, hub, tmp_path / "home")
+    sending = Uploads(opened())
+    before = len(hub.asked("POST", request_))
+    hub.misbehave("POST", request_, "stall", times=100)
+    sending.add(export(tmp_path, "A.safetensors"), "A")
+    assert sending.failed == ["A.safetensors"] and len(hub.asked("POST", request_)) - before == asked
+    hub.awake.set()
+
+
 def test_a_state_that_breaks_off_is_not_to_be_seen(hub: HubStub, tmp_path: Path) -> None:
     sending = Uploads(opened())
     hub.misbehave("PUT", "/lfs/", 403, times=100)

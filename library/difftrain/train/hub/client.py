@@ -66,12 +66,16 @@ def has_token() -> bool:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What went wrong with a hub. passing: it may be over in a moment. away: no answer came, of whatever kind."""
+    """What went wrong with a hub.
+
+    passing: it may be over in a moment. away: no answer came, of whatever kind. silent: it was waited for in vain.
+    """
 
     what: str
     remedy: str = ""
     passing: bool = False
     away: bool = False
+    silent: bool = False
 
     def __str__(self) -> str:
         return self.what + (f" ({self.remedy})" if self.remedy else "")
@@ -95,6 +99,7 @@ def trouble(error: BaseException, name: str) -> Trouble | None:
                 "see the network, HF_ENDPOINT and proxies",
                 passing=True,
                 away=True,
+                silent="Timeout" in type(each).__name__,
             )
         if isinstance(each, OSError) and each.errno:  # a full disk, a folder that is not one's own
             place = str(each.filename or cache_folder())

@@ -117,6 +117,7 @@ class Uploads:
         assert self.target is not None
         started, operations = time.monotonic(), None
         for wait in (*WAITS_S, None):
+            tried = time.monotonic()
             try:
                 # made once: what was sent of it in an attempt is not sent again in the next
                 operations = operations or self.target.operations(path)
@@ -126,6 +127,8 @@ class Uploads:
                 said = client.trouble(error, self.target.repo)
                 if wait is None or said is None or not said.passing:
                     raise
+                if said.silent and time.monotonic() - tried > 2 * client.SILENCE_S:
+                    raise  # huggingface_hub has asked six times: training, which may be waiting, does so no longer
                 log.warning("upload of %s: %s; trying again in %.0f s", path.name, redact_text(said.what), wait)
                 if self._given_up.wait(wait):
                     return
