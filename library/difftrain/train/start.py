@@ -17,6 +17,7 @@ from difftrain.config.digest import identity as config_identity
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.data.plan import EpochPlan, changes
 from difftrain.distributed.ranks import Ranks
+from difftrain.train.averages import SNAPSHOTS
 from difftrain.train.hub.fetch import fetch_state
 from difftrain.train.together import for_all
 
@@ -61,7 +62,8 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
     ours = digest(cfg, ranks.size)
     with checkpoint.claim_together(out, ours, ranks, log.info) as claim:
         if claim.owned:
-            checkpoint.clean(out, log.info)
+            for folder in (out, out / SNAPSHOTS):
+                checkpoint.clean(folder, log.info)
         state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, cfg.save.output_name, log.warning))
         finished = isinstance(state, Finished) and resume == "auto"
         found = for_all(ranks, ranks.is_logger, lambda: _chosen(cfg, resume, ranks, state, ours))
