@@ -208,3 +208,16 @@ def test_compile_backends_are_torchs() -> None:
 
     there = set(torch._dynamo.list_backends(exclude_tags=()))
     assert set(names.COMPILE_BACKENDS) <= there and not set(names.COMPILE_BACKENDS_GONE) & there
+
+
+@pytest.mark.parametrize("wrong", ["~nosuchuser/x", "q" * 300 + ".txt", "/" + "q" * 5000])
+def test_names_that_no_disk_takes_are_faults_beside_others(line: dict[str, str], tmp_path: Path, wrong: str) -> None:
+    named = ("train_data_dir", "conditioning_data_dir", "vae", "sample_prompts", "metadata_thumbnail", "resume")
+    said = "\n".join(faults([*words(line | dict.fromkeys(named, wrong)), "--masked_loss"]))
+    assert all(f"--{flag}: no such f" in said for flag in named), said
+    toml = tmp_path / "sets.toml"
+    keys = "".join(f"{key} = '{wrong}'\n" for key in ("image_dir", "conditioning_data_dir"))
+    toml.write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{keys}")
+    line.pop("train_data_dir")
+    found = faults([*words(line), f"--dataset_config={toml}", "--masked_loss"])
+    assert len(found) == 2 and all("no such folder" in fault for fault in found)

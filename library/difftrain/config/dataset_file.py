@@ -22,6 +22,7 @@ from difftrain.config.sections import (
     SubsetSection,
     TrainConfig,
 )
+from difftrain.config.there import expanded, is_file, is_folder
 from difftrain.contracts.errors import Fault
 
 Table = dict[str, Any]
@@ -221,8 +222,8 @@ def _missing(kind: str, own: Table) -> Iterator[tuple[str, str, str]]:
         yield required, "is missing", f"every subset of this kind needs {required}"
     for name, is_there, word in (
         ("image_dir", lambda text: not hub_ids.missing(text), "folder"),
-        ("metadata_file", lambda text: Path(text).expanduser().is_file(), "file"),
-        ("conditioning_data_dir", lambda text: Path(text).expanduser().is_dir(), "folder"),
+        ("metadata_file", lambda text: is_file(expanded(text)), "file"),
+        ("conditioning_data_dir", lambda text: is_folder(expanded(text)), "folder"),
     ):
         if name in own and not is_there(own[name]):
             yield name, f"no such {word}: {own[name]!r}", f"give the path of a {word}"

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from difftrain.config.there import expanded, is_folder, is_there
+
 SCHEME = "hf://"
 _PART = re.compile(r"\w[\w.-]{0,95}")
 _REVISION = re.compile(r"refs/(?:pr|convert)/[^/@]+|[^/@]+")
@@ -87,7 +89,7 @@ def is_repo(text: str) -> bool:
 
 def lies_here(text: str) -> bool:
     """Tell whether a text is a path of something that exists: then it is no id."""
-    return not text.startswith(SCHEME) and Path(text).expanduser().exists()
+    return not text.startswith(SCHEME) and is_there(expanded(text))
 
 
 def missing(text: str) -> str:
@@ -101,7 +103,7 @@ def missing(text: str) -> str:
     if found is None:
         return f"no such file or folder: {text!r}"
     folder = text.split("/")[0]
-    if not found.explicit and Path(folder).is_dir():
+    if not found.explicit and is_folder(folder):
         return f"no such file or folder: {text!r} in the folder {folder!r} of {Path.cwd()}"
     return ""
 

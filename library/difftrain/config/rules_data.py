@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from difftrain.config import hub_ids
 from difftrain.config.datasets import subsets_of
 from difftrain.config.finding import Finding, Rule, option
 from difftrain.config.rules import Need, lacking
 from difftrain.config.sections import SizeSection, TrainConfig
+from difftrain.config.there import expanded, is_file, is_there
 
 NEEDS: tuple[Need, ...] = (
     Need("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
@@ -51,7 +51,7 @@ def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """What is named exists, and a class has the form of one."""
     data = cfg.data
-    if data.in_json and not Path(data.in_json).expanduser().is_file():
+    if data.in_json and not is_file(expanded(data.in_json)):
         yield Finding(("data.in_json",), f"no such file: {data.in_json!r}", "give kohya's metadata json")
     for folder in data.reg_dirs:
         if hub_ids.missing(folder):
@@ -66,7 +66,7 @@ def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         for subset in dataset.subsets:
             pictures = subset.image_dir if subset.image_dir and hub_ids.missing(subset.image_dir) else None
             for path in (pictures, subset.metadata_file, subset.conditioning_dir):
-                if path and not Path(path).expanduser().exists():
+                if path and not is_there(expanded(path)):
                     yield Finding(("data.datasets",), f"[[datasets]] {number}: no such file or folder: {path!r}")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from difftrain.config import hub_ids, names
 from difftrain.config.finding import Finding, Rule, value_of
 from difftrain.config.sections import TrainConfig
+from difftrain.config.there import expanded, is_file, is_folder, is_there
 
 _HUB = "give a path, or a hub id: organisation/name, hf://organisation/name/file where a folder here has the same name"
 
@@ -31,7 +32,7 @@ def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     remedy = names.did_you_mean(given, names.INIT_CONFIGS) or f"{', '.join(names.INIT_CONFIGS)} or a JSON file"
     if not given.endswith(".json"):
         yield Finding(("model.init_from_config",), f"no such size: {given!r}", remedy)
-    elif not Path(given).is_file():
+    elif not is_file(given):
         yield Finding(("model.init_from_config",), f"no such file: {given!r}", remedy)
 
 
@@ -42,7 +43,7 @@ def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             remedy = "give a folder of pictures, tars or parquet, or a hub id of such: organisation/name"
             yield Finding(("data.dirs",), f"no such folder: {folder!r}", remedy)
     resume = cfg.save.resume
-    if resume and resume != "auto" and not cfg.hub.resume and not Path(resume).is_dir():
+    if resume and resume != "auto" and not cfg.hub.resume and not is_folder(resume):
         yield Finding(("save.resume",), f"no such folder: {resume!r}", "give the folder of a state, or auto")
 
 
@@ -60,9 +61,9 @@ def logs(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """The log file and the folder of events can be made and written to."""
     if cfg.logging.console_file:
         file = Path(cfg.logging.console_file)
-        if file.is_dir():
+        if is_folder(file):
             yield Finding(("logging.console_file",), f"{str(file)!r} is a folder, not a file", "give a file's name")
-        elif file.exists() and not os.access(file, os.W_OK):
+        elif is_there(file) and not os.access(file, os.W_OK):
             yield Finding(("logging.console_file",), f"{str(file)!r} can't be written to", "choose another file")
         else:
             yield from _unwritable("logging.console_file", file.parent)
@@ -72,8 +73,8 @@ def logs(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def _unwritable(field: str, folder: Path) -> Iterator[Finding]:
     """Say why a folder cannot be made or written to, by the nearest of its parents that is there."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
-    if not there.is_dir():
+    there = next((path for path in (folder, *folder.absolute().parents) if is_there(path)), Path("/"))
+    if not is_folder(there):
         yield Finding((field,), f"{str(there)!r} is a file, not a folder", "choose another folder")
     elif not os.access(there, os.W_OK | os.X_OK):
         yield Finding((field,), f"{str(there)!r} can't be written to", "choose another folder")
@@ -84,9 +85,9 @@ def thumbnail(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     given = cfg.metadata.thumbnail
     if not given or given.startswith("data:"):
         return
-    path = Path(given).expanduser()
+    path = expanded(given)
     remedy = "give a picture file or a data: URL"
-    if not path.is_file():
+    if not is_file(path):
         yield Finding(("metadata.thumbnail",), f"no such file: {given!r}", remedy)
     elif not os.access(path, os.R_OK):
         yield Finding(("metadata.thumbnail",), f"{given!r} can't be read", remedy)
@@ -99,7 +100,7 @@ def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         return
     if Path(given).suffix.lower() not in ("", ".txt", ".toml", ".json"):
         yield Finding(("sample.prompts",), f"is no file of prompts: {given!r}", "give a .txt, .toml or .json file")
-    elif not Path(given).is_file():
+    elif not is_file(given):
         yield Finding(("sample.prompts",), f"no such file: {given!r}", "give a .txt file, a prompt a line")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from difftrain.config.datasets import subsets_of
 from difftrain.config.finding import Finding, Rule
 from difftrain.config.rules import Need, lacking
 from difftrain.config.sections import CaptionSection, PictureSection, TrainConfig
+from difftrain.config.there import expanded, is_folder
 
 _UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
 
@@ -74,7 +74,7 @@ def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
         return
     if not masked:
         yield place.finding("data.conditioning_dir", "needs --masked_loss: it holds masks, and nothing would use them")
-    if not place.name and not Path(folder).expanduser().is_dir():  # those of a TOML are looked for with its folders
+    if not place.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its picture"
         yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
     if place.picture.alpha_mask:
