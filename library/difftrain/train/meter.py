@@ -14,6 +14,7 @@ from difftrain.report.line import StepMetrics
 from difftrain.report.loss import AverageLoss
 
 if TYPE_CHECKING:
+    from difftrain.config.sections import OptimizerSection
     from difftrain.train.outputs import Outputs
     from difftrain.train.state import Run
 
@@ -76,19 +77,21 @@ class Meter:
         bucket, draws = run.plan.batch(step - 1)
         names = [record.name for record in run.data.index.records([draw.record_id for draw in draws])]
         log.warning(
-            "step %d (epoch %d, %s): loss %s, gradient norm %s; the update was skipped on all ranks. Its records: %s",
+            "step %d (epoch %d, %s): loss %s, gradient norm %s; %s. Its records: %s",
             step,
             epoch + 1,
             bucket,
             loss,
             grad_norm,
+            what_was_skipped(run.cfg.optimizer, loss),
             "; ".join(f"{name} [{draw.key.hex()} #{draw.occurrence}]" for name, draw in zip(names, draws)),
         )
         if run.progress.skipped_in_a_row >= run.cfg.training.max_skipped_steps:
             first = step - run.progress.skipped_in_a_row + 1
+            weights = "" if is_fused(run.cfg.optimizer) else f"The weights are those of step {first - 1}. "
             raise TrainingFault(
-                f"loss or gradient was not finite in {run.progress.skipped_in_a_row} steps in a row, {first} to {step}; "
-                f"the weights are those of step {first - 1}. Lower --learning_rate, or train in bf16 instead of fp16; "
+                f"loss or gradient was not finite in {run.progress.skipped_in_a_row} steps in a row, {first} to {step}. "
+                f"{weights}Lower --learning_rate, or train in bf16 instead of fp16; "
                 "--max_skipped_steps says how many are borne"
             )
 
@@ -125,3 +128,15 @@ class Meter:
             elapsed_s=run.clock.session().e2e_s,
         )
         self._outputs.line(self.last)
+
+
+def is_fused(section: OptimizerSection) -> bool:
+    """Tell whether weights are updated while the backward pass runs."""
+    return section.fused_backward or section.fused_groups is not None
+
+
+def what_was_skipped(section: OptimizerSection, loss: float) -> str:
+    """Say what a step that is not finite has left as it was: a bad gradient comes late for updates in the backward."""
+    if is_fused(section) and math.isfinite(loss):
+        return "what the backward pass updates from the first such gradient on was left as it is, on all ranks"
+    return "the update was skipped on all ranks"
