@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import time
 from collections import Counter
 
 import pytest
@@ -126,6 +127,12 @@ def test_a_mark_keeps_what_is_before_it_and_behind_the_second():
 
 
 @pytest.mark.flags("keep_tokens_separator")
+@pytest.mark.flags("keep_tokens_separator", "caption_separator")
+def test_a_separator_with_a_space_is_whole_in_front_of_the_mark():
+    said = draw(["a; b; ||| c; d; ||| e; "], separator="; ", keep_tokens_separator="|||", token_warmup_step=5, step=9)
+    assert said == "a, b, c, d, e"
+
+
 def test_a_caption_without_the_mark_keeps_its_first_tags_and_the_mark_never_stays():
     assert draw(shuffle=True, keep_tokens=2, keep_tokens_separator="|||").startswith("1girl, solo, ")
     assert draw(["a ||| b,c"], keep_tokens_separator="|||") == "a, b, c"
@@ -185,6 +192,13 @@ def test_wildcards_are_read_as_in_two_steps():
         text = "".join(rng.choice("{{{}}}|ab") for _ in range(rng.randrange(1, 14)))
         record = Record(0, b"k" * 16, MediaRef(0, "a.png"), (text,), (64, 64))
         assert caption_of(record, Last(), section, 0) == both_steps(text, lambda words: words[-1]), text
+
+
+def test_braces_that_are_never_closed_cost_no_time():
+    started = time.perf_counter()
+    for ending in ("", "}}"):
+        assert draw(["{a" * 50_000 + ending], enable_wildcard=True)[:6] == "{a{a{a"
+    assert time.perf_counter() - started < 5.0  # they took 20 s each
 
 
 @pytest.mark.flags("enable_wildcard")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # "{{" and "}}" stand for the braces themselves; whatever else stands between two braces is a choice. The quantifier
 # gives nothing back: the first two of "}}}" are the escape, as kohya reads them.
 _WILDCARD = re.compile(r"\{\{|\}\}|\{((?:\}\}|[^}])++)\}")
+_CLOSING = re.compile(r"\}+")
 
 
 class Draws(Protocol):
@@ -71,7 +72,9 @@ def _one_line(caption: str, stream: Draws, section: CaptionSection) -> str:
         words = found[1].split("|")
         return words[stream.integer(len(words))].replace("{{", "{").replace("}}", "}")
 
-    return _WILDCARD.sub(chosen, line)
+    # behind the last brace that can close a choice none begins: looked for there, it would cost the line's length squared
+    end = max((run.end() for run in _CLOSING.finditer(line) if len(run[0]) % 2), default=0)
+    return _WILDCARD.sub(chosen, line[:end]) + line[end:].replace("{{", "{").replace("}}", "}")
 
 
 def _arranged(caption: str, stream: Draws, section: CaptionSection, step: int, total_steps: int) -> str:
@@ -95,12 +98,12 @@ def _parts(caption: str, section: CaptionSection) -> tuple[list[str], list[str],
         parts = (*caption.split(mark, 2), "")
         front, moving, end = ([tag for tag in _tags(part, section) if tag] for part in parts[:3])
         return front, moving, end
-    tags = _tags(caption, section)
+    tags = _tags(caption.strip(), section)
     return tags[: section.keep_tokens], tags[section.keep_tokens :], []
 
 
 def _tags(text: str, section: CaptionSection) -> list[str]:
-    return [tag.strip() for tag in text.strip().split(section.separator)]
+    return [tag.strip() for tag in text.split(section.separator)]
 
 
 def num_tags(count: int, section: CaptionSection, step: int, total_steps: int) -> int:
