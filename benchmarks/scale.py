@@ -32,6 +32,7 @@ from difftrain.testing.synthetic_index import write_synthetic_index
 
 BATCH = 64
 SETTINGS = {
+    "dirs": ("/nowhere",),
     "resolution": (1024, 1024),
     "enable_bucket": True,
     "min_bucket_reso": 512,

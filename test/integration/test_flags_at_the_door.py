@@ -155,4 +155,5 @@ def test_steps_are_saved_and_the_last_ones_kept(door: Door, tmp_path: Path) -> N
     flags = door.flags(other, "--max_train_epochs=6", "--save_n_epoch_ratio=3", "--no_metadata")
     door.run([flag for flag in flags if "n_steps" not in flag and "max_train_steps" not in flag])
     assert names(other, "*.safetensors") == ["NAME-000002.safetensors", "NAME-000004.safetensors", "NAME.safetensors"]
-    assert header(other / "NAME.safetensors") in ({}, {"format": "pt"})
+    told = header(other / "NAME.safetensors")  # the sizes of a model of ours stay: without them it could not be read again
+    assert set(told) <= {"format", "difftrain.architecture"}

@@ -17,7 +17,7 @@ from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
 from difftrain.train.hub import client
 from difftrain.train.hub.fetch import fetch, fetch_state, looked_up
-from difftrain.train.hub.ids import is_needed
+from difftrain.train.hub.ids import away
 
 SDXL = {
     "model_index.json": json.dumps(
@@ -78,7 +78,7 @@ def fault_of(cfg: TrainConfig, pins: dict[str, str] | None = None) -> str:
 @pytest.mark.flags("pretrained_model_name_or_path")
 def test_a_diffusers_model_comes_with_its_parts_and_nothing_else(hub: HubStub) -> None:
     commit = hub.repo("acme/sdxl").push(SDXL)
-    assert is_needed(pretrained("acme/sdxl"))
+    assert away(pretrained("acme/sdxl"))
     here, pins = fetched(pretrained("acme/sdxl"))
     assert here.model.pretrained is not None
     assert downloads(hub) == [
@@ -146,7 +146,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub: HubStub) -> None:
 def test_a_path_wins(hub: HubStub, tmp_path: Path) -> None:
     hub.repo("acme/one").push({"one.safetensors": b"1"})
     (tmp_path / "acme" / "one").mkdir(parents=True)
-    assert not is_needed(pretrained("acme/one"))
+    assert not away(pretrained("acme/one"))
     here, pins = fetched(pretrained("acme/one"))
     assert here.model.pretrained == "acme/one" and pins == {} and not hub.requests
     here, _ = fetched(pretrained("hf://acme/one"))
@@ -237,7 +237,7 @@ def test_tokenizers_are_kept_where_kohya_keeps_them(hub: HubStub, tmp_path: Path
 def test_weights_without_tokenizers_take_kohyas(hub: HubStub, tmp_path: Path) -> None:
     hub.repo("openai/clip-vit-large-patch14").push(CLIP)
     cfg = config(model={"init_from_config": "base", "tokenizer2": str(tmp_path), "tokenizer_cache_dir": str(tmp_path)})
-    assert is_needed(cfg) and not is_needed(config())
+    assert away(cfg) and not away(config())
     here, pins = fetched(cfg)
     assert here.model.tokenizer1 == str(tmp_path / "openai_clip-vit-large-patch14")
     assert here.model.tokenizer2 == str(tmp_path) and list(pins) == ["model openai/clip-vit-large-patch14"]

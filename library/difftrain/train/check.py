@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -13,10 +13,13 @@ from difftrain.contracts import ConfigFault, Family, Fault, Parts
 from difftrain.data.sources import own_class
 from difftrain.train.drawing import prompts_of
 
+_WEIGHTS = frozenset({"model.pretrained", "model.vae"})
 
-def check(cfg: TrainConfig, family: Family) -> Parts:
-    """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers; return the parts without weights.
 
+def check(cfg: TrainConfig, family: Family, away: Collection[str] = ()) -> Parts:
+    """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers.
+
+    away: fields of which something is still to be fetched, and which are left out. Returns the parts without weights.
     Raises ConfigFault with every fault.
     """
     faults: list[Fault] = optim.faults(cfg.optimizer, cfg.training.max_steps)
@@ -31,8 +34,11 @@ def check(cfg: TrainConfig, family: Family) -> Parts:
     attempt(lambda: prompts_of(cfg.sample))
     if cfg.data.dataset_class:
         attempt(lambda: own_class.make(str(cfg.data.dataset_class), *cfg.data.dirs[:1]))
-    parts = attempt(lambda: family.load(meta=True)) or Parts(root=nn.Module())
-    attempt(lambda: family.tokenizer(parts))
+    parts = Parts(root=nn.Module())
+    if not _WEIGHTS.intersection(away):
+        parts = attempt(lambda: family.load(meta=True)) or parts
+    if not any(field.startswith("model.") for field in away):
+        attempt(lambda: family.tokenizer(parts))
     if faults:
         raise ConfigFault(faults)
     return parts

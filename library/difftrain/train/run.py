@@ -36,7 +36,7 @@ from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, say_what_runs, settle_uploads, write_reports
 from difftrain.train.evaluating import Evaluating
 from difftrain.train.hub.fetch import fetch
-from difftrain.train.hub.ids import is_needed
+from difftrain.train.hub.ids import away
 from difftrain.train.hub.target import open_target
 from difftrain.train.hub.uploads import AT_STOP_S, Uploads
 from difftrain.train.loop import train
@@ -68,9 +68,8 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
 
 def _run(cfg: TrainConfig, argv: list[str]) -> int:
     launch = Launch.from_environment()
-    fetches = is_needed(cfg)
-    if not fetches:  # else once it is here: before a device is touched nothing can be waited for together
-        check(cfg, make_family(cfg))
+    fetches = away(cfg)  # looked at once it is here: before a device is touched nothing can be waited for together
+    check(cfg, make_family(cfg), fetches)
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)

@@ -125,9 +125,10 @@ def unasked(cfg: TrainConfig) -> list[Slot]:
         return []
 
 
-def is_needed(cfg: TrainConfig) -> bool:
-    """Tell whether anything is to be fetched."""
-    return any(not hub_ids.lies_here(each.text) for each in wanted(cfg)) or bool(unasked(cfg))
+def away(cfg: TrainConfig) -> frozenset[str]:
+    """Return the fields, "section.field", of which something is to be fetched."""
+    asked = {each.field for each in wanted(cfg) if not hub_ids.lies_here(each.text)}
+    return frozenset(asked | {field for field, _ in unasked(cfg)})
 
 
 def localised(cfg: TrainConfig, places: Mapping[Slot, str]) -> TrainConfig:
