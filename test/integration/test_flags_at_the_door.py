@@ -123,7 +123,7 @@ def test_trackers_get_the_numbers(epochs: tuple[Path, str]) -> None:
 
 @pytest.mark.flags("validation_split", "validation_seed", "validate_every_n_epochs", "max_validation_steps")
 def test_validation_comes_every_other_epoch(epochs: tuple[Path, str]) -> None:
-    out, printed = epochs
+    out, _ = epochs
     report = json.loads((out / "report.json").read_text())
     found = report["validation"]
     assert len(found) == 2, found
@@ -155,5 +155,7 @@ def test_steps_are_saved_and_the_last_ones_kept(door: Door, tmp_path: Path) -> N
     flags = door.flags(other, "--max_train_epochs=6", "--save_n_epoch_ratio=3", "--no_metadata")
     door.run([flag for flag in flags if "n_steps" not in flag and "max_train_steps" not in flag])
     assert names(other, "*.safetensors") == ["NAME-000002.safetensors", "NAME-000004.safetensors", "NAME.safetensors"]
-    told = header(other / "NAME.safetensors")  # the sizes of a model of ours stay: without them it could not be read again
+    told = header(
+        other / "NAME.safetensors"
+    )  # the sizes of a model of ours stay: without them it could not be read again
     assert set(told) <= {"format", "difftrain.architecture"}

@@ -90,7 +90,15 @@ def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
 def test_a_flag_without_a_field_is_one_that_acts_by_itself() -> None:
     bare = {flag.name for flag in FLAGS.values() if not flag.to and flag.status == "implemented"}
     assert bare >= {"config", "config_file", "output_config", "dry_run", "huggingface_token", "wandb_api_key"}
-    assert bare <= {"config", "config_file", "output_config", "dry_run", "debug_dataset", "huggingface_token", "wandb_api_key"}
+    assert bare <= {
+        "config",
+        "config_file",
+        "output_config",
+        "dry_run",
+        "debug_dataset",
+        "huggingface_token",
+        "wandb_api_key",
+    }
 
 
 def test_few_are_refused_and_all_that_are_not_offered_say_why() -> None:

@@ -241,7 +241,16 @@ def test_the_last_of_two_counts_and_is_said(line: list[str]) -> None:
     assert not parse([*line, "--train_batch_size=2"]).notes
 
 
-@pytest.mark.flags("cache_info", "persistent_data_loader_workers", "lowram", "highvram", "xformers", "sdpa", "mem_eff_attn", "diffusers_xformers")
+@pytest.mark.flags(
+    "cache_info",
+    "persistent_data_loader_workers",
+    "lowram",
+    "highvram",
+    "xformers",
+    "sdpa",
+    "mem_eff_attn",
+    "diffusers_xformers",
+)
 def test_nearest_meanings_are_said_once(line: list[str]) -> None:
     parsed: Parsed = parse([*line, "--xformers", "--lowram", "--cache_info", "--persistent_data_loader_workers"])
     for name in ("--xformers", "--lowram", "--cache_info", "--persistent_data_loader_workers"):

@@ -30,7 +30,9 @@ def table_of(case):
     )
 
 
-@pytest.mark.flags("resolution", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
+@pytest.mark.flags(
+    "resolution", "enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale"
+)
 @pytest.mark.parametrize("case", FIGURES, ids=lambda case: f"{case['max_reso']}-{case['steps']}-{case['no_upscale']}")
 def test_kohyas_figures(case):
     buckets = table_of(case)

@@ -100,7 +100,15 @@ def test_documents_name_flags_that_exist() -> None:
     from difftrain.config.flags import FLAGS
     from difftrain.sampling.prompts import OPTIONS
 
-    known = {*FLAGS, *TABLE, *dataset.OWN, *OPTIONS, *(name for owned in OWNED for name in owned.names), "help", "dry_run"}
+    known = {
+        *FLAGS,
+        *TABLE,
+        *dataset.OWN,
+        *OPTIONS,
+        *(name for owned in OWNED for name in owned.names),
+        "help",
+        "dry_run",
+    }
     # flags of pip, torchrun and pytest that documents may show
     known |= {"no-deps", "standalone", "update-golden", "device", "X"}
     wrong = [

@@ -35,7 +35,9 @@ class RunRecord:
     finished_step: int | None = None  # None: not finished
     finished: str = ""
     identity: dict[str, Any] = field(default_factory=dict)  # what config_digest hashes, to name differences
-    hub: dict[str, str] = field(default_factory=dict)  # commits of what was fetched: a run that goes on takes them again
+    hub: dict[str, str] = field(
+        default_factory=dict
+    )  # commits of what was fetched: a run that goes on takes them again
     format: int = 1
 
     def begun(self, from_step: int, world_size: int) -> RunRecord:
