@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from difftrain.cli import COMMANDS, LATER, doctor, export, main
+from difftrain.cli.writing import writing
 from difftrain.config.sections import TrainConfig
 
 LIBRARY = Path(__file__).parents[2] / "library"
@@ -160,6 +162,34 @@ def test_export_replaces_nothing_that_is_no_export(tmp_path: Path, layout: str, 
         return
     with pytest.raises(export.ConfigFault, match=says):
         export.read(line)
+
+
+@pytest.mark.parametrize("command", ["export", "inspect"])
+def test_an_output_that_cannot_be_written_is_a_sentence(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "data" / "a.png")
+    (tmp_path / "data" / "a.txt").write_text("a")
+    (tmp_path / "file").write_text("no folder")
+    lines = {
+        "export": ["export", "--init_from_config=tiny"],
+        "inspect": ["dataset", "inspect", f"--train_data_dir={tmp_path / 'data'}", "--resolution=64,64"],
+    }
+    assert main([*lines[command], f"--output={tmp_path / 'file' / 'x'}"]) == 1
+    text = said(capsys)
+    assert f"{tmp_path / 'file'} cannot be written: it is a file, not a folder" in text and "Traceback" not in text
+
+
+def test_errors_elsewhere_are_none_of_the_outputs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "x"):
+        (tmp_path / "other" / "folder").read_bytes()
+
+
+def test_a_folder_that_is_no_runs_is_the_only_fault(tmp_path: Path) -> None:
+    with pytest.raises(export.ConfigFault, match="is no run's folder") as caught:
+        export.read(["--ema_width=0.1", str(tmp_path), f"--output={tmp_path / 'x'}"])
+    assert len(caught.value.faults) == 1
 
 
 def test_the_layouts_are_the_familys() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from difftrain.cli.writing import writing
 from difftrain.config import parse, rules
 from difftrain.config.door import enter, guard
 from difftrain.config.finding import Finding, Rule
@@ -92,16 +93,10 @@ def work(parsed: Parsed) -> int:
     hold_autoload()
     from difftrain.train.inspect import inspect
 
-    facts = parsed.bare.get("json")
-    print(
-        inspect(
-            parsed.config,
-            Path(parsed.bare["output"]),
-            epochs=number(parsed, "epochs"),
-            pictures=number(parsed, "max_pictures"),
-            facts=Path(facts) if facts else None,
-        )
-    )
+    output, facts = Path(parsed.bare["output"]), parsed.bare.get("json")
+    epochs, pictures = number(parsed, "epochs"), number(parsed, "max_pictures")
+    with writing(output, Path(facts or output)):
+        print(inspect(parsed.config, output, epochs=epochs, pictures=pictures, facts=Path(facts) if facts else None))
     return 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from difftrain.cli.writing import writing
 from difftrain.config import rules, rules_paths
 from difftrain.config.door import enter
 from difftrain.config.flag import Flag, on
@@ -67,8 +68,9 @@ def read(argv: list[str]) -> Parsed:
     if folder is not None and not faults:
         table = TABLE | {"config": FLAGS["config"]}
         argv = [f"--config={folder / RUN_CONFIG}", *argv]
+    judged = () if faults and WIDTH.option in given else (rules.model,)  # a run's own configuration names its model
     try:
-        parsed = resolve(argv, table, (rules.model, rules.no_metadata, rules_paths.weights, rules_paths.size))
+        parsed = resolve(argv, table, (*judged, rules.no_metadata, rules_paths.weights, rules_paths.size))
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None
     faults = faults or [*_width_faults(parsed), *_target_faults(parsed)]
@@ -159,14 +161,15 @@ def work(parsed: Parsed) -> int:
     weights = family.stream(parts)
     if "ema_width" in parsed.bare:
         weights = _averaged(parsed, weights)
-    path = family.export(
-        weights,
-        parts,
-        layout_of(parsed),
-        _stem(parsed),
-        dtype=dtypes[cfg.save.precision] if cfg.save.precision else None,
-        metadata=None if cfg.save.no_metadata else family.metadata(_stem(parsed).name, time.time()),
-    )
+    with writing(Path(parsed.bare["output"])):
+        path = family.export(
+            weights,
+            parts,
+            layout_of(parsed),
+            _stem(parsed),
+            dtype=dtypes[cfg.save.precision] if cfg.save.precision else None,
+            metadata=None if cfg.save.no_metadata else family.metadata(_stem(parsed).name, time.time()),
+        )
     print(path)
     return 0
 
