@@ -364,3 +364,12 @@ def test_what_makes_two_data_set_files_one_run(folder: Path) -> None:
         assert any(
             line.startswith(place) for line in differences(json.loads(json.dumps(identity(cfg))), identity(other))
         )
+
+
+@pytest.mark.parametrize("general", [True, False])
+def test_a_resolution_that_is_wrong_is_not_missing_too(folder: Path, general: bool) -> None:
+    wrong: dict[str, Any] = {"resolution": "big"}
+    path = write(folder, wrong if general else {}, {} if general else wrong, {})
+    with pytest.raises(ConfigFault) as caught:
+        parse(argv(folder, f"--dataset_config={path}"))
+    assert [fault.where.split()[-1] for fault in caught.value.faults] == ["resolution"]

@@ -136,7 +136,7 @@ class _Resolver:
         values = {name: self.value(name, levels) for name in _DATASET_FIELDS}
         if "validation_seed" in own or "validation_seed" in general:
             self.seeds.add(own.get("validation_seed", general.get("validation_seed")))
-        if values["resolution"] is None:
+        if values["resolution"] is None and not any(fault.where.endswith(" resolution") for fault in self.out.faults):
             self.fault(place, "resolution is missing", "give a number, or [width, height]; for SDXL 1024")
         made: list[SubsetSection] = []
         for n, each in enumerate(subsets, 1):
