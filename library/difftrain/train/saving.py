@@ -103,7 +103,7 @@ class Saving:
                 path = checkpoint.commit(run.out, name, write, run.ranks, self._meta(run, kind))
             except checkpoint.SaveFault as error:
                 if must:
-                    raise
+                    raise checkpoint.SaveFault(f"checkpoint {name} was not written: {error}") from error
                 log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
                 return
