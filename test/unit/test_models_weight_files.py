@@ -132,7 +132,19 @@ def test_a_cut_file_is_named(tmp_path: Path, suffix: str, keep: float, mmap: boo
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}x", '{"a": 1}', '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}']
+    "text",
+    [
+        "[]",
+        "{}x",
+        '{"a": 1}',
+        '{"a":' + "[" * 100_000,
+        '{"__metadata__": {"title": 3}}',
+        *(
+            f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}'
+            for shape in ("[2]", "[-1, -1]", "[1.0]")
+        ),
+    ],
+    ids=["list", "more", "number", "deep", "metadata", "long", "negative", "fraction"],
 )
 def test_a_header_that_does_not_fit_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.safetensors"

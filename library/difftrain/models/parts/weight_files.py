@@ -72,7 +72,9 @@ class _ReadSafetensors:
             self._start = 8 + length
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self._places = {key: _place(entry, size - self._start) for key, entry in header.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(isinstance(text, str) for text in self.metadata.values()):
+                raise UnreadableWeights("is not a whole safetensors file: its metadata are no texts")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UnreadableWeights(f"is not a whole safetensors file: {error}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -92,6 +94,8 @@ class _ReadSafetensors:
 def _place(entry: dict[str, Any], size: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Return dtype, shape, start and stop of a tensor. Raises ValueError where they do not fit together."""
     dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    if any(type(side) is not int or side < 0 for side in shape):
+        raise ValueError(f"a tensor of shape {shape}")
     if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size:
         raise ValueError(f"a tensor of shape {shape} at {start} to {stop} of {size} bytes")
     return dtype, shape, start, stop
