@@ -27,6 +27,7 @@ from difftrain.data.cache.places import Folder
 from difftrain.data.index import Index
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import global_batches, index_folder, make_plan, open_data, prepare
+from difftrain.data.validation import validation_batches
 from difftrain.device import choose, host
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.sdxl.family import SDXLFamily
@@ -349,6 +350,19 @@ def test_a_disk_that_failed_once_is_asked_again_at_the_next_start(
     calls = encoded(monkeypatch)
     assert not undecodable(make(cfg).data) and calls == [2]  # the pictures of its bucket
     assert make(cfg).kept().equal(make(config(pictures, tmp_path, {"latents": True})).kept())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_goes_during_the_run_is_named_by_validation_too(
+    pictures: Path, tmp_path: Path, workers: int
+) -> None:
+    made = make(config(pictures, tmp_path, ON_DISK, data={"workers": workers}, validation={"split": 0.4}))
+    for part in parts_of(made.cfg, "*"):
+        part.unlink()
+    tokenize, features = made.family.tokenizer(made.parts), made.family.features
+    with pytest.raises(DataFault, match="can no longer be read") as caught:
+        list(validation_batches(made.data, tokenize, features, made.cfg, 0, 1, local_size=1))
+    assert "Traceback" not in str(caught.value)
 
 
 def test_too_many_broken_pictures_stop_the_run(pictures: Path, tmp_path: Path) -> None:

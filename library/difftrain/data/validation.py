@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, Draw, FeatureSpec, Reject, Tokenize
+from difftrain.contracts import Batch, DataFault, Draw, FeatureSpec, Reject, Tokenize
 from difftrain.data.loader import Share, data_loader, items_of, num_workers
 from difftrain.data.prepare import Data, validation_seed
 from difftrain.data.recipe import recipes_of
@@ -56,13 +56,16 @@ class HeldOut(Dataset[Any]):
     def __init__(self, maker: SampleMaker, tables: Tables, chunks: Chunks, share: Share) -> None:
         self._maker, self._tables, self._chunks, self._share = maker, tables, chunks, share
 
-    def __getitem__(self, n: int) -> Batch | list[Reject]:
+    def __getitem__(self, n: int) -> Batch | list[Reject] | DataFault:
         chunk, micro = divmod(n, self._share.accumulation)
         held, rows = self._chunks.rows(chunk)
         ids, keys = self._tables.take(rows[self._share.part(micro, held.dataset)])
         draws = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
         samples, kept, rejects = self._maker.samples(held.bucket, draws, 0, spare=None)
-        return self._maker.collate(held.bucket, samples, kept, rejects) if samples else rejects
+        try:
+            return self._maker.collate(held.bucket, samples, kept, rejects) if samples else rejects
+        except DataFault as fault:
+            return fault  # raised by the parent, without the worker's traceback around it
 
 
 class ValidationBatches:
