@@ -302,6 +302,13 @@ def test_files_that_cannot_be_used(folder: Path, text: str | None, what: str) ->
     assert str(path) in str(caught.value.faults[0]) or caught.value.faults[0].where == "--dataset_config"
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    path = write(folder, {}, {"resolution": 64}, {})
+    plain = resolved(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert resolved(path) == plain
+
+
 @pytest.mark.parametrize(
     ("flags", "where", "what"),
     [

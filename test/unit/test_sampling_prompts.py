@@ -179,12 +179,21 @@ sample_sampler = "eulr"
         ("p.json", "{}", "FILE: must be a list, got an object"),
         ("p.json", "[3, null]", "FILE, entry 1: must be an object or a text, got 3"),
         ("p.json", "[{]", "FILE: cannot be read as JSON"),
+        ("p.json", f'[{{"width": {"9" * 5000}}}]', "FILE: cannot be read as JSON"),
         ("p.json", '[{"seed": -1, "scale": NaN}]', "FILE, entry 1: seed: must lie in 0 to"),
         ("p.yaml", "- a\n", "is no file of prompts (give a .txt, .toml or .json file)"),
     ],
 )
 def test_files_without_a_prompt_say_what_to_write(tmp_path: Path, name: str, text: str, message: str) -> None:
     assert message in faults(written(tmp_path, name, text))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("p.txt", "a"), ("p.json", '["a"]'), ("p.toml", '[[prompt.subset]]\nprompt = "a"')],
+)
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path, name: str, text: str) -> None:
+    assert read_prompts(written(tmp_path, name, f"\ufeff{text}\n")).prompts == (Prompt("a"),)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

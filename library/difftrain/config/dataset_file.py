@@ -46,7 +46,7 @@ def resolve(path: Path, cfg: TrainConfig) -> Resolved:
     """Read a file and settle every setting of its data sets; `cfg` is what the command line says."""
     out = Resolved()
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
+        tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         out.faults.append(Fault(f"--dataset_config={path}", "no such file", "give a TOML file of data sets"))
         return out

@@ -59,11 +59,11 @@ def _entries(path: Path) -> tuple[_Placed, list[Fault]]:
     if read is None:
         return [], [Fault(FLAG, f"{path} is no file of prompts", "give a .txt, .toml or .json file")]
     try:
-        return read(path, path.read_text(encoding="utf-8"))
+        return read(path, path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
         return [], [Fault(FLAG, f"{path} cannot be read: {why}", "give a file of UTF-8 text")]
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return [], [Fault(str(path), f"cannot be read as {path.suffix[1:].upper()}: {error}")]
 
 
