@@ -17,6 +17,7 @@ import numpy as np
 from difftrain.config import TrainConfig
 from difftrain.config.datasets import datasets_of, subsets_of
 from difftrain.config.sections import SizeSection, SubsetSection
+from difftrain.config.there import expanded
 from difftrain.contracts import Bucket, DataFault, Reject
 from difftrain.data.buckets import BucketTable
 from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
@@ -120,13 +121,13 @@ def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -
 def index_folder(cfg: TrainConfig) -> Path:
     """Return where the index of these sources lives: one place for every combination of folders and reading settings."""
     if cfg.data.cache_dir:
-        cache = Path(cfg.data.cache_dir).expanduser()
+        cache = Path(expanded(cfg.data.cache_dir))
     elif sys.platform == "darwin":
         cache = Path.home() / "Library" / "Caches" / "difftrain"
     else:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftrain"
     reading = {
-        "dirs": [os.path.realpath(Path(folder).expanduser()) for folder in cfg.data.dirs],
+        "dirs": [os.path.realpath(expanded(folder)) for folder in cfg.data.dirs],
         "repeats": cfg.data.repeats,
         "columns": [cfg.data.image_column, cfg.data.caption_column],
         "captions": [cfg.captions.extension, cfg.captions.allow_empty],
@@ -134,7 +135,7 @@ def index_folder(cfg: TrainConfig) -> Path:
     if cfg.captions.enable_wildcard:
         reading["lines"] = "all"
     if cfg.data.conditioning_dir:
-        reading["masks"] = os.path.realpath(Path(cfg.data.conditioning_dir).expanduser())
+        reading["masks"] = os.path.realpath(expanded(cfg.data.conditioning_dir))
     if cfg.data.datasets or cfg.data.reg_dirs or cfg.data.in_json or cfg.data.dataset_class:
         reading["subsets"] = [_reading(subset) for subset in subsets_of(cfg)]
     return cache / "index" / _short_hash(reading)
@@ -144,7 +145,7 @@ def _reading(subset: SubsetSection) -> list[Any]:
     """Return what decides the items of a subset."""
     paths = [subset.image_dir, subset.metadata_file, subset.conditioning_dir]
     captions = [subset.captions.extension, subset.captions.separator, subset.captions.enable_wildcard]
-    real = [path and os.path.realpath(Path(path).expanduser()) for path in paths]
+    real = [path and os.path.realpath(expanded(str(path))) for path in paths]
     return [*real, subset.dataset_class, subset.is_reg, subset.class_tokens, subset.repeats, subset.flat, captions]
 
 

@@ -79,7 +79,7 @@ def _components(index: bytes) -> list[str]:
     """Read the folders out of model_index.json: entries of [package, class], both given."""
     try:
         content = json.loads(index)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Unfit(f"has a {INDEX} that is not JSON") from None
     entries = content.items() if isinstance(content, dict) else ()
     return [name for name, value in entries if isinstance(value, list) and len(value) == 2 and all(value)]
