@@ -119,6 +119,14 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"junk", b"notapicture", b"\x80\x02h", b"(.", b"\x8a\xff\x00", b"<html>"])
+def test_bytes_that_are_no_weights_are_named(tmp_path: Path, content: bytes) -> None:
+    """Such as a page of an error that was saved as a model."""
+    (tmp_path / "x.ckpt").write_bytes(content)
+    with pytest.raises(UnreadableWeights, match="is not a"):
+        open_weights(tmp_path / "x.ckpt")
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("suffix", KINDS)
 @pytest.mark.parametrize("keep", [0, 7, 0.5, 0.98])

@@ -40,5 +40,5 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = ()) -> Parts
     if not any(field.startswith("model.") for field in away):
         attempt(lambda: family.tokenizer(parts))
     if faults:
-        raise ConfigFault(faults)
+        raise ConfigFault(dict.fromkeys(faults))  # weights and tokenizers may trip over the same file
     return parts

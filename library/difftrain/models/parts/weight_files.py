@@ -139,7 +139,7 @@ def _torch_load(path: Path, mmap: bool) -> Any:
             f"is not a file of plain tensors (it is read with weights_only, so that it cannot run code): {reason}; "
             "convert it to safetensors on a machine where you trust it"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # bytes that are no pickle make its reader raise anything: struct.error, IndexError, ...
         raise UnreadableWeights(
             f"is not a whole torch file: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None
