@@ -63,6 +63,8 @@ def test_too_much_rejected_stops_with_2(door: Door, tmp_path: Path) -> None:
         (data / f"bad{i}.png").write_bytes(b"")
     output = door.run(door.flags(tmp_path / "out", f"--train_data_dir={data}"), expect=2)
     assert "max_rejected_share" in output and "bad0.png" in output
+    named = [json.loads(line)["path"] for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert len(named) == 3 and all("bad" in path for path in named)
     door.run(door.flags(tmp_path / "out", f"--train_data_dir={data}", "--max_rejected_share=0.7", steps=1))
 
 
@@ -193,3 +195,10 @@ def test_help_and_a_fault_answer_without_torch(door: Door, tmp_path: Path) -> No
     for words, expected in ((["--help"], "False 0"), (["--no_such_flag"], "False 2")):
         output = door.run_words([sys.executable, "-c", code, str(door.path), *words])
         assert output.strip().splitlines()[-1] == expected
+
+
+def test_weights_that_an_optimizer_broke_are_named_and_no_success(door: Door, tmp_path: Path) -> None:
+    """In fp16 the eps of this optimizer is 0, and it divides by it."""
+    line = ["--full_fp16", "--mixed_precision=fp16", "--optimizer_type=AdamWScheduleFree", "--learning_rate=1e-3"]
+    output = door.run(door.flags(tmp_path / "out", *line, "--save_every_n_steps=9", steps=3), expect=1)
+    assert "hold values that are not finite" in output and "Traceback" not in output

@@ -54,6 +54,17 @@ _EVERY_S = 10.0
 _MANY = 1 << 32
 
 
+class TooManyRejects(DataFault):
+    """More is rejected than data.max_rejected_share allows. index: the folder of the index that names all of it."""
+
+    def __init__(self, message: str, index: Path) -> None:
+        super().__init__(message)
+        self.index = index
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return TooManyRejects, (str(self), self.index)
+
+
 def build_index(
     data: DataSection,
     captions: CaptionSection,
@@ -278,7 +289,7 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
     remedy = "Mend or remove them, or raise --max_rejected_share."
     if any(kind in ("no caption", "empty caption") for kind in summary.reasons):
         remedy += " --allow_empty_caption accepts pictures without a caption."
-    raise DataFault("\n".join([*lines, remedy]))
+    raise TooManyRejects("\n".join([*lines, remedy]), Path(summary.folder))
 
 
 def _cpus() -> int:

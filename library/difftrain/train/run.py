@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from difftrain.config import TrainConfig
 from difftrain.config.secrets import redact_text
 from difftrain.config.toml import dump
 from difftrain.contracts import Batch, ConfigFault, DataFault, Engine, Family, Fault, Parts, TrainingFault
+from difftrain.data.index import Index
+from difftrain.data.indexing import TooManyRejects
 from difftrain.data.loader import check_sizes, make_loader
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
@@ -62,7 +65,7 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
             raise
         raise TrainingFault(
             f"{error.filename or cfg.output_dir}: {error.strerror}; checkpoints that were whole stay so: "
-            "make room, then the same command with --resume=auto goes on from the newest"
+            "make room, then the same command with --resume=auto goes on from the newest (--save_state keeps some on the way)"
         ) from error
 
 
@@ -121,7 +124,19 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
             log.info("stopped by a signal at step %d; the same command with --resume=auto goes on", this.progress.step)
             return 128 + ranks.agree(requests.stop_signal)
         finish(this, outputs, saving, evaluating, start)
+        if this.facts.get("not_finite"):
+            raise TrainingFault(f"the weights that were trained are no numbers: {this.facts['not_finite']}")
     return 0
+
+
+def prepared(cfg: TrainConfig, ranks: Ranks) -> Path:
+    """Prepare the data; where too much of it is rejected, name all of that before the run stops."""
+    try:
+        return prepare(cfg, log=log.info)
+    except TooManyRejects as fault:
+        if ranks.is_logger:
+            write_rejects(cfg.output_dir, Index(fault.index).rejects())
+        raise
 
 
 def open_uploads(cfg: TrainConfig, ranks: Ranks) -> Uploads:
@@ -136,7 +151,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     here: cfg with paths in the place of hub ids.
     """
     family = make_family(here)
-    folder = on_each_machine(ranks, lambda: prepare(here, log=log.info))
+    folder = on_each_machine(ranks, lambda: prepared(here, ranks))
     data = open_data(cfg, folder)
     check_sizes(data.tables, family.features)
     if ranks.is_logger:

@@ -147,8 +147,9 @@ class Saving:
             return
         save = run.cfg.save
         dtype = DTYPES[save.precision] if save.precision else None
+        broken: list[str] = []
         path = run.family.export(
-            weights,
+            _watched(weights, broken),
             run.parts,
             save.model_as or "safetensors",
             run.out / name,
@@ -156,7 +157,19 @@ class Saving:
             metadata={} if save.no_metadata else run.family.metadata(name, time.time(), facts_of(run)),
         )
         log.info("export %s", path.name)
+        if broken:
+            said = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
+            log.error("%s; a smaller rate, or --master_weights=fp32 with half weights", said)
+            run.facts["not_finite"] = said
         run.uploads.add(path, f"{path.name}, step {run.progress.step}")
+
+
+def _watched(weights: Iterator[tuple[str, Tensor]], broken: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Hand weights on, and note the names of those that are not finite: an optimizer can break what it is given whole."""
+    for name, tensor in weights:
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            broken.append(name)
+        yield name, tensor
 
 
 def facts_of(run: Run) -> RunFacts:
