@@ -14,7 +14,7 @@ from difftrain.checkpoint.names import parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
 
 RUN_FILE = "run.json"
-_OF_A_RUN = ("metrics.jsonl", "report.json", "report.html", "rejected.jsonl")
+_OF_A_RUN = ("metrics.jsonl", "report.json", "report.html")
 
 
 def now() -> str:

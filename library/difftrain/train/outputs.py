@@ -52,12 +52,14 @@ def set_up_logging(section: LoggingSection, rank: int) -> None:
         log.setLevel(max(logging.WARNING, log.level))
 
 
-def write_rejects(out: Path, rejects: Iterable[Reject]) -> int:
+def write_rejects(out: Path, rejects: Iterable[Reject], *, afresh: bool = False) -> int:
     """Write rejected.jsonl with what indexing turned away; lines of earlier sessions about other items stay.
 
-    No file where there is nothing to say. Return the number of items.
+    afresh: without them. No file where there is nothing to say. Return the number of items.
     """
     path = out / REJECTED
+    if afresh:
+        path.unlink(missing_ok=True)
     known: dict[str, str] = {}
     if path.exists():
         for raw in path.read_text(encoding="utf-8").splitlines():

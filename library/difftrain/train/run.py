@@ -135,7 +135,7 @@ def prepared(cfg: TrainConfig, ranks: Ranks) -> Path:
         return prepare(cfg, log=log.info)
     except TooManyRejects as fault:
         if ranks.is_logger:
-            write_rejects(cfg.output_dir, Index(fault.index).rejects())
+            write_rejects(cfg.output_dir, Index(fault.index).rejects(), afresh=True)
         raise
 
 
@@ -155,7 +155,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     data = open_data(cfg, folder)
     check_sizes(data.tables, family.features)
     if ranks.is_logger:
-        write_rejects(cfg.output_dir, data.rejects())
+        write_rejects(cfg.output_dir, data.rejects(), afresh=start.checkpoint is None)
     parts = family.load()
     engine = make_engine(cfg, device, ranks)
     faults = engine.faults()
