@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import equal, saved, weights
 
 from difftrain.config import names
 from difftrain.config.sections import OptimizerSection, TrainConfig, TrainingSection
@@ -62,20 +63,6 @@ def built(cfg: TrainConfig, family: TinyFamily | None = None) -> NativeEngine:
 
 def run(engine: NativeEngine, first: int, last: int) -> list[float]:
     return [float(engine.step(tiny_step(step, 8), COUNTS).sums["loss"]) for step in range(first, last)]
-
-
-def weights(engine: NativeEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.full_weights()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def saved(engine: NativeEngine, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    engine.snapshot().write(folder)
-    return folder
 
 
 def cases() -> list[Any]:
