@@ -40,6 +40,9 @@ def compile_blocks(blocks: Sequence[nn.Module], section: TrainingSection, device
     buckets: inputs change their shape. The second shape compiles every kind once more, for sizes that change, and some
     a third time; from then on all shapes are served.
     """
+    off = device.why_compile_is_off(section.compile_backend)
+    if off:
+        return f"compile: off on {device.kind}: {off}"
     from torch._dynamo import config as dynamo
 
     device.sweep_compiled(section.compile_backend)

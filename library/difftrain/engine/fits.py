@@ -11,8 +11,6 @@ from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.snapshot import ENGINE_FILE
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from difftrain.engine.shelf import Shelf
 
 FORMAT = 1
@@ -31,14 +29,17 @@ def check_fits(
     about: Mapping[str, Any],
     weights: Shelf,
     states: Mapping[str, Any],
-    own: Mapping[str, Tensor],
+    own: Mapping[str, tuple[int, ...]],
     trained: Iterable[str],
     optimizer: str,
 ) -> None:
-    """Raise ConfigFault with every way in which a checkpoint is not of this model (`own`) and this optimizer."""
+    """Raise ConfigFault with every way in which a checkpoint is not of this model and this optimizer.
+
+    own: the shapes of this model's weights.
+    """
     if about["format"] > FORMAT:
         raise ConfigFault([Fault("--resume", f"{path} is of a later version (format {about['format']})")])
-    faults = _parted("weights", {name: tuple(each.shape) for name, each in own.items()}, weights.shapes)
+    faults = _parted("weights", own, weights.shapes)
     if about["optimizer"] != optimizer:
         faults.append(f"it was trained with {about['optimizer']}, this run uses {optimizer}")
     elif not faults:

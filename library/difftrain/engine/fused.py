@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.engine.masters import norms
 from difftrain.engine.partial import steps_apart
-from difftrain.engine.update import Updated, may_step, norms, step
+from difftrain.engine.update import Updated, may_step, step
 from difftrain.optim import inner
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ chance (stochastic) 2 + 0 + 2; half weights and nothing else (none) 2 + 0 + 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from difftrain.contracts import Group
 from difftrain.engine.owners import Owners
@@ -63,6 +63,12 @@ class Masters:
         chosen = self.weights.values() if names is None else (self.weights[name] for name in names)
         return [weight.grad for weight in chosen if weight.grad is not None]
 
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients, of half ones in fp32: fp16 would overflow, bf16 keep two digits."""
+        if gradients[0].dtype == torch.float32:
+            return get_total_norm(gradients)
+        return torch.linalg.vector_norm(torch.stack(norms(gradients)))
+
     def without_gradient(self) -> list[str]:
         """Name the weights without a gradient."""
         return [name for name, weight in self.weights.items() if weight.grad is None]
@@ -109,6 +115,31 @@ class Masters:
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every exact value; one that is made is made when asked for."""
         return ((name, self.value(name)) for name in self.weights)
+
+    # ------------------------------------------------------------------ weights of the whole model, also frozen ones
+
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a weight as the model computes with it; tensor: where the model has it."""
+        return tensor
+
+    def shapes(self, model: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's weights."""
+        return {name: tuple(tensor.shape) for name, tensor in model.items()}
+
+    def chosen(self, names: set[str], model: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint holds of some weights, which may be others on every rank. To be iterated to the end."""
+        for name in sorted(names):
+            yield name, self.value(name) if name in self.weights else model[name]
+
+    def take(self, name: str, value: Tensor, place: Tensor) -> None:
+        """Take a weight from a checkpoint; place: where the model has it. Every rank takes all, and calls taken then."""
+        if name in self.weights:
+            self.put(name, value)
+        else:
+            place.copy_(value)
+
+    def taken(self) -> None:
+        """Do what is to be done once all weights are taken."""
 
 
 class HalfWeights(Masters):
@@ -264,3 +295,8 @@ def _cut(weights: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
         names.append(name)
         held += weight.numel()
     yield names
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each gradient, in fp32."""
+    return list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))

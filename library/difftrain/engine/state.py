@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
 Keep = Callable[[str, "Tensor"], None]
 # Not state: the parameters, what the schedule sets, and how the update is computed on this device.
 _NOT_STATE = {"params", "param_names", "name", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
+
+
+class State(Protocol):
+    """See an optimizer's state by the names of parameters, as a checkpoint holds it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def owned(self) -> list[str]: ...
+    def parameters(self, names: Iterable[str], keep: Keep) -> dict[str, Any]: ...
+    def groups(self, keep: Keep) -> list[dict[str, Any]]: ...
+    def load(
+        self, states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]], find: Callable[[str], Tensor]
+    ) -> None: ...
 
 
 class NamedState:

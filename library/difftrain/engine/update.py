@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.nn.utils import get_total_norm
 
 from difftrain.optim import inner
 
@@ -55,11 +54,12 @@ class AfterBackward:
         """Update, unless loss or gradients are not finite; free the gradients."""
         masters, scaler = self._masters, self._scaler
         gradients = masters.gradients()
-        _poison(gradients[0], loss())
+        if gradients:  # sharded ones may all be elsewhere
+            _poison(gradients[0], loss())
         seen = masters.for_scaler(self._optimizer)
         if scaler is not None:
             scaler.unscale_(seen)
-        norm = total_norm(gradients)
+        norm = masters.norm(gradients)
         if self._max_norm > 0:
             masters.clip(self._max_norm, norm)
         skipped = torch.isfinite(norm).logical_not().float()
@@ -76,18 +76,6 @@ class AfterBackward:
 def _poison(gradient: Tensor, loss: Tensor) -> None:
     """Carry a loss that is not finite into the gradients, where the scaler and the norm see it: x + 0 else."""
     gradient[(0,) * gradient.ndim].add_(loss * 0.0)
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients, of half ones in fp32: fp16 would overflow, bf16 keep two digits."""
-    if gradients[0].dtype == torch.float32:
-        return get_total_norm(gradients)
-    return torch.linalg.vector_norm(torch.stack(norms(gradients)))
-
-
-def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each gradient, in fp32."""
-    return list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
 
 
 def overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
