@@ -13,7 +13,7 @@ def why_not(backend: str, kind: str) -> str:
     """Say why a compile backend cannot be used on a kind of device; empty where it can."""
     if backend == "cudagraphs" and kind != "cuda":
         return f"it records CUDA graphs, and this run is on {kind}"
-    if backend != "inductor":
+    if backend != "inductor" or why_off(backend, kind):
         return ""
     if kind == "cpu":
         from torch._inductor import exc
@@ -27,6 +27,15 @@ def why_not(backend: str, kind: str) -> str:
     from torch.utils._triton import has_triton
 
     return "" if has_triton() else f"on {kind} it needs Triton, which is not there"
+
+
+def why_off(backend: str, kind: str) -> str:
+    """Say why a compile backend is left out on a kind of device though it was asked for; empty where it is used."""
+    if kind == "npu" and backend == "inductor":
+        return (
+            "what inductor makes for an NPU has not been shown to be right, nor fast; blocks run operator by operator"
+        )
+    return ""
 
 
 def cost(backend: str, kind: str) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch, ConfigFault, Fault
-from difftrain.device import compilers, host
+from difftrain.contracts import Batch
+from difftrain.device import compilers, groups, host, memory, overflow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,22 +74,19 @@ class Device:
         """
         if precision != "fp16":
             return None
-        if self.kind == "npu" and os.environ.get("INF_NAN_MODE_ENABLE", "1") == "0":
-            raise ConfigFault(
-                [
-                    Fault(
-                        "environment INF_NAN_MODE_ENABLE",
-                        "0 makes the NPU saturate instead of overflow, so loss scaling would never see an overflow",
-                        "unset it, or train in bf16",
-                    )
-                ]
-            )
+        if self.kind == "npu":
+            overflow.check_environment()
+            overflow.check_device(self.torch_device)
         kind = HalfGradScaler if half_gradients else torch.amp.GradScaler
         return kind(self.kind, init_scale=_START_SCALE[self.kind])
 
     def why_not_compiled(self, backend: str) -> str:
         """Say why a compile backend cannot be used here; empty where it can."""
         return compilers.why_not(backend, self.kind)
+
+    def why_compile_is_off(self, backend: str) -> str:
+        """Say why a compile backend is left out here though it was asked for; empty where it is used."""
+        return compilers.why_off(backend, self.kind)
 
     def sweep_compiled(self, backend: str) -> None:
         """Delete what a killed run left half made in a compiler's cache."""
@@ -116,6 +112,17 @@ class Device:
             return event
 
         return mark
+
+    def agree_on_waiting(self, timeout_min: float | None) -> str:
+        """Let the device's collectives wait as long as ours do; call before the first group is made.
+
+        timeout_min: as asked for, or None. Returns the sentence to say where a variable of the user's was overruled.
+        """
+        return groups.agree_on_waiting(timeout_min) if self.kind == "npu" else ""
+
+    def memory(self) -> memory.Memory | None:
+        """Say how the device's memory is used; None for the CPU."""
+        return None if self.module is None else memory.read(self.module, self.index)
 
     def peak_memory_gib(self) -> float:
         """Return the peak since the last reset: of the allocator, or on the CPU of this process's resident memory."""

@@ -23,7 +23,9 @@ from difftrain.data.loader import num_workers
 from difftrain.data.prepare import Data, index_folder
 from difftrain.data.samples import SampleMaker
 from difftrain.device import Device, fp8, host
+from difftrain.device.memory import during
 from difftrain.train.encoding import Job, amount, encode, moved
+from difftrain.train.out_of_memory import CACHING
 from difftrain.train.together import News, for_all, on_each_machine
 
 if TYPE_CHECKING:
@@ -148,7 +150,8 @@ def _look(cfg: TrainConfig, ranks: Ranks, jobs: Sequence[Job]) -> None:
 def _encode(cfg: TrainConfig, device: Device, ranks: Ranks, parts: Parts, job: Job, news: News) -> None:
     if job.missing:
         workers = num_workers(cfg.data.workers, ranks.local_size)
-        encode(job, device, cfg.training.mixed_precision, parts, workers, news.stop)
+        with during(CACHING):
+            encode(job, device, cfg.training.mixed_precision, parts, workers, news.stop)
 
 
 def _make_sure_of_room(ranks: Ranks, jobs: Sequence[Job]) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.config import SampleSection
+from difftrain.device.memory import during
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
 from difftrain.train.caching import awake
 from difftrain.train.evaluating import averaged
+from difftrain.train.out_of_memory import SAMPLING
 from difftrain.train.state import Run
 from difftrain.train.together import company
 
@@ -66,6 +68,7 @@ class Drawing:
         precision = run.cfg.training.mixed_precision
         with (
             run.clock.paused("sampling"),
+            during(SAMPLING),
             averaged(run),
             awake(run.parts, run.device),
             run.device.autocast(precision),

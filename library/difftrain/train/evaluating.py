@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Batch
 from difftrain.data.validation import validation_batches
+from difftrain.device.memory import during
 from difftrain.evaluation import quantile_losses, validate
+from difftrain.train.out_of_memory import EVALUATING
 from difftrain.train.state import Run
 
 if TYPE_CHECKING:
@@ -53,11 +55,11 @@ class Evaluating:
         """Return the loss at nine quantiles of the timestep, for the report; nothing without held-out records."""
         if not self._on:
             return []
-        with run.clock.paused("evaluation"), averaged(run):
+        with run.clock.paused("evaluation"), during(EVALUATING), averaged(run):
             return quantile_losses(run.engine, self._batches(run), run.family.features.draws, gather=run.ranks.gather)
 
     def _validate(self, run: Run) -> None:
-        with run.clock.paused("evaluation"), averaged(run):
+        with run.clock.paused("evaluation"), during(EVALUATING), averaged(run):
             found = validate(run.engine, self._batches(run), gather=run.ranks.gather)
         self._outputs.validated(found.record(run.progress.step), {"loss/validation": found.loss})
         log.info("validation at step %d: loss %.6f over %d records", run.progress.step, found.loss, found.samples)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from difftrain.contracts import Batch
 from difftrain.train.averages import update_averages
+from difftrain.train.out_of_memory import in_step
 from difftrain.train.saving import Saving
 from difftrain.train.signals import NOTHING, STOP, Requests
 from difftrain.train.state import Hook, Run
@@ -30,7 +31,8 @@ def _steps(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Sa
     run.clock.start()
     for micro in run.clock.batches(steps):
         images = run.plan.size(run.progress.step)
-        stats = run.engine.step(micro, {"samples": float(images)})
+        with in_step(run.progress.step + 1, micro):
+            stats = run.engine.step(micro, {"samples": float(images)})
         update_averages(run)
         run.progress.step += 1
         run.progress.samples_seen += images

@@ -32,6 +32,7 @@ from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.report.files import write_whole
+from difftrain.train import out_of_memory
 from difftrain.train.averages import announce, start_averages
 from difftrain.train.caching import undecodable, with_cache
 from difftrain.train.check import check
@@ -77,9 +78,13 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
     with ExitStack() as stack:
+        stack.enter_context(out_of_memory.told(cfg, device, launch))
+        overruled = device.agree_on_waiting(cfg.training.ddp_timeout_min)
         ranks = stack.enter_context(Ranks.open(launch, device, cfg.training.ddp_timeout_min))
         requests = stack.enter_context(Requests().listening())
         set_up_logging(cfg.logging, ranks.rank)
+        if overruled:
+            log.info(overruled)
         if cfg.cache.only:
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0

@@ -1,0 +1,32 @@
+"""What a device's own communication library must know before the first group is made."""
+
+from __future__ import annotations
+
+import os
+
+# Seconds. HCCL's own: how long a collective waits for a rank that does not come, and how long ranks try to connect.
+_EXEC, _CONNECT = "HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT"
+_DEFAULT_S = 1800  # as long as a group waits where nothing is said
+_CONNECT_RANGE = (120, 7200)  # what HCCL takes
+
+
+def agree_on_waiting(timeout_min: float | None) -> str:
+    """Set HCCL's time-outs to the group's; torch_npu reads them when a group is made.
+
+    timeout_min: as asked for by the user, which counts more than variables that a script has set; None leaves those.
+    Returns the sentence to say where variables were overruled; empty where none was.
+    """
+    if timeout_min is None:
+        os.environ.setdefault(_EXEC, str(_DEFAULT_S))
+        os.environ.setdefault(_CONNECT, str(_DEFAULT_S))
+        return ""
+    seconds = max(1, round(timeout_min * 60))
+    low, high = _CONNECT_RANGE
+    meant = {_EXEC: str(seconds), _CONNECT: str(min(max(seconds, low), high))}
+    said = [
+        f"{name} is {value} s instead of the environment's {os.environ[name]}"
+        for name, value in meant.items()
+        if os.environ.get(name, value) != value
+    ]
+    os.environ.update(meant)
+    return f"--ddp_timeout={timeout_min:g}: {', '.join(said)}" if said else ""

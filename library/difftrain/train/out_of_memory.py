@@ -1,0 +1,104 @@
+"""What is said where memory runs out: how much was in use for what, and which flags need less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from difftrain.contracts import Batch, TrainingFault
+from difftrain.device.memory import OutOfMemory, during, ran_out, wanted
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from difftrain.config import TrainConfig
+    from difftrain.device import Device
+    from difftrain.distributed.launch import Launch
+
+CACHING, SAMPLING, EVALUATING = "encoding for the cache", "drawing samples", "evaluating"
+
+
+def in_step(step: int, micro: list[Batch]) -> AbstractContextManager[None]:
+    """Name a step, and the shape that did not fit."""
+    first = micro[0]
+    return during(f"training (step {step}, {len(first.record_id)} images of {first.bucket})")
+
+
+@contextmanager
+def told(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None]:
+    """Turn an allocation that failed into a sentence with its remedies. Raises TrainingFault."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemory):
+            found = error
+        elif (where := ran_out(error)) is not None:
+            found = OutOfMemory("putting model and optimizer together", wanted(error), where == "host")
+        else:
+            raise
+        raise TrainingFault(sentence(found, cfg, device, launch)) from error
+
+
+def sentence(found: OutOfMemory, cfg: TrainConfig, device: Device, launch: Launch) -> str:
+    """Say who ran out of memory, doing what, what is in use, and what to change."""
+    who = f"rank {launch.rank}: " if launch.distributed else ""
+    more = f", {found.wanted} more were asked for" if found.wanted else ""
+    held = None if found.on_host else device.memory()
+    use = f" ({held.sentence()})" if held is not None else ""
+    whose = "this machine" if found.on_host or held is None else str(device.torch_device)
+    ways = host_remedies(cfg) if found.on_host else remedies(cfg, launch, found.doing)
+    return (
+        f"{who}{whose} is out of memory while {found.doing}{more}{use}. What needs less, the cheapest first: "
+        f"{'; '.join(ways)}. Checkpoints that were whole stay so: --resume=FOLDER goes on from one with other flags"
+    )
+
+
+def host_remedies(cfg: TrainConfig) -> list[str]:
+    """List what needs less memory of the machine."""
+    ways = []
+    if cfg.data.workers > 1:
+        ways.append(f"--max_data_loader_n_workers={cfg.data.workers // 2}")
+    if cfg.cache.latents or cfg.cache.text:
+        ways.append("features cached on disk (--cache_latents_to_disk, --cache_text_encoder_outputs_to_disk)")
+    if cfg.training.cpu_offload_checkpointing:
+        ways.append("without --cpu_offload_checkpointing")
+    return [*ways, "fewer processes on this machine (--nproc_per_node)"]
+
+
+def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
+    """List flags that need less of the device than this configuration, those that change no result first."""
+    training, model, cache = cfg.training, cfg.model, cfg.cache
+    if doing == CACHING:
+        size = model.vae_batch_size or max(cfg.batch_sizes)
+        return [f"--vae_batch_size={size // 2}"] if size > 1 else ["a smaller --resolution"]
+    ways = []
+    if doing == SAMPLING:
+        ways.append("smaller or fewer pictures in --sample_prompts")
+    if not training.gradient_checkpointing:
+        ways.append("--gradient_checkpointing")
+    if not (cache.latents or cache.latents_to_disk):
+        ways.append("--cache_latents (the VAE stays off the device)")
+    if not (model.train_text_encoder or cache.text or cache.text_to_disk):
+        ways.append("--cache_text_encoder_outputs (the text encoders stay off the device)")
+    if training.batch_size > 1 and len(cfg.batch_sizes) == 1:
+        half, times = training.batch_size // 2, 2 * training.accumulation
+        same = "the same images a step" if training.batch_size % 2 == 0 else "about the same images a step"
+        ways.append(f"--train_batch_size={half} --gradient_accumulation_steps={times} ({same})")
+    elif max(cfg.batch_sizes) > 1:
+        ways.append("a smaller batch_size in the data set's file")
+    if launch.size > 1 and cfg.optimizer.type.lower() == "adamw":
+        ways.append("--optimizer_type=oss (its state is shared out over the ranks)")
+    if training.gradient_checkpointing and not training.cpu_offload_checkpointing:
+        ways.append("--cpu_offload_checkpointing")
+    if training.mixed_precision == "no" and training.full_precision is None:
+        ways.append("--mixed_precision=bf16")
+    if training.full_precision is None and training.mixed_precision != "fp16":
+        ways.append("--full_bf16" + ("" if training.mixed_precision == "bf16" else " --mixed_precision=bf16"))
+    if not cfg.optimizer.fused_backward and launch.size == 1 and cfg.optimizer.type.lower() == "adafactor":
+        ways.append("--fused_backward_pass")
+    elif cfg.optimizer.type.lower() != "adafactor":
+        ways.append("--optimizer_type=Adafactor")
+    if model.train_text_encoder:
+        ways.append("without --train_text_encoder")
+    return [*ways, "a smaller --resolution"]

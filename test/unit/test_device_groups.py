@@ -1,0 +1,47 @@
+"""device.groups: HCCL waits as long as our groups do, and the user's flag counts more than a script's variables."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from difftrain.device import Device, groups
+
+NAMES = ("HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT")
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+def found() -> list[str | None]:
+    return [os.environ.get(name) for name in NAMES]
+
+
+def test_without_a_flag_the_default_fills_gaps() -> None:
+    os.environ[NAMES[1]] = "600"
+    assert groups.agree_on_waiting(None) == "" and found() == ["1800", "600"]
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [(10, ["600", "600"]), (1, ["60", "120"]), (600, ["36000", "7200"])])
+def test_a_flag_sets_both_within_what_hccl_takes(minutes: float, expected: list[str]) -> None:
+    assert groups.agree_on_waiting(minutes) == "" and found() == expected
+
+
+def test_a_flag_overrules_variables_and_says_so() -> None:
+    os.environ[NAMES[0]] = os.environ[NAMES[1]] = "1800"
+    said = groups.agree_on_waiting(5)
+    assert found() == ["300", "300"]
+    assert said == (
+        "--ddp_timeout=5: HCCL_EXEC_TIMEOUT is 300 s instead of the environment's 1800, "
+        "HCCL_CONNECT_TIMEOUT is 300 s instead of the environment's 1800"
+    )
+    assert groups.agree_on_waiting(5) == ""
+
+
+def test_other_devices_have_no_such_variables() -> None:
+    assert Device("cpu").agree_on_waiting(5) == "" and found() == [None, None]
