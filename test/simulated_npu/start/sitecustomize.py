@@ -16,12 +16,16 @@ class _AfterTorchNpu(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self):
         self._loader = None
+        self._looking = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch_npu":
+        if name != "torch_npu" or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._looking = True  # asked for a second time: diffusers and we look before anybody imports
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
         if spec is None or spec.loader is None:
             return None
         self._loader, spec.loader = spec.loader, self
