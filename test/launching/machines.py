@@ -102,9 +102,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def with_library(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which the package is found first; what CANN put on the path stays on it."""
+    path = [str(LIBRARY), *filter(None, [environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def found() -> Found:
     """Ask the device room what this machine can train on."""
-    environ = {**os.environ, "PYTHONPATH": str(LIBRARY)}
+    environ = with_library(os.environ)
     done = subprocess.run([sys.executable, "-m", "difftrain.device"], capture_output=True, text=True, env=environ)
     words = done.stdout.split()
     if done.returncode or len(words) < 2:

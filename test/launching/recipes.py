@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 
 from launching.flags import Given
-from launching.machines import LIBRARY, Where, cores
+from launching.machines import LIBRARY, Where, cores, with_library
 
 DEMOS = ("shapes", "emoji")
 EPOCHS, EPOCHS_OF_A_SPEED_RUN = 120, 13
@@ -33,7 +33,7 @@ class Recipe:
             return 0
         words = [*self.demo, *(["--data_only"] if dry else [])]
         threads = str(min(8, cores()))
-        environ = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": str(LIBRARY)}
+        environ = {"OMP_NUM_THREADS": threads, **with_library(os.environ)}
         return subprocess.run([sys.executable, "-m", "difftrain.train.demo", *words], env=environ).returncode
 
     def dry_words(self, words: list[str]) -> list[str]:

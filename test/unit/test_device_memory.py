@@ -22,7 +22,7 @@ TORCH = "NPU out of memory. Tried to allocate 2.50 GiB (NPU 0; 60.97 GiB total c
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device", ""),
         (RuntimeError("HCCL function error: HcclAllReduce, EL0004: [PID: 12] Failed to allocate memory."), "device", ""),
         (RuntimeError("aclrtMalloc, error code is 207001\n[Error]: The device memory is exhausted."), "device", ""),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: you tried to "
+        (RuntimeError("[enforce fail] data. DefaultCPUAllocator: can't allocate memory: you tried to "
                       "allocate 4096 bytes."), "host", "4096 bytes"),
         (RuntimeError("Malloc pin memory failed, host out of memory, Rried to allocate size: 4096"), "host", ""),
         (MemoryError("Unable to allocate 7.45 GiB for an array"), "host", ""),

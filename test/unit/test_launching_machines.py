@@ -104,3 +104,11 @@ def test_the_card_of_a_one_card_run() -> None:
 def test_output_index_comes_from_the_device() -> None:
     assert machines.device_index({"ASCEND_DEVICE_ID": "5"}) == 5
     assert machines.device_index({}) == 0
+
+
+def test_what_cann_put_on_the_path_stays_on_it() -> None:
+    assert machines.with_library({"PYTHONPATH": "/cann/python", "A": "1"}) == {
+        "PYTHONPATH": f"{machines.LIBRARY}:/cann/python",
+        "A": "1",
+    }
+    assert machines.with_library({})["PYTHONPATH"] == str(machines.LIBRARY)
