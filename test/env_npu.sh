@@ -10,7 +10,7 @@ _difftrain_cann() {
         "$(sed -n 's/^[A-Za-z]*Install_Path=//p' "$info" 2>/dev/null | head -n 1)" \
         /usr/local/Ascend "$HOME/Ascend"; do
         [ -n "$root" ] || continue
-        for part in set_env.sh ascend-toolkit/set_env.sh nnae/set_env.sh; do
+        for part in set_env.sh cann/set_env.sh ascend-toolkit/set_env.sh nnae/set_env.sh; do
             if [ -f "$root/$part" ]; then
                 echo "$root/$part"
                 return
@@ -20,12 +20,18 @@ _difftrain_cann() {
 }
 
 _difftrain_env_npu() {
-    local cann route master flags=$-
+    local cann wrong route master flags=$-
     cann="$(_difftrain_cann)"
     [ -n "$cann" ] || return 0
+    if ! wrong="$(bash -n "$cann" 2>&1)"; then
+        echo "CANN's $cann cannot be read, NPUs will not be found: ${wrong##*$'\n'} (install CANN again, or name another as ASCEND_TOOLKIT_HOME)" >&2
+        return 0
+    fi
     set +eu # CANN's script appends to variables that may not be set
+    trap 'echo "CANN'"'"'s $cann ended the launcher (install CANN again, or name another as ASCEND_TOOLKIT_HOME)" >&2' EXIT
     # shellcheck source=/dev/null
     source "$cann"
+    trap - EXIT
     case "$flags" in *e*) set -e ;; esac
     case "$flags" in *u*) set -u ;; esac
 
@@ -47,7 +53,10 @@ _difftrain_env_npu() {
     # MiB of each communication buffer: SDXL's gradient buckets fit without being cut.
     export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-200}"
     # The allocator grows segments in place: aspect buckets otherwise fragment the memory until it is full.
-    export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}"
+    # torch_npu takes this or PYTORCH_ALLOC_CONF, and ends where it finds both.
+    if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
+        export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}"
+    fi
     # Memory that a communication stream has finished with is used again at once.
     export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}"
     # Machines with several networks: the address that routes to the master, which HCCL cannot guess.

@@ -107,6 +107,8 @@ def test_oss_shards_the_state_and_trains_the_same(three_ranks: list[dict[str, An
 
 
 def one_dies(how: str) -> None:
+    import torch
+
     with _open() as ranks:
         ranks.barrier()
         if ranks.rank == 1:
@@ -114,17 +116,23 @@ def one_dies(how: str) -> None:
                 raise ValueError("a fault of rank 1 alone")
             if how == "exits":
                 os._exit(7)
+            if how == "exits while they sum":
+                time.sleep(0.3)
+                os._exit(7)
         for _ in range(100):
-            ranks.barrier()
+            if how == "exits while they sum":
+                ranks.sum_(torch.ones(1))  # of the devices' group, as gradients are
+            else:
+                ranks.barrier()
             time.sleep(0.01)
     print("done", file=sys.stderr)
 
 
-@pytest.mark.parametrize("how", ["raises", "exits"])
+@pytest.mark.parametrize("how", ["raises", "exits", "exits while they sum"])
 def test_a_rank_that_dies_takes_the_others_with_it_at_once(how: str) -> None:
     ended = run_ranks(3, f"{HERE}::one_dies", how, check=False, timeout_s=50)
-    assert ended[1].code == (7 if how == "exits" else 1)
-    assert how == "exits" or "ValueError: a fault of rank 1 alone" in ended[1].err
+    assert ended[1].code == (1 if how == "raises" else 7)
+    assert how != "raises" or "ValueError: a fault of rank 1 alone" in ended[1].err
     for other in (ended[0], ended[2]):
         assert other.code == 1, other.err
         assert f"TrainingFault: rank {other.rank}: another rank has ended" in other.err
@@ -162,3 +170,32 @@ def test_ranks_that_do_not_meet_say_where() -> None:
     )
     assert ended[0].code == 1
     assert "TrainingFault: rank 0: 2 ranks at 127.0.0.1:" in ended[0].err
+
+
+AWAY = ("10.255.255.1", "no-such-machine.invalid")
+
+
+def nobody_answers() -> None:
+    from difftrain.contracts import TrainingFault
+    from difftrain.distributed import ranks
+
+    ranks.NOTICE_S = 0.1
+    for master in AWAY:
+        os.environ["MASTER_ADDR"] = master
+        start = time.monotonic()
+        try:
+            _open(timeout_min=0.03)
+        except TrainingFault as fault:
+            print(f"{time.monotonic() - start:.1f} {fault}")
+
+
+def test_a_master_that_cannot_be_reached_is_named_within_the_timeout() -> None:
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    (ended,) = run_ranks(1, f"{HERE}::nobody_answers", check=False, timeout_s=60, env=env)
+    told = ended.out.splitlines()
+    assert len(told) == len(AWAY), ended
+    for master, line in zip(AWAY, told):
+        assert float(line.split()[0]) < 15.0
+        assert f"rank 1: waits for 2 ranks at {master}:" in ended.err
+        assert f"rank 1: 2 ranks at {master}:" in line and "did not meet within 0.03 min" in line, line
+        assert "firewall" in line and "same master address" in line

@@ -61,12 +61,13 @@ def test_with_cann_its_script_and_the_variables_are_there(tmp_path: Path, cann: 
     assert "HCCL_IF_IP" not in found
 
 
-def test_nnae_is_found_too(tmp_path: Path) -> None:
-    folder = tmp_path / "Ascend" / "nnae"
+@pytest.mark.parametrize("name", ["nnae", "cann"])  # cann: the folder of 8.5 and later
+def test_other_folders_are_found_too(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "Ascend" / name
     folder.mkdir(parents=True)
-    (folder / "set_env.sh").write_text("export CANN_SOURCED=nnae\n")
+    (folder / "set_env.sh").write_text(f"export CANN_SOURCED={name}\n")
     found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(tmp_path / "none"))
-    assert found["CANN_SOURCED"] == "nnae"
+    assert found["CANN_SOURCED"] == name
 
 
 def test_every_variable_can_be_set_from_outside(tmp_path: Path, cann: Path) -> None:
@@ -143,3 +144,49 @@ def test_cuda_needs_a_driver(tmp_path: Path) -> None:
     assert found["NCCL_DEBUG"] == "WARN" and found["NCCL_SOCKET_IFNAME"] == "eth3"
     assert not {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} & found.keys()
     assert source("env_cuda.sh", tmp_path, PATH=path, NCCL_DEBUG="INFO")["NCCL_DEBUG"] == "INFO"
+
+
+@pytest.mark.parametrize(("version", "queue"), [("2.1.0.post17", "1"), ("2.4.0", "2"), ("2.13.0", "2")])
+def test_the_task_queue_goes_by_torch_npu(tmp_path: Path, cann: Path, version: str, queue: str) -> None:
+    info = tmp_path / "site" / f"torch_npu-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {version}\n")
+    found = source(
+        "env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), PYTHONPATH=str(info.parent), python=sys.executable
+    )
+    assert found["TASK_QUEUE_ENABLE"] == queue
+
+
+def test_an_allocator_that_is_set_by_its_other_name_is_left(tmp_path: Path, cann: Path) -> None:
+    found = source(
+        "env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), PYTORCH_ALLOC_CONF="max_split_size_mb:128"
+    )
+    assert found["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:128" and "PYTORCH_NPU_ALLOC_CONF" not in found
+
+
+def test_the_toolkit_that_is_named_comes_first(tmp_path: Path, cann: Path) -> None:
+    other = tmp_path / "other" / "latest"
+    other.mkdir(parents=True)
+    (other.parent / "set_env.sh").write_text("export CANN_SOURCED=other\n")
+    found = source("env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), ASCEND_TOOLKIT_HOME=str(other))
+    assert found["CANN_SOURCED"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "said"),
+    [
+        ("if true; then\n", 0, "cannot be read, NPUs will not be found: "),
+        ("exit 3\n", 3, "ended the launcher (install CANN again"),
+    ],
+)
+def test_a_broken_script_of_canns_is_named(tmp_path: Path, cann: Path, content: str, code: int, said: str) -> None:
+    script = tmp_path / "Ascend" / "ascend-toolkit" / "set_env.sh"
+    script.write_text(content)
+    done = subprocess.run(
+        ["bash", "-c", f'set -euo pipefail; source "{TEST / "env_npu.sh"}"; echo went on'],
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ASCEND_CANN_INSTALL_INFO": str(cann)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code and f"CANN's {script} {said}" in done.stderr
+    assert done.stdout == ("" if code else "went on\n")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from difftrain.contracts import ConfigFault
-from difftrain.device import choice, choose
+from difftrain.device import ascend, choice, choose, versions
 
 LIBRARY = str(Path(choice.__file__).resolve().parents[2])
 BARE = not any(choice.nodes(kind) for kind in ("npu", "cuda")) and importlib.util.find_spec("torch_npu") is None
@@ -91,9 +91,25 @@ except ConfigFault as fault:
     print(fault)
 """
     ended = _python(code, broken_npu)
-    why = "torch_npu cannot be loaded: libhccl.so: cannot open shared object file"
-    told = [f"cpu | no npu: {why}", "cpu 1", f"  --device: npu asked for, but {why} (or leave --device=auto)"]
+    why, remedy = "torch_npu cannot be loaded: libhccl.so, of CANN, was not found", ascend.source_cann()
+    told = [
+        f"cpu | no npu: {why} ({remedy})",
+        "cpu 1",
+        f"  --device: npu asked for, but {why} ({remedy}; or leave --device=auto)",
+    ]
     assert ended.stdout.splitlines() == told, ended.stderr
+
+
+@bare_machine
+def test_a_torch_npu_for_another_torch_is_named_and_never_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    about = tmp_path / "torch_npu-2.7.1.post2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.7.1.post2\n")
+    ended = _python("from difftrain.device import choose; print(choose().reason)", str(tmp_path))
+    assert "no npu: torch_npu 2.7.1.post2 needs torch 2.7.1, found torch" in ended.stdout, ended.stderr
+    assert f"pip install torch_npu=={versions.torch_npu_for(torch.__version__)}, or torch==2.7.1" in ended.stdout
 
 
 def _found(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> list[tuple[str, int, int]]:

@@ -9,27 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.device import ascend, extras, versions
 
 if TYPE_CHECKING:
     from difftrain.device.torch_device import Device
 
 KINDS = ("npu", "cuda", "cpu")  # in the order that "auto" prefers them
-_NODES = {"npu": "davinci[0-9]*", "cuda": "nvidia[0-9]*"}
+_CUDA_NODES = "nvidia[0-9]*"
 _WSL_NODE = Path("/dev/dxg")  # CUDA under Windows' Linux has no /dev/nvidia*
 
 
 @dataclass(frozen=True)
 class Found:
-    """Say how many devices of a kind can be used; where none, why not."""
+    """Say how many devices of a kind can be used; where none, why not, and what would help."""
 
     kind: str
     count: int
     why_not: str = ""
+    remedy: str = ""
 
 
 def nodes(kind: str) -> int:
     """Count the device files of a kind without loading any driver library."""
-    return len(list(Path("/dev").glob(_NODES[kind])))
+    return len(ascend.nodes() if kind == "npu" else list(Path("/dev").glob(_CUDA_NODES)))
 
 
 def hold_autoload() -> None:
@@ -81,16 +83,21 @@ def _find_npu() -> Found:
     if importlib.util.find_spec("torch_npu") is None:
         present = nodes("npu")
         beside = f", though {present} NPU device files are there" if present else ""
-        return Found("npu", 0, f"torch_npu is not installed{beside}")
+        return Found("npu", 0, f"torch_npu is not installed{beside}", "pip install torch_npu of torch's own version")
+    hold_autoload()
+    import torch
+
+    installed = extras.version("torch_npu")
+    if installed is not None and not versions.same_torch(installed, torch.__version__):
+        # imported all the same, it would fail on a symbol, or crash
+        judged = versions.judge_torch(installed, torch.__version__)
+        return Found("npu", 0, judged.found, judged.remedy)
     try:
         npu = load_npu()
-    except (ImportError, OSError, RuntimeError) as error:  # the wheel without CANN, or for another torch
-        return Found("npu", 0, f"torch_npu cannot be loaded: {error}")
-    if npu.is_available() and npu.device_count() > 0:
-        return Found("npu", npu.device_count())
-    hidden = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-    beside = f" with ASCEND_RT_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
-    return Found("npu", 0, f"torch_npu sees no NPU{beside}")
+        count = npu.device_count() if npu.is_available() else 0
+    except Exception as error:  # whatever its libraries raise: the wheel without CANN, an older CANN, a broken driver
+        return Found("npu", 0, *ascend.why_not_loaded(error, installed, torch.__version__))
+    return Found("npu", count) if count else Found("npu", 0, *ascend.why_none_seen())
 
 
 def load_npu() -> Any:
@@ -124,19 +131,24 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
     if kind != "auto":
         found = find(kind)
         if not found.count:
-            raise ConfigFault([Fault("--device", f"{kind} asked for, but {found.why_not}", "or leave --device=auto")])
+            remedy = f"{found.remedy}; or leave --device=auto" if found.remedy else "or leave --device=auto"
+            raise ConfigFault([Fault("--device", f"{kind} asked for, but {found.why_not}", remedy)])
         return _take(found, local_rank, local_size, "as asked for")
     missed = []
     for candidate in KINDS:
         if candidate != "cpu" and not _worth_asking(candidate):
             if candidate == "npu" and nodes("npu"):
-                missed.append(f"no npu: {_find_npu().why_not}")
+                missed.append(_missed(_find_npu()))
             continue
         found = find(candidate)
         if found.count:
             return _take(found, local_rank, local_size, "; ".join(missed) or _nothing_better(candidate))
-        missed.append(f"no {candidate}: {found.why_not}")
+        missed.append(_missed(found))
     raise AssertionError("the CPU is always there")
+
+
+def _missed(found: Found) -> str:
+    return f"no {found.kind}: {found.why_not}" + (f" ({found.remedy})" if found.remedy else "")
 
 
 def _nothing_better(kind: str) -> str:

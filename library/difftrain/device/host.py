@@ -97,11 +97,18 @@ def npu_driver() -> str | None:
     return found.group(1).strip() if found else None
 
 
+def npu_firmware() -> str | None:
+    """Return the version of the Ascend firmware, from where its installer writes it."""
+    found = re.search(r"^Version=(.+)$", _read("/usr/local/Ascend/firmware/version.info"), re.MULTILINE)
+    return found.group(1).strip() if found else None
+
+
 @functools.cache
 def cann_version() -> str | None:
     """Return the CANN version from its install information, or None where there is none."""
     homes = [os.environ.get(name, "") for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_NNAE_HOME")]
-    homes += ["/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/nnae/latest"]
+    # from CANN 8.5 on the first
+    homes += ["/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/nnae/latest"]
     for home in filter(None, homes):
         places = [*sorted(Path(home).glob("*/ascend_*_install.info")), Path(home) / "version.cfg"]
         for place in places:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
+import sys
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,13 +24,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_TIMEOUT_MIN = 30.0
+NOTICE_S = 30.0  # ranks that have not met by then say what they wait for
+log = logging.getLogger("difftrain")
+
+# What libraries say where a rank is gone, or did not come in time: gloo and c10d, then CANN's (EI0002: nobody answers,
+# EI0006: no connection, EI0013: the link broke).
+_LOST = re.compile(
+    r"Connection (?:closed|reset|refused) by peer|Broken pipe|Timed out waiting \d+ms for (?:recv|send)"
+    r"|gloo/transport|Watchdog caught collective operation timeout|remote process exited or there was a network error"
+    r"|\bEI00(?:02|06|13)\b",
+    re.IGNORECASE,
+)
 
 
 class _Device(Protocol):
     """What a process group needs to know of the device."""
 
+    torch_device: torch.device
+
     @property
     def backend(self) -> str: ...
+
+    def agree_on_waiting(self, timeout_min: float | None) -> str: ...
+
+    def synchronise(self) -> None: ...
 
 
 @dataclass
@@ -51,11 +72,17 @@ class Ranks:
         """
         if not launch.distributed:
             return cls()
+        if (overruled := device.agree_on_waiting(timeout_min)) and launch.local_rank == 0:
+            log.warning(overruled)
         timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
-        meeting = f"{launch.size} ranks at {launch.master_addr}:{launch.master_port}"
-        with _told(launch.rank, f"{meeting} did not meet within {timeout.total_seconds() / 60:g} min"):
+        at, within = f"{launch.master_addr}:{launch.master_port}", f"within {timeout.total_seconds() / 60:g} min"
+        waits = f"rank {launch.rank}: waits for {launch.size} ranks at {at}, {within}"
+        with _noticed(waits), _told(launch.rank, f"{launch.size} ranks at {at} did not meet {within}; {_TO_CHECK}"):
             dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
+        if device.torch_device.type != "cpu":
+            with _told(launch.rank, f"the ranks met at {at}, but their devices could not connect {within}; {_LINK}"):
+                _connect(device, launch.size)
         return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control)
 
     @property
@@ -100,7 +127,7 @@ class Ranks:
         return box
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
-        return _told(self.rank, "another rank has ended or did not come in time; its own error says why")
+        return _told(self.rank, _ENDED)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -128,8 +155,10 @@ class Ranks:
     ) -> None:
         if kind is None:
             self.close()
-        else:
-            self.abort()
+            return
+        self.abort()
+        if error is not None and self.size > 1 and lost(error):
+            raise _lost_fault(self.rank, error) from error
 
     def abort(self) -> None:
         """Leave without waiting: the control group's sockets close, and ranks that wait for this one fail at once.
@@ -143,11 +172,57 @@ class Ranks:
             dist.destroy_process_group(None if dist.get_backend() == "gloo" else control)
 
 
+_ENDED = "another rank has ended or did not come in time; its own error says why"
+_TO_CHECK = (
+    "check that every machine was started, with the same number of machines and the same master address, that this "
+    "address leads to the first machine from here, and that its firewall lets the port through"
+)
+_LINK = (
+    "see what `difftrain doctor` says on each machine; for NPU check the links with hccn_tool, that HCCL_IF_IP (where it "
+    "is set) is an address of this machine that the others reach, and that all have the same CANN"
+)
+
+
+def lost(error: BaseException) -> bool:
+    """Tell whether an error of a library means that another rank is gone or did not come in time."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def _connect(device: _Device, size: int) -> None:
+    """Let the devices meet: groups of accelerators connect at their first collective, which would be in mid-training."""
+    box = torch.ones(1, device=device.torch_device)
+    dist.all_reduce(box, dist.ReduceOp.SUM)
+    device.synchronise()
+    if int(box.item()) != size:
+        raise RuntimeError(f"{size} devices that each add 1 summed up to {box.item():g}")
+
+
+@contextlib.contextmanager
+def _noticed(say: str) -> Iterator[None]:
+    """Say what is waited for once it takes long."""
+    timer = threading.Timer(NOTICE_S, print, (say,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @contextlib.contextmanager
 def _told(rank: int, what: str) -> Iterator[None]:
     """Turn what the network says when a rank is lost into one line that a user can read."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TrainingFault(f"rank {rank}: {what} ({reason})") from error
+        raise TrainingFault(f"rank {rank}: {what} ({_first_line(error)})") from error
+
+
+def _lost_fault(rank: int, error: BaseException) -> TrainingFault:
+    return TrainingFault(f"rank {rank}: {_ENDED} ({_first_line(error)})")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
