@@ -91,11 +91,12 @@ run_tier() {
                 return 0
             fi
             # three times the budget on a busy machine is late; more is a hang, and ends with every traceback
-            local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() side_by_side=()
+            local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() side_by_side=() device=()
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
             # most tests wait for one process or compute on one thread; launchers and golden losses want the machine alone
-            case "$1" in unit | integration) side_by_side=(-n 2 --dist loadfile) ;; esac
-            ${bounded[@]+"${bounded[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
+            case "$1" in unit | integration | simulated_npu) side_by_side=(-n 2 --dist loadfile) ;; esac
+            case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
+            ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
                 ${side_by_side[@]+"${side_by_side[@]}"} ${words[@]+"${words[@]}"} || code=$?
             if [ $code -eq 124 ]; then echo "$1 did not end within $limit s" >&2; fi
             if [ $code -eq 5 ] && [ ${#words[@]} -gt 0 ]; then code=0; fi # no test of this tier matches -k

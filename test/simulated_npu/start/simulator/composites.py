@@ -1,4 +1,4 @@
-"""Backward formulas of operators that are kernels on the device and compositions on the CPU."""
+"""Operators that are not on the device what they are on the CPU: compositions here, other behaviour there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def matmul_backward(
-    grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]
-) -> tuple[Tensor | None, Tensor | None]:
+def matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of self @ other, of any numbers of dimensions."""
     if not mask[0] and not mask[1]:
         return None, None
@@ -81,3 +79,23 @@ def scaled_dot_product_attention(
         next_tockens=0 if is_causal else 2147483647,
         sparse_mode=2 if is_causal else 0,
     )[0]
+
+
+def fused_adamw_(
+    self: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    **settings: float,
+) -> None:
+    """Update as torch_npu does: grad_scale and found_inf are taken, and not looked at.
+
+    Source: op-plugin, FusedAdamWKernelNpuOpApi.cpp. The wheel of 2.13.0 knows no other operator that could: of
+    aclnnFusedAdamw, which takes both, it has not even the name.
+    """
+    torch.ops.aten._fused_adamw_(self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 from typing import Any
@@ -20,9 +21,10 @@ def install() -> None:
 def _make(options: Any, _backend_options: Any) -> Any:
     store = dist.PrefixStore("simulated_hccl", options.store)
     gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
-    return _compiled().wrap(gloo, switches.strict())
+    return _compiled().Hccl(gloo, switches.strict())
 
 
+@functools.cache
 def _compiled() -> Any:
     path = str(libraries.folder() / "simulated_hccl.so")
     loader = importlib.machinery.ExtensionFileLoader("simulated_hccl", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ OWN = {"copy_", "_copy_from_and_resize", "_to_copy", "_local_scalar_dense", "sca
 COMPOSITES = {
     "aten::matmul_backward": "simulator.composites:matmul_backward",
     "aten::linear_backward": "simulator.composites:linear_backward",
+    "aten::_fused_adamw_": "simulator.composites:fused_adamw_",
 }
 NO_DEVICE_KERNEL = {"aten::_foobar", "aten::_make_dep_token"}  # torch's own tests and tokens
 _DTYPES = {
@@ -107,12 +109,10 @@ def _judge() -> None:
 def _python_kernels(table: dict[str, str]) -> None:
     for name, place in table.items():
         namespace, _, op = name.partition("::")
-        module, _, attribute = place.partition(":")
-        function = getattr(importlib.import_module(module), attribute)
         library = torch.library.Library(namespace, "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a kernel is overridden is the point
-            library.impl(op, _on_host(name, function), "PrivateUse1")
+            library.impl(op, _on_host(name, place), "PrivateUse1")
         _kept.append(library)
 
 
@@ -128,8 +128,13 @@ def _routed() -> None:
     _kept.append(library)
 
 
-def _on_host(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_host(name: str, place: str) -> Callable[..., Any]:
     """Return a kernel that gives a reference the host's view of device tensors, and puts its results on the device."""
+
+    @functools.cache
+    def reference() -> Callable[..., Any]:
+        module, _, attribute = place.partition(":")
+        return getattr(importlib.import_module(module), attribute)
 
     def kernel(*args: Any, **options: Any) -> Any:
         torch.ops.simulated_npu.count(name)
@@ -162,7 +167,7 @@ def _on_host(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if len({str(each) for each in devices}) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {devices} (in {name})")
         with torch.no_grad():
-            return up(function(*given, **named))
+            return up(reference()(*given, **named))
 
     return kernel
 

@@ -165,6 +165,16 @@ class Hccl : public c10d::Backend {
     auto host = down(tensors);
     return c10::make_intrusive<Work>(getRank(), c10d::OpType::RECV, tensors, gloo_->recv(host, from, tag));
   }
+  Pending batch_isend_irecv(std::vector<std::string> kinds, Tensors tensors, std::vector<int64_t> ranks) {
+    std::vector<Pending> under_way;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      Tensors one{tensors[i]};
+      const int other = static_cast<int>(ranks[i]);
+      under_way.push_back(kinds[i] == "isend" ? send(one, other, 0) : recv(one, other, 0));
+    }
+    for (auto& each : under_way) each->wait();
+    return done(c10d::OpType::COALESCED, tensors);
+  }
   Pending barrier(const c10d::BarrierOptions& options) override {
     gloo_->barrier(options)->wait();
     return done(c10d::OpType::BARRIER, {});
@@ -214,6 +224,9 @@ class Hccl : public c10d::Backend {
 }  // namespace
 
 PYBIND11_MODULE(simulated_hccl, m) {
-  m.def("wrap", [](const Group& gloo, bool strict) -> Group { return c10::make_intrusive<Hccl>(gloo, strict); },
-        py::call_guard<py::gil_scoped_release>());
+  py::module_::import("torch._C._distributed_c10d");
+  // torch_npu asks its own backend for batch_isend_irecv, so Python has to know the class
+  py::class_<Hccl, c10::intrusive_ptr<Hccl>, c10d::Backend>(m, "Hccl")
+      .def(py::init([](const Group& gloo, bool strict) { return c10::make_intrusive<Hccl>(gloo, strict); }))
+      .def("batch_isend_irecv", &Hccl::batch_isend_irecv, py::call_guard<py::gil_scoped_release>());
 }

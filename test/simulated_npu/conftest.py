@@ -1,0 +1,25 @@
+"""The npu tier: every test here runs under `test/simulated_npu/run`, and is marked npu."""
+
+import os
+
+import pytest
+
+UNDER_RUN = "SIMULATED_NPU_LIBRARIES" in os.environ
+if not UNDER_RUN:  # a plain `pytest test` has no device: bash test/run_tests.sh --tier simulated_npu
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    here = os.path.dirname(os.path.abspath(__file__))
+    for item in items:
+        if str(item.path).startswith(here):
+            item.add_marker(pytest.mark.npu)
+
+
+@pytest.fixture
+def counted():
+    """Count what runs on the device in this test."""
+    import simulator
+
+    simulator.reset()
+    return simulator
