@@ -1,6 +1,7 @@
 """The npu tier: every test here runs under `test/simulated_npu/run`, and is marked npu."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,8 @@ if not UNDER_RUN:  # a plain `pytest test` has no device: bash test/run_tests.sh
 
 
 def pytest_collection_modifyitems(items):
-    here = os.path.dirname(os.path.abspath(__file__))
     for item in items:
-        if str(item.path).startswith(here):
+        if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.npu)
 
 

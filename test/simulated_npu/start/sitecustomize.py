@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 
 class _AfterTorchNpu(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -47,8 +48,8 @@ if "SIMULATED_NPU_LIBRARIES" in os.environ:
 
 
 def _run_hidden():
-    here = os.path.dirname(os.path.abspath(__file__))
-    others = [place for place in sys.path if os.path.abspath(place or ".") != here]
+    here = Path(__file__).resolve().parent
+    others = [place for place in sys.path if Path(place or ".").resolve() != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec and spec.loader:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,6 +176,5 @@ def _on_host(name: str, place: str) -> Callable[..., Any]:
 def _write_counts() -> None:
     import simulator
 
-    path = f"{switches.counts_file()}.{os.getpid()}.json"
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(dict(simulator.counts()), file, indent=1)
+    path = Path(f"{switches.counts_file()}.{os.getpid()}.json")
+    path.write_text(json.dumps(simulator.counts(), indent=1), encoding="utf-8")
