@@ -113,7 +113,7 @@ def backward(
     dpse = None
     dsink = torch.zeros(shape.heads) if sink is not None else torch.zeros(0)
     rows_done = columns_done = 0
-    for index, parts in enumerate(_pieces(call, query, key, value, pse, mask, sink)):
+    for parts in _pieces(call, query, key, value, pse, mask, sink):
         rows, columns = parts[1].shape[2], parts[2].shape[2]
         out = _slice(call, attention_in, rows_done, rows)
         gradient = _slice(call, dy, rows_done, rows)

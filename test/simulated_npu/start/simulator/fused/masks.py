@@ -58,9 +58,7 @@ def prefix_rectangle() -> Tensor:
     return torch.cat((triangle(), below))
 
 
-def masked_out(
-    mask: Tensor | None, how: Sparsity, batch: int, heads: int, rows: int, columns: int
-) -> Tensor | None:
+def masked_out(mask: Tensor | None, how: Sparsity, batch: int, heads: int, rows: int, columns: int) -> Tensor | None:
     """Return the scores that one non-varlen call leaves out, broadcastable to [B, N, Sq, Skv], or None for none.
 
     Without a mask the sparse mode and both token counts are ignored: full attention, also where causal was meant.
