@@ -102,6 +102,9 @@ class Architecture:
 
 
 def _construct(part: str, config: dict[str, Any]) -> Any:
+    from difftrain.device import mends
+
+    mends.apply("diffusers")
     if part == "unet":
         from diffusers import UNet2DConditionModel
 
