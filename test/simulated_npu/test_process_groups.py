@@ -119,3 +119,17 @@ def test_what_hccl_lacks_is_refused(found):
     assert "AVG" in average and "hccl_types.h" in average
     assert "no data type for Float8" in eight_bits
     assert host  # gloo serves host tensors, in a group of its own
+
+
+def share_a_device():
+    torch.npu.set_device(0)
+    dist.init_process_group("hccl")
+    try:
+        dist.all_reduce(torch.ones(2, device="npu"))
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+
+
+def test_two_ranks_on_one_device_are_refused():
+    said = [ended.out for ended in run_ranks(2, f"{__file__}::share_a_device", check=False)]
+    assert "ranks 0 and 1 are on one device (npu:0)" in said[1]

@@ -21,7 +21,7 @@ def install() -> None:
 def _make(options: Any, _backend_options: Any) -> Any:
     store = dist.PrefixStore("simulated_hccl", options.store)
     gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
-    return _compiled().Hccl(gloo, switches.strict())
+    return _compiled().Hccl(gloo, dist.PrefixStore("simulated_devices", options.store), switches.strict())
 
 
 @functools.cache

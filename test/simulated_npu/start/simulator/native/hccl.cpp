@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 
+#include <sstream>
 #include <unordered_set>
 
 #include "host_alias.h"
@@ -58,17 +59,20 @@ class Work : public c10d::Work {
 
 class Hccl : public c10d::Backend {
  public:
-  Hccl(Group gloo, bool strict) : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(gloo), strict_(strict) {}
+  Hccl(Group gloo, c10::intrusive_ptr<c10d::Store> store, bool strict)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(gloo), store_(std::move(store)), strict_(strict) {}
 
   const std::string getBackendName() const override { return "hccl"; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
 
   Pending broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    own_device(tensors[0]);
     auto host = down(tensors);
     gloo_->broadcast(host, options)->wait();
     return done(c10d::OpType::BROADCAST, tensors);
   }
   Pending allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    own_device(tensors[0]);
     for (auto& tensor : tensors) reduced(tensor, options.reduceOp, options.timeout);
     return done(c10d::OpType::ALLREDUCE, tensors);
   }
@@ -181,6 +185,28 @@ class Hccl : public c10d::Backend {
   }
 
  private:
+  // Every rank needs a device of its own; each says once which it is on, of which machine.
+  void own_device(const Tensor& tensor) {
+    if (said_ || !tensor.is_privateuseone()) return;
+    said_ = true;
+    const char* node = getenv("GROUP_RANK");
+    const std::string mine = std::string(node ? node : "0") + ":" + physical(tensor.device().index());
+    store_->set("device/" + std::to_string(getRank()), std::vector<uint8_t>(mine.begin(), mine.end()));
+    for (int rank = 0; rank < getRank(); ++rank) {
+      const auto told = store_->get("device/" + std::to_string(rank));
+      TORCH_CHECK(std::string(told.begin(), told.end()) != mine, "simulated NPU: ranks ", rank, " and ", getRank(),
+                  " are on one device (", tensor.device(), "), and HCCL wants one for each (source: the rank table of "
+                  "HCCL's documentation; error EI0003 or a hang on hardware)");
+    }
+  }
+  static std::string physical(int index) {
+    const char* text = getenv("ASCEND_RT_VISIBLE_DEVICES");
+    if (!text) return std::to_string(index);
+    std::stringstream list(text);
+    std::string id;
+    for (int i = 0; i <= index && std::getline(list, id, ','); ++i) {}
+    return id;
+  }
   Tensor down(const Tensor& tensor) {
     TORCH_CHECK(tensor.is_privateuseone(), "HCCL sends tensors of its devices, got one on ", tensor.device());
     static const std::unordered_set<at::ScalarType> taken = {
@@ -218,7 +244,8 @@ class Hccl : public c10d::Backend {
   }
 
   Group gloo_;
-  bool strict_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  bool strict_, said_ = false;
 };
 
 }  // namespace
@@ -227,6 +254,8 @@ PYBIND11_MODULE(simulated_hccl, m) {
   py::module_::import("torch._C._distributed_c10d");
   // torch_npu asks its own backend for batch_isend_irecv, so Python has to know the class
   py::class_<Hccl, c10::intrusive_ptr<Hccl>, c10d::Backend>(m, "Hccl")
-      .def(py::init([](const Group& gloo, bool strict) { return c10::make_intrusive<Hccl>(gloo, strict); }))
+      .def(py::init([](const Group& gloo, const c10::intrusive_ptr<c10d::Store>& store, bool strict) {
+        return c10::make_intrusive<Hccl>(gloo, store, strict);
+      }))
       .def("batch_isend_irecv", &Hccl::batch_isend_irecv, py::call_guard<py::gil_scoped_release>());
 }
