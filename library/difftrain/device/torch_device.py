@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch
-from difftrain.device import compilers, groups, host, memory, overflow
+from difftrain.device import compilers, groups, host, memory, mends, overflow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,8 @@ class Device:
         self.module: Any = None if kind == "cpu" else torch.get_device_module(kind)
         if self.module is not None:
             self.module.set_device(index)
+        if kind == "npu":
+            mends.apply("torch_npu")
 
     def __repr__(self) -> str:
         return f"Device({self.torch_device}, {self.count} found, {self.reason})"
