@@ -7,11 +7,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "library"))  # runs from any folder, installed or not
 sys.path.append(str(ROOT))  # third_patch
 
-from difftrain.config.door import open_door  # noqa: E402
+from difftrain.config.door import open_door, say  # noqa: E402
 from difftrain.config.parse import Parsed  # noqa: E402
 from difftrain.config.rules_names import one_of  # noqa: E402
 from difftrain.device.choice import KINDS, calm_threads, hold_autoload  # noqa: E402
 from difftrain.distributed.launch import end_with_launcher  # noqa: E402
+
+PROG = "sdxl_pretrain.py"
 
 
 def look(parsed: Parsed) -> int:
@@ -36,11 +38,11 @@ def work(parsed: Parsed) -> int:
         return look(parsed)
     from third_patch import apply_for
 
-    apply_for(parsed.config.training.engine)
+    say(PROG, apply_for(parsed.config.training.engine, parsed.config.optimizer.type))
     from difftrain.train.run import run
 
     return run(parsed.config, list(parsed.argv))
 
 
 if __name__ == "__main__":
-    sys.exit(open_door("sdxl_pretrain.py", sys.argv[1:], work, [one_of("training.device", ("auto", *KINDS))]))
+    sys.exit(open_door(PROG, sys.argv[1:], work, [one_of("training.device", ("auto", *KINDS))]))

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from difftrain.config import arguments_file
 from difftrain.config.finding import Rule
@@ -49,12 +49,17 @@ def enter(
             return 0
         parsed = read()
         hold_back()
-        if _speaks():
-            for note in parsed.notes:
-                print(f"{prog}: {note}", file=sys.stderr)
+        say(prog, parsed.notes)
         return work(parsed)
 
     return guard(prog, inner)
+
+
+def say(prog: str, sentences: Iterable[str]) -> None:
+    """Print what is worth knowing before the work begins, once on each machine."""
+    if _speaks():
+        for sentence in sentences:
+            print(f"{prog}: {sentence}", file=sys.stderr)
 
 
 def guard(prog: str, work: Callable[[], int]) -> int:

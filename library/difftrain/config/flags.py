@@ -10,7 +10,6 @@ from difftrain.config.flag import Flag, later, near, never, on
 from difftrain.config.names import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
 
 _ONE_ATTENTION = "picks no kernel here: the device's best exact attention is used either way"
-_DEEPSPEED = "DeepSpeed; the native engine shards optimizer state with --optimizer_type=oss"
 _LORA = "adapters; what is trained here are the full weights"
 
 # fmt: off
@@ -179,15 +178,21 @@ KOHYA: tuple[Flag, ...] = (
        "folder of masks for --masked_loss: pictures of the same names, whose red channel weighs the loss"),
     on("masked_loss", "switch", "loss.masked", "mask the loss by --conditioning_data_dir or by --alpha_mask"),
     # DeepSpeed
-    later("deepspeed", "switch", _DEEPSPEED),
-    later("zero_stage", "int", _DEEPSPEED),
-    later("offload_optimizer_device", "str", _DEEPSPEED),
-    later("offload_optimizer_nvme_path", "str", _DEEPSPEED),
-    later("offload_param_device", "str", _DEEPSPEED),
-    later("offload_param_nvme_path", "str", _DEEPSPEED),
-    later("zero3_init_flag", "switch", _DEEPSPEED),
-    later("zero3_save_16bit_model", "switch", _DEEPSPEED),
-    later("fp16_master_weights_and_gradients", "switch", _DEEPSPEED),
+    on("deepspeed", "switch", "deepspeed.enable", "ZeRO through accelerate's DeepSpeed plugin; takes --engine=accelerate"),
+    on("zero_stage", "int", "deepspeed.zero_stage",
+       "what is cut over the cards: 1 optimizer state, 2 gradients too, 3 weights too"),
+    on("offload_optimizer_device", "str", "deepspeed.offload_optimizer_device",
+       "where optimizer state and update are, with --zero_stage=2 or 3; unset: on the device"),
+    on("offload_optimizer_nvme_path", "str", "deepspeed.offload_optimizer_nvme_path", "folder of --offload_optimizer_device=nvme"),
+    on("offload_param_device", "str", "deepspeed.offload_param_device",
+       "where weights wait with --zero_stage=3; unset: on the device"),
+    on("offload_param_nvme_path", "str", "deepspeed.offload_param_nvme_path", "folder of --offload_param_device=nvme"),
+    on("zero3_init_flag", "switch", "deepspeed.zero3_init",
+       "with --zero_stage=3, cut weights on the host, so that the device never holds them whole"),
+    on("zero3_save_16bit_model", "switch", "deepspeed.zero3_save_16bit",
+       "with --zero_stage=3, exports hold the half weights that the model computes with, not their fp32 values"),
+    on("fp16_master_weights_and_gradients", "switch", "deepspeed.fp16_master_weights",
+       "with fp16, --zero_stage=2 and --offload_optimizer_device=cpu, masters and gradients are fp16 too"),
     # exports
     on("save_model_as", "str", "save.model_as", "layout of exports; unset: safetensors"),
     on("use_safetensors", "switch", "save.model_as", "safetensors, unless --save_model_as is given", sets="safetensors", weak=True),
@@ -250,7 +255,8 @@ OURS: tuple[Flag, ...] = (
     on("enable_npu_flash_attention", "switch", "training.fused_attention",
        "fused attention on NPU; elsewhere it says which attention is used"),
     on("max_train_epoch", "int", "training.max_epochs", "alias of --max_train_epochs"),
-    on("engine", "str", "training.engine", "what runs the steps"),
+    on("engine", "str", "training.engine",
+       "what runs the steps; accelerate: docs/engines.md; unset: native, or accelerate with --deepspeed"),
     on("device", "str", "training.device", "kind of device; auto: the best that is there"),
     on("threads", "int", "training.threads", "CPU threads of a process; unset: torch's choice"),
     on("performance", "switch", "training.performance", "a speed run: named _perf in the reports"),

@@ -15,6 +15,7 @@ from difftrain.config import (
     dataset_file,
     rules_cache,
     rules_data,
+    rules_engine,
     rules_hub,
     rules_names,
     rules_objective,
@@ -42,6 +43,7 @@ RULES = (
     *rules_paths.RULES,
     *rules_hub.RULES,
     *rules_precision.RULES,
+    *rules_engine.RULES,
     *rules_cache.RULES,
     *rules_data.RULES,
     *rules_samples.RULES,
@@ -108,13 +110,21 @@ def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -
         path = f"{section}.{key}"
         src.bad.add(path)
         src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
-    cfg = _with_data_sets(cfg, src)
+    cfg = _with_engine(_with_data_sets(cfg, src), src)
     asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
     faults, notes = check(cfg, rules, asked, src.bad, src.origins)
     if faults := [*src.faults, *faults]:
         raise ConfigFault(faults)
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
     return Parsed(cfg, (*src.notes, *notes), bare, tuple(redact(argv)), words)
+
+
+def _with_engine(cfg: TrainConfig, src: _Sources) -> TrainConfig:
+    """Take the engine that runs DeepSpeed where nobody has chosen one."""
+    if not cfg.deepspeed.enable or "training.engine" in src.origins:
+        return cfg
+    src.notes.append(f"{src.origins['deepspeed.enable']}: takes --engine=accelerate, whose plugin runs DeepSpeed")
+    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"engine": "accelerate"})})
 
 
 def _with_data_sets(cfg: TrainConfig, src: _Sources) -> TrainConfig:

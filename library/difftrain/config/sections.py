@@ -167,13 +167,27 @@ class TrainingSection(Section):
     fused_attention: bool = Field(False, description="--enable_npu_flash_attention")
     attention: Literal["auto", "xformers", "sdpa", "mem_eff"] = "auto"
     max_skipped_steps: PositiveInt = Field(10, description="non-finite steps in a row before the run stops")
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "accelerate"] = "native"
     device: str = Field("auto", description="auto, or a device kind that device/ knows")
     threads: PositiveInt | None = None
     ddp_timeout_min: PositiveInt | None = None
     ddp_bucket_view: bool = False
     ddp_static_graph: bool = False
     performance: bool = Field(False, description="a speed run: named _perf in CaseName.log")
+
+
+class DeepSpeedSection(Section):
+    """DeepSpeed's ZeRO through accelerate's plugin: what is cut over the ranks, and what waits off the device."""
+
+    enable: bool = False
+    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="1: optimizer state; 2: and gradients; 3: and weights")
+    offload_optimizer_device: Literal["cpu", "nvme"] | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_device: Literal["cpu", "nvme"] | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init: bool = Field(False, description="cut weights before they are brought to the device")
+    zero3_save_16bit: bool = Field(False, description="exports hold the half weights, not their fp32 values")
+    fp16_master_weights: bool = False
 
 
 class OptimizerSection(Section):
@@ -341,6 +355,7 @@ class TrainConfig(Section):
     captions: CaptionSection = CaptionSection()
     cache: CacheSection = CacheSection()
     training: TrainingSection = TrainingSection()
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
     optimizer: OptimizerSection = OptimizerSection()
     loss: LossSection = LossSection()
     noise: NoiseSection = NoiseSection()

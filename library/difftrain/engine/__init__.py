@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "native": "difftrain.engine.native:NativeEngine",
+    "accelerate": "difftrain.engine.accelerate:make",
 }
 
 

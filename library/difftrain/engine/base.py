@@ -98,7 +98,7 @@ class BaseEngine:
         half = self.cfg.training.full_precision == "fp16"
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
         groups = family.param_groups(self.root)
-        self._wrapped: nn.Module = self.root
+        self._wrapped: Any = self.root
         self.optimizer = self._assemble(groups, make_optimizer, warm)
         self._masters.attach(self.optimizer, self.ranks)
         self._update = self._make_update(groups)
@@ -367,8 +367,8 @@ class BaseEngine:
         self._masters.taken()
         fp8.refresh(self.root)
         owned = set(self._state.owned)
-        found = dict(optimizer.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned))
-        self._state.load(states, about["groups"], found.__getitem__)
+        tensors = optimizer.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned)
+        self._state.load(states, about["groups"], tensors)
         self._restore_scaler(about)
         self._go_to(int(about["position"]), about)
 

@@ -30,7 +30,7 @@ def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> DistributedDataParallel:
     """Wrap the root; parameters keep their names inside."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, list(fp8.held(root)))  # no sums of 8 bits
+    leave_out_held(root)
     wrapped = DistributedDataParallel(
         root,
         device_ids=None if device.torch_device.index is None else [device.torch_device.index],
@@ -40,6 +40,11 @@ def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> Distr
     )
     wrapped.register_comm_hook(None, sum_hook)
     return wrapped
+
+
+def leave_out_held(root: nn.Module) -> None:
+    """Let DDP pass over what is held in 8 bits, which is frozen and cannot be sent."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, list(fp8.held(root)))
 
 
 def has_statistics(root: nn.Module) -> bool:

@@ -36,7 +36,10 @@ class State(Protocol):
     def parameters(self, names: Iterable[str], keep: Keep) -> dict[str, Any]: ...
     def groups(self, keep: Keep) -> list[dict[str, Any]]: ...
     def load(
-        self, states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]], find: Callable[[str], Tensor]
+        self,
+        states: Mapping[str, Mapping[str, Any]],
+        groups: list[dict[str, Any]],
+        tensors: Iterable[tuple[str, Tensor]],
     ) -> None: ...
 
 
@@ -86,9 +89,13 @@ class NamedState:
         return found
 
     def load(
-        self, states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]], find: Callable[[str], Tensor]
+        self,
+        states: Mapping[str, Mapping[str, Any]],
+        groups: list[dict[str, Any]],
+        tensors: Iterable[tuple[str, Tensor]],
     ) -> None:
-        """Take encoded states and groups back, bit by bit; find returns the tensors of what this rank owns."""
+        """Take encoded states and groups back, bit by bit; tensors: of what this rank owns, and of the groups."""
+        find = dict(tensors).__getitem__
         if len(groups) != len(self._optimizer.param_groups):
             what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
             raise ConfigFault([Fault("--resume", f"{what}{len(self._optimizer.param_groups)}")])
@@ -104,7 +111,11 @@ class NamedState:
                 place += 1
         worker.load_state_dict(plain)
         self._put_right(plain["state"])
-        for optimizer in {id(each): each for each in (worker, self._optimizer)}.values():
+        self.load_groups(groups, find)
+
+    def load_groups(self, groups: list[dict[str, Any]], find: Callable[[str], Tensor]) -> None:
+        """Take back what an optimizer had changed in its groups."""
+        for optimizer in {id(each): each for each in (inner(self._optimizer), self._optimizer)}.values():
             for group, before, changed in zip(optimizer.param_groups, self._configured, groups):
                 group |= copy.deepcopy(before)
                 for key, value in changed.items():

@@ -1,0 +1,126 @@
+"""DeepSpeed's ZeRO through accelerate's plugin.
+
+DeepSpeed scales the loss, reduces, clips and updates; in mixed precision it keeps half weights with fp32 values beside
+them. What it averages is multiplied back, and a step whose loss is not finite it meets as gradients that are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.contracts import Batch, Group
+from difftrain.engine.accelerate import AccelerateEngine
+from difftrain.engine.accelerate_plugin import make_plugin, one_process_group, refusals
+from difftrain.engine.accelerate_setup import make_accelerator
+from difftrain.engine.accelerate_zero_state import LossScale, ZeroState
+from difftrain.engine.accelerate_zero_weights import ZeroMasters
+from difftrain.engine.base import MakeOptimizer
+from difftrain.engine.masters import DTYPES, Masters
+from difftrain.engine.state import NamedState
+from difftrain.engine.update import Update, Updated
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class ZeroEngine(AccelerateEngine):
+    """Let every rank hold a part of the optimizer's state, of the gradients, and of the weights, as the stage says."""
+
+    def faults(self) -> list[str]:
+        """Say what is asked and cannot be done; touches no device."""
+        return [*super().faults(), *refusals(self.cfg, self.device)]
+
+    def _placed(self, root: nn.Module) -> nn.Module:
+        """Bring the root to the device, or only this rank's parts of it."""
+        one_process_group(self.device)
+        scale = self.device.scaler("fp16") if self.cfg.training.mixed_precision == "fp16" else None
+        elements = sum(each.numel() for each in root.parameters())
+        self._plugin = make_plugin(self.cfg, self.dp_size, elements, 1.0 if scale is None else scale.get_scale())
+        env = {
+            "RANK": str(self.ranks.rank),
+            "WORLD_SIZE": str(self.dp_size),
+            "LOCAL_RANK": str(self.ranks.local_rank),
+            "ACCELERATE_TORCH_DEVICE": str(self.device.torch_device),
+        }
+        self.accelerator = make_accelerator(self.cfg.training, self.device, root, self._plugin, **env)
+        if not self.cfg.deepspeed.zero3_init:
+            return super()._placed(root)
+        from deepspeed import zero
+
+        dtype = DTYPES.get(self.cfg.training.mixed_precision, torch.float32)
+        for parameter in root.parameters():
+            parameter.data = parameter.detach().to(dtype)
+        for buffer in root.buffers():
+            buffer.data = buffer.to(self.device.torch_device)
+        zero.Init(module=root, config_dict_or_path=self._plugin.deepspeed_config, dtype=dtype)
+        return root
+
+    def _make_masters(self) -> Masters:
+        return ZeroMasters(self._trained, self.root, self.cfg.deepspeed.zero_stage)
+
+    def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
+        made = self._optimizer_for(groups, make_optimizer)
+        self._kind = NamedState(made, {}).kind  # offloaded, it becomes one of DeepSpeed's, with the same state
+        self._wrapped, _ = self.accelerator.prepare(self.root, made)
+        zero = self._wrapped.optimizer
+        assert isinstance(self._masters, ZeroMasters)
+        self._masters.bind(zero)
+        self._scaler = LossScale(zero.loss_scaler) if self.cfg.training.mixed_precision == "fp16" else None  # type: ignore[assignment]
+        return zero.optimizer
+
+    def _make_update(self, groups: list[Group]) -> Update:
+        assert isinstance(self._masters, ZeroMasters)
+        return ZeroUpdate(self._wrapped, self._masters)
+
+    def _make_state(self) -> ZeroState:
+        assert isinstance(self._masters, ZeroMasters)
+        return ZeroState(self.optimizer, self._kind, self._masters)
+
+    def _backward(self, loss: Tensor) -> None:
+        assert isinstance(self._update, ZeroUpdate)
+        # DeepSpeed divides by the number of ranks; scale_wrt_gas would divide by the micro batches
+        self._wrapped.backward(loss * self.dp_size * self._update.factor, scale_wrt_gas=False)
+
+    @contextmanager
+    def _unsynchronised(self) -> Iterator[None]:
+        """Tell DeepSpeed that more micro batches follow; from stage 2 on it reduces each one all the same."""
+        self._wrapped.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._wrapped.set_gradient_accumulation_boundary(True)
+
+    def _exports_exact(self) -> bool:
+        return super()._exports_exact() or not self.cfg.deepspeed.zero3_save_16bit
+
+
+class ZeroUpdate:
+    """Let DeepSpeed unscale, clip and update, or skip what is not finite, which all ranks see alike."""
+
+    def __init__(self, engine: Any, masters: ZeroMasters) -> None:
+        self._engine, self._masters = engine, masters
+        self.factor: Tensor | float = 1.0
+
+    def ready(self, loss: Callable[[], Tensor]) -> None:
+        """Carry a loss that is not finite into the last backward: x * 1 else."""
+        self.factor = 1.0 + 0.0 * loss()
+
+    def left_out(self) -> list[str]:
+        """Name the parameters without a gradient."""
+        return self._masters.without_gradient()
+
+    @torch.no_grad()
+    def finish(self, loss: Callable[[], Tensor]) -> Updated:
+        """Update."""
+        self.factor = 1.0
+        self._engine.step()
+        done = self._engine.was_step_applied()
+        norm = self._engine.get_global_grad_norm() if done else float("inf")
+        device = self._engine.device
+        return Updated(
+            torch.as_tensor(norm, dtype=torch.float32, device=device), torch.tensor(float(not done), device=device)
+        )
