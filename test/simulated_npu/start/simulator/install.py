@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from simulator import libraries, switches
+from simulator.dtypes import FALLS_BACK
 
 # Kernels that touch no element stay the wheel's own: memory, sizes, streams. They work on the fake CANN as they are.
 GENUINE = {
@@ -63,13 +64,17 @@ def install() -> None:
 
 
 def operators() -> tuple[list[str], list[str]]:
-    """Return the operators whose kernels are replaced, and those that the device lacks and the CPU has."""
+    """Return the operators whose kernels are replaced, and those that the device lacks and the CPU has.
+
+    Among the latter are those whose kernel on the device does nothing but ask the CPU.
+    """
     registered = {key: set(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in _KEYS}
     device = {name for name in registered["PrivateUse1"] if name.startswith("aten::") and _has_schema(name)}
     ours = {f"aten::{name}" for name in GENUINE | OWN} | COMPOSITES.keys()
     elsewhere = set().union(*(registered[key] for key in _KEYS[2:]))
     lacking = {name for name in registered["CPU"] if name.startswith("aten::")} - device - elsewhere - ours
-    return sorted(device - ours), sorted(lacking - NO_DEVICE_KERNEL)
+    asking = {name for name in FALLS_BACK if _has_schema(name)}
+    return sorted(device - ours - asking), sorted((lacking | asking) - NO_DEVICE_KERNEL)
 
 
 _KEYS = (
@@ -96,11 +101,13 @@ def _judge() -> None:
     from simulator import policy
 
     library = torch.library.Library("simulated_npu", "IMPL")
-    cann, strict = switches.cann(), switches.strict()
+    cann = switches.cann()
 
-    def judge(op: str, dtypes: list[str], devices: list[str]) -> bool:
-        found = tuple(_DTYPES.get(name, name) for name, place in zip(dtypes, devices) if place == "npu")
-        policy.check(op, found, cann=cann, strict=strict)
+    def judge(op: str, dtypes: list[str], devices: list[str], dims: list[int], strict: bool) -> bool:
+        there = [place == "npu" for place in devices]
+        found = tuple(_DTYPES.get(name, name) for name, here in zip(dtypes, there) if here)
+        numbers = tuple(number for number, here in zip(dims, there) if here)
+        policy.check(op, found, cann=cann, strict=strict, dims=numbers)
         return True
 
     library.impl("judge", judge, "CompositeExplicitAutograd")

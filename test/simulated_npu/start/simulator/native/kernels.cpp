@@ -59,22 +59,28 @@ const std::unordered_set<std::string> kLooksAtValues = {
 
 bool strict = true;
 
-// Ask Python's policy about an operator and the dtypes of its tensors; asked once for each combination.
+// Ask Python's policy about an operator, the dtypes and the numbers of dimensions of its tensors; asked once for each
+// combination.
 void judge(const c10::OperatorHandle& op, const std::string& name, const std::vector<Tensor>& tensors) {
   static std::unordered_set<std::string> approved;
-  std::string key = name;
-  for (const auto& each : tensors) key += char('0' + static_cast<int>(each.scalar_type())), key += each.is_privateuseone();
+  std::string key = name + (strict ? "!" : "");
+  for (const auto& each : tensors) {
+    key += char('0' + static_cast<int>(each.scalar_type()));
+    key += char('0' + 2 * each.dim() + each.is_privateuseone());
+  }
   {
     std::lock_guard<std::mutex> held(lock);
     if (approved.count(key)) return;
   }
   c10::List<std::string> dtypes, devices;
+  c10::List<int64_t> dims;
   for (const auto& each : tensors) {
     dtypes.push_back(c10::toString(each.scalar_type()));
     devices.push_back(each.is_privateuseone() ? "npu" : "cpu");
+    dims.push_back(each.dim());
   }
   static auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("simulated_npu::judge", "");
-  Stack stack{name, dtypes, devices};
+  Stack stack{name, dtypes, devices, dims, strict};
   handle.callBoxed(&stack);
   if (stack.back().toBool()) {
     std::lock_guard<std::mutex> held(lock);
@@ -228,10 +234,15 @@ struct Borrowed {
 
 // ---------------------------------------------------------------- the kernel
 
+std::atomic<bool> overflow{false};  // the float status register: an fp16 result had to be saturated
+
+bool overflowed(bool clear) { return clear ? overflow.exchange(false) : overflow.load(); }
+
 void saturate(const c10::IValue& value) {
   const auto clamp = [](const Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_privateuseone() || tensor.scalar_type() != at::kHalf || !tensor.numel()) return;
     auto alias = host_alias(tensor);
+    if (!at::isfinite(alias).all().item<bool>()) overflow = true;
     alias.copy_(at::nan_to_num(alias, 0.0, 65504.0, -65504.0));
   };
   if (value.isTensor()) clamp(value.toTensor());
@@ -415,10 +426,11 @@ void set_strict(bool is_strict) { strict = is_strict; }
 }  // namespace
 
 TORCH_LIBRARY(simulated_npu, m) {
-  m.def("judge(str op, str[] dtypes, str[] devices) -> bool");
+  m.def("judge(str op, str[] dtypes, str[] devices, int[] dims, bool strict) -> bool");
   m.def("install(str[] replaced, str[] fallbacks, bool strict) -> ()", install);
   m.def("set_strict(bool strict) -> ()", set_strict);
   m.def("counters() -> str", counters);
+  m.def("overflowed(bool clear) -> bool", overflowed);
   m.def("count(str what) -> ()", [](std::string what) { count(what); });
   m.def("host(Tensor tensor) -> Tensor", [](const Tensor& tensor) { return host_alias(tensor); });
   m.def("to_device(Tensor tensor, Device device) -> Tensor",
