@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from difftrain.cli import COMMANDS, LATER, doctor, export, main
+from difftrain.cli import COMMANDS, LATER, export, main
 from difftrain.cli.writing import writing
 from difftrain.config.sections import TrainConfig
 
@@ -54,7 +54,7 @@ def test_the_schema_is_that_of_the_configuration(capsys: pytest.CaptureFixture[s
     assert "'x'" in (text := said(capsys)) and "'--y'" in text
 
 
-@pytest.mark.parametrize("words", [["--help"], ["schema"], ["export", "--help"], ["export", "--sed=1"], ["report"]])
+@pytest.mark.parametrize("words", [["--help"], ["schema"], ["export", "--help"], ["export", "--sed=1"], ["report"], ["doctor", "--help"]])
 def test_quick_commands_import_no_torch(words: list[str], tmp_path: Path) -> None:
     probe = "import sys, atexit; from difftrain.cli import main; atexit.register(lambda: print('TORCH', 'torch' in sys.modules))"
     done = subprocess.run(
@@ -198,29 +198,3 @@ def test_the_layouts_are_the_familys() -> None:
 
     assert SUFFIXES == export.SUFFIXES
     assert set(choices_of("save.model_as")) == set(SUFFIXES)
-
-
-def test_the_doctor_checks_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "speed", lambda device: ("-", "matmul is not measured in a test"))
-    assert main(["doctor"]) == 0
-    text = said(capsys)
-    assert "ready to train" in text and "WRONG" not in text
-    assert "attention against its formula" in text and "training would take" in text
-
-
-def test_the_doctor_names_what_is_missing_or_old(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = {"torch": None, "numpy": "1.20", "torchvision": "0.1"}
-    monkeypatch.setattr(doctor, "installed", lambda name: found.get(name, "9999.0"))
-    assert main(["doctor"]) == 1
-    text = said(capsys)
-    assert "torch is not installed" in text and "numpy 1.20 is older than 1.26" in text
-    assert "torchvision 0.1 is installed" in text and "2 things to mend" in text
-
-
-def test_a_check_that_fails_is_a_verdict_not_a_crash() -> None:
-    def broken(device: object) -> tuple[str, str]:
-        raise RuntimeError("the card is gone")
-
-    assert list(doctor._told(broken, None)) == [("WRONG", "broken: RuntimeError: the card is gone")]  # type: ignore[arg-type]

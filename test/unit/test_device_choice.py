@@ -116,7 +116,7 @@ def _found(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> list[tuple
     """Let `count` devices of a kind be found; return the list of what was then taken."""
     taken: list[tuple[str, int, int]] = []
     monkeypatch.setattr(choice, "find", lambda asked: choice.Found(asked, count if asked == kind else 0, "none here"))
-    monkeypatch.setattr(choice, "_worth_asking", lambda asked: True)
+    monkeypatch.setattr(choice, "worth_asking", lambda asked: True)
     monkeypatch.setattr(
         "difftrain.device.torch_device.Device", lambda kind, index, count, reason: taken.append((kind, index, count))
     )

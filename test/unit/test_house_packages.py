@@ -10,7 +10,7 @@ from pathlib import Path
 
 import third_patch
 
-from difftrain.cli import doctor
+from difftrain.cli.doctor import packages as doctor
 from difftrain.config.validate import choices_of
 
 ROOT = Path(__file__).parents[2]

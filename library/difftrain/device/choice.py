@@ -54,7 +54,7 @@ def calm_threads() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-def _worth_asking(kind: str) -> bool:
+def worth_asking(kind: str) -> bool:
     """Tell cheaply whether torch may know devices of this kind."""
     if kind == "npu":
         return importlib.util.find_spec("torch_npu") is not None
@@ -72,11 +72,15 @@ def find(kind: str) -> Found:
     if torch.cuda.is_available():
         return Found("cuda", torch.cuda.device_count())
     if torch.version.cuda is None and torch.version.hip is None:
-        return Found("cuda", 0, f"this torch ({torch.__version__}) is built without CUDA")
+        return Found(
+            "cuda", 0, f"this torch ({torch.__version__}) is built without CUDA", "install a CUDA build of torch"
+        )
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return Found("cuda", 0, f"torch sees none with CUDA_VISIBLE_DEVICES={hidden!r}")
-    return Found("cuda", 0, "torch sees no CUDA device")
+        return Found("cuda", 0, f"torch sees none with CUDA_VISIBLE_DEVICES={hidden!r}", "unset it")
+    return Found(
+        "cuda", 0, "torch sees no CUDA device", "see whether nvidia-smi works, and whose CUDA its driver takes"
+    )
 
 
 def _find_npu() -> Found:
@@ -114,7 +118,7 @@ def load_npu() -> Any:
 def probe() -> str:
     """Return kind and count found, "npu 8"; imports torch only where an accelerator may be there."""
     for kind in KINDS[:-1]:
-        if _worth_asking(kind):
+        if worth_asking(kind):
             found = find(kind)
             if found.count:
                 return f"{kind} {found.count}"
@@ -136,7 +140,7 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
         return _take(found, local_rank, local_size, "as asked for")
     missed = []
     for candidate in KINDS:
-        if candidate != "cpu" and not _worth_asking(candidate):
+        if candidate != "cpu" and not worth_asking(candidate):
             if candidate == "npu" and nodes("npu"):
                 missed.append(_missed(_find_npu()))
             continue
@@ -160,7 +164,7 @@ def _take(found: Found, local_rank: int, local_size: int, reason: str) -> Device
 
     index = local_rank
     if found.kind == "npu" and local_size == 1 and local_rank == 0:
-        index = _ascend_index()
+        index = ascend_index()
     if found.kind != "cpu" and max(index, local_size - 1) >= found.count:
         raise ConfigFault(
             [
@@ -174,7 +178,7 @@ def _take(found: Found, local_rank: int, local_size: int, reason: str) -> Device
     return Device(found.kind, index if found.kind != "cpu" else 0, found.count, reason)
 
 
-def _ascend_index() -> int:
+def ascend_index() -> int:
     """Return the index that ASCEND_DEVICE_ID names: a physical id, seen through ASCEND_RT_VISIBLE_DEVICES."""
     text = os.environ.get("ASCEND_DEVICE_ID", "").strip()
     if not text:

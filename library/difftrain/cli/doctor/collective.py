@@ -1,0 +1,99 @@
+"""One process a device, as a job has: they meet, and sum what only they know, in every precision of training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from difftrain.device.health.devices import link_remedy
+from difftrain.device.health.finding import Context, Finding
+
+LIMIT_S = 150.0  # the runner's limit is above it, so that what is known is told
+_GRACE_S = 10.0  # for the others, once one has failed
+_OF_A_LAUNCHER = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
+
+
+def check(context: Context) -> Iterator[Finding]:
+    """Start a rank for every device, two on the CPU, and compare their sums with arithmetic."""
+    device = context.device
+    size = device.count if device.module is not None else 2
+    if size < 2:
+        yield Finding("ok", f"one {device.kind} device: there is none to sum with")
+        return
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="doctor-ranks-") as folder:
+        codes = _run(device.kind, size, Path(folder))
+        told = [_told(Path(folder), rank) for rank in range(size)]
+        words = [_last_words(Path(folder), rank) for rank in range(size)]
+    who = f"{size} {device.kind} {'processes' if device.module is None else 'devices'} ({device.backend})"
+    failed = [rank for rank, code in enumerate(codes) if code != 0 or told[rank] is None]
+    if failed:
+        late = [rank for rank in failed if codes[rank] is None]
+        first = next((rank for rank in failed if rank not in late), failed[0])
+        how = f"rank {first}: {words[first]}" if first not in late else f"ranks {late} gave no answer in {LIMIT_S:g} s"
+        yield Finding("wrong", f"{who} do not sum: {how}", link_remedy(device.kind))
+        return
+    wrong = sorted({name for one in told for name, right in one["sums"].items() if not right})  # type: ignore[index]
+    if wrong:
+        what = f"{who} sum up wrongly in {', '.join(wrong)}"
+        yield Finding("wrong", what, f"do not train on several of them; {link_remedy(device.kind)}")
+        return
+    slowest: dict[str, Any] = max(told, key=lambda one: one["connect_s"])  # type: ignore[index, arg-type]
+    rate = min(one["gib_s"] for one in told)  # type: ignore[index]
+    right = ", ".join(slowest["sums"])
+    said = f"{who} sum up right in {right}: {slowest['connect_s']:.1f} s to meet, {rate:.2f} GiB/s"
+    yield Finding("ok", f"{said}, {time.monotonic() - start:.1f} s in all")
+
+
+def _run(kind: str, size: int, folder: Path) -> list[int | None]:
+    """Start the ranks and wait; None for one that had to be stopped."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
+    processes = []
+    with contextlib.ExitStack() as stack:
+        for rank in range(size):
+            env = {
+                **inherited, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            out, err = (stack.enter_context((folder / f"{rank}.{name}").open("wb")) for name in ("out", "err"))
+            command = [sys.executable, "-m", "difftrain.cli.doctor.rank", kind]
+            processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=err, stdin=subprocess.DEVNULL))
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):  # one has failed: the others are waiting for it
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            time.sleep(0.05)
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+    return codes
+
+
+def _told(folder: Path, rank: int) -> dict[str, Any] | None:
+    for line in reversed((folder / f"{rank}.out").read_text(errors="replace").splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            told = json.loads(line)
+            if isinstance(told, dict) and "sums" in told:
+                return told
+    return None
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    lines = (folder / f"{rank}.err").read_text(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

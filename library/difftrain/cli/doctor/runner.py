@@ -1,0 +1,160 @@
+"""Run checks in a process beside, with a limit of time for each: one that hangs or crashes ends that process only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import difftrain
+from difftrain.cli.doctor.checks import DEVICES, Check
+from difftrain.cli.doctor.packages import installed
+from difftrain.device.health.finding import Context, Verdict
+
+_LIBRARY = Path(difftrain.__file__).resolve().parents[1]
+_START_S = 30.0  # for Python itself, on a slow disk
+_END_S = 10.0
+_SEVERAL = 2  # hangs after which devices are not touched any more
+_MISSING_TORCH = "torch or numpy is not installed, so no device was looked at"
+
+
+class Report(NamedTuple):
+    """One finding of one check, as it is reported. name: of the check, with ".what" where it found several things."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str
+    seconds: float
+
+
+def examine(checks: Mapping[str, Check], context: Context) -> Iterator[Report]:
+    """Do the checks in order and report each finding as it comes."""
+    todo = dict(checks)
+    if any(installed(name) is None for name in ("torch", "numpy")):
+        todo = {name: check for name, check in todo.items() if not check.needs}
+        if len(todo) < len(checks):
+            yield Report("devices", "wrong", _MISSING_TORCH, "pip install -r requirements.txt", 0.0)
+    hung = 0
+    while todo:
+        with _Worker(todo, context) as worker:
+            for name in list(todo):
+                reports, ended = worker.reports_of(name, todo[name].limit_s)
+                yield from reports
+                needs = todo.pop(name).needs
+                if name == DEVICES and any(report.verdict == "wrong" for report in reports) and not worker.usable:
+                    todo = {left: check for left, check in todo.items() if check.needs != "device"}
+                    break
+                if ended:
+                    hung += worker.hangs and needs == "device"
+                    break
+        if hung >= _SEVERAL:
+            left = [name for name, check in todo.items() if check.needs == "device"]
+            todo = {name: check for name, check in todo.items() if check.needs != "device"}
+            if left:
+                remedy = "mend what hangs first; npu-smi info or nvidia-smi show the state of the cards"
+                yield Report(
+                    "devices", "note", f"not looked at, since the device hangs: {', '.join(left)}", remedy, 0.0
+                )
+
+
+class _Worker:
+    """The process that does the checks, and the pipe on which it tells what it finds."""
+
+    def __init__(self, checks: Mapping[str, Check], context: Context) -> None:
+        self._order = json.dumps(
+            {"context": asdict(context), "checks": {name: check.target for name, check in checks.items()}}
+        )
+        self._buffer = b""
+        self._ready = False  # its first line says that Python is up; the limits of checks count from then on
+        self.hangs = False
+        self.usable = True  # a device was taken
+
+    def __enter__(self) -> _Worker:
+        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._pipe, inner = os.pipe()
+        paths = [str(_LIBRARY), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "difftrain.cli.doctor.worker", str(inner), self._order],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[inner],
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        )
+        os.close(inner)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        os.close(self._pipe)
+        self._log.close()
+
+    def reports_of(self, name: str, limit_s: float) -> tuple[list[Report], bool]:
+        """Return what a check found, and whether the process ended with it, by a crash or for taking too long."""
+        start = time.monotonic()
+        if not self._ready and self._next(start + _START_S) is None:
+            return [self._lost(name, time.monotonic() - start, _START_S)], True
+        self._ready, begun = True, time.monotonic()
+        told = self._next(begun + limit_s)
+        if told is None:
+            return [self._lost(name, time.monotonic() - begun, limit_s)], True
+        self.usable = told["usable"]
+        seconds = round(told["seconds"], 3)
+        return [
+            Report(f"{name}.{about}" if about else name, verdict, found, remedy, seconds)
+            for verdict, found, remedy, about in told["findings"]
+        ], False
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
+        """Read a line from the process; None where it ends, or none comes in time."""
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._pipe], [], [], left)[0]:
+                self.hangs = True
+                return None
+            piece = os.read(self._pipe, 1 << 16)
+            if not piece:
+                return None
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def _lost(self, name: str, seconds: float, limit_s: float) -> Report:
+        if self.hangs:
+            self._kill()
+            found = f"{name}: no answer within {limit_s:g} s, so it was stopped{self._last_words()}"
+            return Report(
+                name, "wrong", found, "see what it waits for: the driver, a network disk, another machine", seconds
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        code = self._process.returncode
+        how = f"died of {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+        found = f"{name}: the process that looked {how}{self._last_words()}"
+        return Report(name, "wrong", found, "report it with these words; the driver's log may say more", seconds)
+
+    def _last_words(self) -> str:
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 4096))
+        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        return f"; its last words: {lines[-1]}" if lines else ""
+
+    def _kill(self) -> None:
+        """End the process and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits in the kernel cannot be ended
+            self._process.wait(_END_S)

@@ -1,0 +1,59 @@
+"""The process that does the checks: `python -m difftrain.cli.doctor.worker PIPE ORDER`, a JSON line a check.
+
+The first line, {}, says that it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from importlib import import_module
+from typing import Any
+
+from difftrain.contracts.errors import ConfigFault, DifftrainError
+from difftrain.device.choice import hold_autoload
+from difftrain.device.health.finding import Context, Finding
+
+
+def main(pipe: int, order: dict[str, Any]) -> None:
+    """Do the checks of an order, and tell what each found."""
+    hold_autoload()
+    context = Context(**order["context"])
+    with os.fdopen(pipe, "w") as out:
+        print("{}", file=out, flush=True)
+        for name, target in order["checks"].items():
+            start = time.monotonic()
+            found = findings(name, target, context)
+            told = {
+                "name": name,
+                "findings": found,
+                "seconds": time.monotonic() - start,
+                "usable": "device" in context.__dict__,
+            }
+            print(json.dumps(told), file=out, flush=True)
+
+
+def findings(name: str, target: str, context: Context) -> list[Finding]:
+    """Do one check; what it raises is its finding, after what it found before."""
+    found: list[Finding] = []
+    try:
+        module, _, function = target.partition(":")
+        found.extend(getattr(import_module(module), function)(context))
+    except ConfigFault as error:
+        found += [Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy or "mend it") for fault in error.faults]
+    except DifftrainError as error:
+        found.append(Finding("wrong", f"{name}: {error}", "the sentence names it"))
+    except Exception as error:
+        text = next(iter(str(error).splitlines()), "")
+        found.append(
+            Finding(
+                "wrong", f"{name}: {type(error).__name__}: {text}", "report it, with the output of --json beside it"
+            )
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))
