@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
-from diffusers.models.attention_processor import Attention, AttnAddedKVProcessor2_0, AttnProcessor2_0
+import torch.utils.checkpoint
 
-from difftrain.device import attend, attention, choose, counting, use_attention, why_not_fused
-from difftrain.device.processor import AttentionProcessor
+from difftrain.device import attend, attention, counting, why_not_fused
 
 
-def _qkv(b: int = 2, n: int = 4, s: int = 5, t: int = 7, d: int = 8, kv_heads: int | None = None) -> list[torch.Tensor]:
+def _qkv(
+    b: int = 2, n: int = 4, s: int = 5, t: int = 7, d: int = 8, kv_heads: int | None = None, projected: bool = False
+) -> list[torch.Tensor]:
+    """(B, N, S, D); in memory as a projection leaves them, (B, S, N, D), where `projected`."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((b, n, s, d), (b, kv_heads or n, t, d), (b, kv_heads or n, t, d))
-    return [torch.randn(*shape, generator=generator) for shape in shapes]
+    made = [torch.randn(*shape, generator=generator) for shape in shapes]
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made] if projected else made
 
 
 def _textbook(q, k, v, mask=None, causal=False, scale=None) -> torch.Tensor:
@@ -29,7 +31,7 @@ def _textbook(q, k, v, mask=None, causal=False, scale=None) -> torch.Tensor:
     if causal:
         rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
         scores = scores.masked_fill(columns > rows, -math.inf)
-    return scores.softmax(-1) @ v
+    return scores.softmax(-1).nan_to_num(0.0) @ v  # a row without a key gives zeros
 
 
 def _mask(*shape: int) -> torch.Tensor:
@@ -66,6 +68,36 @@ def test_grouped_heads() -> None:
     torch.testing.assert_close(attention(q, k, v), _textbook(q, k, v))
 
 
+@pytest.mark.parametrize("way", ["sdpa", "formula", "fused"])
+@pytest.mark.parametrize("shape", [(5, 7), (2, 1, 5, 7), (2, 4, 5, 7)], ids=str)
+def test_a_row_that_keeps_nothing_gives_zeros_and_no_gradient(shape: Any, way: str) -> None:
+    tensors = [x.requires_grad_() for x in _qkv()]
+    mask = _mask(*shape)
+    mask[..., 2, :] = False
+    if way == "fused":
+        out = attend.run_fused(strict_operator, *tensors, mask, False, None)
+    else:
+        out = attend.unfused(*tensors, mask, False, None, why="here", formula=way == "formula")
+    torch.testing.assert_close(out, _textbook(*tensors, mask))
+    assert not out[:, :, 2].any()
+    gradients = torch.autograd.grad(out.square().sum(), tensors)
+    assert all(each.isfinite().all() for each in gradients) and not gradients[0][:, :, 2].any()
+
+
+def test_float_masks_are_added_only_where_that_is_said() -> None:
+    q, k, v = _qkv()
+    bias = torch.randn(2, 1, 5, 7)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
+    for formula in (False, True):
+        with counting() as calls:
+            out = attend.unfused(q, k, v, bias, False, None, why="a bias", formula=formula)
+        torch.testing.assert_close(out, wanted)
+        assert calls == {"sdpa (a bias)": 1}
+    causal = attend.unfused(q, k, v, bias, True, None, why="a bias")
+    seen = bias.masked_fill(torch.ones(5, 7).bool().triu(1), -math.inf)
+    torch.testing.assert_close(causal, torch.nn.functional.scaled_dot_product_attention(q, k, v, seen))
+
+
 def test_float_masks_are_refused() -> None:
     q, k, v = _qkv()
     with pytest.raises(TypeError, match="bool mask"):
@@ -78,13 +110,17 @@ def strict_operator(
     actual_seq_kvlen=None, sparse_mode=0,
 ):  # fmt: skip
     """npu_fusion_attention as its documents say: the mask drops, is never broadcast, and rules sparse_mode."""
+    assert input_layout in ("BNSD", "BSND") and 0 < keep_prob <= 1
+    if input_layout == "BSND":
+        assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     b, n, s, d = query.shape
     t = key.shape[2]
-    assert input_layout == "BNSD" and head_num == n and 0 < keep_prob <= 1 and d == key.shape[3] >= value.shape[3]
+    assert head_num == n and d == key.shape[3] >= value.shape[3]
     assert query.dtype == key.dtype == value.dtype
     keep = None
     if atten_mask is not None:
-        assert atten_mask.dtype in (torch.bool, torch.uint8)
+        assert atten_mask.dtype in (torch.bool, torch.uint8) and atten_mask.is_contiguous()
         if sparse_mode == 2:
             assert atten_mask.shape == (2048, 2048) and torch.equal(atten_mask, torch.ones(2048, 2048).bool().triu(1))
             keep = torch.ones(s, t).bool().tril()
@@ -92,13 +128,18 @@ def strict_operator(
             assert sparse_mode == 0
             assert tuple(atten_mask.shape) in {(s, t), (1, 1, s, t), (b, 1, s, t), (b, n, s, t)}, atten_mask.shape
             keep = ~atten_mask.bool()
-    return _textbook(query, key, value, keep, False, scale), None, None, None, 0, 0, 0
+    out = _textbook(query, key, value, keep, False, scale)
+    if keep is not None and inner_precise != 2:  # a row that keeps nothing gives the mean of all values
+        mean = value.repeat_interleave(n // value.shape[1], 1).mean(-2, keepdim=True)
+        out = torch.where(keep.any(-1, keepdim=True), out, mean)
+    return out.transpose(1, 2) if input_layout == "BSND" else out, None, None, None, 0, 0, 0
 
 
+@pytest.mark.parametrize("projected", [False, True], ids=["BNSD", "BSND"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS.keys())
-def test_the_fused_call_means_the_same(shape: Any, causal: bool) -> None:
-    tensors = [x.requires_grad_() for x in _qkv()]
+def test_the_fused_call_means_the_same(shape: Any, causal: bool, projected: bool) -> None:
+    tensors = [x.requires_grad_() for x in _qkv(projected=projected)]
     mask = None if shape is None else _mask(*shape)
     fused = attend.run_fused(strict_operator, *tensors, mask, causal, 0.3)
     gradients = torch.autograd.grad(fused.square().sum(), tensors)
@@ -128,6 +169,7 @@ def _meta(
         (_meta((2, 10, 4096, 64), (2, 10, 4096, 64), dtype=torch.bfloat16), None),
         (_meta((1, 1, 16384, 512), (1, 1, 16384, 512)), None),  # the VAE's
         (_meta((1, 256, 4, 768), (1, 64, 4, 768), (1, 64, 4, 512)), None),
+        (_meta((1, 1, (1 << 20) + 1, 8), (1, 1, 4, 8)), "positions are more than"),
         (_meta((1, 1, 4, 769), (1, 1, 4, 769)), "head size 769 is above 768"),
         (_meta((1, 257, 4, 8), (1, 257, 4, 8)), "257 heads"),
         (_meta((1, 6, 4, 8), (1, 4, 4, 8)), "6 heads over 4"),
@@ -153,132 +195,19 @@ def test_fp32_is_fused_from_cann_8_on(version: str | None, takes: bool, monkeypa
         attend.takes_fp32.cache_clear()
 
 
-MODULES = {
-    "self": ({"query_dim": 32}, {}),
-    "cross": ({"query_dim": 32, "cross_attention_dim": 24}, {"encoder_hidden_states": (2, 7, 24)}),
-    "group norm, residual, 4-D": (
-        {
-            "query_dim": 32,
-            "norm_num_groups": 8,
-            "residual_connection": True,
-            "rescale_output_factor": 1.5,
-            "bias": True,
-        },
-        {"hidden_states": (2, 32, 3, 5)},
-    ),
-    "normed context": (
-        {"query_dim": 32, "cross_attention_dim": 24, "cross_attention_norm": "layer_norm"},
-        {"encoder_hidden_states": (2, 7, 24)},
-    ),
-    "normed q and k": ({"query_dim": 32, "qk_norm": "layer_norm"}, {}),
-    "spatial norm": (
-        {"query_dim": 32, "spatial_norm_dim": 4, "residual_connection": True},
-        {"hidden_states": (2, 32, 3, 5), "temb": (2, 4, 3, 5)},
-    ),
-}
-
-
-@pytest.mark.parametrize("masking", ["none", "bool", "float", "float, per query"])
-@pytest.mark.parametrize(("made_of", "inputs"), MODULES.values(), ids=MODULES.keys())
-def test_the_processor_equals_diffusers(made_of: dict[str, Any], inputs: dict[str, Any], masking: str) -> None:
-    torch.manual_seed(0)
-    module = Attention(heads=4, dim_head=8, **made_of)
-    given = {name: torch.randn(shape) for name, shape in {"hidden_states": (2, 15, 32), **inputs}.items()}
-    length = given["encoder_hidden_states"].shape[1] if "encoder_hidden_states" in given else 15
-    if masking != "none":
-        keep = _mask(2, 1, length) if masking != "float, per query" else _mask(2, 15, length)
-        given["attention_mask"] = keep if masking == "bool" else (1 - keep.float()) * -10000.0
-    assert isinstance(module.processor, AttnProcessor2_0)
-    theirs = module(**given)
-    module.set_processor(AttentionProcessor())
-    torch.testing.assert_close(module(**given), theirs, rtol=0, atol=1e-6)
-
-
-def _unet() -> UNet2DConditionModel:
-    torch.manual_seed(0)
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=(1, 2),
-        cross_attention_dim=16,
-        attention_head_dim=(2, 4),
-        norm_num_groups=8,
-        use_linear_projection=True,
-    )
-
-
-@pytest.mark.flags("enable_npu_flash_attention")
-def test_a_unet_and_a_vae_compute_the_same() -> None:
-    unet, cpu = _unet(), choose("cpu")
-    x, t, context = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 7, 16)
-    keep = torch.ones(2, 7)
-    keep[1, 3:] = 0
-    theirs = unet(x, t, context, encoder_attention_mask=keep).sample
-    sentence = use_attention(unet, cpu)
-    blocks = sum(type(m).__name__ == "BasicTransformerBlock" for m in unet.modules())
-    assert sentence == f"attention: torch's scaled_dot_product_attention on cpu, in {2 * blocks} modules"
+def test_calls_are_counted_apart_where_a_backward_pass_computes_them_again() -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv())
     with counting() as calls:
-        ours = unet(x, t, context, encoder_attention_mask=keep).sample
-    assert calls == {"sdpa": 2 * blocks}
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-
-    vae = AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
-    image = torch.randn(1, 3, 16, 16)
-    theirs = vae(image).sample
-    assert use_attention(vae, cpu).endswith("in 2 modules")
-    torch.testing.assert_close(vae(image).sample, theirs, rtol=0, atol=1e-6)
+        out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
+        attention(q, k, v)
+        out.sum().backward()
+    assert calls == {"sdpa (on cpu)": 2, "recomputed sdpa (on cpu)": 1}
 
 
-def test_modules_of_another_kind_are_left_alone() -> None:
-    module = Attention(query_dim=32, heads=4, dim_head=8, added_kv_proj_dim=16, norm_num_groups=8)
-    module.set_processor(AttnAddedKVProcessor2_0())
-    unscaled = Attention(query_dim=32, heads=4, dim_head=8, scale_qk=False)
-    before = unscaled.processor
-    assert use_attention(torch.nn.ModuleList([module, unscaled]), choose("cpu")).endswith("in 0 modules")
-    assert isinstance(module.processor, AttnAddedKVProcessor2_0) and unscaled.processor is before
-
-
-class _Npu:
-    kind = "npu"
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "told", "fused"),
-    [
-        (
-            "cpu",
-            {"fused": True},
-            "torch's scaled_dot_product_attention on cpu (--enable_npu_flash_attention asked for)",
-            False,
-        ),
-        ("cpu", {"choice": "xformers"}, "torch's scaled_dot_product_attention on cpu (--xformers asked for)", False),
-        ("cpu", {"choice": "mem_eff"}, "torch's scaled_dot_product_attention on cpu (--mem_eff_attn asked for)", False),
-        ("npu", {"precision": "fp16"}, "npu_fusion_attention where its limits allow", True),
-        (
-            "npu",
-            {"precision": "bf16", "choice": "sdpa"},
-            "torch's scaled_dot_product_attention on npu (--sdpa asked for)",
-            False,
-        ),
-        (
-            "npu",
-            {"precision": "bf16", "choice": "sdpa", "fused": True},
-            "npu_fusion_attention where its limits allow (--enable_npu_flash_attention, --sdpa asked for)",
-            True,
-        ),
-        (
-            "npu",
-            {"fused": True},
-            "torch's scaled_dot_product_attention on npu in fp32, which this CANN does not fuse",
-            True,
-        ),
-    ],
-)
-def test_the_choice_is_said(device: str, asked: dict[str, Any], told: str, fused: bool) -> None:
-    unet = _unet()
-    sentence = use_attention(unet, _Npu() if device == "npu" else choose("cpu"), **asked)
-    assert sentence.startswith(f"attention: {told}")
-    assert {p.fused for p in unet.attn_processors.values()} == {fused}
+def test_counting_breaks_no_graph_and_makes_no_second_one() -> None:
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    with counting() as calls:
+        inside = compiled(*_qkv())
+    torch.testing.assert_close(inside, compiled(*_qkv()))
+    assert not calls and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -8,21 +8,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from difftrain.device.attend import attention, counting, why_not_fused
+    from difftrain.device.attend import attention, why_not_fused
+    from difftrain.device.attention_choice import use_attention
     from difftrain.device.choice import calm_threads, choose, hold_autoload, probe
-    from difftrain.device.processor import use_attention
+    from difftrain.device.tally import counting
     from difftrain.device.torch_device import Device
 
 # Modules are named unlike what they hold: importing a submodule binds its name here.
 _HOMES = {
     "attention": "attend",
-    "counting": "attend",
+    "counting": "tally",
     "why_not_fused": "attend",
     "choose": "choice",
     "calm_threads": "choice",
     "hold_autoload": "choice",
     "probe": "choice",
-    "use_attention": "processor",
+    "use_attention": "attention_choice",
     "Device": "torch_device",
 }
 

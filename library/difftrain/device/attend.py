@@ -1,18 +1,19 @@
-"""The one attention function: fused on NPU where the documented limits allow, torch's SDPA elsewhere."""
+"""The one attention function: fused on NPU where the documented limits allow, torch's SDPA elsewhere.
+
+A row of a mask that keeps nothing gives zeros, and no gradient, on every path: what torch's SDPA does.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from difftrain.device import host
+from difftrain.device import host, tally
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 768
 _MAX_HEADS = 256
-_LEFT_UP_CAUSAL = 2  # sparse_mode: query i sees keys 0..i, given as one compressed upper triangle
+_MAX_LENGTH = 1 << 20
+# sparse_mode: the mask as it is given; or query i sees keys 0..i, given as one compressed upper triangle
+_GIVEN, _LEFT_UP_CAUSAL = 0, 2
 _COMPRESSED = 2048
-
-_tally: Counter[str] | None = None
+_ZERO_EMPTY_ROWS = 2  # inner_precise: without it, a row that keeps nothing gives the mean of the values
 
 
 def attention(
@@ -38,26 +40,63 @@ def attention(
 ) -> Tensor:
     """Attend: softmax(q k^T scale) v.
 
-    Shapes: q (B, N, S, D), k and v (B, N or a divisor of N, L, D), mask broadcastable to (B, N, S, L), out as q.
-    mask: bool, True = keep, or None. causal: query i sees keys 0..i. scale: 1 / sqrt(D) where None.
-    fused: False keeps an NPU on SDPA.
+    Shapes: q (B, N, S, D), k and v (B, N or a divisor of N, L, D), mask broadcastable to (B, N, S, L), out as q with
+    v's D. mask: bool, True = keep, or None, which is faster than a mask that keeps all. causal: query i sees keys 0..i,
+    also where S and L differ. scale: 1 / sqrt(D) where None. fused: False keeps an NPU on SDPA.
     """
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"attention takes a bool mask (True = keep), got {mask.dtype}")
-    if fused and q.device.type == "npu" and why_not_fused(q, k, v) is None:
-        _count("fused")
-        return run_fused(_npu_operator(), q, k, v, mask, causal, scale)
-    _count("sdpa")
+    if q.device.type != "npu":
+        return unfused(q, k, v, mask, causal, scale, why=f"on {q.device.type}")
+    q, k, v = _as_autocast(q, k, v)
+    why = why_not_fused(q, k, v)
+    if why is not None:
+        return unfused(q, k, v, mask, causal, scale, why=why, formula=True)
+    if not fused:
+        mask = None if mask is None else expand_mask(mask, q, k)  # the kernel behind SDPA broadcasts none
+        return unfused(q, k, v, mask, causal, scale, why="as asked for")
+    count_call("fused")
+    return run_fused(_npu_operator(), q, k, v, mask, causal, scale)
+
+
+def unfused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    *,
+    why: str,
+    dropout: float = 0.0,
+    formula: bool = False,
+) -> Tensor:
+    """Attend by torch's SDPA, which picks the device's fastest kernel; counted with its reason.
+
+    mask: bool, True = keep; or float, added to the scores. formula: keep an NPU's SDPA from its own fused kernel.
+    """
+    count_call(f"sdpa ({why})")
     if causal and mask is not None:  # SDPA takes one or the other
-        mask, causal = mask & causal_keep(q.shape[-2], k.shape[-2], q.device), False
+        mask, causal = _without_future(mask, q, k), False
     grouped = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    if grouped and mask is not None and q.device.type == "cuda":  # no CUDA kernel but the slow one takes both
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    if not formula:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask.logical_not(), -math.inf)
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, mask, dropout, causal, None, scale=scale, enable_gqa=grouped
+    )[0]
 
 
 def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Say why npu_fusion_attention cannot take these tensors, or None where it can.
 
-    The only place that decides. Source: the limits of torch_npu's operator (spec of CANN 7.0 and later).
+    The only place that decides: every call within the documented limits is fused, short ones included, since torch's
+    own SDPA on an NPU takes the same kernel with more to prepare. Source: torch_npu 2.13's documents of the operator,
+    and those of CANN 7.0 for fp32.
     """
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}"
@@ -69,6 +108,8 @@ def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"head size {q.shape[-1]} is above {_MAX_HEAD_DIM}"
     if not 1 <= q.shape[1] <= _MAX_HEADS or q.shape[1] % k.shape[1]:
         return f"{q.shape[1]} heads over {k.shape[1]}: at most {_MAX_HEADS}, and a multiple"
+    if max(q.shape[-2], k.shape[-2]) > _MAX_LENGTH:
+        return f"{max(q.shape[-2], k.shape[-2])} positions are more than {_MAX_LENGTH}"
     return None
 
 
@@ -89,29 +130,32 @@ def run_fused(
     scale: float | None,
 ) -> Tensor:
     """Call npu_fusion_attention, whose mask is the opposite of SDPA's: True = masked OUT, full size, never broadcast."""
-    sparse_mode, out_mask = 0, None
+    sparse_mode, out_mask, inner_precise = _GIVEN, None, 0
     if mask is not None:
-        keep = mask & causal_keep(q.shape[-2], k.shape[-2], q.device) if causal else mask
-        out_mask = expand_mask(keep, q, k).logical_not()
+        keep = _without_future(mask, q, k) if causal else mask
+        out_mask, inner_precise = expand_mask(keep, q, k).logical_not(), _ZERO_EMPTY_ROWS
     elif causal:  # without a mask the operator ignores sparse_mode and attends to everything
         sparse_mode, out_mask = _LEFT_UP_CAUSAL, _compressed_triangle(q.device)
-    return operator(
-        q,
-        k,
-        v,
+    # Heads that were split from a projection lie in memory as (B, S, N, D): so they need no copy.
+    as_projected = all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))
+    tensors = [x.transpose(1, 2) for x in (q, k, v)] if as_projected else [q, k, v]
+    out = operator(
+        *tensors,
         q.shape[1],
-        "BNSD",
+        "BSND" if as_projected else "BNSD",
         atten_mask=out_mask,
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         keep_prob=1.0,
+        inner_precise=inner_precise,
         sparse_mode=sparse_mode,
     )[0]
+    return out.transpose(1, 2) if as_projected else out
 
 
 def expand_mask(keep: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Expand a broadcastable mask to one of the operator's shapes: (S, L), (1, 1, S, L), (B, 1, S, L), (B, N, S, L)."""
     size = (q.shape[-2], k.shape[-2])
-    if keep.ndim == 2:
+    if keep.ndim <= 2:
         return keep.expand(size)
     if keep.ndim == 3:
         keep = keep.unsqueeze(0)
@@ -124,6 +168,20 @@ def expand_mask(keep: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def causal_keep(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the lower triangle, aligned at the upper left as SDPA's is_causal is."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+
+
+def _without_future(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Let a mask keep only what a causal query may see; a float mask drops by -inf."""
+    keep = causal_keep(q.shape[-2], k.shape[-2], q.device)
+    return mask & keep if mask.dtype == torch.bool else mask.masked_fill(keep.logical_not(), -math.inf)
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does before SDPA: a norm of q and k in fp32 would part them from v."""
+    if not torch.is_autocast_enabled("npu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("npu")
+    return tuple(x.to(dtype) if x.dtype in (*_HALF, torch.float32) else x for x in tensors)
 
 
 @functools.cache
@@ -139,17 +197,8 @@ def _npu_operator() -> Callable[..., Any]:
     return torch_npu.npu_fusion_attention
 
 
-def _count(kind: str) -> None:
-    if _tally is not None:
-        _tally[kind] += 1
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Count the calls by the path they took, "fused" or "sdpa", while the context is open."""
-    global _tally
-    before, _tally = _tally, Counter()
-    try:
-        yield _tally
-    finally:
-        _tally = before
+def count_call(kind: str) -> None:
+    """Count a call, apart where a backward pass computes it again; what is compiled is not counted."""
+    if not torch.compiler.is_compiling():  # a count inside a graph would compile it anew once counting ends
+        again = torch._C._current_graph_task_id() != -1  # as torch's own checkpointing asks
+        tally.count(f"recomputed {kind}" if again else kind)

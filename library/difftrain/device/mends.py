@@ -68,12 +68,28 @@ TABLE: tuple[Mend, ...] = (
         "difftrain.device.gates:ROTARY",
     ),
     Mend(
+        "native_npu",
+        "diffusers",
+        ("0.36.0", "0.43.0"),
+        "diffusers issue 14397",
+        "the dispatcher's NPU backend turns float masks round, drops is_causal, makes the host wait at every mask, and has "
+        "no backward for context parallelism",
+        "difftrain.device.attention_dispatch:NATIVE_NPU",
+    ),
+    Mend(
         "fused_adamw",
         "torch_npu",
         ("2.5.1", "2.14.0"),
         "none yet",
         "_fused_adamw_ ignores found_inf and grad_scale: gradients that are not finite reach the weights",
         "difftrain.device.adamw:FUSED_ADAMW",
+    ),
+    Mend(
+        "ddp_strides",
+        "torch_npu",
+        ("2.1.0", "2.14.0"),
+        "Ascend/pytorch issue 17",
+        "gradients laid out unlike their parameters are copied into DDP's buckets, and training converges slowly",
     ),
 )
 
@@ -96,9 +112,12 @@ def apply(package: str) -> None:
 
 
 def on(name: str) -> bool:
-    """Tell whether a mend that is written into our own code is switched on and needed."""
+    """Tell whether a mend that is written into our own code is switched on, and its package there.
+
+    Nothing looks for such a fault, so a later version than those tested is taken to have it too.
+    """
     row = next(each for each in TABLE if each.name == name)
-    return name not in _off and (not row.versions[0] or _known(row))
+    return name not in _off and _numbers(row.versions[0]) <= _installed(row.package)
 
 
 @contextlib.contextmanager
@@ -132,12 +151,16 @@ def _wanted(row: Mend) -> bool:
 
 def _known(row: Mend) -> bool:
     """Tell whether the installed version is known to have the fault."""
-    try:
-        version = _numbers(metadata.version(row.package))
-    except metadata.PackageNotFoundError:
-        return False
     first, beyond = row.versions
-    return _numbers(first) <= version < _numbers(beyond)
+    return _numbers(first) <= _installed(row.package) < _numbers(beyond)
+
+
+def _installed(package: str) -> tuple[int, ...]:
+    """Return a package's version as numbers; none of them where it is missing."""
+    try:
+        return _numbers(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return ()
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The attention function as a processor of diffusers' Attention modules (UNet, VAE), and the choice of it."""
+"""The attention function as a processor of diffusers' Attention modules: those of UNets and VAEs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.device.attend import attention, takes_fp32
+from difftrain.device.attend import attention
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from difftrain.device.torch_device import Device
+    from torch import Tensor
 
 # A float bias in diffusers' UNet is 0 where kept and -10000 where not.
 _DROPPED_BELOW = -1000.0
@@ -50,7 +48,7 @@ class AttentionProcessor:
             context = attn.norm_encoder_hidden_states(context)
 
         q, k, v = (
-            _split_heads(attn, project(x))
+            split_heads(project(x), attn.heads).transpose(1, 2)
             for project, x in ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context))
         )
         if attn.norm_q is not None:
@@ -67,58 +65,19 @@ class AttentionProcessor:
         return out / attn.rescale_output_factor
 
 
-def _split_heads(attn: Any, x: Tensor) -> Tensor:
-    """(B, L, N D) -> (B, N, L, D)."""
-    return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, L, N D) -> (B, L, N, D)."""
+    return x.unflatten(-1, (heads, -1))
 
 
 def _keep_mask(attn: Any, mask: Tensor | None, context: Tensor) -> Tensor | None:
-    """Return diffusers' mask as bool, True = keep, of shape (B, N, 1 or S, L)."""
+    """Return diffusers' mask as bool, True = keep, of shape (B, 1 or N, 1 or S, L)."""
     if mask is None:
         return None
     batch, length = context.shape[:2]
-    mask = attn.prepare_attention_mask(mask, length, batch)
-    mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
+    if mask.shape[0] == batch and mask.shape[-1] == length and mask.ndim <= 3:
+        mask = mask.reshape(batch, 1, -1, length)  # one for all heads
+    else:
+        mask = attn.prepare_attention_mask(mask, length, batch)
+        mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
     return mask if mask.dtype == torch.bool else mask > _DROPPED_BELOW
-
-
-def use_attention(
-    module: nn.Module, device: Device, *, fused: bool = False, choice: str = "auto", precision: str = "no"
-) -> str:
-    """Set the attention of every plain Attention module inside `module`; return the sentence to say once.
-
-    fused: --enable_npu_flash_attention. choice: "auto", "sdpa", "xformers" or "mem_eff", as kohya's flags ask.
-    precision: what q, k and v will be computed in, "no", "fp16" or "bf16".
-    """
-    from diffusers.models import attention_processor as known
-
-    plain = tuple(
-        getattr(known, name)
-        for name in ("AttnProcessor", "AttnProcessor2_0", "AttnProcessorNPU", "XFormersAttnProcessor")
-        if hasattr(known, name)
-    )
-    use_fused = device.kind == "npu" and (fused or choice != "sdpa")
-    processor: Any = AttentionProcessor(use_fused)
-    count = 0
-    for part in module.modules():
-        # scale_qk off means a scale that the plain processors of diffusers ignore: leave such a module alone.
-        if (
-            isinstance(part, known.Attention)
-            and isinstance(part.processor, (*plain, AttentionProcessor))
-            and part.scale_qk
-        ):
-            part.set_processor(processor)
-            count += 1
-    return f"attention: {_sentence(device, fused, choice, precision, use_fused)}, in {count} modules"
-
-
-def _sentence(device: Device, fused: bool, choice: str, precision: str, use_fused: bool) -> str:
-    asked = [flag for flag, on in (("--enable_npu_flash_attention", fused), (f"--{choice}", choice != "auto")) if on]
-    if choice == "mem_eff":
-        asked[-1] = "--mem_eff_attn"
-    because = f" ({', '.join(asked)} asked for)" if asked else ""
-    if not use_fused:
-        return f"torch's scaled_dot_product_attention on {device.kind}{because}"
-    if precision == "no" and not takes_fp32():
-        return f"torch's scaled_dot_product_attention on npu in fp32, which this CANN does not fuse{because}"
-    return f"npu_fusion_attention where its limits allow{because}"

@@ -1,0 +1,153 @@
+"""The attention function as a processor of transformers whose modules have their own: SD3, AuraFlow, Lumina2, HiDream.
+
+Each does what diffusers' processor of that name does, with `attention`, and keeps q, k and v as (B, L, N, D) in memory,
+which the fused operator takes without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.device.attend import attention
+from difftrain.device.processor import split_heads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Processor:
+    def __init__(self, fused: bool = True) -> None:
+        self.fused = fused
+
+    def attend(self, qkv: Sequence[Tensor], mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+        """Attend over (B, L, N, D); return (B, L, N D)."""
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        return attention(q, k, v, mask, scale=scale, fused=self.fused).transpose(1, 2).flatten(2).to(q.dtype)
+
+
+class JointAttention(_Processor):
+    """Do what JointAttnProcessor2_0 does (SD3): picture and text in one sequence, or the picture alone."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend; attention_mask is not read, as in diffusers."""
+        qkv = _of_picture(attn, hidden_states)
+        if encoder_hidden_states is None:
+            return _out(attn, self.attend(qkv))
+        text = _of_text(attn, encoder_hidden_states)
+        out = self.attend([torch.cat([a, b], dim=1) for a, b in zip(qkv, text)])
+        picture, words = out.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        return _out(attn, picture), words if attn.context_pre_only else attn.to_add_out(words)
+
+
+class AuraFlowAttention(_Processor):
+    """Do what AuraFlowAttnProcessor2_0 does: as SD3, the text first."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend; attention_mask is not read, as in diffusers."""
+        qkv = _of_picture(attn, hidden_states)
+        if encoder_hidden_states is None:
+            return _out(attn, self.attend(qkv, scale=attn.scale))
+        text = _of_text(attn, encoder_hidden_states)
+        out = self.attend([torch.cat([b, a], dim=1) for a, b in zip(qkv, text)], scale=attn.scale)
+        words, picture = out.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], dim=1)
+        return _out(attn, picture), attn.to_add_out(words)
+
+
+class Lumina2Attention(_Processor):
+    """Do what Lumina2AttnProcessor2_0 does: fewer heads of k and v, rotary positions, a mask of the padding."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Tensor | None = None,
+        base_sequence_length: int | None = None,
+    ) -> Tensor:
+        """Attend. attention_mask: (B, L), not 0 = keep."""
+        q, k, v = attn.to_q(hidden_states), attn.to_k(encoder_hidden_states), attn.to_v(encoder_hidden_states)
+        size, dtype = q.shape[-1] // attn.heads, q.dtype
+        q, k, v = (split_heads(x, x.shape[-1] // size) for x in (q, k, v))
+        q, k = _normed(q, attn.norm_q), _normed(k, attn.norm_k)
+        if image_rotary_emb is not None:
+            from diffusers.models.transformers import transformer_lumina2 as home
+
+            q, k = (home.apply_rotary_emb(x, image_rotary_emb, use_real=False) for x in (q, k))
+        scale = attn.scale
+        if base_sequence_length is not None:
+            scale *= math.sqrt(math.log(hidden_states.shape[1], base_sequence_length))
+        mask = None if attention_mask is None else attention_mask.bool().view(q.shape[0], 1, 1, -1)
+        return _out(attn, self.attend((q.to(dtype), k.to(dtype), v), mask, scale))
+
+
+class HiDreamAttention(_Processor):
+    """Do what HiDreamAttnProcessor does: norms over all heads, rotary positions over all or half of a head."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        hidden_states_masks: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        image_rotary_emb: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend. hidden_states_masks: (B, L), times k: padding is weighed down, not masked out."""
+        from diffusers.models.transformers.transformer_hidream_image import apply_rope
+
+        dtype = hidden_states.dtype
+        q, k = attn.q_rms_norm(attn.to_q(hidden_states)), attn.k_rms_norm(attn.to_k(hidden_states))
+        q, k, v = (split_heads(x, attn.heads) for x in (q.to(dtype), k.to(dtype), attn.to_v(hidden_states)))
+        if hidden_states_masks is not None:
+            k = k * hidden_states_masks.view(k.shape[0], -1, 1, 1)
+        if not attn.single:
+            words = encoder_hidden_states
+            text = [attn.q_rms_norm_t(attn.to_q_t(words)), attn.k_rms_norm_t(attn.to_k_t(words)), attn.to_v_t(words)]
+            text = [split_heads(x.to(dtype), attn.heads) for x in text]
+            q, k, v = (torch.cat([a, b], dim=1) for a, b in zip((q, k, v), text))
+        assert image_rotary_emb is not None
+        if q.shape[-1] == 2 * image_rotary_emb.shape[-3]:
+            q, k = apply_rope(q, k, image_rotary_emb)
+        else:
+            (q, q_rest), (k, k_rest) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
+            q, k = apply_rope(q, k, image_rotary_emb)
+            q, k = torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
+        out = self.attend((q, k, v))
+        if attn.single:
+            return attn.to_out(out)
+        picture, words = out.split([hidden_states.shape[1], out.shape[1] - hidden_states.shape[1]], dim=1)
+        return attn.to_out(picture), attn.to_out_t(words)
+
+
+def _of_picture(attn: Any, x: Tensor) -> list[Tensor]:
+    q, k, v = (split_heads(project(x), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v))
+    return [_normed(q, attn.norm_q), _normed(k, attn.norm_k), v]
+
+
+def _of_text(attn: Any, x: Tensor) -> list[Tensor]:
+    q, k, v = (split_heads(project(x), attn.heads) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+    return [_normed(q, attn.norm_added_q), _normed(k, attn.norm_added_k), v]
+
+
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _out(attn: Any, x: Tensor) -> Tensor:
+    return attn.to_out[1](attn.to_out[0](x))
