@@ -60,6 +60,7 @@ class AccelerateEngine(BaseEngine):
         self.accelerator = make_accelerator(self.cfg.training, self.device, self.root)
         self.accelerator.scaler = self._scaler
         ddp.leave_out_held(self.root)
+        ddp.lay_out(self.root)
         self._wrapped = self.accelerator.prepare(self.root)
         if self.dp_size > 1:
             self._wrapped.register_comm_hook(None, ddp.sum_hook)  # in place of the mean

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from difftrain.contracts import Batch
-from difftrain.device import fp8
+from difftrain.device import fp8, mends
 
 if TYPE_CHECKING:
     from difftrain.config.sections import TrainingSection
@@ -31,6 +31,7 @@ def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> DistributedDataParallel:
     """Wrap the root; parameters keep their names inside."""
     leave_out_held(root)
+    lay_out(root)
     wrapped = DistributedDataParallel(
         root,
         device_ids=None if device.torch_device.index is None else [device.torch_device.index],
@@ -45,6 +46,19 @@ def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> Distr
 def leave_out_held(root: nn.Module) -> None:
     """Let DDP pass over what is held in 8 bits, which is frozen and cannot be sent."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, list(fp8.held(root)))
+
+
+def lay_out(root: nn.Module) -> None:
+    """Lay parameters out in order, in place: buckets, gradients and moments then have the same strides.
+
+    A parameter that is a slice of another tensor has strides that its gradient cannot have; its bucket is copied where
+    it could be viewed, and on NPU such copies converged slowly (Ascend/pytorch issue 17).
+    """
+    if not mends.on("ddp_strides"):
+        return
+    for parameter in root.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
 
 
 def has_statistics(root: nn.Module) -> bool:
