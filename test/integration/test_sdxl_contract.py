@@ -76,6 +76,8 @@ def test_files_of_the_contract_line(straight: Path) -> None:
     report = json.loads((straight / "report.json").read_text())
     assert report.keys() >= REPORT_KEYS
     assert report["steps"] == 12 and report["world_size"] == 1 and report["global_batch"] == 2
+    calls = report["kernels"]["attention"]  # 2 in each of the UNet's 11 blocks, 2 + 2 layers of text, the VAE's one
+    assert calls == {"fused": 0, "sdpa": 27, "recomputed": 0, "why": {"on cpu": 27}}
     assert not (straight / "rejected.jsonl").exists()
 
 

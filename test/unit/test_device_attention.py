@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from difftrain.device import attend, attention, counting, why_not_fused
+from difftrain.device import AttentionCalls, attend, attention, counting, why_not_fused
 
 
 def _qkv(
@@ -211,3 +211,16 @@ def test_counting_breaks_no_graph_and_makes_no_second_one() -> None:
         inside = compiled(*_qkv())
     torch.testing.assert_close(inside, compiled(*_qkv()))
     assert not calls and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_counts_are_summed_up_and_said() -> None:
+    found = {"fused": 5, "recomputed fused": 3, "sdpa (fp32 (of the VAE))": 2, "sdpa (on cpu)": 4, "geglu plain": 7}
+    calls = AttentionCalls.of(found)
+    why = {"fp32 (of the VAE)": 2, "on cpu": 4}
+    assert calls.record() == {"fused": 5, "sdpa": 6, "recomputed": 3, "why": why}
+    assert calls.sentence() == (
+        "11 calls, 5 fused (4 not: on cpu, 2 not: fp32 (of the VAE)); 3 more in the backward pass, computed again"
+    )
+    assert AttentionCalls.of({"fused": 2}).sentence() == "2 calls, all fused"
+    assert AttentionCalls.of({"sdpa (on cpu)": 2}).sentence() == "2 calls, none fused (2 not: on cpu)"
+    assert [kind for kind in found if not AttentionCalls.counts(kind)] == ["geglu plain"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from difftrain.device.attend import attention, why_not_fused
+    from difftrain.device.attention_calls import AttentionCalls
     from difftrain.device.attention_choice import use_attention
     from difftrain.device.choice import calm_threads, choose, hold_autoload, probe
     from difftrain.device.tally import counting
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # Modules are named unlike what they hold: importing a submodule binds its name here.
 _HOMES = {
+    "AttentionCalls": "attention_calls",
     "attention": "attend",
     "counting": "tally",
     "why_not_fused": "attend",
@@ -28,6 +30,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AttentionCalls",
     "Device",
     "attention",
     "calm_threads",

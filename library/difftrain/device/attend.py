@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from difftrain.device import host, tally
+from difftrain.device import attention_calls, host
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ def attention(
     if not fused:
         mask = None if mask is None else expand_mask(mask, q, k)  # the kernel behind SDPA broadcasts none
         return unfused(q, k, v, mask, causal, scale, why="as asked for")
-    count_call("fused")
+    attention_calls.count(None)
     return run_fused(_npu_operator(), q, k, v, mask, causal, scale)
 
 
@@ -75,7 +75,7 @@ def unfused(
 
     mask: bool, True = keep; or float, added to the scores. formula: keep an NPU's SDPA from its own fused kernel.
     """
-    count_call(f"sdpa ({why})")
+    attention_calls.count(why)
     if causal and mask is not None:  # SDPA takes one or the other
         mask, causal = _without_future(mask, q, k), False
     grouped = k.shape[1] != q.shape[1]
@@ -195,10 +195,3 @@ def _npu_operator() -> Callable[..., Any]:
     import torch_npu
 
     return torch_npu.npu_fusion_attention
-
-
-def count_call(kind: str) -> None:
-    """Count a call, apart where a backward pass computes it again; what is compiled is not counted."""
-    if not torch.compiler.is_compiling():  # a count inside a graph would compile it anew once counting ends
-        again = torch._C._current_graph_task_id() != -1  # as torch's own checkpointing asks
-        tally.count(f"recomputed {kind}" if again else kind)

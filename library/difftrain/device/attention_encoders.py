@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.device.attend import attention, count_call
+from difftrain.device import attention_calls
+from difftrain.device.attend import attention
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,7 +61,7 @@ def _forward(
     if why:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        count_call(f"sdpa ({why})")
+        attention_calls.count(why)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )

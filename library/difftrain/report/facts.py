@@ -21,6 +21,9 @@ DEFINITIONS: dict[str, str] = {
     "(saving, sampling, evaluation) excluded",
     "compute_fps": "the same without the time that the reporting rank's device stood still for want of data; the "
     "published Ascend figures are of this kind",
+    "kernels": "what one step called (the first of the last session, on the reporting rank): attention fused or by torch's "
+    "scaled_dot_product_attention, with the reasons; recomputed: once more in the backward pass, as gradient "
+    "checkpointing does; compiled blocks are not counted",
     "warm-up": "the first min(5, a third) steps of every session",
     "ips": "images per second per card: global batch / step seconds / cards, waiting included",
     "training_time_s": "seconds per step, waiting for data included",

@@ -263,7 +263,10 @@ def _data(report: dict[str, Any]) -> str:
 
 
 def _repeat(report: dict[str, Any]) -> str:
-    what = {key: report.get(key) for key in ("code_version", "weights", "seed", "attention", "parameters", "notes")}
+    what = {
+        key: report.get(key)
+        for key in ("code_version", "weights", "seed", "attention", "kernels", "parameters", "notes")
+    }
     config = "".join(
         f"<h3>{name(section)}</h3>{pairs(values) if isinstance(values, dict) else cell(values)}"
         for section, values in (report.get("config") or {}).items()

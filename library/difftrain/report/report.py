@@ -76,6 +76,7 @@ class RunFacts:
     weights: str
     peak_memory_gib: float
     attention: str = ""
+    kernels: dict[str, Any] = field(default_factory=dict)
     skipped: int = 0
     parameters: dict[str, int] = field(default_factory=dict)
     flops_per_sample: float | None = None
@@ -131,6 +132,7 @@ def _identity(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
         "machine": facts.device.get("host") or {},
         "device": {key: value for key, value in facts.device.items() if key != "host"},
         "attention": facts.attention,
+        "kernels": facts.kernels,
         "weights": environment.redact(facts.weights),
         "parameters": facts.parameters,
         "seed": training.seed,

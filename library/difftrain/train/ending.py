@@ -69,6 +69,7 @@ def write_reports(run: Run, **late: Any) -> dict[str, Any]:
         weights=weights_of(run),
         peak_memory_gib=last.peak_memory_gib if last else run.device.peak_memory_gib(),
         attention=run.facts["attention"],
+        kernels=run.facts.get("kernels", {}),
         skipped=run.progress.skipped,
         parameters=parameter_counts(run),
         flops_per_sample=run.family.flops_per_sample(run.parts, main_bucket(run)),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from difftrain.contracts import Batch
 from difftrain.train.averages import update_averages
+from difftrain.train.kernels import counted
 from difftrain.train.out_of_memory import in_step
 from difftrain.train.saving import Saving
 from difftrain.train.signals import NOTHING, STOP, Requests
@@ -31,7 +32,7 @@ def _steps(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Sa
     run.clock.start()
     for micro in run.clock.batches(steps):
         images = run.plan.size(run.progress.step)
-        with in_step(run.progress.step + 1, micro):
+        with in_step(run.progress.step + 1, micro), counted(run, micro):
             stats = run.engine.step(micro, {"samples": float(images)})
         update_averages(run)
         run.progress.step += 1

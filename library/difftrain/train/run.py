@@ -250,17 +250,13 @@ def initial_step(cfg: TrainConfig, plan: EpochPlan, total: int) -> int:
 def attend(cfg: TrainConfig, device: Device, parts: Parts) -> str:
     """Give every part the one attention function; return the sentence that says which it is."""
     training = cfg.training
-    said = [
-        use_attention(
-            part,
-            device,
-            fused=training.fused_attention,
-            choice=training.attention,
-            precision=training.mixed_precision,
-        )
-        for part in (parts.root, *parts.frozen.values())
-    ]
-    return said[0]
+    return use_attention(
+        torch.nn.ModuleList([parts.root, *parts.frozen.values()]),
+        device,
+        fused=training.fused_attention,
+        choice=training.attention,
+        precision=training.mixed_precision,
+    )
 
 
 def warm_batches(
