@@ -48,6 +48,7 @@ class ZeroState:
         names = set(names)
         piece = self._pieces()[0]
         state = self._optimizer.state.get(piece, {})
+        self._masters.link()
         found: dict[str, Any] = {name: {} for name in names}
         for name, weight in self._masters.weights.items():
             for key, value in state.items():
@@ -87,7 +88,7 @@ class ZeroState:
 
     def _make_room(self, like: Mapping[str, Any], whole: set[str]) -> None:
         """Make the state that an optimizer makes in its first update, empty, and let DeepSpeed know its pieces."""
-        zero, optimizer = self._masters.zero, self._optimizer
+        optimizer = self._optimizer
         optimizer.state.clear()
         for piece in self._pieces():
             for key, value in like.items():
@@ -95,10 +96,7 @@ class ZeroState:
                     optimizer.state[piece][key] = torch.zeros_like(piece, requires_grad=False)
                 elif not _is_tensor(value):
                     optimizer.state[piece][key] = decode(value, _no_tensor)
-        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-            zero._hp_optimizer_states_linked = False  # else the first update does
-            if like:
-                zero._lazy_init_hp_params_optimizer_state()
+        self._masters.link()
 
     def _set_step(self, piece: Tensor, step: Tensor) -> None:
         group = self._optimizer.param_groups[0]

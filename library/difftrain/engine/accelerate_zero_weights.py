@@ -36,6 +36,15 @@ class ZeroMasters(Masters):
         if getattr(zero.loss_scaler, "dynamic", False):
             zero.loss_scaler.raise_error_at_min_scale = False  # how many steps may be skipped is the loop's to say
 
+    def link(self) -> None:
+        """Let every weight know its pieces of the optimizer's state.
+
+        DeepSpeed does so once, after the update of the first parameter group, when the others have no state yet.
+        """
+        if self._stage < 3:
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+
     def without_gradient(self) -> list[str]:
         """Name the weights that no backward has reached; asked once, after the first step."""
         while self._hooks:

@@ -1,0 +1,306 @@
+"""The accelerate engine on 2 and 3 gloo ranks beside the native one: one launch a world size, judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import third_patch
+import torch
+from safetensors.torch import load_file
+
+from difftrain import checkpoint
+from difftrain.config.sections import DeepSpeedSection, OptimizerSection, SaveSection, TrainConfig, TrainingSection
+from difftrain.device import choose
+from difftrain.distributed.launch import Launch
+from difftrain.distributed.ranks import Ranks
+from difftrain.engine import make_engine
+from difftrain.engine.base import BaseEngine
+from difftrain.optim import make_optimizer, make_schedule
+from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
+from difftrain.testing.spawn import run_ranks
+
+GLOBAL_BATCH = 12
+COUNTS = {"samples": float(GLOBAL_BATCH)}
+LR = 1e-4
+STEPS = 20
+WORLDS = (2, 3)
+PIECES = {2: 3, 3: 2}
+PLAIN = {"lr": LR, "terms": 2}
+ROUGH = {"lr": 1e-2, "dropout": 0.2, "blocks": 4}
+WAYS = ("ddp", "sharded", "zero1", "zero2", "zero3")
+SHARDED = ("sharded", "zero1", "zero2", "zero3")
+
+
+def config(way: str, save: dict | None = None, zero: dict | None = None, **training) -> TrainConfig:
+    """Return the configuration of a way: native, ddp, sharded (fairscale's) or zeroN."""
+    deepspeed = DeepSpeedSection(enable=True, zero_stage=int(way[4:]), **(zero or {})) if way[:4] == "zero" else None
+    return TrainConfig(
+        training=TrainingSection(seed=3, engine="native" if way == "native" else "accelerate", **training),
+        optimizer=OptimizerSection(type="oss" if way == "sharded" else "AdamW", scheduler="cosine", warmup_steps=2),
+        deepspeed=deepspeed or DeepSpeedSection(),
+        save=SaveSection(**(save or {})),
+    )
+
+
+def built(ranks: Ranks, way: str, options: dict, **how) -> BaseEngine:
+    cfg = config(way, **how)
+    family = TinyFamily(**options)
+    engine = make_engine(cfg, choose("cpu"), ranks)
+    assert not engine.faults(), engine.faults()
+    engine.build(
+        family,
+        family.load(),
+        lambda groups: make_optimizer(cfg.optimizer, groups, dp_size=ranks.size),
+        lambda made: make_schedule(cfg.optimizer, made, 2 * STEPS),
+        [tiny_batch(range(100, 102))],
+    )
+    return engine
+
+
+def run(engine: BaseEngine, first: int, last: int, pieces: int = 1) -> list[float]:
+    deal = (GLOBAL_BATCH, engine.dp_rank, engine.dp_size, pieces)
+    return [float(engine.step(tiny_step(step, *deal), COUNTS).sums["loss"]) for step in range(first, last)]
+
+
+def weights(engine: BaseEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.full_weights()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def off(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def commit(engine: BaseEngine, parent: Path, name: str) -> Path:
+    snapshot = engine.snapshot()
+    return checkpoint.commit(parent, f"{name}-state", snapshot.write, engine.ranks, {"step": engine.position})
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return everything that a checkpoint holds, by kind and name."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= {f"{path.name.partition('-')[0]} {name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def spoilt(step: int, ranks: Ranks, value: float) -> list:
+    """Return a step whose last rank alone has a bad sample."""
+    micro = tiny_step(step, GLOBAL_BATCH, ranks.rank, ranks.size)
+    if ranks.rank == ranks.size - 1:
+        micro[0].features["pixels"][0, 0, 0, 0] = value
+    return micro
+
+
+def digest(engine: BaseEngine) -> float:
+    return float(sum(tensor.double().abs().sum() for tensor in weights(engine).values()))
+
+
+# ---------------------------------------------------------------- what the ranks run
+
+
+def cases(folder: str, before: str) -> None:
+    """Run every case on these ranks. before: the folder of another number of ranks."""
+    third_patch.apply_for("accelerate", "oss")
+    out = Path(folder)
+    with Ranks.open(Launch.from_environment(), choose("cpu"), 2.0) as ranks:
+        found = {case.__name__: case(ranks, out) for case in (losses, resume, crossed, not_finite, scaled, half)}
+        found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
+        gathered = ranks.gather(found)
+        if ranks.is_logger:
+            (out / "found.json").write_text(json.dumps(gathered))
+
+
+def losses(ranks: Ranks, out: Path) -> dict:
+    """Twenty steps, whole and in pieces, beside plain DistributedDataParallel."""
+    native = built(ranks, "native", PLAIN)
+    found = {"native": run(native, 0, STEPS)}
+    for way in WAYS:
+        engines = built(ranks, way, PLAIN), built(ranks, way, PLAIN)
+        told = [run(engines[0], 0, STEPS), run(engines[1], 0, STEPS, PIECES[ranks.size])]
+        apart = [off(weights(engine), weights(native)) for engine in engines]
+        norms = [float(engine.step(tiny_step(30, GLOBAL_BATCH, ranks.rank, ranks.size), COUNTS).grad_norm)
+                 for engine in (engines[0],)]  # fmt: skip
+        found[way] = [*told, apart, norms[0], type(engines[0]._wrapped).__name__]
+    found["norm"] = float(native.step(tiny_step(30, GLOBAL_BATCH, ranks.rank, ranks.size), COUNTS).grad_norm)
+    return found
+
+
+def resume(ranks: Ranks, out: Path) -> dict:
+    """Straight to 8 against 4, a new engine, 4."""
+    found = {}
+    for way in WAYS:
+        straight = built(ranks, way, ROUGH)
+        run(straight, 0, 4)
+        path = commit(straight, out, f"resume-{way}")
+        told = run(straight, 4, 8)
+        resumed = built(ranks, way, ROUGH)
+        resumed.restore(path)
+        again = commit(resumed, out, f"again-{way}")
+        same = equal(tensors_of(path), tensors_of(again))
+        found[way] = [same, run(resumed, 4, 8) == told, equal(weights(resumed), weights(straight))]
+    return found
+
+
+def crossed(ranks: Ranks, out: Path) -> dict:
+    """A state of one engine, taken up by another and written again, is the same state."""
+    found = {}
+    for way in SHARDED:
+        state = out / f"resume-{way}-state"
+        native = built(ranks, "native", ROUGH)
+        native.restore(state)
+        there = commit(native, out, f"native-of-{way}")
+        back = built(ranks, way, ROUGH)
+        back.restore(there)
+        again = commit(back, out, f"back-{way}")
+        same = [equal(tensors_of(state), tensors_of(there)), equal(tensors_of(state), tensors_of(again))]
+        found[way] = [*same, run(native, 4, 6), run(back, 4, 6)]
+    return found
+
+
+def not_finite(ranks: Ranks, out: Path) -> dict:
+    """The last rank alone meets a bad sample, as the first of two micro batches too."""
+    found = {}
+    for way in WAYS:
+        engine = built(ranks, way, PLAIN)
+        run(engine, 0, 3)
+        before = weights(engine)
+        skipped = [float(engine.step(spoilt(3, ranks, value), COUNTS).skipped) for value in (float("nan"), 1e30)]
+        kept = equal(weights(engine), before)
+        found[way] = [skipped, kept, run(engine, 4, 6), digest(engine)]
+    return found
+
+
+def scaled(ranks: Ranks, out: Path) -> dict:
+    """fp16: the scale begins where it is told, halves on all ranks where one overflows, and comes back from a state."""
+    found = {}
+    for way in ("ddp", "sharded"):
+        engine = built(ranks, way, PLAIN, mixed_precision="fp16")
+        native = built(ranks, "native", PLAIN, mixed_precision="fp16")
+        told = [run(engine, 0, 6), run(native, 0, 6)]
+        before, scale = weights(engine), engine._scaler.get_scale()
+        skipped = float(engine.step(spoilt(6, ranks, 6e4), COUNTS).skipped)  # finite, and too large for half gradients
+        kept = equal(weights(engine), before)
+        path = commit(engine, out, f"scaled-{way}")
+        other = built(ranks, way, PLAIN, mixed_precision="fp16")
+        other.restore(path)
+        scales = [scale, engine._scaler.get_scale(), other._scaler.get_scale()]
+        found[way] = [told, skipped, kept, scales, run(engine, 7, 9) == run(other, 7, 9), digest(engine)]
+    return found
+
+
+def half(ranks: Ranks, out: Path) -> dict:
+    """bf16 through DeepSpeed: half weights with fp32 values, which checkpoints and exports hold."""
+    native = built(ranks, "native", PLAIN, mixed_precision="bf16")
+    told = run(native, 0, 6)
+    found = {"native": told}
+    for way in ("zero2", "zero3"):
+        engine = built(ranks, way, PLAIN, mixed_precision="bf16")
+        mine = run(engine, 0, 6)
+        exact = {str(tensor.dtype) for tensor in weights(engine).values()}
+        path = commit(engine, out, f"half-{way}")
+        resumed = built(ranks, way, PLAIN, mixed_precision="bf16", zero={"zero3_init": way == "zero3"})
+        resumed.restore(path)
+        same = run(resumed, 6, 9) == run(engine, 6, 9) and equal(weights(resumed), weights(engine))
+        gathered = built(ranks, way, PLAIN, mixed_precision="bf16", zero={"zero3_save_16bit": True})
+        short = {str(tensor.dtype) for tensor in weights(gathered).values()}
+        kept = {str(tensor.dtype) for name, tensor in tensors_of(path).items() if name.startswith("weights")}
+        found[way] = [mine, sorted(exact), sorted(short), sorted(kept), same]
+    return found
+
+
+def other_size(ranks: Ranks, out: Path, before: Path) -> dict:
+    """Take up states of another number of ranks, and write what came of it."""
+    found = {}
+    for way in WAYS:
+        engine = built(ranks, way, {**ROUGH, "dropout": 0.0})  # masks are not equal across splits
+        engine.restore(before / f"resume-{way}-state")
+        again = commit(engine, out, f"taken-{way}")
+        found[way] = [equal(tensors_of(again), tensors_of(before / f"resume-{way}-state")), run(engine, 4, 6)]
+    return found
+
+
+# ---------------------------------------------------------------- what is expected
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> dict[int, list[dict]]:
+    """Run 2 and 3 ranks; the second takes up states of the first."""
+    found: dict[int, list[dict]] = {}
+    before = ""
+    for world in WORLDS:
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        run_ranks(world, f"{__file__}::cases", folder, before, timeout_s=300)
+        found[world] = json.loads((folder / "found.json").read_text())
+        before = str(folder)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_weights_are_those_of_plain_ddp(launched, world, way):
+    found = launched[world]
+    native = found[0]["losses"]["native"]
+    whole, pieces, apart, norm, wrapped = found[0]["losses"][way]
+    assert whole == pytest.approx(native, rel=1e-6) and pieces == pytest.approx(native, rel=1e-6)
+    assert max(apart) <= LR and norm == pytest.approx(found[0]["losses"]["norm"], rel=1e-4)
+    assert all(each["losses"][way][:2] == [whole, pieces] for each in found)
+    kinds = {"ddp": "DistributedDataParallel", "sharded": "ShardedDataParallel"}
+    assert wrapped == kinds.get(way, "DeepSpeedEngine")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_resume_is_bit_exact(launched, world, way):
+    assert all(each["resume"][way] == [True, True, True] for each in launched[world])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", SHARDED)
+def test_a_state_goes_between_engines(launched, world, way):
+    for each in launched[world]:
+        there, back, native, again = each["crossed"][way]
+        assert there and back
+        assert again == pytest.approx(native, rel=1e-5)  # two steps on, at a hundred times the rate
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_goes_on_with_another_number_of_ranks(launched, way):
+    assert all(each["other_size"][way][0] for each in launched[3])
+    two, three = launched[3][0]["other_size"]["ddp"][1], launched[3][0]["other_size"][way][1]
+    assert two == pytest.approx(three, rel=1e-4)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all(launched, world, way):
+    told = [each["not_finite"][way] for each in launched[world]]
+    assert all(each == told[0] for each in told)
+    skipped, kept, after, _ = told[0]
+    assert skipped == [1.0, 1.0] and kept and all(loss == loss for loss in after)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", ["ddp", "sharded"])
+def test_fp16_scales_and_an_overflow_on_one_rank_is_skipped_by_all(launched, world, way):
+    told = [each["scaled"][way] for each in launched[world]]
+    assert all(each == told[0] for each in told)
+    (mine, native), skipped, kept, scales, same, _ = told[0]
+    assert mine == pytest.approx(native, rel=1e-5) and skipped == 1.0 and kept and same
+    assert scales == [65536.0, 32768.0, 32768.0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+@pytest.mark.flags("zero3_init_flag", "zero3_save_16bit_model")
+def test_half_precision_through_deepspeed(launched, world, way):
+    mine, exact, short, kept, same = launched[world][0]["half"][way]
+    assert mine == pytest.approx(launched[world][0]["half"]["native"], rel=2e-2)
+    assert exact == kept == ["torch.float32"] and same
+    assert short == ["torch.bfloat16"]
