@@ -10,7 +10,7 @@ sys.path.append(str(ROOT))  # third_patch
 from difftrain.config.door import open_door, say  # noqa: E402
 from difftrain.config.parse import Parsed  # noqa: E402
 from difftrain.config.rules_names import one_of  # noqa: E402
-from difftrain.device.choice import KINDS, calm_threads, hold_autoload  # noqa: E402
+from difftrain.device.choice import KINDS, calm_threads, hide_unusable_npu, hold_autoload  # noqa: E402
 from difftrain.distributed.launch import end_with_launcher  # noqa: E402
 
 PROG = "sdxl_pretrain.py"
@@ -34,6 +34,7 @@ def work(parsed: Parsed) -> int:
     hold_autoload()
     calm_threads()
     end_with_launcher()
+    hide_unusable_npu(parsed.config.training.device)
     if parsed.dry_run or parsed.debug_dataset:
         return look(parsed)
     from third_patch import apply_for

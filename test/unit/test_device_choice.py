@@ -112,6 +112,49 @@ def test_a_torch_npu_for_another_torch_is_named_and_never_imported(tmp_path: Pat
     assert f"pip install torch_npu=={versions.torch_npu_for(torch.__version__)}, or torch==2.7.1" in ended.stdout
 
 
+@bare_machine
+def test_a_torch_npu_that_cannot_be_used_is_hidden_from_other_libraries(broken_npu: str) -> None:
+    code = """
+import importlib.util
+from difftrain.contracts import ConfigFault
+from difftrain.device.choice import choose, hide_unusable_npu
+
+try:
+    hide_unusable_npu("npu")
+except ConfigFault as fault:
+    print(fault)
+assert importlib.util.find_spec("torch_npu") is not None
+hide_unusable_npu("auto")
+assert importlib.util.find_spec("torch_npu") is None
+try:
+    import torch_npu
+except ModuleNotFoundError:
+    print(choose().reason)
+from transformers.utils import is_torch_npu_available
+assert not is_torch_npu_available()
+"""
+    ended = _python(code, broken_npu)
+    assert ended.returncode == 0, ended.stderr
+    why = "torch_npu cannot be loaded: libhccl.so, of CANN, was not found"
+    asked, reason = ended.stdout.splitlines()
+    assert f"--device: npu asked for, but {why}" in asked and f"no npu: {why}" in reason
+
+
+@bare_machine
+def test_a_torch_npu_that_is_not_asked_for_is_never_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    code = """
+import importlib.util
+from difftrain.device.choice import hide_unusable_npu
+hide_unusable_npu("cpu")
+assert importlib.util.find_spec("torch_npu") is None
+hide_unusable_npu("auto")  # what is hidden stays so
+"""
+    ended = _python(code, str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+
+
 def _found(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> list[tuple[str, int, int]]:
     """Let `count` devices of a kind be found; return the list of what was then taken."""
     taken: list[tuple[str, int, int]] = []

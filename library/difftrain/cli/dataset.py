@@ -88,9 +88,10 @@ def number(parsed: Parsed, name: str) -> int:
 
 def work(parsed: Parsed) -> int:
     """Write the page and print its path."""
-    from difftrain.device.choice import hold_autoload
+    from difftrain.device.choice import hide_unusable_npu, hold_autoload
 
     hold_autoload()
+    hide_unusable_npu("cpu")
     from difftrain.train.inspect import inspect
 
     output, facts = Path(parsed.bare["output"]), parsed.bare.get("json")

@@ -147,9 +147,10 @@ def _is_something_else(path: Path) -> bool:
 
 def work(parsed: Parsed) -> int:
     """Stream the weights into the file."""
-    from difftrain.device.choice import hold_autoload
+    from difftrain.device.choice import hide_unusable_npu, hold_autoload
 
     hold_autoload()
+    hide_unusable_npu("cpu")
     import torch
 
     from difftrain.models.registry import make_family

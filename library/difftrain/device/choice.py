@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,8 @@ def find(kind: str) -> Found:
 
 
 def _find_npu() -> Found:
+    if _hidden is not None:
+        return _hidden
     if importlib.util.find_spec("torch_npu") is None:
         present = nodes("npu")
         beside = f", though {present} NPU device files are there" if present else ""
@@ -102,6 +105,29 @@ def _find_npu() -> Found:
     except Exception as error:  # whatever its libraries raise: the wheel without CANN, an older CANN, a broken driver
         return Found("npu", 0, *ascend.why_not_loaded(error, installed, torch.__version__))
     return Found("npu", count) if count else Found("npu", 0, *ascend.why_none_seen())
+
+
+_hidden: Found | None = None  # what was found of NPUs before torch_npu was hidden
+
+
+def hide_unusable_npu(kind: str) -> None:
+    """Let diffusers and transformers believe that torch_npu is not installed, where this process cannot or shall not use it.
+
+    kind: as asked for. Both import torch_npu wherever its package is, and so fail without CANN. Call before either is
+    imported. Raises ConfigFault where NPUs are asked for and cannot be used.
+    """
+    global _hidden
+    if "torch_npu" in sys.modules or importlib.util.find_spec("torch_npu") is None:  # too late, or nothing to hide
+        return
+    found = Found("npu", 0, f"{kind} was asked for") if kind in ("cuda", "cpu") else _find_npu()
+    if found.count:
+        return
+    if kind == "npu":
+        raise ConfigFault([_absent(found)])
+    _hidden = found
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_npu"]:  # what a failed import left
+        del sys.modules[name]
+    sys.modules["torch_npu"] = None  # type: ignore[assignment]  # no spec is found, and an import is refused
 
 
 def load_npu() -> Any:
@@ -135,13 +161,12 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
     if kind != "auto":
         found = find(kind)
         if not found.count:
-            remedy = f"{found.remedy}; or leave --device=auto" if found.remedy else "or leave --device=auto"
-            raise ConfigFault([Fault("--device", f"{kind} asked for, but {found.why_not}", remedy)])
+            raise ConfigFault([_absent(found)])
         return _take(found, local_rank, local_size, "as asked for")
     missed = []
     for candidate in KINDS:
         if candidate != "cpu" and not worth_asking(candidate):
-            if candidate == "npu" and nodes("npu"):
+            if candidate == "npu" and (nodes("npu") or _hidden):
                 missed.append(_missed(_find_npu()))
             continue
         found = find(candidate)
@@ -149,6 +174,11 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
             return _take(found, local_rank, local_size, "; ".join(missed) or _nothing_better(candidate))
         missed.append(_missed(found))
     raise AssertionError("the CPU is always there")
+
+
+def _absent(found: Found) -> Fault:
+    remedy = f"{found.remedy}; or leave --device=auto" if found.remedy else "or leave --device=auto"
+    return Fault("--device", f"{found.kind} asked for, but {found.why_not}", remedy)
 
 
 def _missed(found: Found) -> str:

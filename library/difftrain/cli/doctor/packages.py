@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Iterator
 from importlib import import_module, metadata
 
+from difftrain.contracts.errors import ConfigFault
+from difftrain.device.choice import hide_unusable_npu
 from difftrain.device.health.finding import Context, Finding
 from difftrain.device.versions import numbers
 
@@ -77,6 +80,8 @@ def installed(package: str) -> str | None:
 
 def imports(context: Context) -> Iterator[Finding]:
     """Import what training imports; packages that do not fit together break here."""
+    with contextlib.suppress(ConfigFault):  # the check of the devices says it
+        hide_unusable_npu(context.kind)
     for name, (module, attribute) in _IMPORTS.items():
         try:
             getattr(import_module(module), attribute)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from difftrain.contracts import ConfigFault
-from difftrain.device.choice import KINDS, find, nodes, worth_asking
+from difftrain.device import extras
+from difftrain.device.choice import KINDS, find, nodes
 from difftrain.device.health.finding import Context, Finding
 
 _SMI = "npu-smi"
@@ -28,7 +29,8 @@ def check(context: Context) -> Iterator[Finding]:
             yield Finding("ok", f"{kind}: {found.count} found", about=kind)
         else:
             asked = context.kind == kind
-            remedy = found.remedy if asked or worth_asking(kind) or nodes(kind) else ""  # else there is nothing to mend
+            half_there = nodes(kind) or (kind == "npu" and extras.version("torch_npu"))
+            remedy = found.remedy if asked or half_there else ""  # else there is nothing to mend
             yield Finding("wrong" if asked else "note", f"{kind}: {found.why_not}", remedy, kind)
     try:
         device = context.device

@@ -18,10 +18,19 @@ def check(context: Context) -> Iterator[Finding]:
         return
     yield from _wheel(wheel, len(there), context.kind)
     if wheel:
-        yield from _cann()
+        yield from map(_mild, _cann()) if unused(context.kind) else _cann()
     yield from _driver(bool(there))
     yield from _rights()
     yield from _optional()
+
+
+def unused(kind: str) -> bool:
+    """Tell whether NPUs are not to be used: training then leaves torch_npu alone, whatever is wrong with it."""
+    return kind in ("cuda", "cpu")
+
+
+def _mild(found: Finding) -> Finding:
+    return found._replace(verdict="note") if found.verdict == "wrong" else found
 
 
 def _wheel(wheel: bool, there: int, kind: str) -> Iterator[Finding]:
@@ -37,8 +46,8 @@ def _wheel(wheel: bool, there: int, kind: str) -> Iterator[Finding]:
             "note", "torch_npu is here without metadata", "install it with pip, so its version is known", "torch_npu"
         )
     elif torch is not None:
-        # even where no NPU is used: diffusers takes its kernels wherever the package is there
-        yield of_judgement(versions.judge_torch(installed, torch), "torch_npu")
+        judged = of_judgement(versions.judge_torch(installed, torch), "torch_npu")
+        yield _mild(judged) if unused(kind) else judged
 
 
 def _cann() -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from difftrain.contracts.errors import DifftrainError
-from difftrain.device.choice import calm_threads, hold_autoload
+from difftrain.device.choice import calm_threads, hide_unusable_npu, hold_autoload
 from difftrain.train.demo.prepare import prepare
 from difftrain.train.demo.recipe import SIZES
 
@@ -20,6 +20,7 @@ def main() -> int:
     asked = parser.parse_args()
     hold_autoload()
     calm_threads()
+    hide_unusable_npu("cpu")
     try:
         prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=lambda text: print(text, flush=True))
     except DifftrainError as error:
