@@ -152,6 +152,10 @@ def _on_host(name: str, place: str) -> Callable[..., Any]:
         def down(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 if value.device.type != "npu":
+                    if value.ndim and name.startswith("npu::"):
+                        raise RuntimeError(
+                            f"Expected all tensors to be on the same device, got one on the CPU (in {name})"
+                        )
                     return value
                 devices.append(value.device)
                 host = torch.ops.simulated_npu.host(value)
