@@ -260,7 +260,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "copies that must wait",
         "a non-blocking copy to or from pageable memory is a blocking one, or reads what is not there yet",
-        "aclrtMemcpyAsync in acl_rt.h of the wheel wants pinned host memory",
+        "acl_rt.h of the wheel: aclrtMemcpyAsyncWithCondition is synchronous for memory that ACL did not allocate",
         "native/kernels.cpp",
     ),
 )
