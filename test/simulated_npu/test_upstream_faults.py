@@ -35,7 +35,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 
 
 def test_every_row_is_here_or_named_elsewhere():
-    here = {"geglu", "rms_norm", "rotary", "fused_adamw", "ddp_strides"}
+    here = {"geglu", "rms_norm", "rotary", "fused_adamw", "npu_fused_adamw", "ddp_strides"}
     elsewhere = {"native_npu"}  # test_attention.py
     assert {row.name for row in mends.TABLE} == here | elsewhere
 

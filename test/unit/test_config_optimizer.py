@@ -68,6 +68,10 @@ WRONG = [
     ("--optimizer_type=Adafactor --lr_scheduler_type=StepLR", ["--lr_scheduler_type", "sets rates that nobody reads"]),
     ("--optimizer_type=Adafactor --lr_scheduler=adafactor:fast", ["--lr_scheduler", "adafactor:1e-3"]),
     ("--lr_scheduler=cosine:1", ["--lr_scheduler", "no such name: 'cosine:1'"]),
+    # Ascend's
+    ("--optimizer_type=NpuFusedAdamW --mixed_precision=bf16 --full_bf16",
+     ["--optimizer_type", "updates weights that stay in memory, which those of full bf16 do not"]),
+    ("--optimizer_type=apex.optimizers.NpuFusedAdamW", ["steps under apex.amp alone", "AdamW, which is fused"]),
     # schedule-free
     ("--optimizer_type=AdamWScheduleFree --use_ema", ["--use_ema", "contradicts a schedule-free optimizer"]),
     ("--optimizer_schedulefree_wrapper --use_ema", ["--use_ema", "contradicts a schedule-free optimizer"]),
@@ -79,7 +83,10 @@ WRONG = [
 
 @pytest.mark.flags("block_lr", "unet_lr", "text_encoder_lr", "use_8bit_adam", "use_lion_optimizer", "optimizer_type")
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=[words[:70] for words, _ in WRONG])
-def test_one_contradiction_is_one_fault(line: list[str], words: str, says: list[str]) -> None:
+def test_one_contradiction_is_one_fault(
+    line: list[str], words: str, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("difftrain.config.rules_optimizer.is_installed", lambda module: True)
     (found,) = faults(line, words)
     assert all(each in found for each in says), found
 

@@ -70,7 +70,11 @@ def cases() -> list[Any]:
     own = {name: adaptive for name in names.ADAPTIVE}
     own["Lion"] = own["Lion8bit"] = own["PagedLion8bit"] = {"learning_rate": 1e-4}
     own["SGDScheduleFree"] = {"learning_rate": 0.1}
-    found = [pytest.param({"type": name, **own.get(name, {})}, id=name) for name in names.OPTIMIZERS]
+    found = [
+        pytest.param({"type": name, **own.get(name, {})}, id=name)
+        for name in names.OPTIMIZERS
+        if name not in names.ASCEND
+    ]
     found += [
         pytest.param({"type": "Adafactor", "args": args}, id=f"Adafactor {' '.join(args)}")
         for args in (("relative_step=False", "scale_parameter=False"), ("warmup_init=True", "beta1=.9"))

@@ -10,7 +10,7 @@ import torch
 from difftrain.config.names import OPTIMIZERS
 from difftrain.config.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
-from difftrain.optim import faults, inner, make_optimizer
+from difftrain.optim import announce, faults, inner, make_optimizer
 from difftrain.optim.registry import REGISTRY
 
 
@@ -137,3 +137,20 @@ def test_faults_of_optimizer_and_schedule_are_found_together_without_a_device() 
         type="torch.optim.SGD", args=("momentun=0.9",), scheduler="linear", scheduler_args=("x=1",)
     )
     assert [fault.where for fault in faults(wrong)] == ["--optimizer_args", "--lr_scheduler_args"]
+
+
+def test_adamw_of_torch_npu_is_for_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("difftrain.optim.npu_adamw.is_installed", lambda module: True)
+    section = OptimizerSection(type="npufusedadamw", learning_rate=1e-3, args=("weight_decay=0.1",))
+    assert faults(section) == []
+    with pytest.raises(ConfigFault, match="updates on NPUs alone, and this run is on cpu"):
+        make_optimizer(section, _groups())
+    (fault,) = faults(OptimizerSection(type="NpuFusedAdamW", args=("fused=True",)))
+    assert "takes no fused" in fault.what and "betas" in fault.remedy
+
+
+def test_a_choice_between_adamws_is_said_where_it_was_not_the_users() -> None:
+    assert announce(OptimizerSection(type="adamw"), "because") == announce(OptimizerSection(type="oss"), "because")
+    assert announce(OptimizerSection(), "because") == ["because"] and announce(OptimizerSection(), "") == []
+    assert announce(OptimizerSection(args=("fused=False",)), "because") == []
+    assert announce(OptimizerSection(type="Lion"), "because") == []

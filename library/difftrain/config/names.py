@@ -20,7 +20,10 @@ D_ADAPTATION = (
 ADAPTIVE = (*D_ADAPTATION, "Prodigy")  # they estimate the rate: --learning_rate is a factor of it
 FIRST_RATE = ("DAdaptAdaGrad", "DAdaptAdan", "DAdaptAdanIP")  # of these, those that look at the first group's rate only
 SCHEDULE_FREE = ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")
-OPTIMIZERS = ("AdamW", "oss", "Lion", "SGDNesterov", "Adafactor", *EIGHT_BIT, *ADAPTIVE, *SCHEDULE_FREE)
+ASCEND = ("NpuFusedAdamW",)  # kohya's scripts have the others
+OPTIMIZERS = (
+    "AdamW", "oss", "Lion", "SGDNesterov", "Adafactor", *EIGHT_BIT, *ADAPTIVE, *SCHEDULE_FREE, *ASCEND,
+)  # fmt: skip
 # torch.optim's own, without a dotted path as in kohya's scripts; what needs the loss again or sparse gradients is not here
 TORCH_OPTIMIZERS = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -31,6 +34,7 @@ PACKAGES = (
     | {name: ("dadaptation", "dadaptation") for name in D_ADAPTATION}
     | {name: ("schedulefree", "schedulefree") for name in SCHEDULE_FREE}
     | {"Lion": ("lion_pytorch", "lion-pytorch"), "Prodigy": ("prodigyopt", "prodigyopt")}
+    | {name: ("torch_npu", "torch_npu") for name in ASCEND}
 )
 
 SCHEDULERS = (

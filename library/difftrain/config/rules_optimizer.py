@@ -38,6 +38,17 @@ def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding((_TYPE,), what, f"pip install {package[1]}")
 
 
+def ascend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Ascend's own optimizers: one wants its parameters to stay where they are, another a mixed precision of its own."""
+    section, training = cfg.optimizer, cfg.training
+    if is_named(section, ("NpuFusedAdamW",)) and training.full_precision and training.master_weights != "fp32":
+        what = f"updates weights that stay in memory, which those of full {training.full_precision} do not"
+        yield Finding((_TYPE, "training.full_precision"), what, "--master_weights=fp32, or --optimizer_type=AdamW")
+    if section.type.startswith("apex."):
+        what = f"{section.type} steps under apex.amp alone, and precision is this program's"
+        yield Finding((_TYPE,), what, "AdamW, which is fused here too")
+
+
 def adaptive(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """D-Adaptation and Prodigy estimate one rate for all groups; --learning_rate is a factor of it, about 1."""
     section = cfg.optimizer
@@ -164,5 +175,5 @@ def unused_rate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    installed, adaptive, adafactor, schedule_free, block_rates, encoder_rates, unused_rate,
+    installed, ascend, adaptive, adafactor, schedule_free, block_rates, encoder_rates, unused_rate,
 )  # fmt: skip

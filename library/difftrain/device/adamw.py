@@ -21,6 +21,10 @@ from difftrain.device.mends import Patch, Undo
 if TYPE_CHECKING:
     from torch import Tensor
 
+CHOICE = (
+    "optimizer: torch's fused AdamW, skipped updates decided on the device; NpuFusedAdamW, the other one here, makes the "
+    "host wait once a step and takes no bf16"
+)
 upstream: Callable[..., None] = torch._fused_adamw_
 Tensors = Sequence["Tensor"]
 

@@ -85,6 +85,13 @@ TABLE: tuple[Mend, ...] = (
         "difftrain.device.adamw:FUSED_ADAMW",
     ),
     Mend(
+        "npu_fused_adamw",
+        "torch_npu",
+        ("2.1.0", "2.14.0"),
+        "none yet",
+        "NpuFusedAdamW trains on the first step's gradients where gradients are freed between steps",
+    ),
+    Mend(
         "ddp_strides",
         "torch_npu",
         ("2.1.0", "2.14.0"),

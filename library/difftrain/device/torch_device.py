@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch
-from difftrain.device import compilers, groups, host, memory, mends, overflow
+from difftrain.device import adamw, compilers, groups, host, memory, mends, overflow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +62,11 @@ class Device:
     def fused_optimizer(self) -> bool:
         """Tell whether torch's fused optimizer kernels run here; they take the loss scale and found_inf on the device."""
         return True
+
+    @property
+    def adamw_choice(self) -> str:
+        """Say which AdamW runs here, and why; empty where there is but one."""
+        return adamw.CHOICE if self.kind == "npu" else ""
 
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
         """Return the context of mixed precision: "no", "fp16" or "bf16"."""

@@ -6,8 +6,10 @@ from difftrain.optim.eight_bit import page_again
 from difftrain.optim.registry import inner, make_optimizer
 from difftrain.optim.schedule import factor_of, make_schedule
 from difftrain.optim.schedule_free import averages
+from difftrain.optim.torchs import announce
 
 __all__ = [
+    "announce",
     "averages",
     "estimate",
     "factor_of",

@@ -20,6 +20,7 @@ from difftrain.optim.schedule_free import averages, wrap
 REGISTRY = {
     "AdamW": "difftrain.optim.torchs:make_adamw",
     "oss": "difftrain.optim.torchs:make_oss",
+    "NpuFusedAdamW": "difftrain.optim.npu_adamw:make",
     "SGDNesterov": "difftrain.optim.torchs:make_sgd_nesterov",
     "Lion": "difftrain.optim.lion:make",
     "Adafactor": "difftrain.optim.adafactor:make",

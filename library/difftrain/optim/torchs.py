@@ -6,7 +6,10 @@ from typing import Any
 
 from torch.optim import SGD, AdamW, Optimizer
 
-from difftrain.optim.making import Order, construct
+from difftrain.config.rates import is_named
+from difftrain.config.sections import OptimizerSection
+from difftrain.optim import arguments
+from difftrain.optim.making import ARGS, Order, construct
 
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 MOMENTUM = 0.9  # kohya's, where Nesterov is asked for and no momentum is given
@@ -24,6 +27,14 @@ def _settings(order: Order) -> dict[str, Any]:
 def make_adamw(order: Order) -> Optimizer:
     """Make AdamW; every rank holds the whole state."""
     return construct(order, AdamW, _settings(order))
+
+
+def announce(section: OptimizerSection, choice: str) -> list[str]:
+    """Return the sentence about a choice between AdamWs, where the user has not made it."""
+    given = arguments.parse(ARGS, section.args)
+    return (
+        [choice] if choice and is_named(section, ("AdamW", "oss")) and not {"fused", "foreach"} & given.keys() else []
+    )
 
 
 def make_oss(order: Order) -> Optimizer:

@@ -204,7 +204,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         clock=Clock(device.synchronise, session_steps=total - first_step, mark=device.marker(), age_s=process_age_s()),
         claim=start.claim,
         facts=facts,
-        choices=[facts["attention"]],
+        choices=[facts["attention"], *optim.announce(cfg.optimizer, device.adamw_choice)],
         begins_at=0 if start.checkpoint is not None else first_step,
     )
     this.ema, this.profiles = start_averages(cfg.ema, engine)

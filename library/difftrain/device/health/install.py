@@ -88,10 +88,9 @@ def _rights() -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     if extras.found_apex():
-        yield Finding("ok", "Ascend's apex is installed: --optimizer_type can take its fused AdamW", about="apex")
+        yield Finding("ok", "Ascend's apex is installed; its optimizers step under apex.amp alone: not used", about="apex")
     else:
-        remedy = "optional: build it from Ascend's apex repository for one more fused AdamW"
-        yield Finding("note", "Ascend's apex is not installed", remedy, "apex")
+        yield Finding("ok", "Ascend's apex is not installed, and nothing here needs it", about="apex")
     if extras.found_torchvision_npu():
         yield Finding("ok", "torchvision_npu is installed: JPEG can be decoded on the device", about="torchvision_npu")
     else:

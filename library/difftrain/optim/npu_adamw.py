@@ -1,0 +1,40 @@
+"""AdamW of torch_npu, over combined tensors (device/combined.py says when it is worth a try)."""
+
+from __future__ import annotations
+
+from torch.optim import AdamW, Optimizer
+
+from difftrain.config.held import is_installed
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.device import combined
+from difftrain.optim.making import ARGS, TYPE, Order, construct, package_of
+
+_TAKEN = ("betas", "eps", "weight_decay", "amsgrad")
+
+
+def make(order: Order) -> Optimizer:
+    """Make it. Raises ConfigFault where the parameters are not what it updates.
+
+    Where arguments are only checked, or state only counted, no NPU is at hand: torch's AdamW stands in, which has both.
+    """
+    wrong = [name for name in order.given if name not in _TAKEN]
+    if wrong:
+        remedy = f"it takes {', '.join(_TAKEN)}"
+        raise ConfigFault([Fault(ARGS, f"{order.name} takes no {', '.join(wrong)} here", remedy)])
+    if not order.trial:
+        with package_of(order.name):
+            _look_for("torch_npu")
+    if not (order.trial and order.fused_ok):
+        return construct(order, AdamW)
+    reason = combined.why_not([each for table in order.tables for each in table["params"]])
+    if reason:
+        raise ConfigFault([Fault(TYPE, f"{order.name}: {reason}", "--optimizer_type=AdamW")])
+    with package_of(order.name):
+        kind = combined.load()
+    return construct(order, kind)
+
+
+def _look_for(module: str) -> None:
+    """Raise ImportError where a package is missing; it is not imported."""
+    if not is_installed(module):
+        raise ImportError(f"no module named {module}", name=module)
