@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -75,13 +76,15 @@ class Ranks:
         if (overruled := device.agree_on_waiting(timeout_min)) and launch.local_rank == 0:
             log.warning(overruled)
         timeout = timedelta(minutes=timeout_min or DEFAULT_TIMEOUT_MIN)
-        at, within = f"{launch.master_addr}:{launch.master_port}", f"within {timeout.total_seconds() / 60:g} min"
-        waits = f"rank {launch.rank}: waits for {launch.size} ranks at {at}, {within}"
-        with _noticed(waits), _told(launch.rank, f"{launch.size} ranks at {at} did not meet {within}; {_TO_CHECK}"):
+        at = f"{launch.size} ranks at {launch.master_addr}:{launch.master_port}"
+        with (
+            _noticed(f"rank {launch.rank}: waits for {at}, {_minutes(timeout)} at most"),
+            _meeting(launch.rank, f"{at} %s; {_TO_CHECK}", timeout),
+        ):
             dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":
-            with _told(launch.rank, f"the ranks met at {at}, but their devices could not connect {within}; {_LINK}"):
+            with _meeting(launch.rank, f"{at} met, but their devices %s; {_LINK}", timeout):
                 _connect(device, launch.size)
         return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control)
 
@@ -197,6 +200,22 @@ def _connect(device: _Device, size: int) -> None:
     device.synchronise()
     if int(box.item()) != size:
         raise RuntimeError(f"{size} devices that each add 1 summed up to {box.item():g}")
+
+
+@contextlib.contextmanager
+def _meeting(rank: int, what: str, timeout: timedelta) -> Iterator[None]:
+    """Say of ranks that fail to meet whether it took them the whole time. what: with %s for how it failed."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        late = time.monotonic() - start > 0.9 * timeout.total_seconds()
+        how = f"did not meet within {_minutes(timeout)}" if late else "could not meet"
+        raise TrainingFault(f"rank {rank}: {what % how} ({_first_line(error)})") from error
+
+
+def _minutes(timeout: timedelta) -> str:
+    return f"{timeout.total_seconds() / 60:g} min"
 
 
 @contextlib.contextmanager

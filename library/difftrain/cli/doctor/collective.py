@@ -18,7 +18,7 @@ from difftrain.device.health.devices import link_remedy
 from difftrain.device.health.finding import Context, Finding
 
 LIMIT_S = 150.0  # the runner's limit is above it, so that what is known is told
-_GRACE_S = 10.0  # for the others, once one has failed
+_GRACE_S = 3.0  # for the others, once one has failed
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 
 
