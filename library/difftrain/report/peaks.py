@@ -89,13 +89,21 @@ def measure_matmul(
 ) -> float:
     """Return the FLOP/s of a square matmul on this device: the best of the tries that fit into the time.
 
-    Random operands: a product of zeros can be faster than that of real data. The size fills a card's units, and is
-    grown on a CPU until one product takes long enough to be timed.
+    Random operands: a product of zeros can be faster than that of real data. The size fills a card's units; where that
+    would take too long, and on a CPU, it is grown until one product takes long enough to be timed.
     """
     import torch
 
     dtype = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     size, most = (256, 2048) if device.type == "cpu" else (8192, 8192)
+    if size == most:
+        probe = torch.randn(512, 512, device=device, dtype=torch.float32).to(dtype)
+        probe @ probe  # loads the kernel
+        synchronize()
+        began = now()
+        probe @ probe
+        synchronize()
+        size = size if (now() - began) * (size / 512) ** 3 < budget_s else 256
     deadline = now() + budget_s
     best = 0.0
     with torch.no_grad():
