@@ -1,8 +1,9 @@
 """`Accelerator.prepare(model, optimizer)` with fairscale's OSS: ShardedDDP around the model, and a scaler that agrees.
 
 Upstream asks OSS for its whole state to move it, which raises, since no rank holds it; around the model it would put
-DistributedDataParallel, which keeps every gradient on every rank; and its gradient scaler decides on each rank alone. Model
-and optimizer come together, because ShardedDDP asks the optimizer who owns what; a schedule may come with them or later.
+DistributedDataParallel, which keeps every gradient on every rank; its gradient scaler decides on each rank alone; and of
+the weights of a saved state it would leave out most, taking them for one. Model and optimizer come together, because
+ShardedDDP asks the optimizer who owns what; a schedule may come with them or later.
 The scale begins where the scaler that accelerate has made begins, whatever that is (GradScalerKwargs(init_scale=128.)).
 """
 
@@ -11,11 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
+from safetensors.torch import load_file
 from torch import nn
 
 from third_patch.patching import Change
@@ -60,7 +64,26 @@ def wrap(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> nn.Modul
     handler = accelerator.ddp_handler
     wrapped = ShardedDataParallel(prepared, optimizer, broadcast_buffers=handler is None or handler.broadcast_buffers)
     accelerator._models[-1] = wrapped
+    accelerator.register_save_state_pre_hook(save_apart)
+    accelerator.register_load_state_pre_hook(load_apart)
     return wrapped
+
+
+def save_apart(models: list[nn.Module], weights: list[dict[str, torch.Tensor]], folder: str) -> None:
+    """Let every weight be saved: OSS lays them into one buffer, and of tensors that share one accelerate keeps the first."""
+    for state in weights:
+        state |= {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def load_apart(models: list[nn.Module], folder: str) -> None:
+    """Load weights into that buffer, of all models, as accelerate numbers them; it has nothing left to load then."""
+    for place, model in enumerate(models):
+        number = f"_{place}" if place else ""
+        path = Path(folder) / f"{SAFE_MODEL_NAME}{number}.safetensors"
+        pickled = Path(folder) / f"{MODEL_NAME}{number}.bin"
+        state = load_file(path) if path.exists() else torch.load(pickled, map_location="cpu", weights_only=True)
+        model.load_state_dict(state)
+    models.clear()
 
 
 def take(accelerator: Accelerator, optimizer: Any) -> AcceleratedOptimizer:

@@ -87,6 +87,7 @@ def make_plugin(cfg: TrainConfig, dp_size: int, elements: int, start_scale: floa
 def one_process_group(device: Device) -> None:
     """Make a process group of this process alone, where there is none: DeepSpeed has no run without one."""
     _import_for(device)
+    os.environ.setdefault("LOCAL_RANK", "0")  # which it reads at every step of ZeRO 3
     if not dist.is_initialized():
         dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

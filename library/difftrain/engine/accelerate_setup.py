@@ -27,7 +27,7 @@ def make_accelerator(section: TrainingSection, device: Device, root: nn.Module, 
     Otherwise precision is no matter of accelerate's: ours covers a batch's inputs too, and the loss scale begins where
     the device says.
     """
-    with _alone(env):
+    with alone(env):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
         from accelerate.utils import (
@@ -59,7 +59,7 @@ def make_accelerator(section: TrainingSection, device: Device, root: nn.Module, 
 
 
 @contextmanager
-def _alone(env: Mapping[str, str]) -> Iterator[None]:
+def alone(env: Mapping[str, str]) -> Iterator[None]:
     """Hide accelerate's variables for a while; what it sets itself, the number of threads too, is put back."""
     before, threads = dict(os.environ), torch.get_num_threads()
     for name in [name for name in before if name.startswith(_ITS_OWN)]:

@@ -15,7 +15,7 @@ import torch
 from difftrain.contracts import Batch, Group
 from difftrain.engine.accelerate import AccelerateEngine
 from difftrain.engine.accelerate_plugin import make_plugin, one_process_group, refusals
-from difftrain.engine.accelerate_setup import make_accelerator
+from difftrain.engine.accelerate_setup import alone, make_accelerator
 from difftrain.engine.accelerate_zero_state import LossScale, ZeroState
 from difftrain.engine.accelerate_zero_weights import ZeroMasters
 from difftrain.engine.base import MakeOptimizer
@@ -40,13 +40,13 @@ class ZeroEngine(AccelerateEngine):
         scale = self.device.scaler("fp16") if self.cfg.training.mixed_precision == "fp16" else None
         elements = sum(each.numel() for each in root.parameters())
         self._plugin = make_plugin(self.cfg, self.dp_size, elements, 1.0 if scale is None else scale.get_scale())
-        env = {
+        self._env = {
             "RANK": str(self.ranks.rank),
             "WORLD_SIZE": str(self.dp_size),
             "LOCAL_RANK": str(self.ranks.local_rank),
             "ACCELERATE_TORCH_DEVICE": str(self.device.torch_device),
         }
-        self.accelerator = make_accelerator(self.cfg.training, self.device, root, self._plugin, **env)
+        self.accelerator = make_accelerator(self.cfg.training, self.device, root, self._plugin, **self._env)
         if not self.cfg.deepspeed.zero3_init:
             return super()._placed(root)
         from deepspeed import zero
@@ -65,7 +65,8 @@ class ZeroEngine(AccelerateEngine):
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
         made = self._optimizer_for(groups, make_optimizer)
         self._kind = NamedState(made, {}).kind  # offloaded, it becomes one of DeepSpeed's, with the same state
-        self._wrapped, _ = self.accelerator.prepare(self.root, made)
+        with alone(self._env):
+            self._wrapped, _ = self.accelerator.prepare(self.root, made)
         zero = self._wrapped.optimizer
         assert isinstance(self._masters, ZeroMasters)
         self._masters.bind(zero)

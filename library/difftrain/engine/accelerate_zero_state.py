@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from difftrain.engine.accelerate_zero_weights import ZeroMasters
 
 _STEP = "step"
+_PLACE = "_deepspeed_place"
 
 
 class ZeroState:
@@ -126,19 +127,20 @@ class LossScale:
         return float(self._scaler.cur_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch.amp.GradScaler would."""
+        """Return what torch.amp.GradScaler would, and where DeepSpeed is, which lets the scale grow a step later."""
         scaler = self._scaler
+        grown = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
             "scale": float(scaler.cur_scale),
             "growth_factor": float(scaler.scale_factor),
             "backoff_factor": 1.0 / scaler.scale_factor,
             "growth_interval": int(scaler.scale_window),
-            "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
+            "_growth_tracker": grown % scaler.scale_window,
+            _PLACE: [scaler.cur_iter, scaler.last_overflow_iter],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a scaler was."""
         scaler = self._scaler
         scaler.cur_scale = float(state["scale"])
-        scaler.cur_iter = int(state["_growth_tracker"])
-        scaler.last_overflow_iter = -1
+        scaler.cur_iter, scaler.last_overflow_iter = state.get(_PLACE, (int(state["_growth_tracker"]), -1))

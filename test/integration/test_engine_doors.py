@@ -1,0 +1,52 @@
+"""The accelerate engine through the door, on two ranks: the losses of the native engine, and one format of states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from doors import Door, losses
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def sharded(door: Door, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run the launchers' defaults: half precision, optimizer state sharded."""
+    out = tmp_path_factory.mktemp("sharded") / "out"
+    line = ("--engine=accelerate", "--optimizer_type=oss", "--mixed_precision=fp16")
+    return out, door.run(door.flags(out, *line, batch=1, steps=STEPS), ranks=2)
+
+
+@pytest.mark.flags("engine")
+def test_fairscale_in_half_precision_through_accelerate(sharded: tuple[Path, str], straight: Path) -> None:
+    out, said = sharded
+    assert said.count("fairscale 0.4.13 is patched in this process") == 1
+    assert said.count("accelerate 1.15.0 is patched in this process") == 1
+    assert losses(out) == pytest.approx(losses(straight)[:STEPS], rel=2e-3)
+    about = json.loads((out / "NAME-step00000004-state" / "engine.json").read_text())
+    assert about["engine"] == "accelerate" and about["scaler"]["scale"] == 65536.0
+    parts = sorted(path.name for path in (out / "NAME-state").glob("optimizer-*"))
+    assert parts == ["optimizer-00000.safetensors", "optimizer-00001.safetensors"]  # a share on each rank
+
+
+def test_one_process_through_accelerate_goes_on_from_a_sharded_state(
+    sharded: tuple[Path, str], door: Door, tmp_path: Path
+) -> None:
+    out, _ = sharded
+    state = out / "NAME-step00000004-state"
+    line = ("--engine=accelerate", "--mixed_precision=fp16", f"--resume={state}")
+    door.run(door.flags(tmp_path / "out", *line, steps=STEPS))
+    assert losses(tmp_path / "out") == pytest.approx(losses(out)[4:], rel=1e-4)
+
+
+@pytest.mark.flags("deepspeed", "zero_stage")
+def test_deepspeed_trains_the_same_and_the_native_engine_goes_on(door: Door, straight: Path, tmp_path: Path) -> None:
+    out = tmp_path / "zero"
+    said = door.run(door.flags(out, "--deepspeed", "--zero_stage=2", batch=1, steps=STEPS), ranks=2)
+    assert said.count("--deepspeed: takes --engine=accelerate") == 1
+    assert losses(out) == pytest.approx(losses(straight)[:STEPS], rel=1e-6)
+    state = out / "NAME-step00000004-state"
+    door.run(door.flags(tmp_path / "native", f"--resume={state}", steps=STEPS))
+    assert losses(tmp_path / "native") == pytest.approx(losses(out)[4:], rel=1e-6)
