@@ -12,6 +12,7 @@ import simulator
 import torch
 import torch.distributed as dist
 from diffusers.models import activations, embeddings, normalization
+from support.engines import COUNTS, built, config
 from torch import nn
 
 from difftrain.config.sections import TrainingSection
@@ -19,6 +20,7 @@ from difftrain.device import choose, kernels, mends, tally
 from difftrain.engine import ddp, update
 from difftrain.models.parts.vae import posterior
 from difftrain.models.sdxl.architecture import named
+from difftrain.testing.family import tiny_step
 from difftrain.testing.spawn import free_port, run_ranks
 
 NPU = "npu:0"
@@ -115,6 +117,27 @@ def test_an_update_is_skipped_on_the_device_without_a_wait():
     for ours, theirs in ((weights, parameter), (first, state["exp_avg"]), (second, state["exp_avg_sq"])):
         torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-7)
     assert step.item() == 1
+
+
+@pytest.mark.parametrize("weights", [{}, {"full_precision": "bf16", "mixed_precision": "bf16"}], ids=["fp32", "kahan"])
+def test_an_engine_skips_a_step_that_is_not_finite(weights):
+    engine = built(config(weights), device="npu")
+    micro = tiny_step(0, 8)
+    engine.step(micro, COUNTS)
+    before = {name: value.cpu().clone() for name, value, _ in engine.shards()}
+    bad = tiny_step(1, 8)
+    for batch in bad:
+        for name, each in batch.features.items():
+            batch.features[name] = torch.full_like(each, float("inf")) if each.is_floating_point() else each
+    with simulator.counting() as ran:
+        stats = engine.step(bad, COUNTS)
+    assert stats.skipped.item() == 1.0
+    assert ran["aten::_fused_adamw_"] and not set(simulator.host_syncs(ran)) - {
+        "a non-blocking copy of pageable memory"
+    }
+    assert all(torch.equal(before[name], value.cpu()) for name, value, _ in engine.shards())
+    assert engine.step(tiny_step(2, 8), COUNTS).skipped.item() == 0.0
+    assert not all(torch.equal(before[name], value.cpu()) for name, value, _ in engine.shards())
 
 
 def test_npu_apply_adam_w_is_the_same_update():
@@ -230,7 +253,9 @@ def test_models_call_nothing_that_some_cann_lack_in_bf16():
         latents = torch.zeros(1, tiny.unet["in_channels"], 16, 16, **half)
         text = torch.zeros(1, 7, tiny.unet["cross_attention_dim"], **half)
         unet(latents, torch.zeros(1, device=NPU), text, added_cond_kwargs=added).sample.sum().backward()
-    assert ran and not [op for op in ran if any(name in op for name in LACKING)]
+    assert not [op for op in ran if any(name in op for name in LACKING)]
+    gated = sum(isinstance(module, activations.GEGLU) for module in unet.modules())
+    assert ran["npu::npu_geglu"] == ran["npu::npu_geglu_grad"] == gated > 0
 
 
 def test_channels_last_is_refused():

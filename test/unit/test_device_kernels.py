@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -324,3 +325,11 @@ def test_torchs_optimizer_goes_through_the_registry_while_the_patch_is_on() -> N
     finally:
         undo()
     assert counted == {"adamw plain": 1} and torch._fused_adamw_ is adamw.upstream
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "npu.md").read_text(encoding="utf-8")
+    for row in mends.TABLE:
+        first, beyond = row.versions
+        line = f"| `{row.name}` | {row.package} {first} to {beyond} | {row.fault} | {row.issue} |"
+        assert line in page, f"docs/npu.md lacks: {line}"

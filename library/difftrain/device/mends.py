@@ -46,7 +46,7 @@ TABLE: tuple[Mend, ...] = (
     Mend(
         "geglu",
         "diffusers",
-        ("0.31.0", "0.43.0"),
+        ("0.42.0", "0.43.0"),
         "none yet",
         "GEGLU takes npu_geglu wherever torch_npu is importable: CPU modules crash, and its GELU is the tanh form",
         "difftrain.device.gates:GEGLU",
@@ -54,7 +54,7 @@ TABLE: tuple[Mend, ...] = (
     Mend(
         "rms_norm",
         "diffusers",
-        ("0.31.0", "0.43.0"),
+        ("0.42.0", "0.43.0"),
         "none yet",
         "RMSNorm takes npu_rms_norm wherever torch_npu is importable: CPU modules crash, and so do mixed dtypes",
         "difftrain.device.gates:RMS_NORM",
@@ -62,7 +62,7 @@ TABLE: tuple[Mend, ...] = (
     Mend(
         "rotary",
         "diffusers",
-        ("0.31.0", "0.43.0"),
+        ("0.42.0", "0.43.0"),
         "none: for speed",
         "apply_rotary_emb takes nine kernels where npu_rotary_mul is one",
         "difftrain.device.gates:ROTARY",
@@ -79,7 +79,7 @@ TABLE: tuple[Mend, ...] = (
     Mend(
         "fused_adamw",
         "torch_npu",
-        ("2.5.1", "2.14.0"),
+        ("2.13.0", "2.14.0"),
         "none yet",
         "_fused_adamw_ ignores found_inf and grad_scale: gradients that are not finite reach the weights",
         "difftrain.device.adamw:FUSED_ADAMW",
