@@ -144,6 +144,13 @@ def test_which_checks_are_done() -> None:
     assert doctor.chosen({"checks": ["speed,system"]}) == ["system", "devices", "speed"]
 
 
+def test_the_page_describes_every_check_and_flag() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert [name for name in CHECKS if f"\n| `{name}` | " not in page] == []
+    assert [name for name in doctor.FLAGS if f"`--{name}" not in page] == []
+    assert f'"schema": {doctor.SCHEMA}' in page
+
+
 REPORTS = [
     Report("system.host", "ok", "2 cores", "", 0.1),
     Report("variables", "note", "a word " * 40, "set another " * 20, 0.2),
