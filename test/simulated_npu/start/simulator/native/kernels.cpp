@@ -319,10 +319,23 @@ bool lacks_halves(const std::string& text) {
          text.find("not implemented for 'BFloat16'") != std::string::npos;
 }
 
+// How many elements a mask picks the device tells only when asked.
+bool indexed_by_mask(const std::string& name, const Stack& stack) {
+  if (name != "aten::index.Tensor" && name.rfind("aten::index_put", 0) && name.rfind("aten::_index_put", 0)) return false;
+  for (const auto& argument : stack) {
+    if (!argument.isList()) continue;
+    for (const c10::IValue& each : argument.toListRef())
+      if (each.isTensor() && each.toTensor().defined() &&
+          (each.toTensor().scalar_type() == at::kBool || each.toTensor().scalar_type() == at::kByte))
+        return true;
+  }
+  return false;
+}
+
 void host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto name = full_name(op);
   count(name);
-  if (kLooksAtValues.count(name)) count("sync " + name);
+  if (kLooksAtValues.count(name) || indexed_by_mask(name, *stack)) count("sync " + name);
   try {
     run(op, name, stack, kProducts.count(name) && takes_fp16(*stack, op.schema().arguments().size()));
   } catch (const c10::Error& error) {
