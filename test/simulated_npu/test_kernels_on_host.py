@@ -169,3 +169,16 @@ def test_an_operator_that_the_device_lacks_is_refused_or_counted():
     with simulator.lenient(), simulator.counting() as counted:
         assert F.huber_loss(x, x + 2).item() == pytest.approx(1.5)
     assert simulator.fallbacks(counted) == {"aten::huber_loss": 1}
+
+
+@pytest.mark.parametrize("form", ["none", "causal", "keys", "full"])
+def test_torch_s_attention_goes_to_the_fused_operator(form):
+    q, k, v = (_random(2, 4, 9, 16, seed=i) for i in range(3))
+    mask = {"keys": torch.arange(9) < 7, "full": _random(2, 4, 9, 9) > -1}.get(form)
+    options = {"attn_mask": mask, "is_causal": form == "causal"}
+    expected = F.scaled_dot_product_attention(q, k, v, **options)
+    options["attn_mask"] = None if mask is None else mask.to(NPU)
+    with simulator.counting() as counted:
+        found = F.scaled_dot_product_attention(*(each.to(NPU) for each in (q, k, v)), **options)
+    assert counted["npu::npu_fusion_attention"] == 1
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)

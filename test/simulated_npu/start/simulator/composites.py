@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
     if is_causal:
         out = torch.ones(2048, 2048, dtype=torch.bool, device=query.device).triu(1)
     else:
-        out = None if attn_mask is None else attn_mask.logical_not()
+        out = None if attn_mask is None else _of_full_size(attn_mask.logical_not(), query, key)
     return torch.ops.npu.npu_fusion_attention(
         query,
         key,
@@ -99,3 +99,13 @@ def fused_adamw_(
     aclnnFusedAdamw, which takes both, it has not even the name.
     """
     torch.ops.aten._fused_adamw_(self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, **settings)
+
+
+def _of_full_size(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Expand a mask that broadcasts, as torch_npu's list of supported APIs says of its attention."""
+    while mask.ndim < 4:
+        mask = mask.unsqueeze(0)
+    batch, heads = mask.shape[:2]
+    if heads > 1:
+        batch = query.shape[0]
+    return mask.expand(batch, heads, query.shape[2], key.shape[2])
