@@ -26,6 +26,8 @@ def _import_for(device: Device) -> None:
 
     if device.module is None:  # it would compile an all-reduce of its own, for a minute, at the first start
         deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    else:  # it measures gradients in fp64 on every device that does not deny it, and NPUs have no such norm
+        deepspeed.accelerator.get_accelerator().is_fp64_supported = lambda: False
     warnings.filterwarnings("ignore", ".*torch.distributed.*is deprecated", FutureWarning)  # its calls, at every step
 
 
