@@ -174,7 +174,7 @@ def test_an_operator_that_the_device_lacks_is_refused_or_counted():
 @pytest.mark.parametrize("form", ["none", "causal", "keys", "full"])
 def test_torch_s_attention_goes_to_the_fused_operator(form):
     q, k, v = (_random(2, 4, 9, 16, seed=i) for i in range(3))
-    mask = {"keys": torch.arange(9) < 7, "full": _random(2, 4, 9, 9) > -1}.get(form)
+    mask = {"keys": (torch.arange(9) < 7).view(1, 1, 1, 9), "full": _random(2, 4, 9, 9) > -1}.get(form)
     options = {"attn_mask": mask, "is_causal": form == "causal"}
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     options["attn_mask"] = None if mask is None else mask.to(NPU)
