@@ -138,6 +138,9 @@ def load_npu() -> Any:
 
     if hasattr(torch_npu.npu, "set_compile_mode") and torch_npu.npu.is_available():
         torch_npu.npu.set_compile_mode(jit_compile=False)
+        # weights stay in plain row-major memory: CANN's own layouts cost a conversion at every flattened reduction,
+        # foreach update and checkpoint, and gradients would have other strides than DDP's buckets
+        torch_npu.npu.config.allow_internal_format = False
     return torch.get_device_module("npu")
 
 

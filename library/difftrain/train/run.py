@@ -79,12 +79,9 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
     with ExitStack() as stack:
         stack.enter_context(out_of_memory.told(cfg, device, launch))
-        overruled = device.agree_on_waiting(cfg.training.ddp_timeout_min)
         ranks = stack.enter_context(Ranks.open(launch, device, cfg.training.ddp_timeout_min))
         requests = stack.enter_context(Requests().listening())
         set_up_logging(cfg.logging, ranks.rank)
-        if overruled:
-            log.info(overruled)
         if cfg.cache.only:
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0
