@@ -42,7 +42,7 @@ def cases(folder: str) -> None:
         native = built(ranks, "native", PLAIN, KIND)
         losses = run(native, 0, 20, 2)
         found = {way: case(ranks, way, Path(folder), native, losses) for way in WAYS}
-        found["scaled"], found["consolidated"] = scaled(ranks), consolidated()
+        found["scaled"], found["consolidated"], found["noise"] = scaled(ranks), consolidated(), noise(folder)
         gathered = ranks.gather(found)
         if ranks.is_logger:
             (Path(folder) / "found.json").write_text(json.dumps(gathered))
@@ -115,6 +115,32 @@ def _sent() -> Iterator[set[str]]:
         torch.distributed.broadcast_object_list = broadcast
 
 
+def noise(folder: str) -> list[bool]:
+    """Draw on the device after a resume in mid-epoch, with the patch of accelerate and without it."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from third_patch import accelerate_patch
+
+    found = []
+    for switch in (accelerate_patch.apply, accelerate_patch.revert):
+        switch()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator()
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(24.0), batch_size=2))
+        torch.npu.manual_seed(1)
+        straight = []
+        for place, batch in enumerate(loader):
+            straight.append(float(torch.randn((), device=batch.device)))
+            if place == 1:
+                accelerator.save_state(f"{folder}/noise")
+                accelerator.wait_for_everyone()
+        accelerator.load_state(f"{folder}/noise")
+        again = [float(torch.randn((), device=KIND)) for _ in accelerator.skip_first_batches(loader, 2)]
+        found.append(again == straight[2:] and len(again) == 2)
+    accelerate_patch.apply()
+    return found
+
+
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
@@ -156,3 +182,7 @@ def test_an_overflow_on_one_of_three_is_skipped_by_all(launched):
 def test_a_consolidated_state_travels_on_the_host(launched):
     assert all(KIND in found["consolidated"]["off"] for found in launched)
     assert [found["consolidated"]["on"] for found in launched] == [["cpu"], ["cpu"], []]  # two parameters, three ranks
+
+
+def test_noise_of_the_device_goes_on_after_a_resume(launched):
+    assert all(found["noise"] == [True, False] for found in launched)

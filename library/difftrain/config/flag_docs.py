@@ -68,6 +68,8 @@ Differences to kohya on purpose
   in parts, there one for each group; with gradient accumulation it waits for the last micro batch. Neither goes with fp16.
 - `--fp8_base` and `--fp8_base_unet`, of kohya's LoRA scripts, are for frozen layers; what is trained is never rounded so.
 - `--cpu_offload_checkpointing` needs `--gradient_checkpointing`. docs/precision_and_memory.md has the rest.
+- `--deepspeed` gives the losses of other engines, whatever the number of cards and micro batches; `--zero_stage=0`, which shards
+  nothing, and flags of DeepSpeed that would do nothing are faults. docs/engines.md has the rest.
 - Tokens on the command line are moved to the environment and redacted in everything that is written.
 """
 
