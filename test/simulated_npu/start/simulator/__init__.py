@@ -60,7 +60,8 @@ def host_syncs(found: Counter[str] | None = None) -> Counter[str]:
 
 
 def _starting(found: Counter[str] | None, word: str) -> Counter[str]:
-    return Counter({k.removeprefix(word): n for k, n in (found or counts()).items() if k.startswith(word) and n})
+    counted = counts() if found is None else found
+    return Counter({k.removeprefix(word): n for k, n in counted.items() if k.startswith(word) and n})
 
 
 @contextlib.contextmanager

@@ -1,0 +1,96 @@
+"""The door's work in this very process, on the simulated device or the CPU, watched step by step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@dataclass
+class Trained:
+    """One run: what it was, its losses, its weights at the start, and what the device did in each step but the first."""
+
+    out: Path
+    run: Any
+    start: dict[str, torch.Tensor]
+    losses: list[float]
+    steps: list[Counter[str]] = field(default_factory=list)  # [0] is from the first update to the second
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights where they are."""
+        return {name: each.detach() for name, each in self.run.parts.root.named_parameters() if each.requires_grad}
+
+    def report(self) -> dict[str, Any]:
+        """Read report.json."""
+        return json.loads((self.out / "report.json").read_text())
+
+
+Runner = Callable[..., Trained]
+
+
+def runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
+    """Return a function that trains the tiny SDXL: train("npu", "--mixed_precision=bf16", steps=4)."""
+    from third_patch import apply_for
+
+    from difftrain.config.parse import parse
+    from difftrain.train import ending, loop
+    from difftrain.train import run as running
+    from difftrain.train.meter import Meter
+
+    patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+    patch.setattr(ending, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
+    update, train, judge = loop.update_averages, running.train, Meter._judge
+
+    def runs(device: str, *flags: str, steps: int, out: str | None = None, code: int = 0) -> Trained:
+        import simulator
+
+        folder = base / (out or f"{device}{len(list(base.iterdir()))}")
+        line = {
+            "--init_from_config": "tiny", "--train_data_dir": str(data), "--output_dir": str(folder),
+            "--output_name": "NAME", "--resolution": "64,64", "--enable_bucket": "", "--min_bucket_reso": "32",
+            "--max_bucket_reso": "128", "--train_batch_size": "2", "--max_train_steps": str(steps),
+            "--learning_rate": "1e-4", "--seed": "1", "--log_every": "100", "--max_data_loader_n_workers": "0",
+            "--device": device,
+        }  # fmt: skip
+        line |= {flag.partition("=")[0]: flag.partition("=")[2] for flag in flags}
+        argv = [f"{name}={value}" if value else name for name, value in line.items()]
+        seen: list[Counter[str]] = []
+        kept: dict[str, Any] = {}
+        losses: list[float] = []
+
+        def mine(run: Any) -> None:
+            update(run)
+            seen.append(simulator.counts())
+
+        def capture(run: Any, *rest: Any) -> bool:
+            kept["run"] = run
+            kept["start"] = {name: each.detach().cpu().clone() for name, each in run.parts.root.named_parameters()}
+            return train(run, *rest)
+
+        def judged(meter: Meter, run: Any, step: int, loss: float, *rest: Any) -> None:
+            losses.append(loss)
+            judge(meter, run, step, loss, *rest)
+
+        patch.setattr(Meter, "_judge", judged)
+        patch.setattr(loop, "update_averages", mine)
+        patch.setattr(running, "train", capture)
+        cfg = parse(argv).config
+        apply_for(cfg.training.engine)
+        assert running.run(cfg, argv) == code
+        each = []
+        for before, after in itertools.pairwise(seen):
+            after = Counter(after)
+            after.subtract(before)
+            each.append(+after)
+        return Trained(folder, kept["run"], kept["start"], losses, each)
+
+    return runs
