@@ -71,7 +71,7 @@ _difftrain_env_npu() {
 }
 
 _difftrain_task_queue() {
-    "${python:-python3}" - <<'PYTHON' 2>/dev/null || echo 1
+    "${difftrain_python:-python3}" - <<'PYTHON' 2>/dev/null || echo 1
 from importlib.metadata import version
 
 print(2 if tuple(map(int, version("torch_npu").split(".")[:2])) >= (2, 4) else 1)

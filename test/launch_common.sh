@@ -3,10 +3,11 @@
 # over to test/launching, which knows the flags. Usage: launch_common.sh RECIPE LAYOUT [flags]
 # Each stage replaces the one before it, so that the process a user stops is the one that runs the training.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+# names that no script of a vendor's, which env_npu.sh sources into this shell, will use for its own
+difftrain_test="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 
 # shellcheck source=test/find_python.sh
-source "$here/find_python.sh"
+source "$difftrain_test/find_python.sh"
 
 # The address that the device environments route to, which test/launching reads properly: from the flag, the shell
 # variable of its name, or what the cluster has set. An exported MASTER_IP is the user's.
@@ -20,14 +21,14 @@ master_of() {
     echo "$address"
 }
 
-python="$(find_python)"
-python="$("$python" "$here/launching/environment.py")"
+difftrain_python="$(find_python)"
+difftrain_python="$("$difftrain_python" "$difftrain_test/launching/environment.py")"
 
 MASTER_IP="${MASTER_IP:-$(master_of "$@")}"
 export MASTER_IP
 # shellcheck source=/dev/null
-source "$here/env_npu.sh"
+source "$difftrain_test/env_npu.sh"
 # shellcheck source=/dev/null
-source "$here/env_cuda.sh"
+source "$difftrain_test/env_cuda.sh"
 
-exec "$python" "$here/launching/main.py" "$@"
+exec "$difftrain_python" "$difftrain_test/launching/main.py" "$@"

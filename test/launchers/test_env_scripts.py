@@ -41,6 +41,7 @@ def cann(tmp_path: Path) -> Path:
     toolkit = tmp_path / "Ascend" / "ascend-toolkit"
     toolkit.mkdir(parents=True)
     (toolkit / "set_env.sh").write_text(
+        "here=/cann python=/cann/python root=/cann\n"
         'export LD_LIBRARY_PATH=/cann:$LD_LIBRARY_PATH\nfalse\nexport CANN_SOURCED="1"\n'
     )
     info = tmp_path / "ascend_cann_install.info"
@@ -152,7 +153,11 @@ def test_the_task_queue_goes_by_torch_npu(tmp_path: Path, cann: Path, version: s
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {version}\n")
     found = source(
-        "env_npu.sh", tmp_path, ASCEND_CANN_INSTALL_INFO=str(cann), PYTHONPATH=str(info.parent), python=sys.executable
+        "env_npu.sh",
+        tmp_path,
+        ASCEND_CANN_INSTALL_INFO=str(cann),
+        PYTHONPATH=str(info.parent),
+        difftrain_python=sys.executable,
     )
     assert found["TASK_QUEUE_ENABLE"] == queue
 

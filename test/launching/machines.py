@@ -77,6 +77,8 @@ class Where:
         }
         kept.setdefault("OMP_NUM_THREADS", str(self.threads))
         kept.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+        # torchrun needs no device, and a torch_npu without CANN would end its import of torch
+        kept.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         kept["PYTHONUNBUFFERED"] = "1"
         if self.device_id is not None and self.processes == 1:
             if self.found.kind == "npu":

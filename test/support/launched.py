@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+_NEEDED = ("library", "sd_scripts_xl", "third_patch", "requirements.txt", "pyproject.toml")
+_NO_CACHE = shutil.ignore_patterns("__pycache__")
 # a real job that takes seconds: random tiny weights instead of --model_name
 TINY = (
     "--init_from_config=tiny",
@@ -19,6 +23,21 @@ TINY = (
     "--max_data_loader_n_workers=0",
     "--log_every=1",
 )
+
+
+def checkout(root: Path) -> Path:
+    """Copy what the launchers need, so that nothing of the user's test/output is touched."""
+    for name in _NEEDED:
+        source = ROOT / name
+        (
+            shutil.copytree(source, root / name, ignore=_NO_CACHE)
+            if source.is_dir()
+            else shutil.copy(source, root / name)
+        )
+    shutil.copytree(ROOT / "test" / "launching", root / "test" / "launching", ignore=_NO_CACHE)
+    for script in (ROOT / "test").glob("*.sh"):
+        shutil.copy(script, root / "test")
+    return root
 
 
 @dataclass

@@ -112,3 +112,8 @@ def test_what_cann_put_on_the_path_stays_on_it() -> None:
         "A": "1",
     }
     assert machines.with_library({})["PYTHONPATH"] == str(machines.LIBRARY)
+
+
+def test_torchrun_loads_no_device() -> None:
+    environ = place("1m_1p", NPU).environment({})
+    assert environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
