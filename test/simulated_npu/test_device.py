@@ -88,6 +88,15 @@ def test_fp16_is_refused_where_it_saturates(npu: Device, monkeypatch: pytest.Mon
     code = "from difftrain.device import choose; choose('npu').scaler('fp16')"
     told = probed(code, expect=1, SIMULATED_NPU_SATURATE="1", INF_NAN_MODE_FORCE_DISABLE="")
     assert "60000 + 60000 is 65504 in fp16 on npu:0: it saturates instead" in told
+    assert "unset INF_NAN_MODE_ENABLE and INF_NAN_MODE_FORCE_DISABLE" in told
+
+
+def test_a_variable_that_stops_every_operator_is_named_before_the_first(npu: Device) -> None:
+    code = "import torch; torch.ones(1, device='npu')"
+    assert "INF_NAN_MODE_ENABLE shouldn't be set to 0" in probed(code, expect=1, INF_NAN_MODE_ENABLE="0")
+    told = probed("from difftrain.device import choose; choose('npu')", expect=1, INF_NAN_MODE_ENABLE="0")
+    assert "environment INF_NAN_MODE_ENABLE: 0 is not taken by this NPU, in any precision" in told
+    assert "INF_NAN_MODE_FORCE_DISABLE=1 is the switch" in told
 
 
 def test_batches_come_through_pinned_memory_without_a_wait(npu: Device) -> None:

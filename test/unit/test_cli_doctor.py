@@ -106,6 +106,17 @@ def test_a_device_that_hangs_is_left_alone(strange: Path) -> None:
     assert "not looked at, since the device hangs: c" in found[2].found
 
 
+def test_a_process_that_has_told_all_may_end_by_itself(strange: Path) -> None:
+    left = strange / "left"
+    (strange / "slow_end.py").write_text(
+        "import atexit, pathlib, time\n"
+        f"atexit.register(lambda: (time.sleep(0.5), pathlib.Path({str(left)!r}).touch()))\n"
+        "def check(context):\n    return []\n"
+    )
+    assert not list(runner.examine({"slow": Check("slow_end:check", 5.0)}, Context("cpu")))
+    assert left.exists()
+
+
 def test_without_a_device_none_is_looked_at() -> None:
     checks = {name: CHECKS[name] for name in ("devices", "memory", "overflow")}
     found = {report.name: report for report in runner.examine(checks, Context("npu"))}
@@ -404,7 +415,7 @@ def test_versions_of_an_installation(
     found = by_name(install.check(Context()))
     assert {about for about, one in found.items() if one.verdict == "wrong"} == wrong
     assert "7.5.0.1.129" in found["firmware"].found and found["rights"].verdict == "ok"
-    assert (found["apex"].verdict, found["torchvision_npu"].verdict) == ("ok", "note")
+    assert (found["apex"].verdict, found["torchvision_npu"].verdict) == ("ok", "ok")
 
 
 def test_a_wheel_without_cann_says_what_to_source(npu_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

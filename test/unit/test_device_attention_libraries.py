@@ -76,6 +76,16 @@ def test_on_an_npu_with_sdpa_the_dispatcher_keeps_its_own() -> None:
         assert {each.attn.processor._attention_backend for each in module.single_transformer_blocks} == {named}
 
 
+def test_elsewhere_the_dispatcher_keeps_its_own_where_that_is_not_replaced() -> None:
+    torch.manual_seed(0)
+    module, inputs = _flux()
+    theirs = module(**inputs).sample
+    with mends.without("native_npu"):  # as with a diffusers whose backend for NPUs has no fault any more
+        use_attention(module, choose("cpu"))
+        assert {each.attn.processor._attention_backend for each in module.single_transformer_blocks} == {None}
+        torch.testing.assert_close(module(**inputs).sample, theirs)
+
+
 def _qkv(b: int = 2, s: int = 5, t: int = 7, n: int = 4, d: int = 8, kv_heads: int = 4) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((b, s, n, d), (b, t, kv_heads, d), (b, t, kv_heads, d))

@@ -11,7 +11,7 @@ import torch
 from diffusers.models import activations, embeddings, normalization
 from diffusers.models.transformers import transformer_flux
 
-from difftrain.device import adamw, kernels, mends, tally
+from difftrain.device import adamw, kernels, mends, tally, versions
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Grads = list[torch.Tensor]
@@ -256,11 +256,20 @@ def test_a_version_not_known_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     mends._applied.pop("probe")
 
 
+def test_counting_makes_no_second_graph() -> None:
+    compiled = torch.compile(kernels.geglu, backend="eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    with tally.counting() as counted:
+        compiled(half)
+    compiled(half)
+    assert not counted and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_names_versions_and_packages_of_the_table() -> None:
     names = [row.name for row in mends.TABLE]
     assert len(set(names)) == len(names)
     for row in mends.TABLE:
-        first, beyond = (mends._numbers(each) for each in row.versions)
+        first, beyond = (versions.numbers(each) for each in row.versions)
         assert first < beyond and row.issue and row.fault
     with pytest.raises(AssertionError, match="no such mends"), mends.without("nothing"):
         pass

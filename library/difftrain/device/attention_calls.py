@@ -19,10 +19,9 @@ _KIND = re.compile(r"(recomputed )?(?:fused|sdpa \((.*)\))")
 def count(why: str | None) -> None:
     """Count a call: fused where nothing is said against it, else by torch's SDPA.
 
-    Apart where a backward pass computes it again, as gradient checkpointing does. What is compiled is not counted: a
-    count inside a graph would compile it anew once counting ends.
+    Apart where a backward pass computes it again, as gradient checkpointing does.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():  # in a graph nothing is counted, and what is asked below would break it
         again = torch._C._current_graph_task_id() != -1  # as torch's own checkpointing asks
         tally.count(("recomputed " if again else "") + (_FUSED if why is None else f"sdpa ({why})"))
 

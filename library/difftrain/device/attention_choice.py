@@ -37,7 +37,8 @@ def use_attention(
     precision: what q, k and v will be computed in, "no", "fp16" or "bf16".
     """
     mends.apply("diffusers")
-    use_fused = device.kind == "npu" and (fused or choice != "sdpa")
+    on_npu = device.kind == "npu"
+    use_fused = on_npu and (fused or choice != "sdpa")
     made: dict[type[Any], Any] = {kind: kind(use_fused) for kind in _OURS.values()}
     count = 0
     inside: set[int] = set()  # of a transformers model that is set as a whole
@@ -53,7 +54,7 @@ def use_attention(
         if kind is not None:
             part.set_processor(made[kind])
             count += 1
-        elif name_backend(getattr(part, "processor", None), use_fused or device.kind != "npu"):
+        elif name_backend(getattr(part, "processor", None), use_fused or not on_npu, on_npu):
             count += 1
     return f"attention: {_sentence(device, fused, choice, precision, use_fused)}, in {count} modules"
 

@@ -149,15 +149,19 @@ def _put() -> Undo:
 NATIVE_NPU = Patch(_faulty, _put)
 
 
-def name_backend(processor: Any, ours: bool) -> bool:
-    """Let a processor of a dispatcher model call the backend above, or the one that is active; tell whether it can."""
+def name_backend(processor: Any, ours: bool, on_npu: bool) -> bool:
+    """Let a processor of a dispatcher model call the backend above, or the one that is active; tell whether it can.
+
+    Where diffusers' own is without fault and stands in its place, it is called on an NPU alone.
+    """
     if not hasattr(processor, "_attention_backend"):
         return False
-    from diffusers.models.attention_dispatch import AttentionBackendName
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     member = getattr(AttentionBackendName, _MEMBER, None)
     if member is None:  # a version that has no such name
         return False
+    ours = ours and (on_npu or _AttentionBackendRegistry._backends[member] is backend)
     if ours or processor._attention_backend == member:
         processor._attention_backend = member if ours else None
     return True

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple
+
+from difftrain.device import versions
 
 log = logging.getLogger("difftrain")
 Undo = Callable[[], None]
@@ -124,7 +125,7 @@ def on(name: str) -> bool:
     Nothing looks for such a fault, so a later version than those tested is taken to have it too.
     """
     row = next(each for each in TABLE if each.name == name)
-    return name not in _off and _numbers(row.versions[0]) <= _installed(row.package)
+    return name not in _off and versions.numbers(row.versions[0]) <= _installed(row.package)
 
 
 @contextlib.contextmanager
@@ -159,21 +160,15 @@ def _wanted(row: Mend) -> bool:
 def _known(row: Mend) -> bool:
     """Tell whether the installed version is known to have the fault."""
     first, beyond = row.versions
-    return _numbers(first) <= _installed(row.package) < _numbers(beyond)
+    return versions.numbers(first) <= _installed(row.package) < versions.numbers(beyond)
 
 
 def _installed(package: str) -> tuple[int, ...]:
     """Return a package's version as numbers; none of them where it is missing."""
     try:
-        return _numbers(metadata.version(package))
+        return versions.numbers(metadata.version(package))
     except metadata.PackageNotFoundError:
         return ()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Read the leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def _patch(row: Mend) -> Patch:

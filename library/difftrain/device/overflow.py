@@ -10,23 +10,44 @@ from difftrain.contracts import ConfigFault, Fault
 if TYPE_CHECKING:
     import torch
 
-_REMEDY = "or train with --mixed_precision=bf16"
+_ENABLE, _DISABLE = "INF_NAN_MODE_ENABLE", "INF_NAN_MODE_FORCE_DISABLE"
 _LARGE = 60000.0  # of 65504
 
 
 def check_environment() -> None:
-    """Refuse variables that switch the INF/NAN mode of an NPU off. Raises ConfigFault."""
+    """Refuse variables that switch the INF/NAN mode of an NPU off. Raises ConfigFault.
+
+    The second one is the switch of Atlas A2 and A3; there the first by itself stops every operator, and older NPUs
+    know the first alone.
+    """
     faults = [
         Fault(
             f"environment {name}",
             f"{off} makes the NPU saturate instead of overflow, so loss scaling would never see an overflow",
-            f"unset it, {_REMEDY}",
+            f"unset it, {otherwise}",
         )
-        for name, off in (("INF_NAN_MODE_ENABLE", "0"), ("INF_NAN_MODE_FORCE_DISABLE", "1"))
+        for name, off, otherwise in (
+            (_ENABLE, "0", "or train with --mixed_precision=no"),
+            (_DISABLE, "1", "or train with --mixed_precision=bf16"),
+        )
         if os.environ.get(name, "").strip() == off
     ]
     if faults:
         raise ConfigFault(faults)
+
+
+def check_mode() -> None:
+    """Refuse a variable with which torch_npu would refuse every operator, in any precision. Raises ConfigFault."""
+    import torch_npu
+
+    try:
+        torch_npu.npu.utils.is_support_inf_nan()
+    except RuntimeError as error:
+        if _ENABLE not in str(error):
+            raise
+        what = f"{os.environ.get(_ENABLE)} is not taken by this NPU, in any precision"
+        remedy = f"unset it; {_DISABLE}=1 is the switch of this NPU, with which fp16 cannot be trained"
+        raise ConfigFault([Fault(f"environment {_ENABLE}", what, remedy)]) from error
 
 
 def check_device(device: torch.device) -> None:
@@ -45,7 +66,7 @@ def check_device(device: torch.device) -> None:
                     "--mixed_precision=fp16",
                     f"{_LARGE:g} + {_LARGE:g} is {found[0]:g} in fp16 on {device}: it saturates instead of overflowing "
                     "(no INF/NAN mode), so loss scaling would never see an overflow",
-                    "take a device, driver and CANN with that mode, --mixed_precision=bf16, or --mixed_precision=no",
+                    f"unset {_ENABLE} and {_DISABLE}; where the device has no such mode, --mixed_precision=bf16 or no",
                 )
             ]
         )

@@ -6,12 +6,17 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
+
 _open: Counter[str] | None = None
 
 
 def count(kind: str) -> None:
-    """Count one call, where somebody counts."""
-    if _open is not None:
+    """Count one call, where somebody counts.
+
+    What is compiled is not counted: a count inside a graph would compile it anew once counting ends.
+    """
+    if not torch.compiler.is_compiling() and _open is not None:
         _open[kind] += 1
 
 

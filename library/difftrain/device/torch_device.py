@@ -43,6 +43,7 @@ class Device:
         if self.module is not None:
             self.module.set_device(index)
         if kind == "npu":
+            overflow.check_mode()
             mends.apply("torch_npu")
 
     def __repr__(self) -> str:
@@ -121,7 +122,7 @@ class Device:
         return mark
 
     def agree_on_waiting(self, timeout_min: float | None) -> str:
-        """Let the device's collectives wait as long as ours do; call before the first group is made.
+        """Let the device's collectives give up shortly before ours do; call before the first group is made.
 
         timeout_min: as asked for, or None. Returns the sentence to say where a variable of the user's was overruled.
         """

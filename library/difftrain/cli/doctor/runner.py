@@ -58,6 +58,8 @@ def examine(checks: Mapping[str, Check], context: Context) -> Iterator[Report]:
                 if ended:
                     hung += worker.hangs and needs == "device"
                     break
+            else:
+                worker.end()
         if hung >= _SEVERAL:
             left = [name for name, check in todo.items() if check.needs == "device"]
             todo = {name: check for name, check in todo.items() if check.needs != "device"}
@@ -117,6 +119,11 @@ class _Worker:
             for verdict, found, remedy, about in told["findings"]
         ], False
 
+    def end(self) -> None:
+        """Let the process end by itself, so that it gives its device back."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
     def _next(self, deadline: float) -> dict[str, Any] | None:
         """Read a line from the process; None where it ends, or none comes in time."""
         while b"\n" not in self._buffer:
@@ -139,8 +146,7 @@ class _Worker:
             return Report(
                 name, "wrong", found, "see what it waits for: the driver, a network disk, another machine", seconds
             )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+        self.end()
         code = self._process.returncode
         how = f"died of {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
         found = f"{name}: the process that looked {how}{self._last_words()}"

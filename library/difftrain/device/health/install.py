@@ -88,11 +88,16 @@ def _rights() -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     if extras.found_apex():
-        yield Finding("ok", "Ascend's apex is installed; its optimizers step under apex.amp alone: not used", about="apex")
+        yield Finding(
+            "ok", "Ascend's apex is installed; its optimizers step under apex.amp alone: not used", about="apex"
+        )
     else:
         yield Finding("ok", "Ascend's apex is not installed, and nothing here needs it", about="apex")
     if extras.found_torchvision_npu():
-        yield Finding("ok", "torchvision_npu is installed: JPEG can be decoded on the device", about="torchvision_npu")
+        yield Finding(
+            "ok",
+            "torchvision_npu is installed; pictures are decoded on the host all the same: not used",
+            about="torchvision_npu",
+        )
     else:
-        remedy = "optional: install it beside torchvision to decode pictures on the device"
-        yield Finding("note", "torchvision_npu is not installed", remedy, "torchvision_npu")
+        yield Finding("ok", "torchvision_npu is not installed, and nothing here needs it", about="torchvision_npu")
