@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from doors import Door, losses
+from safetensors.torch import load_file
 
 STEPS = 6
 
@@ -50,3 +51,18 @@ def test_deepspeed_trains_the_same_and_the_native_engine_goes_on(door: Door, str
     state = out / "NAME-step00000004-state"
     door.run(door.flags(tmp_path / "native", f"--resume={state}", steps=STEPS))
     assert losses(tmp_path / "native") == pytest.approx(losses(out)[4:], rel=1e-6)
+
+
+def test_with_weights_in_pieces_reports_and_exports_are_whole(door: Door, straight: Path, tmp_path: Path) -> None:
+    line = ("--deepspeed", "--zero_stage=3", "--mixed_precision=bf16", "--use_ema", "--save_every_n_steps=100")
+    door.run(door.flags(tmp_path / "out", *line, batch=1, steps=4), ranks=2)
+    assert losses(tmp_path / "out") == pytest.approx(losses(straight)[:4], rel=2e-2)
+    found, expected = (json.loads((out / "report.json").read_text()) for out in (tmp_path / "out", straight))
+    assert found["parameters"] == expected["parameters"]
+    exported, averaged = (load_file(tmp_path / "out" / f"{name}.safetensors") for name in ("NAME", "NAME-ema"))
+    native = load_file(straight / "NAME.safetensors")
+    for each in (exported, averaged):
+        assert {name: (value.shape, value.dtype) for name, value in each.items()} == {
+            name: (value.shape, value.dtype) for name, value in native.items()
+        }
+    assert any((exported[name] != averaged[name]).any() for name in native)

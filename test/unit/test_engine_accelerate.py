@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import COUNTS, config, equal, run, saved, weights
+from safetensors.torch import load_file
 
 from difftrain.config.sections import DeepSpeedSection, TrainConfig, TrainingSection
+from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
@@ -30,13 +32,22 @@ def one_thread():
         del os.environ[name]
 
 
-def built(way: str, optimizer: str = "AdamW", **training) -> BaseEngine:
+class Frozen(TinyFamily):
+    """The first layer rests."""
+
+    def load(self, *, meta: bool = False) -> Parts:
+        parts = super().load(meta=meta)
+        parts.root.first.requires_grad_(False)
+        return parts
+
+
+def built(way: str, optimizer: str = "AdamW", family: TinyFamily | None = None, **training) -> BaseEngine:
     cfg = config({"engine": "native" if way == "native" else "accelerate", **training}, type=optimizer)
     if way.startswith("zero"):
         cfg = cfg.model_copy(update={"deepspeed": DeepSpeedSection(enable=True, zero_stage=int(way[4:]))})
     engine = make_engine(cfg, choose("cpu"), Ranks())
     assert not engine.faults(), engine.faults()
-    family = TinyFamily()
+    family = family or TinyFamily()
     engine.build(
         family,
         family.load(),
@@ -73,9 +84,31 @@ def test_a_state_from_before_the_first_step_is_taken_up(way: str, tmp_path):
     assert run(engine, 0, 3) == pytest.approx(run(native, 0, 3), rel=1e-6)
 
 
-def test_a_parameter_without_a_gradient_is_named():
-    from difftrain.contracts import ConfigFault
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+def test_frozen_parameters_are_kept_and_come_back(way: str, tmp_path):
+    engine, native = built(way, family=Frozen()), built("native", family=Frozen())
+    with torch.no_grad():
+        engine.restore(saved(native, tmp_path / "before"))
+    run(engine, 0, 3)
+    run(native, 0, 3)
+    state, there = saved(engine, tmp_path / "state"), saved(native, tmp_path / "there")
+    found, expected = ({path.name for path in folder.iterdir()} for folder in (state, there))
+    assert found == expected
+    kept, same = (load_file(folder / "weights-00000.safetensors") for folder in (state, there))
+    assert kept.keys() == same.keys() and torch.equal(kept["first.weight"], same["first.weight"])
+    other = built(way, family=Frozen(seed=1))  # other weights, the frozen ones too
+    other.restore(state)
+    assert equal(weights(other), weights(engine)) and run(other, 3, 5) == run(engine, 3, 5)
 
+
+def test_transformers_cuts_no_model_that_is_made_later():
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    built("zero3")
+    assert not is_deepspeed_zero3_enabled()
+
+
+def test_a_parameter_without_a_gradient_is_named():
     engine = built("zero2")
     forward, frozen = engine.root.forward, engine.root.last.bias
     engine.root.forward = lambda *args: forward(*args).detach() + engine.root.first.weight.sum() * 0

@@ -374,6 +374,15 @@ class TrainConfig(Section):
         return tuple(each.batch_size for each in self.data.datasets) or (self.training.batch_size,)
 
     @property
+    def export_precision(self) -> Literal["float", "fp16", "bf16"] | None:
+        """Return what exports are rounded to: nothing keeps them as the model has them.
+
+        DeepSpeed's model has half weights, and their values of fp32 beside them are what was trained.
+        """
+        zero = self.deepspeed.enable and not self.deepspeed.zero3_save_16bit
+        return self.save.precision or ("float" if zero and self.training.mixed_precision != "no" else None)
+
+    @property
     def output_dir(self) -> Path:
         """Return the output folder; refused earlier where it is missing."""
         return Path(self.save.output_dir or ".")

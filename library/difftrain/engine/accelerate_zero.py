@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from difftrain.contracts import Batch, Group
 from difftrain.engine.accelerate import AccelerateEngine
@@ -47,6 +48,7 @@ class ZeroEngine(AccelerateEngine):
             "ACCELERATE_TORCH_DEVICE": str(self.device.torch_device),
         }
         self.accelerator = make_accelerator(self.cfg.training, self.device, root, self._plugin, **self._env)
+        unset_hf_deepspeed_config()  # else transformers cuts every model that is made from here on, an export's too
         if not self.cfg.deepspeed.zero3_init:
             return super()._placed(root)
         from deepspeed import zero
@@ -94,9 +96,6 @@ class ZeroEngine(AccelerateEngine):
             yield
         finally:
             self._wrapped.set_gradient_accumulation_boundary(True)
-
-    def _exports_exact(self) -> bool:
-        return super()._exports_exact() or not self.cfg.deepspeed.zero3_save_16bit
 
 
 class ZeroUpdate:

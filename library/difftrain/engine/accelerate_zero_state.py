@@ -46,7 +46,7 @@ class ZeroState:
     @torch.no_grad()
     def parameters(self, names: Iterable[str], keep: Keep) -> dict[str, Any]:
         """Encode the state of the named parameters, other names on every rank; all help to put every one together."""
-        names = set(names)
+        names = set(names) & self._masters.weights.keys()
         piece = self._pieces()[0]
         state = self._optimizer.state.get(piece, {})
         self._masters.link()

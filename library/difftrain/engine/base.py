@@ -292,16 +292,12 @@ class BaseEngine:
         """
         weights = self.root.state_dict()
         assert source is None or source.keys() <= weights.keys(), "weights of another model"
-        exact = self._trained if not self._swapped and self._exports_exact() else {}
+        exact = self._trained if self.cfg.export_precision and not self._swapped else {}
         for name, tensor in weights.items():
             given = (source or {}).get(name)
             if given is None:
                 given = self._masters.value(name) if name in exact else self._masters.stored(name, tensor)
             yield name, given.detach().to("cpu")
-
-    def _exports_exact(self) -> bool:
-        """Tell whether exports are made of the exact values, or of what the model computes with."""
-        return self.cfg.save.precision is not None
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from difftrain.contracts import Bucket
+from difftrain.contracts import Bucket, Parts
 from difftrain.engine.halves import precision_of
 from difftrain.report.casename import final_lines, write_case_log
 from difftrain.report.html import build_html
@@ -71,7 +71,7 @@ def write_reports(run: Run, **late: Any) -> dict[str, Any]:
         attention=run.facts["attention"],
         kernels=run.facts.get("kernels", {}),
         skipped=run.progress.skipped,
-        parameters=parameter_counts(run),
+        parameters=run.facts["parameters"],
         flops_per_sample=run.family.flops_per_sample(run.parts, main_bucket(run)),
         matmul_flops=measure_matmul(run.device.torch_device, run.cfg.training.mixed_precision, run.device.synchronise),
         notes=notes_of(run),
@@ -97,11 +97,11 @@ def main_bucket(run: Run) -> Bucket:
     return Bucket(height, width)
 
 
-def parameter_counts(run: Run) -> dict[str, int]:
-    """Count parameters of every part, and those that are trained."""
-    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in run.parts.root.named_children()}
-    counts |= {name: sum(p.numel() for p in part.parameters()) for name, part in run.parts.frozen.items()}
-    return {**counts, "trained": sum(p.numel() for p in run.parts.root.parameters() if p.requires_grad)}
+def parameter_counts(parts: Parts) -> dict[str, int]:
+    """Count parameters of every part, and those that are trained; before an engine may cut them into pieces."""
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.root.named_children()}
+    counts |= {name: sum(p.numel() for p in part.parameters()) for name, part in parts.frozen.items()}
+    return {**counts, "trained": sum(p.numel() for p in parts.root.parameters() if p.requires_grad)}
 
 
 def weights_of(run: Run) -> str:
@@ -129,7 +129,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def say_what_runs(run: Run) -> None:
     """Print once, at the start, what is trained on what, the batch arithmetic, and each automatic choice."""
     cfg, size = run.cfg, run.engine.dp_size
-    counts = parameter_counts(run)
+    counts = run.facts["parameters"]
     said = [
         f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
         f"precision {precision_of(cfg.training)}",

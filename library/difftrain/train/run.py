@@ -37,7 +37,7 @@ from difftrain.train.averages import announce, start_averages
 from difftrain.train.caching import undecodable, with_cache
 from difftrain.train.check import check
 from difftrain.train.drawing import Drawing
-from difftrain.train.ending import finish, say_what_runs, settle_uploads, write_reports
+from difftrain.train.ending import finish, parameter_counts, say_what_runs, settle_uploads, write_reports
 from difftrain.train.evaluating import Evaluating
 from difftrain.train.hub.fetch import fetch
 from difftrain.train.hub.ids import away
@@ -171,7 +171,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
     facts["hub"] = facts["identity"]["hub"] = start.record.hub
     check_same(start, facts["identity"])
-    facts["attention"] = attend(cfg, device, parts)
+    facts["attention"], facts["parameters"] = attend(cfg, device, parts), parameter_counts(parts)
     data = with_cache(here, device, ranks, family, parts, data)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, undecodable(data))

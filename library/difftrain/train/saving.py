@@ -146,7 +146,7 @@ class Saving:
                 pass
             return
         save = run.cfg.save
-        dtype = DTYPES[save.precision] if save.precision else None
+        dtype = DTYPES[run.cfg.export_precision] if run.cfg.export_precision else None
         broken: list[str] = []
         path = run.family.export(
             _watched(weights, broken),
