@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,7 +176,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Expected all tensors to be on the NPU")
 
     npu = SimpleNamespace(npu_geglu=refuse, npu_rms_norm=refuse, __spec__=None)
-    monkeypatch.setitem(__import__("sys").modules, "torch_npu", npu)
+    monkeypatch.setitem(sys.modules, "torch_npu", npu)
     monkeypatch.setattr(activations, "torch_npu", npu, raising=False)
     for module in (activations, normalization):
         monkeypatch.setattr(module, "is_torch_npu_available", lambda: True)
@@ -254,6 +255,13 @@ def test_a_version_not_known_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not done
     assert done == [1]
     mends._applied.pop("probe")
+
+
+def test_a_mend_of_our_own_code_is_for_runs_that_load_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mends, "_installed", lambda package: (2, 13, 0))
+    for module, on in ((None, False), (SimpleNamespace(), True)):  # None: hidden, as on another device
+        monkeypatch.setitem(sys.modules, "torch_npu", module)
+        assert mends.on("ddp_strides") is on
 
 
 def test_counting_makes_no_second_graph() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -120,12 +121,13 @@ def apply(package: str) -> None:
 
 
 def on(name: str) -> bool:
-    """Tell whether a mend that is written into our own code is switched on, and its package there.
+    """Tell whether a mend that is written into our own code is switched on, and its package loaded.
 
-    Nothing looks for such a fault, so a later version than those tested is taken to have it too.
+    A torch_npu that a run on another device leaves alone does no harm. Nothing looks for such a fault, so a later version than those tested is taken to have it too.
     """
     row = next(each for each in TABLE if each.name == name)
-    return name not in _off and versions.numbers(row.versions[0]) <= _installed(row.package)
+    loaded = sys.modules.get(row.package) is not None
+    return loaded and name not in _off and versions.numbers(row.versions[0]) <= _installed(row.package)
 
 
 @contextlib.contextmanager
