@@ -24,7 +24,8 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Door:
 def bare(*paths: Path) -> dict[str, str]:
     """Return the environment of a machine that has the wheel and no CANN; paths come before the wheel."""
     nothing = dict.fromkeys(("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH"), "")
-    return {"PYTHONPATH": os.pathsep.join(map(str, (*paths, SITE))), **nothing}
+    left = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}  # by torch_npu, to what a process starts that has imported it
+    return {"PYTHONPATH": os.pathsep.join(map(str, (*paths, SITE))), **nothing, **left}
 
 
 def said(output: str, *parts: str) -> None:

@@ -39,9 +39,9 @@ def hold_autoload() -> None:
     """Keep a bare `import torch` from loading torch_npu by itself; call before torch is imported.
 
     A torch_npu without CANN makes `import torch` fail, even where training is on the CPU. `choose` imports it where
-    an NPU is to be used.
+    an NPU is to be used. Whatever is set already: torch_npu leaves a 1, torch's default, to the children of a process.
     """
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def calm_threads() -> None:
