@@ -54,7 +54,9 @@ def test_the_schema_is_that_of_the_configuration(capsys: pytest.CaptureFixture[s
     assert "'x'" in (text := said(capsys)) and "'--y'" in text
 
 
-@pytest.mark.parametrize("words", [["--help"], ["schema"], ["export", "--help"], ["export", "--sed=1"], ["report"], ["doctor", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["schema"], ["export", "--help"], ["export", "--sed=1"], ["report"], ["doctor", "--help"]]
+)
 def test_quick_commands_import_no_torch(words: list[str], tmp_path: Path) -> None:
     probe = "import sys, atexit; from difftrain.cli import main; atexit.register(lambda: print('TORCH', 'torch' in sys.modules))"
     done = subprocess.run(
