@@ -73,7 +73,7 @@ def _refusals(rank):
     said = []
     for call in (
         lambda: dist.all_reduce(_say(rank, 0), op=dist.ReduceOp.AVG),
-        lambda: dist.all_reduce(_say(rank, 0).to(torch.float8_e4m3fn)),
+        lambda: dist.all_reduce(torch.empty(2, dtype=torch.float8_e4m3fn, device=f"npu:{rank}")),
         lambda: dist.all_reduce(torch.ones(2)),
     ):
         try:

@@ -12,6 +12,7 @@ MASK_BITS = 128  # packed masks are padded to whole blocks of this many bits
 def draw_seed_and_offset() -> tuple[int, int]:
     """Take seed and offset from the current device's generator and move it on; the CPU's generator without a device."""
     if hasattr(torch, "npu") and torch.npu.is_available():
+        torch.npu.init()  # the generators are there from then on
         generator = torch.npu.default_generators[torch.npu.current_device()]
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + PHILOX_STEP)
