@@ -35,7 +35,8 @@ def cases(folder: str, before: str) -> None:
     third_patch.apply_for("accelerate", "oss")
     out = Path(folder)
     with Ranks.open(Launch.from_environment(), choose("cpu"), 2.0) as ranks:
-        found = {case.__name__: case(ranks, out) for case in (losses, resume, crossed, not_finite, scaled, half)}
+        more = (crossed, half) if ranks.size == 2 else ()  # what three ranks add nothing to
+        found = {case.__name__: case(ranks, out) for case in (losses, resume, not_finite, scaled, *more)}
         found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
         gathered = ranks.gather(found)
         if ranks.is_logger:
@@ -48,11 +49,10 @@ def losses(ranks: Ranks, out: Path) -> dict:
     found = {"native": run(native, 0, STEPS)}
     for way in WAYS:
         engines = built(ranks, way, PLAIN), built(ranks, way, PLAIN)
-        told = [run(engines[0], 0, STEPS), run(engines[1], 0, STEPS, PIECES[ranks.size])]
-        apart = [off(weights(engine), weights(native)) for engine in engines]
-        norms = [float(engine.step(tiny_step(30, GLOBAL_BATCH, ranks.rank, ranks.size), COUNTS).grad_norm)
-                 for engine in (engines[0],)]  # fmt: skip
-        found[way] = [*told, apart, norms[0], type(engines[0]._wrapped).__name__]
+        told = [run(engines[0], 0, STEPS), run(engines[1], 0, STEPS // 2, PIECES[ranks.size])]
+        apart = off(weights(engines[0]), weights(native))
+        norm = float(engines[0].step(tiny_step(30, GLOBAL_BATCH, ranks.rank, ranks.size), COUNTS).grad_norm)
+        found[way] = [*told, apart, norm, type(engines[0]._wrapped).__name__]
     found["norm"] = float(native.step(tiny_step(30, GLOBAL_BATCH, ranks.rank, ranks.size), COUNTS).grad_norm)
     return found
 
@@ -173,8 +173,8 @@ def test_losses_and_weights_are_those_of_plain_ddp(launched, world, way):
     found = launched[world]
     native = found[0]["losses"]["native"]
     whole, pieces, apart, norm, wrapped = found[0]["losses"][way]
-    assert whole == pytest.approx(native, rel=1e-6) and pieces == pytest.approx(native, rel=1e-6)
-    assert max(apart) <= LR and norm == pytest.approx(found[0]["losses"]["norm"], rel=1e-4)
+    assert whole == pytest.approx(native, rel=1e-6) and pieces == pytest.approx(native[: STEPS // 2], rel=1e-6)
+    assert apart <= LR and norm == pytest.approx(found[0]["losses"]["norm"], rel=1e-4)
     assert all(each["losses"][way][:2] == [whole, pieces] for each in found)
     kinds = {"ddp": "DistributedDataParallel", "sharded": "ShardedDataParallel"}
     assert wrapped == kinds.get(way, "DeepSpeedEngine")
@@ -186,10 +186,9 @@ def test_resume_is_bit_exact(launched, world, way):
     assert all(each["resume"][way] == [True, True, True] for each in launched[world])
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("way", SHARDED)
-def test_a_state_goes_between_engines(launched, world, way):
-    for each in launched[world]:
+def test_a_state_goes_between_engines(launched, way):
+    for each in launched[2]:
         there, back, native, again = each["crossed"][way]
         assert there and back
         assert again == pytest.approx(native, rel=1e-5)  # two steps on, at a hundred times the rate
@@ -221,11 +220,10 @@ def test_fp16_scales_and_an_overflow_on_one_rank_is_skipped_by_all(launched, wor
     assert scales == [65536.0, 32768.0, 32768.0]
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("way", ["zero2", "zero3"])
 @pytest.mark.flags("zero3_init_flag", "zero3_save_16bit_model")
-def test_half_precision_through_deepspeed(launched, world, way):
-    mine, exact, short, kept, same = launched[world][0]["half"][way]
-    assert mine == pytest.approx(launched[world][0]["half"]["native"], rel=2e-2)
+def test_half_precision_through_deepspeed(launched, way):
+    mine, exact, short, kept, same = launched[2][0]["half"][way]
+    assert mine == pytest.approx(launched[2][0]["half"]["native"], rel=2e-2)
     assert exact == kept == ["torch.float32"] and same
     assert short == ["torch.bfloat16"]
