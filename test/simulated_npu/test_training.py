@@ -131,6 +131,7 @@ OPTIMIZERS = {
     "schedule-free": ("--optimizer_type=AdamWScheduleFree",),
     "Prodigy": ("--optimizer_type=Prodigy", "--learning_rate=1.0"),
 }  # fmt: skip
+MOST_WAITS = {"Adafactor": 2, "Adafactor in the backward pass": 500, "Prodigy": 1000}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -138,6 +139,10 @@ def test_other_optimizers_train_as_on_the_cpu(train: Runner, name: str) -> None:
     npu, cpu = (train(device, *OPTIMIZERS[name], steps=3) for device in ("npu", "cpu"))
     close(npu.losses, cpu.losses, 1e-4)
     assert all(not torch.equal(each.cpu(), npu.start[key]) for key, each in npu.weights.items())
+    # whether to skip is looked at on the host where an optimizer cannot; besides, some show their rate or distance
+    assert max(
+        sum(n for what, n in step.items() if what.startswith("sync ")) for step in npu.steps[1:]
+    ) <= MOST_WAITS.get(name, 1)
 
 
 # ------------------------------------------------------------------ several ranks

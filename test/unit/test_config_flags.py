@@ -24,7 +24,7 @@ FROZEN_OURS = {
     "tar_streams", "tar_window", "verify_data", "image_column", "caption_column", "validation_split", "validation_seed",
     "validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps", "log_every", "training_comment",
     "no_metadata", "cache_only", "prior_loss_weight", "demo", "demo_score", "unet_lr", "text_encoder_lr", "optimizer_schedulefree_wrapper",
-    "schedulefree_wrapper_args", "skip_until_initial_step", "initial_step", "initial_epoch",
+    "image_decoder", "schedulefree_wrapper_args", "skip_until_initial_step", "initial_step", "initial_epoch",
 }  # fmt: skip
 FROZEN_LATER = {
     "master_weights",

@@ -27,6 +27,8 @@ NARROW = {"sampling", "evaluation"}  # contracts and the layer below, nothing el
 # imported only in their one room, and only where they are used
 OPTIONAL = {
     "torch_npu": "device",
+    "torchvision": "device",
+    "torchvision_npu": "device",
     "wandb": "report",
     "pyarrow": "data",
     "tensorboard": "report",

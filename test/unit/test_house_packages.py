@@ -20,7 +20,7 @@ IMPORT_NAMES = {"Pillow": "PIL"}
 COMES_WITH = {"pydantic_core": "pydantic", "tokenizers": "transformers"}
 # imported only where somebody asks for them, and said to be missing by name there
 ASKED_FOR = {"torch_npu", "wandb", "accelerate", "deepspeed", "fairscale", "bitsandbytes", "av"}
-ASKED_FOR |= {"dadaptation", "lion_pytorch", "prodigyopt", "schedulefree"}
+ASKED_FOR |= {"dadaptation", "lion_pytorch", "prodigyopt", "schedulefree", "torchvision", "torchvision_npu"}
 
 
 def pins(name: str) -> dict[str, str]:

@@ -274,6 +274,8 @@ OURS: tuple[Flag, ...] = (
     on("tar_order", "str", "data.tar_order", "random: any record of a tar; sequential: tars are read in streams"),
     on("tar_streams", "int", "data.tar_streams", "sequential streams, whatever the number of cards"),
     on("tar_window", "int", "data.tar_window", "tars of a stream whose records are shuffled together"),
+    on("image_decoder", "str", "data.image_decoder",
+       "who decodes JPEG; device: the NPU, by torchvision_npu, within 2/255 of the host"),
     on("verify_data", "str", "data.verify", "full: decode every picture once; quick: headers only; auto: full for small sets, quick for large ones"),
     on("image_column", "str", "data.image_column", "parquet column with picture bytes or paths; unset: found by name"),
     on("caption_column", "str", "data.caption_column", "parquet column with captions; unset: found by name"),

@@ -126,6 +126,7 @@ class DataSection(SizeSection, PictureSection):
     verify: Literal["auto", "full", "quick"] = "auto"
     max_rejected_share: Share = 0.5
     workers: Annotated[int, Field(ge=0)] = 8
+    image_decoder: Literal["host", "device"] = Field("host", description="device: of JPEG, by torchvision_npu")
     cache_dir: str | None = None
     datasets: tuple[DatasetSection, ...] = ()  # in place of the folders above
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,8 @@ from PIL import Image
 
 from difftrain.data.whole import seems_whole
 
+HOST = "host"
+DECODERS = {"device": "difftrain.device.jpeg:decode"}  # of JPEG, beside the host's own; differ by 2/255 at most
 _JPEG = ("JPEG", "MPO")
 _SHRINKS = (8, 4, 2)
 _ODD = frozenset({"transparency", "interlace", "icc_profile"})
@@ -41,12 +44,15 @@ def shrink_of(image: Image.Image, least_wh: tuple[int, int], spare: float = 1.0)
     return 1
 
 
-def pixels(image: Image.Image, data: bytes, shrink: int = 1) -> Image.Image | np.ndarray:
+def pixels(image: Image.Image, data: bytes, shrink: int = 1, decoder: str = HOST) -> Image.Image | np.ndarray:
     """Decode an opened picture, made smaller by `shrink`. Raises whatever Pillow does for damaged files.
 
+    decoder: of JPEG in its full size; what it refuses, and all else, is the host's.
     Shape of an array: (H, W), (H, W, 3) or (H, W, 4) uint8, in the picture's mode.
     """
-    fast = _fast(image, data, shrink)
+    fast = _other(decoder, image, data) if decoder != HOST and shrink == 1 else None
+    if fast is None:
+        fast = _fast(image, data, shrink)
     if fast is not None:
         return fast
     if shrink > 1:
@@ -57,8 +63,21 @@ def pixels(image: Image.Image, data: bytes, shrink: int = 1) -> Image.Image | np
 
 def _fast(image: Image.Image, data: bytes, shrink: int) -> np.ndarray | None:
     size = _reduced(image.size, shrink)
+    return _checked(image, size, lambda: _array(image, data, size))
+
+
+def _other(decoder: str, image: Image.Image, data: bytes) -> np.ndarray | None:
+    if image.format not in _JPEG or image.mode not in ("RGB", "L"):
+        return None
+    module, _, attribute = DECODERS[decoder].partition(":")
+    decode = getattr(importlib.import_module(module), attribute)
+    return _checked(image, image.size, lambda: decode(data, image.mode == "L"))
+
+
+def _checked(image: Image.Image, size: tuple[int, int], decode: Callable[[], np.ndarray | None]) -> np.ndarray | None:
+    """Return what a decoder makes, if it is what the header says."""
     try:
-        array = _array(image, data, size)
+        array = decode()
     except Exception:  # each library has its own errors; Pillow says what is wrong, or reads it
         return None
     channels = {"L": 1, "RGB": 3, "RGBA": 4}.get(image.mode)

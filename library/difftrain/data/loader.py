@@ -130,7 +130,7 @@ def make_loader(
     maker = SampleMaker(data.index, recipes, features, tokenize, plan.seed, data.store, total)
     items = range(first_step * share.accumulation, last_step * share.accumulation)
     workers = num_workers(cfg.data.workers, local_size)
-    loader = data_loader(MicroBatches(maker, plan, share), items, workers)
+    loader = data_loader(MicroBatches(maker, plan, share), items, workers, maker.forks)
     return Steps(loader, share.accumulation)
 
 
@@ -146,11 +146,16 @@ def check_sizes(tables: Tables, features: FeatureSpec) -> None:
         )
 
 
-def data_loader(dataset: Dataset[Any], items: range, workers: int) -> DataLoader[Any]:
-    """Make a loader over items in their order, that neither reads nor moves the process's random state."""
+def data_loader(dataset: Dataset[Any], items: range, workers: int, forks: bool = True) -> DataLoader[Any]:
+    """Make a loader over items in their order, that neither reads nor moves the process's random state.
+
+    forks: workers need nothing that is lost in a fork; else they are started anew, which takes seconds.
+    """
     more: dict[str, Any] = {}
     if workers:
         more = {"prefetch_factor": _PREFETCH, "worker_init_fn": _start_worker}
+        if not forks:
+            more["multiprocessing_context"] = "spawn"
     return DataLoader(
         dataset,
         batch_size=None,

@@ -26,7 +26,7 @@ from PIL import (
     features,
 )
 
-from difftrain.data.decoders import pixels, shrink_of
+from difftrain.data.decoders import HOST, pixels, shrink_of
 from difftrain.data.resize import fit, resize
 from difftrain.data.webp import read_webp_header
 from difftrain.data.whole import late_exif, seems_whole
@@ -125,17 +125,22 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def decode_for(
-    data: bytes, resized_wh: tuple[int, int], interpolation: str | None = None, *, max_pixels: int = MAX_PIXELS
+    data: bytes,
+    resized_wh: tuple[int, int],
+    interpolation: str | None = None,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    decoder: str = HOST,
 ) -> Decoded:
     """Decode to RGB a picture that will then be resized.
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is still enough. Raises: as decode.
+    decoder: see decoders.DECODERS. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is still enough. Raises: as decode.
     """
     if interpolation == "nearest":  # picks pixels, which averages are not
-        return _decode(data, _to_rgb, max_pixels)
+        return _decode(data, _to_rgb, max_pixels, decoder=decoder)
     spare = _SPARE if interpolation in _SHARP else 1.0
     return _decode(
-        data, _to_rgb, max_pixels, lambda image, turned: shrink_of(image, _swapped(resized_wh, turned), spare)
+        data, _to_rgb, max_pixels, lambda image, turned: shrink_of(image, _swapped(resized_wh, turned), spare), decoder
     )
 
 
@@ -152,6 +157,7 @@ def _decode(
     convert: Callable[[Image.Image], Image.Image],
     max_pixels: int,
     shrinking: Callable[[Image.Image, bool], int] | None = None,
+    decoder: str = HOST,
 ) -> Decoded:
     with _faults():
         image = _open(io.BytesIO(data), max_pixels)
@@ -161,7 +167,7 @@ def _decode(
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # turned by Pillow itself as it loads
             image.load()
             turn, whole_wh = _orientation(image, None), image.size
-        found = pixels(image, data, shrink)
+        found = pixels(image, data, shrink, decoder)
         if isinstance(found, np.ndarray):
             if convert is _to_rgb and turn == 1 and found.shape[2:] == (3,):
                 return Decoded(found, whole_wh)

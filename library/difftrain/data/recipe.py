@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from difftrain.config.datasets import datasets_of
 from difftrain.config.sections import CaptionSection
 from difftrain.data.buckets import BucketTable
+from difftrain.data.decoders import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,7 @@ class Recipe:
     interpolation: str | None = None
     loss_weight: float = 1.0
     is_reg: bool = False
+    decoder: str = HOST
 
     def plain(self) -> Recipe:
         """Return the recipe of validation: no augmentation, and the caption as it stands."""
@@ -81,4 +83,5 @@ def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: Bu
         interpolation=subset.resize_interpolation,
         loss_weight=cfg.loss.prior_weight if subset.is_reg else 1.0,
         is_reg=subset.is_reg,
+        decoder=cfg.data.image_decoder,
     )

@@ -17,6 +17,7 @@ from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, Featur
 from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
 from difftrain.data.captions import caption_of
 from difftrain.data.colour import recoloured
+from difftrain.data.decoders import HOST
 from difftrain.data.framing import Place, place_of
 from difftrain.data.masks import fit_mask, read_mask
 from difftrain.data.media import Unusable, decode_for, decode_rgba, fit
@@ -58,6 +59,11 @@ class SampleMaker:
     seed: int
     store: FeatureStore = NOTHING_CACHED
     total_steps: int = 0
+
+    @property
+    def forks(self) -> bool:
+        """Tell whether workers that make samples may be forked: those that decode on a device may not."""
+        return all(recipe.decoder == HOST for recipe in self.recipes)
 
     def batch(self, bucket: Bucket, draws: Sequence[Draw], epoch: int, spare: Spare, step: int = 0) -> Batch:
         """Make a micro batch of update `step`.
@@ -129,7 +135,7 @@ class SampleMaker:
         if recipe.alpha_mask:
             layers, size_wh = decode_rgba(data)
         else:
-            layers, size_wh = decode_for(data, place.fit.resized_wh, recipe.interpolation)
+            layers, size_wh = decode_for(data, place.fit.resized_wh, recipe.interpolation, decoder=recipe.decoder)
         if size_wh != (width, height):
             (w, h), (was_w, was_h) = size_wh, (width, height)
             raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")

@@ -55,6 +55,7 @@ class HeldOut(Dataset[Any]):
 
     def __init__(self, maker: SampleMaker, tables: Tables, chunks: Chunks, share: Share) -> None:
         self._maker, self._tables, self._chunks, self._share = maker, tables, chunks, share
+        self.forks = maker.forks
 
     def __getitem__(self, n: int) -> Batch | list[Reject] | DataFault:
         chunk, micro = divmod(n, self._share.accumulation)
@@ -81,7 +82,7 @@ class ValidationBatches:
         return sum(len(self._chunks.rows(n)[1]) for n in range(len(self._chunks)))
 
     def __iter__(self) -> Iterator[Batch]:
-        for item in items_of(data_loader(self._dataset, self._items, self._workers)):
+        for item in items_of(data_loader(self._dataset, self._items, self._workers, self._dataset.forks)):
             batch = item if isinstance(item, Batch) else None
             for reject in batch.rejects if batch else item:
                 log.warning("left out of the validation: %s: %s", reject.path, reject.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,24 @@ def make(order: Order) -> Optimizer:
 
     relative = order.given.get("relative_step", True) or order.given.get("warmup_init", False)
     if not relative:
-        return construct(order, Adafactor)
+        return _waiting_less(construct(order, Adafactor))
     given = {**order.given, "relative_step": True}
     tables = [{key: value for key, value in table.items() if key != "lr"} for table in order.tables]
-    return construct(Order(order.name, tables, order.lr, given), Adafactor, {"lr": None})
+    return _waiting_less(construct(Order(order.name, tables, order.lr, given), Adafactor, {"lr": None}))
+
+
+def _waiting_less(optimizer: Optimizer) -> Optimizer:
+    """Let every tensor's rate stay on its device: transformers compares the tensor's size with a number, on the host."""
+    given: Callable[[dict[str, Any], dict[str, Any]], Any] = optimizer._get_lr  # type: ignore[attr-defined]
+
+    def rate(group: dict[str, Any], state: dict[str, Any]) -> Any:
+        size = state.get("RMS")
+        if not group["scale_parameter"] or not isinstance(size, Tensor) or size.device.type == "cpu":
+            return given(group, state)
+        return given({**group, "scale_parameter": False}, state) * size.clamp(min=group["eps"][1])
+
+    optimizer._get_lr = rate  # type: ignore[attr-defined]
+    return optimizer
 
 
 class AdafactorSchedule(LRScheduler):

@@ -10,10 +10,23 @@ from torch import nn
 from difftrain import optim
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault, Family, Fault, Parts
+from difftrain.data.decoders import HOST
 from difftrain.data.sources import own_class
+from difftrain.device import Device
 from difftrain.train.drawing import prompts_of
 
 _WEIGHTS = frozenset({"model.pretrained", "model.vae"})
+
+
+def check_decoder(cfg: TrainConfig, device: Device) -> None:
+    """Try the decoder that is asked for. Raises ConfigFault where it cannot be used here."""
+    if cfg.data.image_decoder == HOST:
+        return
+    from difftrain.device import jpeg
+
+    why = jpeg.why_not(device)
+    if why:
+        raise ConfigFault([Fault(f"--image_decoder={cfg.data.image_decoder}", why, "leave it out: the host decodes")])
 
 
 def check(cfg: TrainConfig, family: Family, away: Collection[str] = ()) -> Parts:

@@ -77,7 +77,7 @@ def encode(job: Job, device: Device, precision: str, parts: Parts, workers: int,
     stop: set where another rank has failed, whose error is the one to be seen.
     """
     pieces, work = Pieces(job.work, job.missing), job.work
-    loader = data_loader(pieces, range(len(pieces)), min(workers, len(pieces)))
+    loader = data_loader(pieces, range(len(pieces)), min(workers, len(pieces)), work.forks)
     progress = Progress(job)
     with moved(parts, job.encoder.modules, device), torch.no_grad(), device.autocast(precision):
         for number, group in itertools.groupby(items_of(loader), key=lambda piece: piece.part.number):

@@ -16,6 +16,7 @@ from difftrain.contracts import Batch, Bucket, Draw, Encoder, Record, Tokenize
 from difftrain.data.cache.layout import Layout, Part
 from difftrain.data.cache.places import UNREADABLE, Rejected
 from difftrain.data.cache.store import Captions, Pictures, Shelf, hash_of
+from difftrain.data.decoders import HOST
 from difftrain.data.media import MEDIA_VERSION, Unusable
 
 if TYPE_CHECKING:
@@ -83,6 +84,11 @@ class PictureWork:
         self._ids = np.concatenate(list(runs.values()))
         self.layout = Layout(encoder.features, ((bucket, len(ids)) for bucket, ids in runs.items()), self.variants)
 
+    @property
+    def forks(self) -> bool:
+        """Tell whether workers that decode may be forked."""
+        return self._maker.forks
+
     def names(self, fingerprint: str) -> list[str]:
         """Name each part by all that decides it: encoder, bucket, and of every picture its bytes and how it is cut."""
         stamps, keys = self._maker.index.stamps(), self._maker.index.columns().keys
@@ -128,6 +134,7 @@ class CaptionWork:
     """
 
     variants = 1
+    forks = True
 
     def __init__(self, maker: SampleMaker, tables: Tables, encoder: Encoder, tokenize: Tokenize) -> None:
         """Lay out. maker: makes plain samples, without augmentation."""
@@ -190,6 +197,8 @@ def _settings_of(recipe: Recipe) -> bytes:
     """Hash how a recipe makes pixels of a picture: where it is cut, by which filter, and whether it keeps its alpha."""
     table = recipe.buckets
     parts = [table.sizes, table.max_area, table.steps, table.no_upscale, recipe.interpolation, recipe.alpha_mask]
+    if recipe.decoder != HOST:
+        parts.append(recipe.decoder)
     return _started(parts).digest()
 
 

@@ -96,7 +96,7 @@ def _optional() -> Iterator[Finding]:
     if extras.found_torchvision_npu():
         yield Finding(
             "ok",
-            "torchvision_npu is installed; pictures are decoded on the host all the same: not used",
+            "torchvision_npu is installed; it decodes JPEG with --image_decoder=device, else the host does",
             about="torchvision_npu",
         )
     else:
