@@ -15,11 +15,12 @@ from torch import nn
 from difftrain.config.parse import parse
 from difftrain.config.sections import TrainingSection
 from difftrain.contracts import Batch, Bucket, ConfigFault, TrainingFault
-from difftrain.device import Device, choose
+from difftrain.device import Device, choose, fp8
 from difftrain.device.memory import during
 from difftrain.device.offload import HostMemory
 from difftrain.distributed.launch import Launch
 from difftrain.engine import compiling
+from difftrain.train.check import check_device
 from difftrain.train.out_of_memory import told
 
 
@@ -92,7 +93,7 @@ def test_fp16_is_refused_where_it_saturates(npu: Device, monkeypatch: pytest.Mon
 
 
 def test_a_variable_that_stops_every_operator_is_named_before_the_first(npu: Device) -> None:
-    code = "import torch; torch.ones(1, device='npu')"
+    code = "import torch, torch_npu; torch.ones(1, device='npu')"
     assert "INF_NAN_MODE_ENABLE shouldn't be set to 0" in probed(code, expect=1, INF_NAN_MODE_ENABLE="0")
     told = probed("from difftrain.device import choose; choose('npu')", expect=1, INF_NAN_MODE_ENABLE="0")
     assert "environment INF_NAN_MODE_ENABLE: 0 is not taken by this NPU, in any precision" in told
@@ -181,6 +182,22 @@ def test_compile_is_off_and_says_why(npu: Device) -> None:
     assert block._compiled_call_impl is None
     (fault,) = compiling.faults(TrainingSection(compile=True, compile_backend="cudagraphs"), npu)
     assert "it records CUDA graphs, and this run is on npu" in fault
+
+
+def test_8_bits_are_refused(npu: Device) -> None:
+    words = [
+        "--init_from_config=tiny",
+        "--train_data_dir=.",
+        "--output_dir=out",
+        "--resolution=64",
+        "--mixed_precision=bf16",
+    ]
+    check_device(parse(words).config, npu)
+    with pytest.raises(ConfigFault, match="--fp8_base: the NPUs of the A2 and A3 series have no 8-bit floats"):
+        check_device(parse([*words, "--fp8_base"]).config, npu)
+    small = torch.ones(2).to(fp8.FP8).to(npu.torch_device)
+    with pytest.raises(RuntimeError, match="have no fp8"):  # as the device itself says
+        fp8.expand(small, torch.ones(1, device=npu.torch_device), torch.bfloat16)
 
 
 def test_the_description_names_the_stack(npu: Device) -> None:

@@ -106,7 +106,6 @@ DOORS = {
     "losses and noises": (
         ("--v_parameterization", "--min_snr_gamma=5", "--noise_offset=0.1", "--multires_noise_iterations=4",
          "--ip_noise_gamma=0.1", "--loss_type=smooth_l1", "--zero_terminal_snr"), 1e-4),
-    "8 bits": (("--fp8_base", "--train_text_encoder"), 2e-3),
     "accumulation": (("--gradient_accumulation_steps=2", "--scale_v_pred_loss_like_noise_pred", "--v_parameterization"), 1e-4),
     "compile": (("--torch_compile",), 1e-4),
 }  # fmt: skip

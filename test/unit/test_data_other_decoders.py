@@ -15,7 +15,7 @@ from difftrain.data import decoders
 from difftrain.data.media import decode_for
 from difftrain.data.recipe import Recipe
 from difftrain.device import Device
-from difftrain.train.check import check_decoder
+from difftrain.train.check import check_device
 
 asked: list[bool] = []  # whether each picture it was asked for is grey
 
@@ -72,10 +72,10 @@ def test_what_it_refuses_is_the_host_s(other: None) -> None:
 @pytest.mark.flags("image_decoder")
 def test_it_is_refused_where_there_is_no_npu(tmp_path: Path) -> None:
     words = ["--init_from_config=tiny", f"--train_data_dir={tmp_path}", "--output_dir=out", "--resolution=64"]
-    check_decoder(parse(words).config, Device("cpu"))
+    check_device(parse(words).config, Device("cpu"))
     cfg = parse([*words, "--image_decoder=device"]).config
     with pytest.raises(ConfigFault, match=r"--image_decoder=device: torchvision_npu decodes on an NPU, .* is on cpu"):
-        check_decoder(cfg, Device("cpu"))
+        check_device(cfg, Device("cpu"))
 
 
 def test_cached_features_of_another_decoder_are_others() -> None:

@@ -24,6 +24,14 @@ _LARGEST = 448.0  # of e4m3fn, which has no infinity
 FEWEST_INPUTS = 160
 
 
+def why_not(kind: str) -> str:
+    """Say why a kind of device cannot compute with such layers; empty where it can.
+
+    Source: CANN's Cast operator, whose documents have fp8 from the Ascend 950 on.
+    """
+    return "the NPUs of the A2 and A3 series have no 8-bit floats" if kind == "npu" else ""
+
+
 def store(module: nn.Module) -> list[str]:
     """Put the frozen linear and convolution layers inside a module into 8 bits, in place; return their names."""
     found = [(name, layer) for name, layer in module.named_modules() if _fits(layer)]

@@ -12,21 +12,22 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault, Family, Fault, Parts
 from difftrain.data.decoders import HOST
 from difftrain.data.sources import own_class
-from difftrain.device import Device
+from difftrain.device import Device, fp8, jpeg
 from difftrain.train.drawing import prompts_of
 
 _WEIGHTS = frozenset({"model.pretrained", "model.vae"})
 
 
-def check_decoder(cfg: TrainConfig, device: Device) -> None:
-    """Try the decoder that is asked for. Raises ConfigFault where it cannot be used here."""
-    if cfg.data.image_decoder == HOST:
-        return
-    from difftrain.device import jpeg
-
-    why = jpeg.why_not(device)
-    if why:
-        raise ConfigFault([Fault(f"--image_decoder={cfg.data.image_decoder}", why, "leave it out: the host decodes")])
+def check_device(cfg: TrainConfig, device: Device) -> None:
+    """Try what only some devices have and is asked for. Raises ConfigFault where it cannot be used here."""
+    faults = []
+    if cfg.model.fp8_frozen and (why := fp8.why_not(device.kind)):
+        flag = "--fp8_base" if cfg.model.fp8_frozen == "all" else "--fp8_base_unet"
+        faults.append(Fault(flag, why, "leave it out; --cache_text_encoder_outputs frees more"))
+    if cfg.data.image_decoder != HOST and (why := jpeg.why_not(device)):
+        faults.append(Fault(f"--image_decoder={cfg.data.image_decoder}", why, "leave it out: the host decodes"))
+    if faults:
+        raise ConfigFault(faults)
 
 
 def check(cfg: TrainConfig, family: Family, away: Collection[str] = ()) -> Parts:

@@ -35,7 +35,7 @@ from difftrain.report.files import write_whole
 from difftrain.train import out_of_memory
 from difftrain.train.averages import announce, start_averages
 from difftrain.train.caching import undecodable, with_cache
-from difftrain.train.check import check, check_decoder
+from difftrain.train.check import check, check_device
 from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, parameter_counts, say_what_runs, settle_uploads, write_reports
 from difftrain.train.evaluating import Evaluating
@@ -77,7 +77,7 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
-    check_decoder(cfg, device)
+    check_device(cfg, device)
     with ExitStack() as stack:
         stack.enter_context(out_of_memory.told(cfg, device, launch))
         ranks = stack.enter_context(Ranks.open(launch, device, cfg.training.ddp_timeout_min))
