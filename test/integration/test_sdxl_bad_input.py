@@ -126,7 +126,7 @@ def test_all_faults_of_a_command_line_at_once(door: Door, tmp_path: Path) -> Non
         "--learning_rate=fast",
         "--mixed_precision=fp8",
         "--grad_accumulation=2",
-        "--deepspeed",
+        "--v2",
         "--min_bucket_reso=256",
     )
     output = door.run([*flags, "--pretrained_model_name_or_path=somewhere"], expect=2)
@@ -135,7 +135,7 @@ def test_all_faults_of_a_command_line_at_once(door: Door, tmp_path: Path) -> Non
         "--learning_rate",
         "--mixed_precision",
         "--gradient_accumulation_steps",  # the nearest name
-        "--deepspeed",
+        "--v2",
         "--min_bucket_reso",
         "--pretrained_model_name_or_path",
     ):
