@@ -16,6 +16,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.npu)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Let every test begin as a user's shell does: the product keeps torch_npu from loading by itself, and children inherit."""
+    os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+
+
 @pytest.fixture
 def counted():
     """Count what runs on the device in this test."""
