@@ -25,6 +25,8 @@ FROZEN_OURS = {
     "validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps", "log_every", "training_comment",
     "no_metadata", "cache_only", "prior_loss_weight", "demo", "demo_score", "unet_lr", "text_encoder_lr", "optimizer_schedulefree_wrapper",
     "image_decoder", "schedulefree_wrapper_args", "skip_until_initial_step", "initial_step", "initial_epoch",
+    "trust_cache", "regenerate_cache", "cache_latents_as", "cache_latents_dtype", "cache_text_dtype", "cache_dtypes",
+    "cache_shuffle_num", "cache_preload", "cache_batch_size", "cache_workers", "cache_segment_gib", "cache_copy_gib",
 }  # fmt: skip
 FROZEN_LATER = {
     "master_weights",

@@ -17,8 +17,12 @@ from difftrain.config.validate import fields
 
 # sections and fields that may change between two starts of one run
 FREE = frozenset({
-    # features read from a cache are those that are encoded online, but for the rounding of other batches
-    "model.vae_batch_size", "model.disable_mmap", "cache", "model.tokenizer_cache_dir",
+    # features read from a cache are those that are encoded online, but for the rounding of other batches; what a cache
+    # rounds, draws or leaves out (latents_as, dtypes, shuffle_num) makes another run
+    "model.vae_batch_size", "model.disable_mmap", "model.tokenizer_cache_dir",
+    "cache.latents", "cache.latents_to_disk", "cache.text", "cache.text_to_disk", "cache.skip_check", "cache.trust",
+    "cache.regenerate", "cache.only", "cache.preload", "cache.batch_size", "cache.workers", "cache.segment_gib",
+    "cache.copy_gib",
     # the folders' own names count, see identity; the records themselves are in the plan's digest
     "data.dirs", "data.reg_dirs", "data.datasets", "data.dataset_config",
     "data.workers", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",

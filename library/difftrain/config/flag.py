@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["switch", "str", "int", "float", "number", "size", "strs", "ints", "floats"]
+Kind = Literal["switch", "str", "int", "float", "number", "size", "strs", "ints", "floats", "pairs"]
 Status = Literal["implemented", "nearest", "later", "refused"]
 
 AS_OURS: Any = object()  # kohya's default is the default of the field
@@ -42,7 +42,7 @@ class Flag:
     @property
     def takes_many(self) -> bool:
         """Say whether several values may follow."""
-        return self.kind in ("strs", "ints", "floats")
+        return self.kind in ("strs", "ints", "floats", "pairs")
 
 
 def on(name: str, kind: Kind, to: str, help: str, **rest: Any) -> Flag:
@@ -97,6 +97,17 @@ def _size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, mark, value = (part.strip() for part in text.partition("="))
+        if not (name and mark and value):
+            raise ValueError(f"must be NAME=VALUE, got {text!r}")
+        if pairs.setdefault(name, value) != value:
+            raise ValueError(f"says two things of {name}: {pairs[name]} and {value}")
+    return pairs
+
+
 _ONE: dict[Kind, Callable[[str], Any]] = {"str": str, "int": _int, "float": _float, "number": _number, "size": _size}
 
 
@@ -113,6 +124,8 @@ def convert(flag: Flag, texts: list[str]) -> Any:
         return tuple(_int(number) for text in texts for number in text.split(","))
     if flag.kind == "floats":
         return tuple(_float(number) for text in texts for number in text.split(","))
+    if flag.kind == "pairs":
+        return _pairs([pair for text in texts for pair in text.split(",")])
     if not texts[-1].strip() and flag.kind != "str":
         raise ValueError("its value is empty")
     return _ONE[flag.kind](texts[-1])

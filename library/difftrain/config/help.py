@@ -13,7 +13,7 @@ from difftrain.config.validate import choices_of, default_of, section_class
 
 WORDS = {
     "int": "N", "float": "X", "number": "N", "size": "W,H", "strs": "TEXT ...", "ints": "N ...", "floats": "X ...",
-    "str": "TEXT",
+    "str": "TEXT", "pairs": "NAME=VALUE ...",
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def _entry(flag: Flag) -> str:
 
 def default_text(flag: Flag) -> str:
     """Name the default where there is one to name."""
-    if flag.kind == "switch" or not flag.to or (value := default_of(flag.to)) in (None, "", ()):
+    if flag.kind == "switch" or not flag.to or (value := default_of(flag.to)) in (None, "", (), {}):
         return ""
     return f" [{value if isinstance(value, str) else value_text(value)}]"
 

@@ -14,6 +14,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 IntOrShare = Annotated[float, Field(ge=0)]  # below 1 and written as a float: a share of all steps
+CacheDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 EmaWidth = Annotated[float, Field(ge=0.001, le=0.28)]  # a flat average has 0.2887
 
 
@@ -135,11 +136,23 @@ class CacheSection(Section):
     """What is encoded once, at the start, and read from then on."""
 
     latents: bool = Field(False, description="in memory, for the length of the run")
-    latents_to_disk: bool = Field(False, description="in files, for other runs too")
+    latents_to_disk: bool = Field(False, description="in the cache's folder, for other runs too")
     text: bool = Field(False, description="outputs of frozen text encoders: in memory")
     text_to_disk: bool = False
-    skip_check: bool = Field(False, description="files are taken without reading them through")
-    only: bool = Field(False, description="stop when the files are whole")
+    latents_as: Literal["moments", "mean", "sample"] = Field("moments", description="moments: every use draws anew")
+    latents_dtype: CacheDtype = "fp32"
+    text_dtype: Literal["auto", CacheDtype] = Field("auto", description="auto: what the encoder computes in")
+    dtypes: dict[str, str] = Field({}, description="feature -> CacheDtype, for one feature; wins")
+    shuffle_num: PositiveInt | None = Field(None, description="captions that are drawn of a record, once")
+    skip_check: bool = Field(False, description="checksums are not compared where entries are read first")
+    trust: bool = Field(False, description="the index and the list of what is cached are taken as they are")
+    regenerate: bool = Field(False, description="encode all of this run's entries anew")
+    only: bool = Field(False, description="stop when the cache is whole")
+    preload: bool = Field(False, description="copy a cache on disk into memory that all processes share")
+    batch_size: PositiveInt = Field(32, description="captions that a text encoder takes at once")
+    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="while building; None: data.workers")
+    segment_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="size at which the next segment is begun")
+    copy_gib: Annotated[float, Field(gt=0)] = Field(50.0, description="bound of what is kept of an object store")
 
 
 class TrainingSection(Section):
