@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from difftrain.contracts import DataFault
+from difftrain.contracts import DataFault, Record
 from difftrain.data.cache.layout import Layout, Part
 from difftrain.data.media import Unusable
 from difftrain.data.order import Recent
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from difftrain.data.cache.reader import Reader
 
 _OPEN_FILES = 64
 
@@ -106,11 +108,103 @@ class Captions:
 
 
 @dataclass(frozen=True)
+class Cached:
+    """One encoder of pictures whose features are cached. address: of a record as it is, or mirrored; picklable.
+
+    address returns None where the encoder makes nothing of a record: one that has no mask.
+    """
+
+    reader: Reader
+    address: Callable[[Record, bool], bytes | None]
+
+
+@dataclass(frozen=True)
+class CachedText:
+    """One encoder of captions whose features are cached. addresses: of a batch of tokenised captions; picklable."""
+
+    reader: Reader
+    addresses: Callable[[Mapping[str, Tensor]], list[bytes]]
+
+
+@dataclass(frozen=True)
+class CachedPictures:
+    """What encoders made of pictures."""
+
+    encoders: tuple[Cached, ...]
+
+    def check(self, record: Record, flip: bool = False) -> None:
+        """Refuse a record that could not be decoded when it was to be encoded. Raises Unusable with that reason."""
+        for each in self.encoders:
+            address = each.address(record, flip)
+            reason = None if address is None else each.reader.reject(address)
+            if reason is not None:
+                kind, _, detail = reason.partition(": ")
+                raise Unusable(kind, detail)
+
+    def read(self, records: Sequence[Record], flips: Sequence[bool]) -> dict[str, Tensor]:
+        """Return features of records of one bucket, each as it is or mirrored. Shapes: (B, ...) of each feature.
+
+        Raises: TrainingFault where an entry is missing or damaged.
+        """
+        features: dict[str, Tensor] = {}
+        for each in self.encoders:
+            features |= _read(each, records, flips)[1]
+        return features
+
+
+@dataclass(frozen=True)
+class CachedMasks:
+    """Masks of the loss, as they were cut and resized with their pictures."""
+
+    encoder: Cached
+
+    def read(self, records: Sequence[Record], flips: Sequence[bool]) -> Tensor | None:
+        """Return masks of records of one bucket, ones where a record has none; None where no record has one.
+
+        Shapes: (B, 1, H, W) fp32 in 0..1. Raises: TrainingFault where an entry is missing or damaged.
+        """
+        rows, found = _read(self.encoder, records, flips)
+        if not rows:
+            return None
+        (masks,) = found.values()
+        whole = torch.ones((len(records), *masks.shape[1:]), dtype=torch.float32)
+        whole[rows] = masks.float() / 255
+        return whole
+
+
+def _read(encoder: Cached, records: Sequence[Record], flips: Sequence[bool]) -> tuple[list[int], dict[str, Tensor]]:
+    """Read what an encoder made of those records that it made something of; also return which those are."""
+    wanted = [encoder.address(record, flip) for record, flip in zip(records, flips, strict=True)]
+    rows = [row for row, address in enumerate(wanted) if address is not None]
+    addresses = [address for address in wanted if address is not None]
+    return rows, encoder.reader.read(addresses, [records[row].name for row in rows]) if rows else {}
+
+
+@dataclass(frozen=True)
+class CachedCaptions:
+    """What encoders made of captions. spent: tokens that nothing needs any more, since all that read them is cached."""
+
+    encoders: tuple[CachedText, ...]
+    spent: frozenset[str] = frozenset()
+
+    def read(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tokens that are still needed, and the features of all cached encoders. Shapes: (B, ...) of each.
+
+        Raises: TrainingFault where an entry is missing or damaged.
+        """
+        features = {name: each for name, each in tokens.items() if name not in self.spent}
+        for encoder in self.encoders:
+            features |= encoder.reader.read(encoder.addresses(tokens))
+        return features
+
+
+@dataclass(frozen=True)
 class FeatureStore:
     """What of a run's features is cached; None: made anew for every use."""
 
-    pictures: Pictures | None = None
-    captions: Captions | None = None
+    pictures: Pictures | CachedPictures | None = None
+    captions: Captions | CachedCaptions | None = None
+    masks: CachedMasks | None = None
 
 
 NOTHING_CACHED = FeatureStore()
