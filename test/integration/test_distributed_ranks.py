@@ -27,7 +27,7 @@ def _open(timeout_min: float = 1.0):
 def healthy() -> None:
     """Everything that needs no rank to fail, in one launch."""
     with _open() as ranks:
-        seen = {"agreement": _agreement(ranks), "sharding": _sharding(ranks)}
+        seen = {"agreement": _agreement(ranks), "counted": _counted(ranks), "sharding": _sharding(ranks)}
     print(json.dumps(seen))
 
 
@@ -39,7 +39,7 @@ def _agreement(ranks: Any) -> dict[str, Any]:
         "agree": ranks.agree(10 * ranks.rank),
         "any_one": ranks.any(ranks.rank == 1),
         "any_none": ranks.any(False),
-        "broadcast": ranks.broadcast({"from": ranks.rank}),
+        "broadcast": [ranks.broadcast({"from": ranks.rank}), ranks.broadcast(ranks.rank, source=2)],
         "gather": ranks.gather(chr(ord("a") + ranks.rank)),
         "sum": total.tolist(),
         "logger": ranks.is_logger,
@@ -48,6 +48,17 @@ def _agreement(ranks: Any) -> dict[str, Any]:
     }
     ranks.barrier()
     return seen
+
+
+def _counted(ranks: Any) -> dict[str, Any]:
+    """Take numbers as fast as each rank can, and add up what was taken."""
+    following, tally = ranks.counter("numbers"), ranks.tally("sum")
+    taken = []
+    while (number := following()) < 50:
+        taken.append(number)
+    tally(len(taken))
+    ranks.barrier()
+    return {"taken": sorted(n for share in ranks.gather(taken) for n in share), "sum": tally(0)}
 
 
 def _sharding(ranks: Any) -> dict[str, Any]:
@@ -91,13 +102,18 @@ def test_three_ranks_agree_and_sum(three_ranks: list[dict[str, Any]]) -> None:
             "agree": 20,
             "any_one": True,
             "any_none": False,
-            "broadcast": {"from": 0},
+            "broadcast": [{"from": 0}, 2],
             "gather": ["a", "b", "c"],
             "sum": [6.0, 6.0],
             "logger": rank == 0,
             "leads": rank == 0,
             "place": [rank, 3, rank, 3],
         }
+
+
+def test_numbers_are_handed_out_once_to_whoever_asks(three_ranks: list[dict[str, Any]]) -> None:
+    for seen in three_ranks:
+        assert seen["counted"] == {"taken": list(range(50)), "sum": 50}
 
 
 def test_oss_shards_the_state_and_trains_the_same(three_ranks: list[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from difftrain.contracts import TrainingFault
 from difftrain.distributed.launch import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from torch import Tensor
@@ -111,13 +111,13 @@ class Ranks:
         """Tell whether any rank said yes."""
         return bool(self.agree(bool(flag)))
 
-    def broadcast(self, value: Any = None) -> Any:
-        """Return rank 0's value on every rank (pickled: small, and only between ranks of one job)."""
+    def broadcast(self, value: Any = None, source: int = 0) -> Any:
+        """Return one rank's value on every rank (pickled: small, and only between ranks of one job)."""
         if self.control is None:
             return value
         box = [value]
         with self._together():
-            dist.broadcast_object_list(box, src=0, group=self.control)
+            dist.broadcast_object_list(box, src=source, group=self.control)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -131,6 +131,21 @@ class Ranks:
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
         return _told(self.rank, _ENDED)
+
+    def counter(self, name: str) -> Callable[[], int]:
+        """Return what hands out 0, 1, 2, ... to whichever rank asks next: each number once, and nobody waits for another.
+
+        name: of this counter alone in the life of the job.
+        """
+        tally = self.tally(name)
+        return lambda: tally(1) - 1
+
+    def tally(self, name: str) -> Callable[[int], int]:
+        """Return what adds to a sum over all ranks and says how large it is by now. name: as for `counter`."""
+        if self.control is None:
+            return _Sum().add
+        store = dist.PrefixStore(f"difftrain/{name}", dist.distributed_c10d._get_default_store())
+        return lambda value: int(store.add("sum", value))
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -173,6 +188,18 @@ class Ranks:
         control, self.control = self.control, None
         with contextlib.suppress(Exception):  # the first error is the one to be seen
             dist.destroy_process_group(None if dist.get_backend() == "gloo" else control)
+
+
+class _Sum:
+    """Add up in one process."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def add(self, value: int) -> int:
+        """Return the sum with another value."""
+        self._sum += value
+        return self._sum
 
 
 _ENDED = "another rank has ended or did not come in time; its own error says why"

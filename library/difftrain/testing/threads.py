@@ -43,9 +43,9 @@ class ThreadRanks:
         self._meeting.gate.wait()
         return values
 
-    def broadcast(self, value: Any = None) -> Any:
-        """Return rank 0's value."""
-        return self.gather(value)[0]
+    def broadcast(self, value: Any = None, source: int = 0) -> Any:
+        """Return one rank's value."""
+        return self.gather(value)[source]
 
     def agree(self, value: int) -> int:
         """Return the largest value."""
