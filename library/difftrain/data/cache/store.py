@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from difftrain.contracts import DataFault, Record
+from difftrain.contracts import DataFault
 from difftrain.data.cache.layout import Layout, Part
 from difftrain.data.media import Unusable
 from difftrain.data.order import Recent
@@ -109,13 +109,84 @@ class Captions:
 
 @dataclass(frozen=True)
 class Cached:
-    """One encoder of pictures whose features are cached. address: of a record as it is, or mirrored; picklable.
+    """One encoder of pictures whose features are cached.
 
-    address returns None where the encoder makes nothing of a record: one that has no mask.
+    addresses: of records by id, each as it is or mirrored; None where the encoder made nothing of one. Picklable.
     """
 
     reader: Reader
-    address: Callable[[Record, bool], bytes | None]
+    addresses: Callable[[Sequence[int], Sequence[bool]], list[bytes | None]]
+
+    def check(self, record_id: int, flip: bool) -> None:
+        """Refuse a record that could not be decoded when it was to be encoded. Raises Unusable with that reason."""
+        (address,) = self.addresses([record_id], [flip])
+        if address is None:
+            raise Unusable("not cached", "it could not be read when the cache was built")
+        reason = self.reader.reject(address)
+        if reason is not None:
+            kind, _, detail = reason.partition(": ")
+            raise Unusable(kind, detail)
+
+    def read(self, record_ids: Sequence[int], flips: Sequence[bool]) -> dict[str, Tensor]:
+        """Return features of records of one bucket. Shapes: (B, ...) of each. Raises as Reader.read."""
+        found = self.addresses(record_ids, flips)
+        addresses = [address for address in found if address is not None]
+        if len(addresses) < len(found):
+            without = [str(number) for number, address in zip(record_ids, found, strict=True) if address is None]
+            raise ValueError(f"records {', '.join(without)} have no address; `check` says so before they are read")
+        return self.reader.read(addresses)
+
+
+@dataclass(frozen=True)
+class CachedPictures:
+    """What encoders made of pictures."""
+
+    encoders: tuple[Cached, ...]
+
+    def check(self, record_id: int, flip: bool = False) -> None:
+        """Refuse a record that could not be decoded when it was to be encoded. Raises Unusable with that reason."""
+        for encoder in self.encoders:
+            encoder.check(record_id, flip)
+
+    def read(self, record_ids: Sequence[int], flips: Sequence[bool]) -> dict[str, Tensor]:
+        """Return features of records of one bucket, each as it is or mirrored. Shapes: (B, ...) of each feature.
+
+        Raises: TrainingFault where an entry is missing or damaged.
+        """
+        features: dict[str, Tensor] = {}
+        for encoder in self.encoders:
+            features |= encoder.read(record_ids, flips)
+        return features
+
+
+@dataclass(frozen=True)
+class CachedMasks:
+    """Masks of the loss, cut and resized with their pictures. Records that have none count whole."""
+
+    encoder: Cached
+
+    def wants(self, record_id: int) -> bool:
+        """Tell whether a record has a mask."""
+        return self.encoder.addresses([record_id], [False])[0] is not None
+
+    def check(self, record_id: int, flip: bool = False) -> None:
+        """Refuse a record whose mask could not be made. Raises Unusable with that reason."""
+        if self.wants(record_id):
+            self.encoder.check(record_id, flip)
+
+    def read(self, record_ids: Sequence[int], flips: Sequence[bool]) -> Tensor | None:
+        """Return masks of records of one bucket, ones where a record has none; None where no record has one.
+
+        Shapes: (B, 1, H, W) fp32 in 0..1. Raises: TrainingFault where an entry is missing or damaged.
+        """
+        found = self.encoder.addresses(record_ids, flips)
+        rows = [row for row, address in enumerate(found) if address is not None]
+        if not rows:
+            return None
+        (masks,) = self.encoder.reader.read([address for address in found if address is not None]).values()
+        whole = torch.ones((len(found), *masks.shape[1:]), dtype=torch.float32)
+        whole[rows] = masks.float() / 255
+        return whole
 
 
 @dataclass(frozen=True)
@@ -127,72 +198,17 @@ class CachedText:
 
 
 @dataclass(frozen=True)
-class CachedPictures:
-    """What encoders made of pictures."""
+class CachedCaptions:
+    """What encoders made of captions."""
 
-    encoders: tuple[Cached, ...]
+    encoders: tuple[CachedText, ...]
 
-    def check(self, record: Record, flip: bool = False) -> None:
-        """Refuse a record that could not be decoded when it was to be encoded. Raises Unusable with that reason."""
-        for each in self.encoders:
-            address = each.address(record, flip)
-            reason = None if address is None else each.reader.reject(address)
-            if reason is not None:
-                kind, _, detail = reason.partition(": ")
-                raise Unusable(kind, detail)
-
-    def read(self, records: Sequence[Record], flips: Sequence[bool]) -> dict[str, Tensor]:
-        """Return features of records of one bucket, each as it is or mirrored. Shapes: (B, ...) of each feature.
+    def read(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what encoders made of tokenised captions. Shapes: (B, ...) of each feature.
 
         Raises: TrainingFault where an entry is missing or damaged.
         """
         features: dict[str, Tensor] = {}
-        for each in self.encoders:
-            features |= _read(each, records, flips)[1]
-        return features
-
-
-@dataclass(frozen=True)
-class CachedMasks:
-    """Masks of the loss, as they were cut and resized with their pictures."""
-
-    encoder: Cached
-
-    def read(self, records: Sequence[Record], flips: Sequence[bool]) -> Tensor | None:
-        """Return masks of records of one bucket, ones where a record has none; None where no record has one.
-
-        Shapes: (B, 1, H, W) fp32 in 0..1. Raises: TrainingFault where an entry is missing or damaged.
-        """
-        rows, found = _read(self.encoder, records, flips)
-        if not rows:
-            return None
-        (masks,) = found.values()
-        whole = torch.ones((len(records), *masks.shape[1:]), dtype=torch.float32)
-        whole[rows] = masks.float() / 255
-        return whole
-
-
-def _read(encoder: Cached, records: Sequence[Record], flips: Sequence[bool]) -> tuple[list[int], dict[str, Tensor]]:
-    """Read what an encoder made of those records that it made something of; also return which those are."""
-    wanted = [encoder.address(record, flip) for record, flip in zip(records, flips, strict=True)]
-    rows = [row for row, address in enumerate(wanted) if address is not None]
-    addresses = [address for address in wanted if address is not None]
-    return rows, encoder.reader.read(addresses, [records[row].name for row in rows]) if rows else {}
-
-
-@dataclass(frozen=True)
-class CachedCaptions:
-    """What encoders made of captions. spent: tokens that nothing needs any more, since all that read them is cached."""
-
-    encoders: tuple[CachedText, ...]
-    spent: frozenset[str] = frozenset()
-
-    def read(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tokens that are still needed, and the features of all cached encoders. Shapes: (B, ...) of each.
-
-        Raises: TrainingFault where an entry is missing or damaged.
-        """
-        features = {name: each for name, each in tokens.items() if name not in self.spent}
         for encoder in self.encoders:
             features |= encoder.reader.read(encoder.addresses(tokens))
         return features
