@@ -10,7 +10,7 @@ import pytest
 
 from difftrain.config import CaptionSection
 from difftrain.contracts import MediaRef, Record
-from difftrain.data.captions import caption_of, num_tags
+from difftrain.data.captions import caption_of, is_dropped, num_tags, variant_of, varies, written
 from difftrain.diffusion.draws import Stream
 
 TAGS = "1girl, solo, red hair, sky, cat, tree"
@@ -261,3 +261,40 @@ def test_every_option_at_once_is_a_function_of_the_use_and_the_step():
         return [draw(captions, occurrence=use, step=use, total_steps=60, **settings) for use in range(60)]
 
     assert some() == some() and len(set(some())) > 30
+
+
+def record_of(*captions):
+    return Record(0, b"k" * 16, MediaRef(0, "a.png"), captions, (64, 64))
+
+
+def variant(number, *captions, seed=0, **settings):
+    record = record_of(*captions)
+    return variant_of(record, Stream(seed, record.key, number, "caption"), CaptionSection(**settings))
+
+
+def test_a_variant_is_what_a_use_of_that_number_draws_but_never_dropped():
+    varied = {"shuffle": True, "tag_dropout_rate": 0.3, "enable_wildcard": True}
+    for number in range(50):
+        record = record_of("a, b, {c|d}, e", "f, g\nh, i")
+        stream = Stream(0, record.key, number, "caption")
+        drawn_ = caption_of(record, stream, CaptionSection(**varied), 0)
+        assert variant(number, *record.captions, dropout_rate=0.9, dropout_every_n_epochs=1, **varied) == drawn_
+
+
+def test_a_use_is_dropped_whether_or_not_there_are_variants():
+    section, record = CaptionSection(shuffle=True, dropout_rate=0.3, dropout_every_n_epochs=4), record_of("a, b", "c")
+    for use in range(200):
+        told = is_dropped(record, Stream(1, record.key, use, "caption"), section, use % 8)
+        assert told == (caption_of(record, Stream(1, record.key, use, "caption"), section, use % 8) == "")
+
+
+def test_which_captions_vary():
+    assert not varies(CaptionSection(dropout_rate=0.5, dropout_every_n_epochs=2, prefix="a", keep_tokens=1))
+    for setting in ({"shuffle": True}, {"enable_wildcard": True}, {"tag_dropout_rate": 0.1}):
+        assert varies(CaptionSection(**setting))
+
+
+def test_written_captions_keep_prefix_first_line_and_separators():
+    record = record_of("one; two\nrest", "three")
+    section = CaptionSection(prefix="p", suffix="s", secondary_separator=";", dropout_rate=1.0)
+    assert written(record, Stream(0, record.key, 0, "caption"), section) == ["p one, two", "p three s"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from difftrain.contracts import Record
@@ -37,12 +38,44 @@ def caption_of(
     dropout_every_n_epochs=n drops every caption in the n-th, 2n-th, ... epoch.
     Of several captions one is drawn, each as likely as the others.
     """
-    caption = record.captions[stream.integer(len(record.captions)) if len(record.captions) > 1 else 0]
-    # Drawn whether or not it is needed: turning dropout on leaves the order of the tags as it was.
-    lot = stream.uniform()
+    caption = _chosen(record, stream)
+    return "" if _drops(stream, section, epoch) else _made(caption, stream, section, step, total_steps)
+
+
+def varies(section: CaptionSection) -> bool:
+    """Tell whether a caption comes in several forms, dropping it as a whole aside: variants of it can be cached."""
+    return section.shuffle or section.enable_wildcard or section.tag_dropout_rate > 0
+
+
+def is_dropped(record: Record, stream: Draws, section: CaptionSection, epoch: int) -> bool:
+    """Tell whether caption_of makes "" of this use."""
+    _chosen(record, stream)
+    return _drops(stream, section, epoch)
+
+
+def variant_of(record: Record, stream: Draws, section: CaptionSection, step: int = 0, total_steps: int = 0) -> str:
+    """Make a caption as caption_of does, one that is never dropped. stream: of the record and the variant's number."""
+    caption = _chosen(record, stream)
+    stream.uniform()
+    return _made(caption, stream, section, step, total_steps)
+
+
+def written(record: Record, stream: Draws, section: CaptionSection) -> list[str]:
+    """Make the caption of each one that is written for a record, where these do not vary."""
+    return [variant_of(replace(record, captions=(each,)), stream, section) for each in record.captions]
+
+
+def _chosen(record: Record, stream: Draws) -> str:
+    return record.captions[stream.integer(len(record.captions)) if len(record.captions) > 1 else 0]
+
+
+def _drops(stream: Draws, section: CaptionSection, epoch: int) -> bool:
+    lot = stream.uniform()  # whether or not it is needed: turning dropout on leaves the order of the tags as it was
     every = section.dropout_every_n_epochs
-    if lot < section.dropout_rate or (every and (epoch + 1) % every == 0):
-        return ""
+    return lot < section.dropout_rate or bool(every and (epoch + 1) % every == 0)
+
+
+def _made(caption: str, stream: Draws, section: CaptionSection, step: int, total_steps: int) -> str:
     caption = _one_line(_framed(caption, section), stream, section)
     mark = section.keep_tokens_separator
     if section.shuffle or section.tag_dropout_rate > 0 or section.token_warmup_step > 0 or (mark and mark in caption):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from difftrain.config.datasets import datasets_of
 from difftrain.config.sections import CaptionSection
 from difftrain.data.buckets import BucketTable
+from difftrain.data.captions import varies
 from difftrain.data.decoders import HOST
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Recipe:
 
     batch_size: images a rank takes in one micro batch. face_crop_range: lowest and highest zoom. conditioning_dir: where
     the masks lie, by the pictures' names. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
+    num_variants: captions of a record, of which each use draws one; None: each use has one of its own.
     """
 
     captions: CaptionSection
@@ -38,6 +40,12 @@ class Recipe:
     loss_weight: float = 1.0
     is_reg: bool = False
     decoder: str = HOST
+    num_variants: int | None = None
+
+    @property
+    def has_masks(self) -> bool:
+        """Tell whether every picture has a mask of the loss."""
+        return self.alpha_mask or bool(self.conditioning_dir)
 
     def plain(self) -> Recipe:
         """Return the recipe of validation: no augmentation, and the caption as it stands."""
@@ -48,9 +56,11 @@ class Recipe:
             "tag_dropout_rate": 0.0,
             "token_warmup_step": 0,
         }
+        captions = self.captions.model_copy(update=told)
         return replace(
             self,
-            captions=self.captions.model_copy(update=told),
+            captions=captions,
+            num_variants=self.num_variants if varies(captions) else None,
             flip=False,
             random_crop=False,
             color_aug=False,
@@ -84,4 +94,5 @@ def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: Bu
         loss_weight=cfg.loss.prior_weight if subset.is_reg else 1.0,
         is_reg=subset.is_reg,
         decoder=cfg.data.image_decoder,
+        num_variants=cfg.cache.shuffle_num if varies(subset.captions) else None,
     )

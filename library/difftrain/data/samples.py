@@ -15,7 +15,7 @@ import torch
 
 from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, FeatureSpec, Record, Reject, Tokenize
 from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
-from difftrain.data.captions import caption_of
+from difftrain.data.captions import caption_of, is_dropped, variant_of, varies, written
 from difftrain.data.colour import recoloured
 from difftrain.data.decoders import HOST
 from difftrain.data.framing import Place, place_of
@@ -146,10 +146,15 @@ class SampleMaker:
         return place_of(self.recipes[record.media.source], record, draw, self.seed)
 
     def caption(self, record: Record, draw: Draw, epoch: int, step: int = 0) -> str:
-        """Make the caption of one use of a record."""
+        """Make the caption of one use of a record: of its own, or one of the record's variants."""
         stream = Stream(self.seed, draw.key, draw.occurrence, "caption")
-        section = self.recipes[record.media.source].captions
-        return caption_of(record, stream, section, epoch, step, self.total_steps)
+        recipe = self.recipes[record.media.source]
+        if recipe.num_variants is None:
+            return caption_of(record, stream, recipe.captions, epoch, step, self.total_steps)
+        if is_dropped(record, stream, recipe.captions, epoch):
+            return ""
+        variant = integer(self.seed, draw.key, draw.occurrence, "caption variant", recipe.num_variants)
+        return variant_of(record, variant_stream(record, variant), recipe.captions, step, self.total_steps)
 
     def collate(
         self, bucket: Bucket, samples: Sequence[Sample], draws: Sequence[Draw], rejects: Sequence[Reject]
@@ -183,6 +188,24 @@ class SampleMaker:
         if self.store.pictures is not None:
             return self.store.pictures.read([s.record.id for s in samples], [s.flipped for s in samples])
         return {"pixels": torch.from_numpy(np.stack([s.pixels for s in samples if s.pixels is not None]))}
+
+
+def captions_of(record: Record, recipe: Recipe) -> list[str]:
+    """Return every caption that a record can be drawn with, but for "", in the order of the variants.
+
+    Raises: ValueError where there is no end of them.
+    """
+    if recipe.num_variants is not None:
+        variants = range(recipe.num_variants)
+        return [variant_of(record, variant_stream(record, each), recipe.captions) for each in variants]
+    if varies(recipe.captions) or recipe.captions.token_warmup_step:
+        raise ValueError("captions that are made anew at every use cannot be listed: num_variants is not set")
+    return written(record, variant_stream(record, 0), recipe.captions)
+
+
+def variant_stream(record: Record, variant: int) -> Stream:
+    """Return the draws of a caption's variant. They are the same with any seed, so that runs can share what is cached."""
+    return Stream(0, record.key, variant, "caption")
 
 
 def _stacked_masks(bucket: Bucket, samples: Sequence[Sample]) -> torch.Tensor | None:
