@@ -37,6 +37,10 @@ SAME = [
     {"logging": {"log_every": 10}},
     {"metadata": {"title": "x"}},
     {"validation": {"every_n_steps": 3}},
+    {"cache": {"latents_to_disk": True, "text": True, "trust": True, "preload": True, "segment_gib": 0.5}},
+    {"cache": {"skip_check": True, "only": True, "regenerate": True, "batch_size": 3, "workers": 0, "copy_gib": 1}},
+    {"cache": {"latents_dtype": "fp8", "text_dtype": "fp8", "dtypes": {"pooled": "fp16"}}},  # of nothing that is cached
+    {"cache": {"shuffle_num": 3}},  # of captions that are drawn nowhere
 ]
 
 
@@ -61,6 +65,12 @@ OTHER = [
     ({"loss": {"min_snr_gamma": 5}}, "loss.min_snr_gamma"),
     ({"ema": {"enable": True}}, "ema.enable"),
     ({"validation": {"split": 0.1}}, "validation.split"),
+    ({"cache": {"latents_as": "mean"}}, "cache.latents_as"),
+    ({"cache": {"latents": True, "latents_dtype": "bf16"}}, "cache.latents_dtype"),
+    ({"cache": {"text_to_disk": True, "text_dtype": "fp8"}}, "cache.text_dtype"),
+    ({"cache": {"text": True, "dtypes": {"pooled": "fp16"}}}, "cache.dtypes"),
+    ({"cache": {"latents": True, "dtypes": {"moments": "fp16", "pooled": "fp16"}}}, "cache.dtypes"),
+    ({"cache": {"shuffle_num": 3}, "captions": {"shuffle": True}}, "cache.shuffle_num"),
 ]
 
 

@@ -33,6 +33,12 @@ def has_buckets(cfg: TrainConfig) -> bool:
     return any(dataset.enable_bucket for dataset in datasets_of(cfg.data, cfg.captions))
 
 
+def draws_captions(cfg: TrainConfig) -> bool:
+    """Tell whether uses of one record may have different words, dropped captions aside."""
+    sections = [subset.captions for subset in subsets_of(cfg)]
+    return any(each.shuffle or each.enable_wildcard or each.tag_dropout_rate > 0 for each in sections)
+
+
 def _subsets(data: DataSection, captions: CaptionSection) -> list[SubsetSection]:
     look: dict[str, Any] = {field: getattr(data, field) for field in PictureSection.model_fields}
     look["captions"] = captions

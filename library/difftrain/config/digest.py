@@ -12,17 +12,15 @@ import os
 from typing import Any
 
 from difftrain.config import hub_ids
+from difftrain.config.datasets import draws_captions
+from difftrain.config.names import TEXT_FEATURES
 from difftrain.config.sections import DatasetSection, TrainConfig
-from difftrain.config.validate import fields
+from difftrain.config.validate import default_of, fields
 
 # sections and fields that may change between two starts of one run
 FREE = frozenset({
-    # features read from a cache are those that are encoded online, but for the rounding of other batches; what a cache
-    # rounds, draws or leaves out (latents_as, dtypes, shuffle_num) makes another run
-    "model.vae_batch_size", "model.disable_mmap", "model.tokenizer_cache_dir",
-    "cache.latents", "cache.latents_to_disk", "cache.text", "cache.text_to_disk", "cache.skip_check", "cache.trust",
-    "cache.regenerate", "cache.only", "cache.preload", "cache.batch_size", "cache.workers", "cache.segment_gib",
-    "cache.copy_gib",
+    # features read from a cache are those that are encoded online, but for the rounding of other batches; see _cached
+    "model.vae_batch_size", "model.disable_mmap", "cache", "model.tokenizer_cache_dir",
     # the folders' own names count, see identity; the records themselves are in the plan's digest
     "data.dirs", "data.reg_dirs", "data.datasets", "data.dataset_config",
     "data.workers", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
@@ -58,11 +56,27 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
         out[f"data.{field}"] = tuple(_last_name(folder) for folder in getattr(cfg.data, field))
     for number, dataset in enumerate(cfg.data.datasets, 1):
         out |= _told(f"data set {number}", dataset)
+    out |= _cached(cfg)
     batches = [size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes]
     out["global batch"] = batches if cfg.data.datasets else batches[0]
     if cfg.training.max_epochs:
         del out["training.max_steps"]  # epochs win
     return out
+
+
+def _cached(cfg: TrainConfig) -> dict[str, Any]:
+    """Return what makes cached features others than those of online training: what is rounded, or drawn once."""
+    cache = cfg.cache
+    pictures, captions = cache.latents or cache.latents_to_disk, cache.text or cache.text_to_disk
+    words = TEXT_FEATURES[cfg.model.family]
+    told = {
+        "latents_as": cache.latents_as,
+        "latents_dtype": cache.latents_dtype if pictures else None,
+        "text_dtype": cache.text_dtype if captions else None,
+        "dtypes": {name: each for name, each in cache.dtypes.items() if (captions if name in words else pictures)},
+        "shuffle_num": cache.shuffle_num if draws_captions(cfg) else None,
+    }
+    return {f"cache.{name}": value for name, value in told.items() if value not in (None, default_of(f"cache.{name}"))}
 
 
 def _told(name: str, dataset: DatasetSection) -> dict[str, Any]:

@@ -37,8 +37,10 @@ Differences to kohya on purpose
   and wherever there are prompts at the last step too. A prompt without `--d` draws with `--seed`, so that pictures of one
   run can be compared; kohya's takes another seed every time.
 - `--cache_latents` keeps mean and deviation, so that every use draws its latent anew, as online; kohya keeps one that was
-  drawn once. `--cache_text_encoder_outputs` is refused with `--enable_wildcard` and `--caption_dropout_every_n_epochs` too,
-  of which kohya's cache knows nothing, and goes with `--keep_tokens_separator` and several captions.
+  drawn once, which is `--cache_latents_as=sample` here. `--cache_text_encoder_outputs` goes with `--shuffle_caption`,
+  `--enable_wildcard`, `--weighted_captions` and every dropout of captions, which kohya refuses or knows nothing of: of what is
+  drawn, `--cache_shuffle_num` captions of a record are encoded. Files lie in a cache of their own, not beside the pictures.
+- `--skip_cache_check` leaves out checksums; whether an entry is there and is of this encoder is always known.
 - A masked sample's loss is its mean over its mask; kohya takes the mean of loss times mask over the whole picture, so
   that there a small mask weighs little. Either way every sample counts alike, whatever the batch.
 - Random strengths of `--noise_offset` and `--ip_noise_gamma` and the levels of `--multires_noise_iterations` are drawn for

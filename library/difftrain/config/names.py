@@ -42,6 +42,9 @@ SCHEDULERS = (
     "cosine_with_min_lr", "warmup_stable_decay", "piecewise_constant", "adafactor",
 )  # fmt: skip
 
+CACHE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+TEXT_FEATURES = {"sdxl": ("hidden_1", "hidden_2", "pooled")}  # what frozen text encoders of a family make of captions
+
 SAMPLERS = (
     "ddim", "pndm", "lms", "euler", "euler_a", "heun", "dpm_2", "dpm_2_a", "dpmsolver", "dpmsolver++", "dpmsingle",
     "k_lms", "k_euler", "k_euler_a", "k_dpm_2", "k_dpm_2_a",

@@ -26,6 +26,7 @@ from difftrain.config import (
     toml,
 )
 from difftrain.config import rules as together
+from difftrain.config.datasets import draws_captions
 from difftrain.config.finding import Rule, check, value_of
 from difftrain.config.flag import Flag, convert
 from difftrain.config.flags import FLAGS, flag_of
@@ -48,6 +49,7 @@ RULES = (
     *rules_data.RULES,
     *rules_samples.RULES,
 )
+SHUFFLE_NUM = 10  # captions of a record that are cached where their parts are drawn
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -
         path = f"{section}.{key}"
         src.bad.add(path)
         src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
-    cfg = _with_engine(_with_data_sets(cfg, src), src)
+    cfg = _with_variants(_with_engine(_with_data_sets(cfg, src), src), src)
     asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
     faults, notes = check(cfg, rules, asked, src.bad, src.origins)
     if faults := [*src.faults, *faults]:
@@ -125,6 +127,17 @@ def _with_engine(cfg: TrainConfig, src: _Sources) -> TrainConfig:
         return cfg
     src.notes.append(f"{src.origins['deepspeed.enable']}: takes --engine=accelerate, whose plugin runs DeepSpeed")
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"engine": "accelerate"})})
+
+
+def _with_variants(cfg: TrainConfig, src: _Sources) -> TrainConfig:
+    """Settle how many captions of a record are cached, where they are drawn and nobody has said it."""
+    cached = cfg.cache.text or cfg.cache.text_to_disk
+    if not (cached and draws_captions(cfg)) or cfg.cache.shuffle_num or "cache.shuffle_num" in src.bad:
+        return cfg
+    src.notes.append(
+        f"--cache_shuffle_num: {SHUFFLE_NUM} captions of each record are drawn and cached, and each use takes one of them"
+    )
+    return cfg.model_copy(update={"cache": cfg.cache.model_copy(update={"shuffle_num": SHUFFLE_NUM})})
 
 
 def _with_data_sets(cfg: TrainConfig, src: _Sources) -> TrainConfig:

@@ -27,3 +27,8 @@ def is_file(path: str | Path) -> bool:
 def is_folder(path: str | Path) -> bool:
     """Tell whether a folder can be seen."""
     return os.path.isdir(path)  # noqa: PTH112
+
+
+def is_url(place: str | None) -> bool:
+    """Tell a place on an object store, s3://bucket/folder, from a folder of this machine."""
+    return "://" in (place or "")
