@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from difftrain.data.cache.address import content_of
 from difftrain.data.masks import NO_MASK, find_mask
 from difftrain.data.media import Unusable, check_size, decode, probe
 from difftrain.data.pool import Beat, Job
@@ -128,7 +129,7 @@ def _full(item: Item, position: int, beat: Beat) -> tuple[tuple[int, int], bytes
         raise Unusable("truncated", f"{len(data)} of {item.size} bytes are there")
     with beat.item(position):
         height, width = decode(data).shape[:2]
-    return (width, height), hashlib.blake2b(data, digest_size=16).digest()
+    return (width, height), content_of(data)
 
 
 def _quick(item: Item, position: int, beat: Beat) -> tuple[tuple[int, int], None]:
