@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Feature:
     """Describe an encoded feature as a cache stores it.
 
-    Shapes of one sample: with a factor it lies over the picture, (channels, height / factor, width / factor); with a
+    Shapes of one sample: with a factor it lies over the picture, (channels, height / factor, width / factor), and with
+    frames over the clip, (channels, (F - 1) // frames + 1, height / factor, width / factor) for F frames; with a
     length it is a sequence of tokens, (length, channels); with neither a vector, (channels,).
     """
 
@@ -27,11 +28,13 @@ class Feature:
     length: int = 0
     dtype: str = "float32"
     maskable: bool = False
+    frames: int = 0
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample in a bucket."""
         if self.factor:
-            return (self.channels, bucket.height // self.factor, bucket.width // self.factor)
+            clip = ((bucket.frames - 1) // self.frames + 1,) if self.frames else ()
+            return (self.channels, *clip, bucket.height // self.factor, bucket.width // self.factor)
         return (self.length, self.channels) if self.length else (self.channels,)
 
 
@@ -85,7 +88,10 @@ Tokenize = Callable[[list[str]], "dict[str, Tensor]"]
 
 @dataclass
 class Parts:
-    """Hold the modules of a family: root has ALL trained parameters under plain names, frozen the rest."""
+    """Hold the modules of a family: root has ALL trained parameters under plain names, frozen the rest.
+
+    A part in `lazy` has names, shapes and dtypes but no weights (it is on the meta device) until something wakes it.
+    """
 
     root: nn.Module
     frozen: dict[str, nn.Module] = field(default_factory=dict)
@@ -93,6 +99,20 @@ class Parts:
     config: dict[str, Any] = field(default_factory=dict)  # the architecture, as --init_from_config=FILE.json takes it
     notes: list[str] = field(default_factory=list)  # sentences to print at start: what is frozen, and why
     resting: set[str] = field(default_factory=set)  # frozen parts that no step needs: they stay on the host
+    lazy: dict[str, Callable[[], None]] = field(default_factory=dict)  # frozen part -> fills its module, on the host
+
+    def wake(self, name: str) -> None:
+        """Give a lazy part its weights, on the host; every other part has them."""
+        if name in self.lazy and self.sleeps(name):
+            self.lazy[name]()
+
+    def rest(self, name: str) -> None:
+        """Bring a frozen part back to the host; a lazy one gives its memory back."""
+        self.frozen[name].to("meta" if name in self.lazy else "cpu")
+
+    def sleeps(self, name: str) -> bool:
+        """Tell whether a frozen part has no weights now."""
+        return any(each.is_meta for each in self.frozen[name].parameters())
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,12 @@ class Encoder:
     """Turn features of a batch into others that can be kept and read again: online, and for the cache builder.
 
     source: what of a record is encoded, "pixels" or "caption". features: what comes out, by name. modules: those of
-    Parts.frozen that do the work. settings: all else that decides the outcome, weights aside.
+    Parts.frozen that do the work. settings: all else that decides the outcome, weights aside. encode: of a batch on
+    the modules' device; an encoder that draws takes Batch.keys, one for each sample, as keys of its draws.
+    fingerprint: hash of settings and weights; where these lie in files it reads them without loading a module, and not
+    again where the files are the ones that it has read before.
+    inputs: of a caption's tokenised features those that decide the outcome; ones that a tokenizer leaves out are none.
+    masks: of a maskable feature the tokenised mask, (B, L): rows behind the last one that it keeps are zeros.
     """
 
     source: Literal["pixels", "caption"]
@@ -108,6 +133,9 @@ class Encoder:
     modules: tuple[str, ...]
     settings: str
     encode: Callable[[Batch], dict[str, Tensor]]
+    fingerprint: Callable[[], str]
+    inputs: tuple[str, ...] = ()
+    masks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -156,7 +184,7 @@ class Family(Protocol):
 
     @property
     def features(self) -> FeatureSpec: ...
-    def load(self, *, meta: bool = False) -> Parts: ...
+    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts: ...  # lazy: of the frozen parts
     def comes_without(self) -> dict[str, str]: ...  # field of a part that the weights lack -> its id on a hub
     def tokenizer(self, parts: Parts) -> Tokenize: ...
     def encoders(self, parts: Parts) -> dict[str, Encoder]: ...  # by what a configuration may ask to be cached

@@ -41,6 +41,14 @@ def store(module: nn.Module) -> list[str]:
     return [name for name, _ in found]
 
 
+def release(module: nn.Module) -> None:
+    """Undo `store`: give the layers inside a module back what they were made of."""
+    for layer in module.modules():
+        if isinstance(layer, _Held):
+            layer.let_go()
+            layer.__class__ = _PLAIN[type(layer)]  # type: ignore[assignment]
+
+
 def refresh(module: nn.Module) -> None:
     """Round anew what has been written into the state dict's tensors."""
     for layer in module.modules():
@@ -86,6 +94,16 @@ class _Held(nn.Module):
         self.weight = nn.Parameter(small, requires_grad=False)
         self.register_buffer("scale", scale, persistent=False)
 
+    def let_go(self) -> None:
+        self.weight = nn.Parameter(self.__dict__.pop("original"), requires_grad=False)
+        del self.scale
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self.weight.is_meta:  # the layer gives its memory back
+            self.__dict__["original"] = self.__dict__["original"].to("meta")
+        return self
+
     @torch.no_grad()
     def round_again(self) -> None:
         small, scale = compress(self.__dict__["original"])
@@ -121,6 +139,7 @@ class Fp8Conv2d(_Held, nn.Conv2d):
 
 
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Fp8Linear, nn.Conv2d: Fp8Conv2d}
+_PLAIN = {held: plain for plain, held in _KINDS.items()}
 
 
 class _Linear(torch.autograd.Function):

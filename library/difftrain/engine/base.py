@@ -84,7 +84,12 @@ class BaseEngine:
         self.family, self.parts = family, parts
         self.root = self._placed(parts.root).train()
         for name, module in parts.frozen.items():
-            module.to("cpu" if name in parts.resting else self.device.torch_device).eval()
+            module.eval()
+            if name in parts.resting:
+                parts.rest(name)
+            else:
+                parts.wake(name)
+                module.to(self.device.torch_device)
         self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
         if not self._trained:
             raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,8 @@ class TinyFamily:
         """Ask for noise and a timestep."""
         return FeatureSpec({}, {"noise": DrawSpec("normal", CHANNELS), "timestep": DrawSpec("integer", high=_STEPS)})
 
-    def load(self, *, meta: bool = False) -> Parts:
-        """Build the model from the seed."""
+    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
+        """Build the model from the seed; what is frozen has no weights that could be left away."""
         with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
             torch.manual_seed(self.seed)
             root = TinyRoot(**self.options)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Scale = Callable[[str, torch.Size], float]  # standard deviation of a parameter by name and shape
+# Raise it where the same seed and name give other weights, scales included: what was made with them is found by it.
+DRAW_VERSION = 1
 
 
 def initial_weights(module: nn.Module, part: str, seed: int, scale: Scale) -> Iterator[tuple[str, Tensor]]:

@@ -34,6 +34,10 @@ _NEEDED = {
     "text_encoder_2": _TEXT_NEEDED,
 }  # fmt: skip
 NUM_TIMESTEPS = 1000
+# What says how a part is used or was made, and nothing of what it makes of the same input.
+_IMMATERIAL = frozenset(
+    ("sample_size", "force_upcast", "scaling_factor", "initializer_range", "initializer_factor", "attention_dropout")
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,12 @@ class Architecture:
             for key, value in base[section].items()
             if key not in loose
         )
+
+    def told(self, part: str) -> dict[str, Any]:
+        """Return the sizes of a part that decide what it makes, without those that are its class's own defaults."""
+        defaults = _defaults(part)
+        given = getattr(self, part).items()
+        return {key: value for key, value in given if key not in _IMMATERIAL and defaults.get(key) != value}
 
     @property
     def vae_factor(self) -> int:
@@ -158,6 +168,18 @@ def _faults(content: dict[str, Any], where: str) -> list[Fault]:
             Fault(f"{where} [vae]", "latents_mean is not SDXL's: its latents are scaled by scaling_factor alone")
         )
     return faults or _mismatches(content, where)
+
+
+def _defaults(part: str) -> dict[str, Any]:
+    """Return what a part's class takes where its sizes say nothing."""
+    if part.startswith("text_encoder"):
+        from transformers import CLIPTextConfig
+
+        return dict(CLIPTextConfig().to_dict())
+    from diffusers import AutoencoderKL
+
+    given = inspect.signature(AutoencoderKL.__init__).parameters
+    return {key: list(each.default) if isinstance(each.default, tuple) else each.default for key, each in given.items()}
 
 
 def known_keys(part: str) -> set[str]:

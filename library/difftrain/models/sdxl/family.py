@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from difftrain.models.sdxl import encoders, objective
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
 from difftrain.models.sdxl.groups import param_groups
-from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts
+from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts, storage_dtype
 from difftrain.models.sdxl.metadata import header
 from difftrain.models.sdxl.schedule import SchedulerConfig
 from difftrain.models.sdxl.tokens import SDXLTokenize, chunks_of, comes_without, vocabularies
@@ -47,11 +48,17 @@ class SDXLFamily:
     @property
     def features(self) -> FeatureSpec:
         found = self.source.architecture.features
-        return replace(found, draws=objective.noise_draws(self.cfg.noise, found.draws))
+        draws = objective.noise_draws(self.cfg.noise, found.draws)
+        if self.cfg.cache.latents_as != "moments":
+            del draws["moments"]
+        return replace(found, draws=draws)
 
-    def load(self, *, meta: bool = False) -> Parts:
-        """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault."""
-        return load_parts(self.cfg, self.source, None if meta else self.vocabularies, meta=meta)
+    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
+        """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault.
+
+        lazy: frozen parts that get no weights until they are woken.
+        """
+        return load_parts(self.cfg, self.source, None if meta else self.vocabularies, meta=meta, lazy=lazy)
 
     @cached_property
     def vocabularies(self) -> tuple[ClipVocabulary, ClipVocabulary]:
@@ -67,9 +74,9 @@ class SDXLFamily:
         return SDXLTokenize(self.vocabularies, self.cfg.model.max_token_length, weighted=self.cfg.captions.weighted)
 
     def encoders(self, parts: Parts) -> dict[str, Encoder]:
-        """Describe what may be cached: "latents", and "text" where a text encoder is frozen."""
-        spec = self.features.features["latents"]
-        return encoders.encoders(self.cfg, parts, spec, self.vocabularies, self.tokenizer(parts).num_chunks)
+        """Describe what may be cached: "latents", and each text encoder that is frozen, by its name."""
+        num_chunks = self.tokenizer(parts).num_chunks
+        return encoders.encoders(self.cfg, parts, self.source, self.vocabularies, num_chunks)
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""
@@ -97,10 +104,9 @@ class SDXLFamily:
         return Inputs(x_t, t, self.text(batch, parts), target, weight, mask)
 
     def latents(self, batch: Batch, parts: Parts) -> Tensor:
-        """Sample the VAE's posterior with the draw "moments", scaled to the UNet's range."""
-        mean, std = encoders.moments(self.cfg, batch, parts).chunk(2, dim=1)
+        """Sample the VAE's posterior with the draw "moments", or take its mean, scaled to the UNet's range."""
         config: Any = parts.frozen["vae"].config
-        return (mean + std * batch.draws["moments"]) * config.scaling_factor
+        return encoders.raw_latents(self.cfg, batch, parts) * config.scaling_factor
 
     def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return conditions: size ids, and of each text encoder its output where frozen, else the ids for it."""
@@ -132,7 +138,7 @@ class SDXLFamily:
         metadata: dict[str, str] | None = None,
     ) -> Path:
         """Write weights for inference; what the stream lacks comes from parts. Returns the file or folder."""
-        metadata = metadata or {}
+        metadata, weights = metadata or {}, chain(weights, self._asleep(parts))
         if layout.startswith("diffusers"):
             parts = replace(parts, tokenizers=by_name(self.vocabularies))
             return export_folder(weights, parts, path, layout, dtype, metadata, self.schedule)
@@ -148,6 +154,13 @@ class SDXLFamily:
         held = {**dict(parts.root.named_children()), **parts.frozen}
         for part, module in held.items():
             yield from ((f"{part}.{name}", value) for name, value in self.source.weights(part, module))
+
+    def _asleep(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
+        """Give the weights of lazy parts as they would be if they were awake."""
+        for part in filter(parts.sleeps, parts.lazy):
+            dtype = storage_dtype(self.cfg, part, learning_rates(self.cfg))
+            stored = self.source.weights(part, parts.frozen[part])
+            yield from ((f"{part}.{name}", value.to(dtype)) for name, value in stored)
 
     def pipeline(self, parts: Parts) -> Any:
         """Return a StableDiffusionXLPipeline over the very modules of parts."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.models.parts.fingerprints import Stamp, hashed, of_files, of_tensors, stamp
 from difftrain.models.parts.recognise import Shapes, differences, looks_like
 from difftrain.models.parts.weight_files import UnreadableWeights, WeightFile, open_weights
 from difftrain.models.sdxl.architecture import Architecture, named
-from difftrain.models.sdxl.convert import EXTRA_KEYS, LOGIT_SCALE, PREFIXES, original_places
+from difftrain.models.sdxl.convert import EXTRA_KEYS, LOGIT_SCALE, PREFIXES, canonical, original_places
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,8 +48,14 @@ class SingleFileSource:
         self.path, self._mmap = path, mmap
 
     @cached_property
+    def _opened(self) -> tuple[Stamp, WeightFile]:
+        if not self.path.is_file():
+            raise ConfigFault([Fault(FLAG, f"there is no file {str(self.path)!r}")])
+        return stamp(self.path), opened(self.path, FLAG, mmap=self._mmap)
+
+    @property
     def _file(self) -> WeightFile:
-        return opened(self.path, FLAG, mmap=self._mmap)
+        return self._opened[1]
 
     @cached_property
     def _shapes(self) -> Shapes:
@@ -98,3 +105,18 @@ class SingleFileSource:
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, place in original_places(part, module).items():
             yield name, place.restored(self._file.get(place.key))
+
+    def fingerprint(self, part: str, module: nn.Module) -> str:
+        return of_files(
+            [self.path], part_of(part, module), lambda: of_part(part, self.weights(part, module)), self._opened[0]
+        )
+
+
+def part_of(part: str, module: nn.Module) -> str:
+    """Name a part and the tensors that it has."""
+    return hashed(part, sorted(canonical(part, name) for name in module.state_dict()))
+
+
+def of_part(part: str, weights: Iterator[tuple[str, Tensor]]) -> str:
+    """Hash the weights of a part by names that do not depend on the layout or on transformers' version."""
+    return of_tensors((canonical(part, name), value) for name, value in weights)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.models.parts.fingerprints import of_files
 from difftrain.models.parts.recognise import differences, looks_like
 from difftrain.models.parts.weight_files import WeightFile
 from difftrain.models.sdxl.architecture import Architecture, known_keys
 from difftrain.models.sdxl.convert import Place, diffusers_places, original_places
-from difftrain.models.sdxl.file_source import FLAG, opened
+from difftrain.models.sdxl.file_source import FLAG, of_part, opened, part_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,6 +62,9 @@ class FolderSource:
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return self._reader(part).weights(module)
 
+    def fingerprint(self, part: str, module: nn.Module) -> str:
+        return self._reader(part).fingerprint(part, module)
+
     def _reader(self, part: str) -> _Weights:
         return _Folder(self.path / SUBFOLDERS[part], part, FLAG, self._mmap)
 
@@ -99,6 +103,9 @@ class VaeSource:
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return self._reader(module).weights(module)
 
+    def fingerprint(self, part: str, module: nn.Module) -> str:
+        return self._reader(module).fingerprint(part, module)
+
     def _reader(self, module: nn.Module) -> _Weights:
         if self._folder is not None:
             return _Folder(self._folder, "vae", "--vae", self._mmap)
@@ -111,8 +118,11 @@ class _Weights:
     def __init__(self, path: Path, flag: str, mmap: bool) -> None:
         self.path, self.flag, self._mmap = path, flag, mmap
 
-    def _files(self) -> list[WeightFile]:
+    def _paths(self) -> list[Path]:
         raise NotImplementedError
+
+    def _files(self) -> list[WeightFile]:
+        return [opened(path, self.flag, mmap=self._mmap) for path in self._paths()]
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
         raise NotImplementedError
@@ -133,6 +143,9 @@ class _Weights:
         for name, place in self._places(module, set(located)).items():
             yield name, place.restored(located[place.key].get(place.key))
 
+    def fingerprint(self, part: str, module: nn.Module) -> str:
+        return of_files(self._paths(), part_of(part, module), lambda: of_part(part, self.weights(module)))
+
 
 class _Folder(_Weights):
     """One part's folder: a single file or shards with an index, safetensors before torch's."""
@@ -141,9 +154,8 @@ class _Folder(_Weights):
         super().__init__(path, flag, mmap)
         self.part = part
 
-    def _files(self) -> list[WeightFile]:
-        found = find_weights(self.path, self.part, self.flag)
-        return [opened(path, self.flag, mmap=self._mmap) for path in found]
+    def _paths(self) -> list[Path]:
+        return find_weights(self.path, self.part, self.flag)
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
         places = diffusers_places(self.part, module)
@@ -157,8 +169,11 @@ class _Folder(_Weights):
 class _VaeFile(_Weights):
     """A VAE in one file: diffusers' names, or the original's with or without first_stage_model."""
 
+    def _paths(self) -> list[Path]:
+        return [self.path]
+
     def _files(self) -> list[WeightFile]:
-        return [_OnlyVae(opened(self.path, self.flag, mmap=self._mmap))]
+        return [_OnlyVae(file) for file in super()._files()]
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
         if any(".down_blocks." in key for key in keys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +41,17 @@ def by_name(pair: tuple[ClipVocabulary, ClipVocabulary]) -> dict[str, ClipVocabu
 
 
 def load_parts(
-    cfg: TrainConfig, source: Source, pair: tuple[ClipVocabulary, ClipVocabulary] | None, *, meta: bool
+    cfg: TrainConfig,
+    source: Source,
+    pair: tuple[ClipVocabulary, ClipVocabulary] | None,
+    *,
+    meta: bool,
+    lazy: Collection[str] = (),
 ) -> Parts:
     """Build all parts; trained ones in fp32, frozen ones in the mixed precision's dtype (the VAE as vae_fp32 says).
 
-    On the meta device with meta=True: names, shapes and dtypes only. Raises ConfigFault where the weights do not fit.
+    On the meta device with meta=True: names, shapes and dtypes only. lazy: so too, of the frozen parts, until they are
+    woken. Raises ConfigFault where the weights do not fit.
     """
     rates = learning_rates(cfg)
     modules = {part: source.architecture.build(part) for part in PARTS}
@@ -51,22 +59,37 @@ def load_parts(
     faults += blocks.faults(modules["unet"], cfg.optimizer.block_lr)
     if faults:
         raise ConfigFault(faults)
+    lazy_ones = frozenset() if meta else frozenset(lazy) - {"unet", *rates}
     for part, module in modules.items():
         dtype = storage_dtype(cfg, part, rates)
-        if meta:
+        if meta or part in lazy_ones:
             torch.nn.Module.to(module, dtype)  # diffusers' own warns about dtypes that nothing here depends on
         else:
             fill(module, source.weights(part, module), dtype)
     parts = _sorted_out(modules, rates, clip_skip_of(cfg))
     if "unet" in rates and (said := blocks.freeze(parts.root.unet, cfg.optimizer.block_lr)):
         parts.notes.append(said)
-    parts.notes += _in_8_bits(parts, cfg.model.fp8_frozen)
+    parts.notes += _in_8_bits(parts, cfg)
+    parts.lazy = {part: partial(_wake, cfg, source, part, modules[part]) for part in PARTS if part in lazy_ones}
     parts.config = source.architecture.to_dict()
     parts.tokenizers = by_name(pair) if pair else {}
     parts.notes += [*source.notes, *_disagreement(cfg, source), *_skipping(cfg)]
     if cfg.training.gradient_checkpointing:
         _checkpoint(parts.root)
     return parts
+
+
+def _wake(cfg: TrainConfig, source: Source, part: str, module: nn.Module) -> None:
+    """Fill a frozen part that was left on the meta device, as it would have been filled at the start."""
+    fp8.release(module)
+    fill(module, source.weights(part, module), storage_dtype(cfg, part, {}))
+    module.requires_grad_(False).eval()
+    if _goes_into_8_bits(cfg, part):
+        fp8.store(module)
+
+
+def _goes_into_8_bits(cfg: TrainConfig, part: str) -> bool:
+    return cfg.model.fp8_frozen == "all" and part != "vae"
 
 
 def clip_skip_of(cfg: TrainConfig) -> int:
@@ -117,13 +140,13 @@ def storage_dtype(cfg: TrainConfig, part: str, rates: dict[str, float]) -> torch
     return DTYPES[cfg.training.mixed_precision]
 
 
-def _in_8_bits(parts: Parts, which: str | None) -> list[str]:
+def _in_8_bits(parts: Parts, cfg: TrainConfig) -> list[str]:
     """Put frozen layers into 8 bits, of all parts but the VAE or of the UNet alone; return what is to be said of it."""
+    which = cfg.model.fp8_frozen
     if which is None:
         return []
     chosen: dict[str, Any] = {"unet": parts.root.unet}
-    if which == "all":
-        chosen |= {name: module for name, module in parts.frozen.items() if name != "vae"}
+    chosen |= {name: module for name, module in parts.frozen.items() if _goes_into_8_bits(cfg, name)}
     counts = {name: len(fp8.store(module)) for name, module in chosen.items()}
     told = ", ".join(f"{count} layers of {name}" for name, count in counts.items() if count)
     if not told:

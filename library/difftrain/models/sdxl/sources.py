@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.parts.initial import Scale, by_fan_in, clip_scale, initial_weights
+from difftrain.diffusion.keys import STREAM_VERSION
+from difftrain.models.parts.fingerprints import hashed, of_tensors
+from difftrain.models.parts.initial import DRAW_VERSION, Scale, by_fan_in, clip_scale, initial_weights
 from difftrain.models.sdxl.architecture import Architecture, named, read_architecture
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Source(Protocol):
     def notes(self) -> Sequence[str]: ...
     def faults(self, modules: Modules) -> list[Fault]: ...
     def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]: ...
+    def fingerprint(self, part: str, module: Any) -> str: ...  # of a part's weights, which are not loaded for it
 
 
 def source_of(cfg: TrainConfig) -> Source:
@@ -100,6 +103,12 @@ class RandomSource:
             scale = clip_scale(module.config.num_hidden_layers, module.config.hidden_size)
         yield from initial_weights(module, part, self.seed, scale)
 
+    def fingerprint(self, part: str, module: Any) -> str:
+        if part == "vae" and self._ships_vae:
+            return of_tensors(shipped_vae(module))
+        sizes = sorted(getattr(self.architecture, part).items())
+        return hashed("random", STREAM_VERSION, DRAW_VERSION, self.seed, part, sizes)
+
 
 def shipped_vae(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Give the weights of tiny's VAE: trained by us (models/sdxl/make_tiny_vae.py). Absent tensors are zeros."""
@@ -146,4 +155,10 @@ class WithVae:
         return [*self.base.faults(others), *self.vae.faults({"vae": modules["vae"]})]
 
     def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]:
-        return (self.vae if part == "vae" else self.base).weights(part, module)
+        return self._of(part).weights(part, module)
+
+    def fingerprint(self, part: str, module: Any) -> str:
+        return self._of(part).fingerprint(part, module)
+
+    def _of(self, part: str) -> Source:
+        return self.vae if part == "vae" else self.base
