@@ -13,16 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from sdxl import config, loaded
 
-from difftrain.contracts import ConfigFault, Encoder, Parts
+from difftrain.contracts import ConfigFault, Encoder
 from difftrain.models.parts import fingerprints
 from difftrain.models.sdxl.family import SDXLFamily
 
 PARTS = ("latents", "text_encoder_1", "text_encoder_2")
 
 
+SETTLED_S = 0.05  # many times what file systems here tell apart
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give every test a cache folder of its own."""
+    monkeypatch.setattr(fingerprints, "_SETTLED_NS", int(SETTLED_S * 1e9))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     return tmp_path / "user" / "difftrain" / fingerprints.FOLDER
 
@@ -34,7 +38,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, parts = loaded(config())
     for layout in ("safetensors", "ckpt", "diffusers", "diffusers_safetensors"):
         family.export([], parts, layout, folder / f"as_{layout}")
-    time.sleep(fingerprints._SETTLED_NS / 1e9 + 0.1)
+    time.sleep(2 * SETTLED_S)
     return folder
 
 
@@ -117,7 +121,7 @@ def swap(stored: Path, tmp_path: Path, part: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize("way", ["written over", "moved in place"])
 def test_other_weights_of_the_same_size_and_date_are_noticed(stored: Path, tmp_path: Path, way: str) -> None:
     file, other = swap(stored, tmp_path, "vae")
-    time.sleep(fingerprints._SETTLED_NS / 1e9 + 0.05)
+    time.sleep(2 * SETTLED_S)
     model = {"pretrained": str(tmp_path / "model")}
     before, told = prints(**model), file.stat()
     if way == "written over":
