@@ -1,47 +1,90 @@
-"""The figures of docs/cached_features.md are those of SDXL's own sizes."""
+"""The figures, flags and names of docs/cached_features.md are those of the code."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from difftrain.contracts import Bucket, Feature
-from difftrain.data.cache.layout import PART_ENTRIES, Entry
+import pytest
+import torch
+
+from difftrain.config.finding import option
+from difftrain.config.flags import flag_of
+from difftrain.config.parse import SHUFFLE_NUM
+from difftrain.config.rules_cache import _CAPTION, _PICTURE
+from difftrain.config.validate import default_of, fields
+from difftrain.data.cache.storage import CHOICES, stored
 from difftrain.models.sdxl.architecture import named
-from difftrain.models.sdxl.encoders import MOMENTS, OUTPUTS
+from difftrain.models.sdxl.encoders import OUTPUTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cached_features.md").read_text(encoding="utf-8")
-MIB = 1 << 20
+COLUMNS = ("fp32", "bf16", "fp8")
+
+
+def kib(*features: tuple[Sequence[int], int | None]) -> list[str]:
+    """Return the KiB of features in each dtype of the table. features: (shape, rows that are kept)."""
+    found = []
+    for dtype in COLUMNS:
+        entries = [stored("x", torch.zeros(*shape), CHOICES[dtype], rows) for shape, rows in features]
+        scales = sum(0 if each.scales is None else each.scales.nbytes for each in entries)
+        found.append(f"{(sum(each.data.nbytes for each in entries) + scales) / 1024:.1f}")
+    return found
+
+
+def row(beginning: str) -> list[str]:
+    (line,) = re.findall(rf"^\| {re.escape(beginning)}[^|]*\|(.*)\|$", PAGE, re.MULTILINE)
+    return [cell.strip() for cell in line.split("|")]
+
+
+def sdxl_text() -> dict[str, tuple[int, ...]]:
+    base = named("base")
+    first, second = base.text_encoder_1["hidden_size"], base.text_encoder_2["hidden_size"]
+    return {"hidden_1": (77, first), "hidden_2": (77, second), "pooled": (base.text_encoder_2["projection_dim"],)}
 
 
 def test_bytes_of_a_picture() -> None:
     base = named("base")
-    channels = 2 * base.vae["latent_channels"]
-    entries = [Entry({MOMENTS: Feature(channels, base.vae_factor)}, Bucket(1024, 1024), n) for n in (1, 2)]
-    assert [entry.stride / MIB for entry in entries] == [0.5, 1.0]
-    assert "twice with `--flip_aug` | 0.5 MiB, or 1 MiB |" in PAGE
+    channels, side = base.vae["latent_channels"], 1024 // base.vae_factor
+    assert row("SDXL at 1024 px, moments") == kib(((2 * channels, side, side), None))
+    assert row("mean, or sample") == kib(((channels, side, side), None))
 
 
-def test_bytes_of_a_caption() -> None:
-    base = named("base")
-    first, second = base.text_encoder_1["hidden_size"], base.text_encoder_2["hidden_size"]
-    pooled = base.text_encoder_2["projection_dim"]
-    found = re.search(
-        r"\| a caption \| \((\d+) × (\d+) \+ 77 × (\d+) \+ (\d+)\) × 4.* \| ([\d.]+) MiB, or ([\d.]+) MiB", PAGE
-    )
-    assert found is not None and tuple(map(int, found.groups()[:4])) == (77, first, second, pooled)
-    for dtype, said in zip(("float32", "bfloat16"), found.groups()[4:], strict=True):
-        widths = {"hidden_1": (first, 77), "hidden_2": (second, 77), "pooled": (pooled, 0)}
-        assert set(widths) == {name for each in OUTPUTS.values() for name in each}
-        features = {name: Feature(width, length=length, dtype=dtype) for name, (width, length) in widths.items()}
-        assert f"{Entry(features, Bucket(0, 0)).stride / MIB:.2f}" == said
+@pytest.mark.parametrize("name", ["hidden_1", "hidden_2", "pooled"])
+def test_bytes_of_a_caption(name: str) -> None:
+    assert {name for each in OUTPUTS.values() for name in each} == set(sdxl_text())
+    assert row(f"`{name}`") == kib((sdxl_text()[name], None))
 
 
-def test_what_a_file_holds_and_what_is_refused() -> None:
-    from difftrain.config.finding import option
-    from difftrain.config.rules_cache import _CAPTION, _PICTURE
+@pytest.mark.parametrize(("line", "rows"), [("SD3-Light's features at 256 px", None), ("the same, T5 masked", 25)])
+def test_bytes_of_three_encoders(line: str, rows: int | None) -> None:
+    whole: list[tuple[Sequence[int], int | None]] = [
+        ((16, 32, 32), None), ((77, 768), None), ((768,), None), ((77, 1280), None), ((1280,), None),
+    ]  # fmt: skip
+    assert row(line) == kib(*whole, ((256, 4096), rows))
 
-    assert f"holds up to {PART_ENTRIES} pictures or captions" in PAGE
-    refused = PAGE[PAGE.index("Refused by name") : PAGE.index("Masks are no features")]
+
+def test_masked_rows_and_eight_bits_save_what_they_should() -> None:
+    whole, masked = row("SD3-Light's features at 256 px"), row("the same, T5 masked")
+    assert float(whole[2]) <= 0.52 * float(whole[1]) and float(masked[1]) <= 0.25 * float(whole[1])
+
+
+def test_every_flag_of_the_cache_is_explained() -> None:
+    flags = [flag_of(path) for path in fields() if path.startswith("cache.") or path == "data.cache_dir"]
+    more = (Path(__file__).resolve().parents[2] / "docs" / "cache_remote_and_export.md").read_text(encoding="utf-8")
+    assert all(flag is not None and flag.option in PAGE + more for flag in flags)
+
+
+def test_defaults_are_the_ones_that_are_named() -> None:
+    assert f"`--cache_shuffle_num` captions ({SHUFFLE_NUM}, unless" in PAGE
+    assert f"`--cache_segment_gib` each ({default_of('cache.segment_gib'):g})" in PAGE
+    assert f"`--cache_batch_size` captions ({default_of('cache.batch_size')})" in PAGE
+    assert f"`{default_of('cache.latents_as')}` (default)" in PAGE
+    assert f"`--cache_latents_dtype` | `{default_of('cache.latents_dtype')}` (default)" in PAGE
+    assert f"`--cache_text_dtype` | `{default_of('cache.text_dtype')}` (default)" in PAGE
+
+
+def test_what_is_refused_is_named() -> None:
+    refused = PAGE[PAGE.index("Refused by name") :]
     for field in (*(f"data.{each}" for each in _PICTURE), *(f"captions.{each}" for each in _CAPTION)):
         assert f"`{option(field)}`" in refused, field
