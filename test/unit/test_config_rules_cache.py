@@ -35,11 +35,11 @@ REFUSED = [
     (f"{DISK} --trust_cache --regenerate_cache", "--regenerate_cache: contradicts --trust_cache"),
     (f"{DISK} --trust_cache --verify_data=full", "--verify_data: contradicts --trust_cache, which reads no file"),
     (f"{DISK} --cache_copy_gib=1", "--cache_copy_gib: needs a cache on an object store: --cache_dir=URL"),
-    (f"{DISK} --cache_copy_gib=0 --cache_dir=s3://b/c", "--cache_copy_gib: must be above 0, got 0"),
-    (f"{DISK} --cache_dir=s3://b/c --cache_only",
-     "--cache_only: contradicts --cache_dir=s3://b/c: a cache on an object store is only read"),
-    (f"{DISK} --cache_dir=s3://b/c --regenerate_cache", "--regenerate_cache: contradicts --cache_dir=s3://b/c"),
-    ("--cache_dir=s3://b/c --cache_latents", "--cache_dir: is the URL of a cache, and nothing is read from it"),
+    (f"{DISK} --cache_copy_gib=0 --cache_dir=memory://b/c", "--cache_copy_gib: must be above 0, got 0"),
+    (f"{DISK} --cache_dir=memory://b/c --cache_only",
+     "--cache_only: contradicts --cache_dir: a cache on an object store is only read"),
+    (f"{DISK} --cache_dir=memory://b/c --regenerate_cache", "--regenerate_cache: contradicts --cache_dir"),
+    ("--cache_dir=memory://b/c --cache_latents", "--cache_dir: is the URL of a cache, and nothing is read from it"),
     ("--cache_shuffle_num=0", "--cache_shuffle_num: must be at least 1, got 0"),
     ("--cache_batch_size=0", "--cache_batch_size: must be at least 1, got 0"),
     ("--cache_workers=-1", "--cache_workers: must be at least 0, got -1"),
@@ -189,13 +189,13 @@ def test_the_table_of_a_recipe_and_the_flags_say_the_same(line: list[str], tmp_p
     recipe.write_text(
         "[cache]\nlatents_to_disk = true\ntext_to_disk = true\nlatents_as = 'mean'\nlatents_dtype = 'bf16'\n"
         "text_dtype = 'fp8'\npreload = true\nsegment_gib = 2\ncopy_gib = 5.5\nworkers = 3\nbatch_size = 7\n"
-        "trust = true\n[data]\ncache_dir = 's3://bucket/cache'\n"
+        "trust = true\n[data]\ncache_dir = 'memory://bucket/cache'\n"
     )
     flags = [
         "--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk", "--cache_latents_as=mean",
         "--cache_latents_dtype=bf16", "--cache_text_dtype=fp8", "--cache_preload", "--cache_segment_gib=2",
         "--cache_copy_gib=5.5", "--cache_workers=3", "--cache_batch_size=7", "--trust_cache",
-        "--cache_dir=s3://bucket/cache",
+        "--cache_dir=memory://bucket/cache",
     ]  # fmt: skip
     typed, written = parse([*line, *flags]).config, parse([*line, f"--config={recipe}"]).config
     assert typed == written and typed.cache.segment_gib == 2 and typed.cache.copy_gib == 5.5

@@ -107,7 +107,7 @@ def once(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.verify", "cache.trust"), what, "give one of them")
     for field in ("regenerate", "only"):
         if remote and getattr(cache, field):
-            what = f"contradicts --cache_dir={cfg.data.cache_dir}: a cache on an object store is only read"
+            what = "contradicts --cache_dir: a cache on an object store is only read"
             remedy = "build it in a folder, and copy that to the store"
             yield Finding((f"cache.{field}", "data.cache_dir"), what, remedy)
     if remote and not _on_disk(cfg):
