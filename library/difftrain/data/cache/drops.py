@@ -1,0 +1,73 @@
+"""Entries that no longer count, by their places: what a repair found damaged, what is to be encoded anew.
+
+Segments are never changed, so this is written beside them: a file for each time, whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterable
+
+import numpy as np
+
+from difftrain.contracts import DataFault
+from difftrain.data.cache.folder import CacheFolder, disk_faults, write_whole
+from difftrain.data.cache.format import Damaged, crc32c, header_block, read_header
+
+_ROWS = ".rows"
+_ROW = np.dtype([("segment", "<u4"), ("offset", "<u8")])
+
+
+def add(folder: CacheFolder, places: Iterable[tuple[str, int]]) -> None:
+    """Let entries at (segment, offset) count no longer. Raises TrainingFault."""
+    numbers: dict[str, int] = {}
+    rows = np.array([(numbers.setdefault(name, len(numbers)), offset) for name, offset in places], _ROW)
+    if not len(rows):
+        return
+    content = rows.tobytes()
+    header = header_block({"segments": list(numbers), "count": len(rows), "crc": crc32c(content)})
+    with disk_faults(folder.path):
+        folder.drops.mkdir(exist_ok=True)
+        write_whole(folder.drops / f"{uuid.uuid4().hex}{_ROWS}", header, content)
+
+
+def read(folder: CacheFolder) -> dict[str, set[int]]:
+    """Return the offsets that do not count, by segment. Raises DataFault."""
+    return {segment: set(offsets.tolist()) for segment, offsets in offsets_of(folder).items()}
+
+
+def offsets_of(folder: CacheFolder) -> dict[str, np.ndarray]:
+    """Return the same as sorted arrays of uint64, which take less memory. Raises DataFault."""
+    found: dict[str, list[np.ndarray]] = {}
+    for name in _names(folder):
+        names, rows = _read(folder, name)
+        order = np.argsort(rows["segment"], kind="stable")
+        bounds = np.searchsorted(rows["segment"][order], np.arange(len(names) + 1))
+        for segment, start, stop in zip(names, bounds[:-1], bounds[1:]):
+            found.setdefault(segment, []).append(rows["offset"][order[start:stop]])
+    return {segment: np.unique(np.concatenate(each)) for segment, each in found.items()}
+
+
+def state(folder: CacheFolder) -> str:
+    """Return a digest that changes with every file that comes or goes; their content never changes."""
+    return hashlib.blake2b("\n".join(_names(folder)).encode(), digest_size=16).hexdigest()
+
+
+def _names(folder: CacheFolder) -> list[str]:
+    return sorted(path.name for path in folder.drops.glob(f"*{_ROWS}"))
+
+
+def _read(folder: CacheFolder, name: str) -> tuple[list[str], np.ndarray]:
+    path = folder.drops / name
+    try:
+        content = path.read_bytes()
+        header, size = read_header(content)
+        if len(content) - size != header["count"] * _ROW.itemsize or crc32c(content[size:]) != header["crc"]:
+            raise Damaged("its rows are damaged")
+    except (OSError, Damaged, KeyError, TypeError) as error:
+        raise DataFault(
+            f"{path}, which lists entries of the feature cache that do not count, cannot be used ({error}). Remove it "
+            "and run `difftrain cache verify` on the cache: it finds what is damaged again"
+        ) from None
+    return header["segments"], np.frombuffer(content, _ROW, offset=size)

@@ -1,0 +1,132 @@
+"""Rows of many journals in the order of their addresses, in bounded memory: sorted runs on disk, then range by range."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from difftrain.data.cache.folder import IDX, CacheFolder
+from difftrain.data.cache.format import HEADER_START, ROW, header_size, read_header, whole_rows
+
+RUN_ROWS = 1 << 20  # sorted in memory at once
+ENTRY = np.dtype(  # a row of a journal, with its address as numbers that sort as its bytes do
+    [
+        ("high", "<u8"),
+        ("low", "<u8"),
+        ("offset", "<u8"),
+        ("length", "<u8"),
+        ("segment", "<u4"),
+        ("crc", "<u4"),
+        ("kind", "<u4"),
+    ]
+)
+
+
+class Journal:
+    """The journal of one segment. Raises Damaged where its header is."""
+
+    def __init__(self, folder: CacheFolder, segment: str) -> None:
+        self.segment, self.sealed = segment, folder.sealed(segment)  # first: what is sealed now is whole below
+        with folder.open_file(segment, IDX) as file:
+            start = file.read(HEADER_START)
+            self.header, self._first = read_header(start + file.read(max(0, header_size(start) - len(start))))
+        self._folder = folder
+
+    def rows(self, skip: int = 0) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield right rows behind the first `skip`, and how many rows have been read by then, right or damaged.
+
+        A sealed journal is whole, so a damaged row in it is one entry lost. In any other the first row that is not right
+        is where its writer was killed, or where it is writing just now: the rest is for the next time.
+        """
+        with self._folder.open_file(self.segment, IDX) as file:
+            file.seek(self._first + skip * ROW.itemsize)
+            while buffer := file.read(RUN_ROWS * ROW.itemsize):
+                rows, right = whole_rows(buffer)
+                if not self.sealed and not right.all():
+                    rows = rows[: int(np.argmin(right))]
+                    if len(rows):
+                        yield rows, skip + len(rows)
+                    return
+                skip += len(rows)
+                if len(rows):
+                    yield rows[right], skip
+
+    def length(self) -> int:
+        """Return how many whole rows its file has room for."""
+        with self._folder.open_file(self.segment, IDX) as file:
+            return (file.seek(0, 2) - self._first) // ROW.itemsize
+
+
+class Sorter:
+    """Take rows in the order of their segments' names, and give them back in the order of their addresses."""
+
+    def __init__(self, scratch: Path) -> None:
+        """Begin. scratch: a folder; what is put there has no name and is gone with this process."""
+        self.count = 0
+        self._scratch = scratch
+        self._waiting: list[np.ndarray] = []
+        self._file: IO[bytes] | None = None
+        self._runs: list[tuple[int, int]] = []  # first row and length in the file
+
+    def add(self, rows: np.ndarray, segment: int) -> None:
+        """Take rows of a journal. Raises OSError."""
+        taken = np.empty(len(rows), ENTRY)
+        words = np.ascontiguousarray(rows["address"]).view(">u8").reshape(-1, 2)
+        taken["high"], taken["low"], taken["segment"] = words[:, 0], words[:, 1], segment
+        for name in ("offset", "length", "crc", "kind"):
+            taken[name] = rows[name]
+        self._waiting.append(taken)
+        self.count += len(taken)
+        if sum(map(len, self._waiting)) >= RUN_ROWS:
+            self._spill()
+
+    def sorted(self) -> Iterator[np.ndarray]:
+        """Yield all rows in order, of equal addresses the first that was taken. Raises OSError."""
+        if self._file is None:
+            if self._waiting:
+                yield first_of_equal(in_order(np.concatenate(self._waiting)))
+            return
+        if self._waiting:
+            self._spill()
+        self._file.flush()
+        runs = [np.memmap(self._file, ENTRY, "r", first * ENTRY.itemsize, (size,)) for first, size in self._runs]
+        bounds = [(number << 64) // len(runs) for number in range(1, len(runs))]
+        cuts = [[0, *np.searchsorted(run["high"], np.array(bounds, np.uint64)).tolist(), len(run)] for run in runs]
+        for number in range(len(runs)):
+            slices = [run[cut[number] : cut[number + 1]] for run, cut in zip(runs, cuts)]
+            yield first_of_equal(in_order(np.concatenate(slices)))
+
+    def _spill(self) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115
+        run = in_order(np.concatenate(self._waiting))
+        self._waiting = []
+        self._runs.append((sum(size for _, size in self._runs), len(run)))
+        self._file.write(run.tobytes())
+
+
+def in_order(rows: np.ndarray) -> np.ndarray:
+    """Sort rows by address; those of equal addresses stay as they are."""
+    order = np.argsort(rows["high"], kind="stable")
+    high, low = rows["high"][order], rows["low"][order]
+    if bool(((high[1:] == high[:-1]) & (low[1:] != low[:-1])).any()):
+        order = np.lexsort((rows["low"], rows["high"]))
+    return rows[order]
+
+
+def first_of_equal(rows: np.ndarray) -> np.ndarray:
+    """Leave out rows whose address the row before them has."""
+    again = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
+    return rows if not again.any() else rows[np.concatenate([[True], ~again])]
+
+
+def addresses_of(rows: np.ndarray) -> list[bytes]:
+    """Return the addresses of rows."""
+    words = np.empty((len(rows), 2), ">u8")
+    words[:, 0], words[:, 1] = rows["high"], rows["low"]
+    content = words.tobytes()
+    return [content[start : start + 16] for start in range(0, len(content), 16)]
