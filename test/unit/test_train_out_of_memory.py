@@ -76,15 +76,19 @@ def test_every_remedy_is_a_flag_that_parses(doing: str, launch: Launch) -> None:
 def test_caching_has_a_batch_size_of_its_own() -> None:
     assert remedies(config("--vae_batch_size=8"), ALONE, CACHING) == ["--vae_batch_size=4"]
     assert remedies(config("--train_batch_size=1"), ALONE, CACHING) == ["a smaller --resolution"]
+    both = config("--vae_batch_size=8", "--cache_text_encoder_outputs", "--cache_batch_size=12")
+    assert remedies(both, ALONE, CACHING) == ["--vae_batch_size=4", "--cache_batch_size=6"]
 
 
 def test_the_host_has_other_remedies() -> None:
-    cfg = config("--max_data_loader_n_workers=8", "--cpu_offload_checkpointing", "--gradient_checkpointing")
+    cfg = config("--max_data_loader_n_workers=8", "--cpu_offload_checkpointing", "--gradient_checkpointing",
+                 "--cache_latents_to_disk", "--cache_preload")  # fmt: skip
     with pytest.raises(TrainingFault) as caught, told(cfg, Device("cpu"), ALONE), during("reading"):
         raise MemoryError
     text = str(caught.value)
     assert text.startswith("this machine is out of memory while reading.")
     assert "--max_data_loader_n_workers=4" in text and "without --cpu_offload_checkpointing" in text
+    assert "without --cache_preload" in text
     assert "--train_batch_size" not in text
 
 

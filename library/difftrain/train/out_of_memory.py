@@ -61,6 +61,8 @@ def host_remedies(cfg: TrainConfig) -> list[str]:
         ways.append(f"--max_data_loader_n_workers={cfg.data.workers // 2}")
     if cfg.cache.latents or cfg.cache.text:
         ways.append("features cached on disk (--cache_latents_to_disk, --cache_text_encoder_outputs_to_disk)")
+    if cfg.cache.preload:
+        ways.append("without --cache_preload")
     if cfg.training.cpu_offload_checkpointing:
         ways.append("without --cpu_offload_checkpointing")
     return [*ways, "fewer processes on this machine (--nproc_per_node)"]
@@ -71,7 +73,9 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
     training, model, cache = cfg.training, cfg.model, cfg.cache
     if doing == CACHING:
         size = model.vae_batch_size or max(cfg.batch_sizes)
-        return [f"--vae_batch_size={size // 2}"] if size > 1 else ["a smaller --resolution"]
+        ways = [f"--vae_batch_size={size // 2}"] if size > 1 else ["a smaller --resolution"]
+        words = cache.batch_size if cache.text or cache.text_to_disk else 1
+        return [*ways, f"--cache_batch_size={words // 2}"] if words > 1 else ways
     ways = []
     if doing == SAMPLING:
         ways.append("smaller or fewer pictures in --sample_prompts")

@@ -131,7 +131,7 @@ def _of_the_settings(cfg: TrainConfig) -> dict[str, Any]:
         "clip_skip": model.clip_skip,
         "v2": False,
         "v_parameterization": model.prediction_type == "v_prediction",
-        "cache_latents": False,
+        "cache_latents": cfg.cache.latents or cfg.cache.latents_to_disk,
         "ema_decay": cfg.ema.decay if cfg.ema.enable else None,
         "ema_profiles": list(cfg.ema.profiles) or None,
     }
