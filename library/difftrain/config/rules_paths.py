@@ -11,7 +11,8 @@ from pathlib import Path
 from difftrain.config import hub_ids, names
 from difftrain.config.finding import Finding, Rule, value_of
 from difftrain.config.sections import TrainConfig
-from difftrain.config.there import expanded, is_file, is_folder, is_there
+from difftrain.config.stores import why_not
+from difftrain.config.there import expanded, is_file, is_folder, is_there, is_url
 
 _HUB = "give a path, or a hub id: organisation/name, hf://organisation/name/file where a folder here has the same name"
 
@@ -45,6 +46,13 @@ def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     resume = cfg.save.resume
     if resume and resume != "auto" and not cfg.hub.resume and not is_folder(resume):
         yield Finding(("save.resume",), f"no such folder: {resume!r}", "give the folder of a state, or auto")
+
+
+def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The package that reads from an object store is installed."""
+    url = cfg.data.cache_dir
+    if url and is_url(url) and (fault := why_not(url)):
+        yield Finding(("data.cache_dir",), *fault)
 
 
 def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -124,4 +132,4 @@ def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("logging.tracker_config",), f"{config!r} cannot be read as TOML: {error}")
 
 
-RULES: tuple[Rule, ...] = (weights, size, folders, output, logs, thumbnail, prompts, trackers)
+RULES: tuple[Rule, ...] = (weights, size, folders, store, output, logs, thumbnail, prompts, trackers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import numpy as np
 from difftrain.config import TrainConfig
 from difftrain.config.datasets import datasets_of, subsets_of
 from difftrain.config.sections import SizeSection, SubsetSection
-from difftrain.config.there import expanded
+from difftrain.config.there import expanded, is_url
+from difftrain.config.user_cache import user_cache
 from difftrain.contracts import Bucket, DataFault, Reject
 from difftrain.data.buckets import BucketTable
 from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
@@ -120,12 +120,8 @@ def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -
 
 def index_folder(cfg: TrainConfig) -> Path:
     """Return where the index of these sources lives: one place for every combination of folders and reading settings."""
-    if cfg.data.cache_dir:
-        cache = Path(expanded(cfg.data.cache_dir))
-    elif sys.platform == "darwin":
-        cache = Path.home() / "Library" / "Caches" / "difftrain"
-    else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftrain"
+    given = cfg.data.cache_dir  # what lies on an object store is read only
+    cache = Path(expanded(given)) if given and not is_url(given) else user_cache()
     reading = {
         "dirs": [os.path.realpath(expanded(folder)) for folder in cfg.data.dirs],
         "repeats": cfg.data.repeats,
