@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from difftrain.contracts import TrainingFault
-from difftrain.data.cache.format import ALIGN, Item, crc32c
+from difftrain.data.cache.format import ALIGN, REJECT, Item, crc32c
 from difftrain.data.cache.metadata import Row
 
 if TYPE_CHECKING:
@@ -203,6 +203,12 @@ class MemoryEntries:
                 return row_of(number, paths, place)
             number += 1
         return None
+
+    def rejects(self) -> list[bytes]:
+        """Return the addresses of all entries that say why nothing could be made of something."""
+        _, places, _ = self._open()
+        bad = places[places["kind"] == REJECT]
+        return [int(row["high"]).to_bytes(8, "big") + int(row["low"]).to_bytes(8, "big") for row in bad]
 
     def has_many(self, addresses: np.ndarray) -> np.ndarray:
         """Tell which addresses have an entry. Shapes: addresses (N,) V16, result (N,) bool."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from difftrain.contracts import DataFault
 from difftrain.data.cache import database
-from difftrain.data.cache.format import ADDRESS, Damaged
+from difftrain.data.cache.format import ADDRESS, REJECT, Damaged
 from difftrain.data.cache.merging import Merged, merge
 
 __all__ = ["Merged", "Metadata", "Row", "SegmentInfo", "merge"]
@@ -108,6 +108,13 @@ class Metadata:
                 there[start:stop] |= _in_sorted(ordered[start:stop], some)
                 start += int(np.searchsorted(ordered[start:stop, 0], last[0], side="left"))  # the rest of an equal half
         return there
+
+    def rejects(self) -> list[bytes]:
+        """Return the addresses of all entries that say why nothing could be made of something. Raises DataFault."""
+        if not self._facts["rejects"]:
+            return []
+        with self._reading() as db:
+            return [address for (address,) in db.execute("SELECT address FROM entries WHERE kind = ?", (REJECT,))]
 
     def segments(self) -> list[SegmentInfo]:
         """Return all segments by name. Raises DataFault."""
