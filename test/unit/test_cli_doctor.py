@@ -256,6 +256,13 @@ def test_folders_that_can_be_used(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "a.png"], "nothing is left behind"
 
 
+@pytest.mark.parametrize(("url", "verdict"), [("memory://cache", "ok"), ("nowhere://cache", "wrong")])
+def test_a_cache_on_an_object_store_is_no_folder_that_is_written(url: str, verdict: str) -> None:
+    found = by_name(folders.check(Context(cache_dir=url)))
+    assert found["cache_url"].verdict == verdict and url in found["cache_url"].found
+    assert "the user's cache folder" in found["cache"].found
+
+
 def test_folders_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()

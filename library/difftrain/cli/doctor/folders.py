@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from difftrain.config.stores import shown, why_not
+from difftrain.config.there import is_url
 from difftrain.device.health.finding import Context, Finding
 
 # kinds as mountinfo calls them; fuse.* are added
@@ -29,8 +31,14 @@ def check(context: Context) -> Iterator[Finding]:
     """Look at the folders that were given, and at the user's cache folder."""
     if context.data_dir:
         yield from _readable(Path(context.data_dir))
-    cache = context.cache_dir or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    yield from _writable(Path(cache), "cache", "--cache_dir" if context.cache_dir else "the user's cache folder")
+    given = context.cache_dir
+    if given and is_url(given):
+        fault = why_not(given)
+        what, remedy = fault or (f"{shown(given)} is only read, and tried when a run begins", "")
+        yield Finding("wrong" if fault else "ok", f"--cache_dir: {what}", remedy, "cache_url")
+        given = None
+    cache = given or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    yield from _writable(Path(cache), "cache", "--cache_dir" if given else "the user's cache folder")
     if context.output_dir:
         yield from _writable(Path(context.output_dir), "output", "--output_dir")
 
