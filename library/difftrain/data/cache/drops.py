@@ -5,31 +5,35 @@ Segments are never changed, so this is written beside them: a file for each time
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
 from difftrain.contracts import DataFault
-from difftrain.data.cache.folder import CacheFolder, disk_faults, write_whole
+from difftrain.data.cache.folder import BIN, IDX, CacheFolder, disk_faults, write_whole
 from difftrain.data.cache.format import Damaged, crc32c, header_block, read_header
 
 _ROWS = ".rows"
 _ROW = np.dtype([("segment", "<u4"), ("offset", "<u8")])
 
 
-def add(folder: CacheFolder, places: Iterable[tuple[str, int]]) -> None:
-    """Let entries at (segment, offset) count no longer. Raises TrainingFault."""
+def add(folder: CacheFolder, places: Iterable[tuple[str, int]]) -> Path | None:
+    """Let entries at (segment, offset) count no longer; return the file that says so. Raises TrainingFault."""
     numbers: dict[str, int] = {}
     rows = np.array([(numbers.setdefault(name, len(numbers)), offset) for name, offset in places], _ROW)
     if not len(rows):
-        return
+        return None
     content = rows.tobytes()
     header = header_block({"segments": list(numbers), "count": len(rows), "crc": crc32c(content)})
     with disk_faults(folder.path):
         folder.drops.mkdir(exist_ok=True)
-        write_whole(folder.drops / f"{uuid.uuid4().hex}{_ROWS}", header, content)
+        path = folder.drops / f"{uuid.uuid4().hex}{_ROWS}"
+        write_whole(path, header, content)
+    return path
 
 
 def read(folder: CacheFolder) -> dict[str, set[int]]:
@@ -41,12 +45,27 @@ def offsets_of(folder: CacheFolder) -> dict[str, np.ndarray]:
     """Return the same as sorted arrays of uint64, which take less memory. Raises DataFault."""
     found: dict[str, list[np.ndarray]] = {}
     for name in _names(folder):
-        names, rows = _read(folder, name)
-        order = np.argsort(rows["segment"], kind="stable")
-        bounds = np.searchsorted(rows["segment"][order], np.arange(len(names) + 1))
-        for segment, start, stop in zip(names, bounds[:-1], bounds[1:]):
-            found.setdefault(segment, []).append(rows["offset"][order[start:stop]])
+        with contextlib.suppress(FileNotFoundError):  # taken away meanwhile, with its segments
+            for segment, offsets in file_offsets(folder, name).items():
+                found.setdefault(segment, []).append(offsets)
     return {segment: np.unique(np.concatenate(each)) for segment, each in found.items()}
+
+
+def file_offsets(folder: CacheFolder, name: str) -> dict[str, np.ndarray]:
+    """Return the offsets of each segment in one file. Raises DataFault, FileNotFoundError."""
+    names, rows = _read(folder, name)
+    order = np.argsort(rows["segment"], kind="stable")
+    bounds = np.searchsorted(rows["segment"][order], np.arange(len(names) + 1))
+    return {each: rows["offset"][order[start:stop]] for each, start, stop in zip(names, bounds[:-1], bounds[1:])}
+
+
+def prune(folder: CacheFolder) -> None:
+    """Remove the files that speak only of segments that are gone. Raises TrainingFault, DataFault."""
+    for name in _names(folder):
+        with disk_faults(folder.path), contextlib.suppress(FileNotFoundError):
+            segments, _ = _read(folder, name)
+            if not any(folder.exists(segment, suffix) for segment in segments for suffix in (BIN, IDX)):
+                (folder.drops / name).unlink()
 
 
 def state(folder: CacheFolder) -> str:
@@ -65,7 +84,9 @@ def _read(folder: CacheFolder, name: str) -> tuple[list[str], np.ndarray]:
         header, size = read_header(content)
         if len(content) - size != header["count"] * _ROW.itemsize or crc32c(content[size:]) != header["crc"]:
             raise Damaged("its rows are damaged")
-    except (OSError, Damaged, KeyError, TypeError) as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, Damaged, ValueError, KeyError, TypeError) as error:
         raise DataFault(
             f"{path}, which lists entries of the feature cache that do not count, cannot be used ({error}). Remove it "
             "and run `difftrain cache verify` on the cache: it finds what is damaged again"

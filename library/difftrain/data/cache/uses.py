@@ -1,6 +1,7 @@
 """What configurations want of a cache: which entries each of their records reads.
 
-A use is written before it is built, so that no clean-up takes away what is being made for it.
+A use is written before it is built, so that no clean-up takes away what is being made for it. Its rows lie in files that
+are named by their checksums, its facts, written after them, name these files: a kill in between leaves the use of before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from difftrain.contracts import DataFault
 from difftrain.data.cache.folder import CacheFolder, disk_faults, write_whole
-from difftrain.data.cache.format import FORMAT
+from difftrain.data.cache.format import FORMAT, crc32c
 
 USE_ROW = np.dtype([("key", "V16"), ("variant", "<u2"), ("address", "V16")])
 _CHUNK = 1 << 18
@@ -34,11 +35,29 @@ class Use:
     used_at: float  # when a run last said so, in seconds since the epoch by the clock of the file system
     encoders: tuple[str, ...]
     folder: Path
+    crcs: Mapping[str, int]  # of the file of each encoder
 
     def rows(self, encoder: str) -> np.ndarray:
         """Return its rows of an encoder, one a record and variant, sorted by key; memory-mapped. Raises DataFault."""
-        path = _rows_file(self.folder, self.id, encoder)
+        return self._read(encoder, lambda path: None)
+
+    def check(self, encoder: str) -> None:
+        """Read all of an encoder's rows and compare their checksum. Raises DataFault."""
+
+        def compare(path: Path) -> None:
+            crc = 0
+            with path.open("rb") as file:
+                while piece := file.read(_CHUNK):
+                    crc = crc32c(piece, crc)
+            if crc != self.crcs[encoder]:
+                raise ValueError("its checksum differs")
+
+        self._read(encoder, compare)
+
+    def _read(self, encoder: str, look: Callable[[Path], None]) -> np.ndarray:
+        path = _rows_file(self.folder, self.id, encoder, self.crcs[encoder])
         try:
+            look(path)
             rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
             if rows.dtype != USE_ROW:
                 raise ValueError(f"its rows are of {rows.dtype}")
@@ -54,17 +73,23 @@ def write(folder: CacheFolder, use: str, facts: Mapping[str, Any], rows: Mapping
     """Write what a configuration wants. Shapes: rows (N,) USE_ROW, sorted by key. Raises TrainingFault."""
     with disk_faults(folder.path):
         folder.uses.mkdir(exist_ok=True)
-        for encoder, each in rows.items():
-            write_whole(_rows_file(folder.uses, use, encoder), *_npy(each))
-        _write_facts(folder, use, {"format": FORMAT, "facts": facts, "encoders": sorted(rows), "whole": False})
+        crcs = {}
+        for encoder, each in sorted(rows.items()):
+            head, body = _npy(each)
+            crcs[encoder] = crc32c(body, crc32c(head))
+            write_whole(_rows_file(folder.uses, use, encoder, crcs[encoder]), head, body)
+        _write_facts(folder, use, {"format": FORMAT, "facts": facts, "encoders": crcs, "whole": False})
+        kept = {_rows_file(folder.uses, use, encoder, crc) for encoder, crc in crcs.items()}
+        for path in set(folder.uses.glob(f"{use}-*.npy")) - kept:
+            path.unlink(missing_ok=True)
 
 
-def mark_whole(folder: CacheFolder, use: str) -> None:
-    """Say that everything a configuration wants is there. Raises TrainingFault."""
+def mark_whole(folder: CacheFolder, use: str, whole: bool = True) -> None:
+    """Say whether everything a configuration wants is there. Raises TrainingFault, DataFault, FileNotFoundError."""
     with disk_faults(folder.path):
         said = _facts(folder.uses / f"{use}.json")
-        if not said["whole"]:
-            _write_facts(folder, use, {**said, "whole": True})
+        if said["whole"] != whole:
+            _write_facts(folder, use, {**said, "whole": whole})
 
 
 def all_uses(folder: CacheFolder) -> list[Use]:
@@ -72,10 +97,16 @@ def all_uses(folder: CacheFolder) -> list[Use]:
     found = []
     for path in sorted(folder.uses.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            said = _facts(path)
-            used_at = path.stat().st_mtime
-            found.append(Use(path.stem, said["facts"], said["whole"], used_at, tuple(said["encoders"]), folder.uses))
+            found.append(one(folder, path.stem))
     return found
+
+
+def one(folder: CacheFolder, use: str) -> Use:
+    """Return a use. Raises DataFault, FileNotFoundError."""
+    path = folder.uses / f"{use}.json"
+    said = _facts(path)
+    crcs, used_at = said["encoders"], path.stat().st_mtime
+    return Use(use, said["facts"], said["whole"], used_at, tuple(crcs), folder.uses, crcs)
 
 
 def touch(folder: CacheFolder, use: str) -> None:
@@ -88,14 +119,15 @@ def remove(folder: CacheFolder, use: str) -> None:
     """Forget a use. Raises TrainingFault."""
     with disk_faults(folder.path):
         path = folder.uses / f"{use}.json"
-        with contextlib.suppress(FileNotFoundError, DataFault):
-            for encoder in _facts(path)["encoders"]:
-                _rows_file(folder.uses, use, encoder).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
+        for rows in folder.uses.glob(f"{use}-*.npy"):
+            rows.unlink(missing_ok=True)
 
 
 def _write_facts(folder: CacheFolder, use: str, said: Mapping[str, Any]) -> None:
-    write_whole(folder.uses / f"{use}.json", json.dumps(said, sort_keys=True).encode())
+    words = json.dumps({key: value for key, value in said.items() if key != "crc"}, sort_keys=True)
+    crc = crc32c(words.encode())
+    write_whole(folder.uses / f"{use}.json", json.dumps({**json.loads(words), "crc": crc}, sort_keys=True).encode())
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -103,7 +135,9 @@ def _facts(path: Path) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(path.read_bytes())
         if said["format"] != FORMAT:
             raise ValueError(f"it is of format {said['format']}, this version reads format {FORMAT}")
-        _ = said["facts"], said["whole"], said["encoders"]
+        rest = {key: value for key, value in said.items() if key != "crc"}
+        if said["crc"] != crc32c(json.dumps(rest, sort_keys=True).encode()):
+            raise ValueError("its checksum differs")
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -113,12 +147,12 @@ def _facts(path: Path) -> dict[str, Any]:
     return said
 
 
-def _rows_file(folder: Path, use: str, encoder: str) -> Path:
-    return folder / f"{use}-{encoder}.npy"
+def _rows_file(folder: Path, use: str, encoder: str, crc: int) -> Path:
+    return folder / f"{use}-{encoder}-{crc:08x}.npy"
 
 
-def _npy(rows: np.ndarray) -> list[Any]:
+def _npy(rows: np.ndarray) -> tuple[bytes, bytes]:
     """Return the pieces of an .npy file."""
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(np.ascontiguousarray(rows)))
-    return [head.getvalue(), np.ascontiguousarray(rows).tobytes()]
+    return head.getvalue(), np.ascontiguousarray(rows).tobytes()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from difftrain.contracts import TrainingFault
+from difftrain.data.cache.alive import this_process
 from difftrain.data.cache.folder import BIN, IDX, PART, CacheFolder, disk_faults, sync_folder
 from difftrain.data.cache.format import ALIGN, ROW, Item, crc32c, header_block, row_crcs
 
@@ -75,7 +76,7 @@ class _Segment:
     """The two files of a segment that is being written."""
 
     def __init__(self, folder: CacheFolder, name: str, header: Mapping[str, Any]) -> None:
-        block = header_block({**header, "segment": name})
+        block = header_block({**header, "segment": name, "writer": this_process()})
         self._folder, self._name = folder, name
         self._files: dict[str, int] = {}
         folder.segments.mkdir(parents=True, exist_ok=True)
