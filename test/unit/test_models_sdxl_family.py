@@ -295,8 +295,8 @@ def test_encoders_say_of_which_shape_and_dtype_their_features_are(precision: str
 def test_a_trained_encoder_is_none_that_can_be_cached() -> None:
     sections = {"training": {"seed": 1}, "optimizer": {"learning_rate_te1": 0.0}}
     family, parts = loaded(config(sections, train_text_encoder=True))
-    assert family.encoders(parts)["text"].modules == ("text_encoder_1",)
-    assert set(family.encoders(parts)["text"].features) == {"hidden_1"}
+    assert set(family.encoders(parts)) == {"latents", "text_encoder_1"}
+    assert set(family.encoders(parts)["text_encoder_1"].features) == {"hidden_1"}
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_others() -> None:

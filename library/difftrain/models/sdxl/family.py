@@ -56,7 +56,7 @@ class SDXLFamily:
     def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
         """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault.
 
-        lazy: frozen parts that get no weights until they are woken.
+        lazy: frozen parts that get no weights until they are woken, also beside others that never get any (meta).
         """
         return load_parts(self.cfg, self.source, None if meta else self.vocabularies, meta=meta, lazy=lazy)
 

@@ -50,8 +50,8 @@ def load_parts(
 ) -> Parts:
     """Build all parts; trained ones in fp32, frozen ones in the mixed precision's dtype (the VAE as vae_fp32 says).
 
-    On the meta device with meta=True: names, shapes and dtypes only. lazy: so too, of the frozen parts, until they are
-    woken. Raises ConfigFault where the weights do not fit.
+    On the meta device with meta=True: names, shapes and dtypes only. lazy: so too, of frozen parts that can be woken.
+    Raises ConfigFault where the weights do not fit.
     """
     rates = learning_rates(cfg)
     modules = {part: source.architecture.build(part) for part in PARTS}
@@ -59,7 +59,7 @@ def load_parts(
     faults += blocks.faults(modules["unet"], cfg.optimizer.block_lr)
     if faults:
         raise ConfigFault(faults)
-    lazy_ones = frozenset() if meta else frozenset(lazy) - {"unet", *rates}
+    lazy_ones = frozenset(lazy) - {"unet", *rates}
     for part, module in modules.items():
         dtype = storage_dtype(cfg, part, rates)
         if meta or part in lazy_ones:

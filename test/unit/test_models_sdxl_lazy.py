@@ -1,0 +1,204 @@
+"""Frozen parts that sleep: nothing of them is loaded, and everything that needs them is as if they had been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sdxl import config, loaded
+
+from difftrain.contracts import ConfigFault, Parts
+from difftrain.device import fp8, host
+from difftrain.models.parts import fingerprints
+from difftrain.models.sdxl.architecture import named
+from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.sampling.grid import draw_pictures
+from difftrain.sampling.prompts import Prompt
+
+FROZEN = ("vae", "text_encoder_1", "text_encoder_2")
+LAYOUTS = ["safetensors", "ckpt", "diffusers", "diffusers_safetensors"]
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"training": {"seed": 1, "mixed_precision": "bf16"}}, {"fp8_frozen": "all"}),
+    ({"training": {"seed": 1, "mixed_precision": "fp16"}}, {"vae_fp32": False}),
+]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a diffusers folder and as one file."""
+    folder = tmp_path_factory.mktemp("stored")
+    family, parts = loaded(config())
+    for layout in ("safetensors", "diffusers_safetensors"):
+        family.export([], parts, layout, folder / f"as_{layout}")
+    return folder
+
+
+def asleep(cfg: Any, names: tuple[str, ...] = FROZEN) -> tuple[SDXLFamily, Parts]:
+    family = SDXLFamily(cfg)
+    return family, family.load(lazy=names)
+
+
+def tensors(parts: Parts, name: str) -> dict[str, torch.Tensor]:
+    """Return all that a part computes with, and what its exports hold."""
+    module = parts.frozen[name]
+    told = {f"state {key}": value for key, value in module.state_dict().items()}
+    return told | dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def same(ours: Parts, theirs: Parts, name: str) -> bool:
+    a, b = tensors(ours, name), tensors(theirs, name)
+    assert a.keys() == b.keys()
+    return all(a[key].dtype == b[key].dtype and a[key].equal(b[key]) for key in a)
+
+
+@pytest.mark.parametrize(("sections", "model"), WAYS)
+def test_a_part_that_was_woken_is_the_one_that_was_loaded(sections: Any, model: Any) -> None:
+    cfg = config(sections, **model)
+    _, wanted = loaded(cfg)
+    _, parts = asleep(cfg)
+    assert set(parts.lazy) == set(FROZEN) and all(map(parts.sleeps, FROZEN))
+    assert parts.notes == wanted.notes
+    for _ in range(2):
+        for name in FROZEN:
+            assert all(each.is_meta for each in tensors(parts, name).values())
+            shapes = {key: (value.shape, value.dtype) for key, value in tensors(wanted, name).items()}
+            assert {key: (value.shape, value.dtype) for key, value in tensors(parts, name).items()} == shapes
+            parts.wake(name)
+            assert same(parts, wanted, name)
+            assert not any(each.requires_grad for each in parts.frozen[name].parameters())
+            assert not any(module.training for module in parts.frozen[name].modules())
+            assert list(fp8.held(parts.frozen[name])) == list(fp8.held(wanted.frozen[name]))
+            parts.rest(name)
+    assert all(map(parts.sleeps, FROZEN))
+
+
+def test_only_frozen_parts_that_are_named_sleep() -> None:
+    cfg = config({"optimizer": {"learning_rate_te2": 0.0}}, train_text_encoder=True)
+    _, parts = asleep(cfg, ("unet", *FROZEN))
+    assert set(parts.lazy) == {"vae", "text_encoder_2"}
+    assert not any(each.is_meta for each in parts.root.parameters())
+    _, one = asleep(config(), ("vae",))
+    assert set(one.lazy) == {"vae"} and not one.sleeps("text_encoder_1")
+    bare = SDXLFamily(config()).load(meta=True, lazy=("vae",))
+    bare.wake("vae")
+    bare.wake("text_encoder_1")
+    assert not bare.sleeps("vae") and bare.sleeps("text_encoder_1")
+    assert all(each.is_meta for each in bare.root.parameters())
+    one.rest("text_encoder_1")
+    assert not one.sleeps("text_encoder_1")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("sections", "model"), WAYS[:2])
+def test_exports_with_sleeping_parts_are_those_with_loaded_ones(
+    sections: Any, model: Any, layout: str, tmp_path: Path
+) -> None:
+    cfg = config(sections, **model)
+    written = []
+    for name, (family, parts) in (("loaded", loaded(cfg)), ("lazy", asleep(cfg))):
+        weights = ((key, value) for key, value in parts.root.state_dict().items())
+        path = family.export(weights, parts, layout, tmp_path / name)
+        files = sorted(each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file())
+        written.append({str(each.relative_to(path)): content(each) for each in files})
+        assert name == "loaded" or all(map(parts.sleeps, FROZEN))
+    assert written[0] == written[1]
+
+
+def content(file: Path) -> Any:
+    if file.suffix in (".ckpt", ".bin"):  # zip files hold times
+        held = torch.load(file, weights_only=True)
+        return fingerprints.of_tensors(held.get("state_dict", held).items())
+    return file.read_bytes()
+
+
+def test_pictures_of_woken_parts_are_those_of_loaded_ones(stored: Path) -> None:
+    cfg = config(pretrained=str(stored / "as_safetensors.safetensors"))
+    drawn = []
+    for family, parts in (loaded(cfg), asleep(cfg)):
+        for name in FROZEN:
+            parts.wake(name)
+        prompts = [Prompt("a red star", width=64, height=64, sample_steps=2)]
+        (picture,) = draw_pictures(family.pipeline(parts), prompts, sampler="ddim", seed=1)
+        drawn.append(picture.image.tobytes())
+        for name in FROZEN:
+            parts.rest(name)
+    assert drawn[0] == drawn[1] and all(map(parts.sleeps, FROZEN))
+
+
+@pytest.mark.parametrize("name", ["as_diffusers_safetensors", "as_safetensors.safetensors", "tiny"])
+def test_with_known_files_no_weight_of_a_sleeping_part_is_read(
+    stored: Path, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Loading, what a start asks of the parts, and the fingerprints: all from headers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fingerprints, "_SETTLED_NS", 0)
+    time.sleep(0.05)
+    model = {} if name == "tiny" else {"pretrained": str(stored / name)}
+    first = {each: one.fingerprint() for each, one in encoders(**model).items()}
+    asked: list[str] = []
+    family = SDXLFamily(config(**model))
+    kind = type(family.source)
+    weights = kind.weights
+    monkeypatch.setattr(kind, "weights", lambda self, part, module: asked.append(part) or weights(self, part, module))
+    parts = family.load(lazy=FROZEN)
+    assert asked == ["unet"]
+    found = family.encoders(parts)
+    assert {each: one.fingerprint() for each, one in found.items()} == first
+    assert found["text_encoder_2"].features["pooled"].channels == named("tiny").text_encoder_2["projection_dim"]
+    assert asked == ["unet"]
+
+
+def encoders(**model: Any) -> dict[str, Any]:
+    family, parts = asleep(config(**model))
+    return family.encoders(parts)
+
+
+def resident() -> int:
+    """Return this process's own memory, files that it maps aside."""
+    told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(told["RssAnon"].split()[0]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_sleeping_parts_take_no_memory_and_give_back_what_they_took(tmp_path: Path) -> None:
+    """Text encoders of 32 MiB each beside a tiny UNet."""
+    sizes = named("tiny").to_dict()
+    for encoder in ("text_encoder", "text_encoder_2"):
+        sizes[encoder] = sizes[encoder] | {"intermediate_size": 1 << 16, "num_hidden_layers": 3}
+    (tmp_path / "wide.json").write_text(json.dumps(sizes))
+    cfg = config(init_from_config=str(tmp_path / "wide.json"))
+    family, parts = asleep(cfg)  # what loading takes at its first time is not the parts'
+    large = sum(each.nbytes for each in parts.frozen["text_encoder_2"].state_dict().values())
+    assert large > 40e6
+    before = resident()
+    family, parts = asleep(cfg)
+    encoder = family.encoders(parts)["text_encoder_2"]
+    encoder.fingerprint()
+    assert resident() - before < 8e6
+    parts.wake("text_encoder_2")
+    assert resident() - before > 0.8 * large
+    parts.rest("text_encoder_2")
+    host.give_back()
+    assert resident() - before < 8e6
+
+
+def test_a_file_that_is_gone_is_named_when_it_is_needed(stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored / "as_diffusers_safetensors", tmp_path / "model")
+    shutil.copy(stored / "as_safetensors.safetensors", tmp_path)
+    file = tmp_path / "as_safetensors.safetensors"
+    for path in (tmp_path / "model", file):
+        _, parts = asleep(config(pretrained=str(path)), ("vae",))
+        if path == file:  # it was opened at the start, and what was opened stays
+            file.unlink()
+            parts.wake("vae")
+            assert same(parts, loaded(config())[1], "vae")
+            continue
+        shutil.rmtree(path / "vae")
+        with pytest.raises(ConfigFault, match="vae has no weights"):
+            parts.wake("vae")
