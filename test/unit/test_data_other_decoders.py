@@ -83,7 +83,9 @@ def test_cached_features_of_another_decoder_are_others() -> None:
 
     from difftrain.config.sections import CaptionSection, DatasetSection
     from difftrain.data.buckets import BucketTable
-    from difftrain.data.cache.work import _settings_of
+    from difftrain.data.cache.cuts import Cuts
 
     recipe = Recipe(CaptionSection(), BucketTable.of(DatasetSection(resolution=(64, 64))), 1)
-    assert _settings_of(recipe) != _settings_of(replace(recipe, decoder="device"))
+    made = [Cuts([each], "vae", "fp32", masks=False) for each in (recipe, recipe, replace(recipe, decoder="device"))]
+    first, same, other = [cuts.address(0, (80, 90), False, bytes(16)) for cuts in made]
+    assert first == same != other

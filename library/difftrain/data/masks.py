@@ -51,15 +51,25 @@ def read_mask(folder: Path, record: Record) -> np.ndarray:
     Raises: Unusable or OSError where it is missing, no picture, or of another shape than its picture.
     """
     path = find_mask(folder, name_of(record))
-    mask = decode_rgba(path.read_bytes()).pixels[..., 0]
-    (height, width), (mask_h, mask_w) = record.size_hw, mask.shape
+    return decode_mask(path, path.read_bytes(), record.size_hw)
+
+
+def decode_mask(path: Path, data: bytes, size_hw: tuple[int, int]) -> np.ndarray:
+    """Decode the bytes of a mask, as read_mask does. size_hw: of its picture. Raises: Unusable."""
+    mask = decode_rgba(data).pixels[..., 0]
+    (height, width), (mask_h, mask_w) = size_hw, mask.shape
     if abs(mask_w * height / (mask_h * width) - 1) > _SAME_SHAPE:
         raise Unusable("other shape", f"the mask {path} has {mask_w} x {mask_h} px, its picture {width} x {height}")
     return mask
 
 
-def fit_mask(mask: np.ndarray, place: Place, interpolation: str | None) -> np.ndarray:
-    """Resize, cut and mirror a mask as its picture is. Shape: (h, w) uint8 -> (1, H, W) fp32 in 0..1."""
+def cut_mask(mask: np.ndarray, place: Place, interpolation: str | None) -> np.ndarray:
+    """Resize, cut and mirror a mask as its picture is. Shape: (h, w) uint8 -> (1, H, W) uint8."""
     left, top, width, height = place.crop
     cut = resize(mask, place.fit.resized_wh, interpolation)[top : top + height, left : left + width]
-    return np.array(cut[None, :, ::-1] if place.flip else cut[None], dtype=np.float32) / np.float32(255)
+    return np.array(cut[None, :, ::-1] if place.flip else cut[None], order="C")
+
+
+def fit_mask(mask: np.ndarray, place: Place, interpolation: str | None) -> np.ndarray:
+    """Fit a mask as cut_mask does. Shape: (h, w) uint8 -> (1, H, W) fp32 in 0..1."""
+    return cut_mask(mask, place, interpolation).astype(np.float32) / np.float32(255)

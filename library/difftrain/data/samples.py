@@ -41,7 +41,7 @@ class Sample:
     original_size: tuple[int, int]
     crop_top_left: tuple[int, int]
     target_size: tuple[int, int]
-    mask: np.ndarray | None = None  # (1, H, W) fp32 in 0..1; None: the whole picture counts
+    mask: np.ndarray | None = None  # (1, H, W) fp32 in 0..1; None: the whole picture counts, or masks are cached
     flipped: bool = False
 
 
@@ -112,34 +112,24 @@ class SampleMaker:
 
     def sample(self, record: Record, draw: Draw, epoch: int, step: int = 0) -> Sample:
         """Make one sample. Raises Unusable or OSError where its file, or its mask's, is not what was indexed."""
-        recipe, place, cached = self.recipes[record.media.source], self.place(record, draw), self.store.pictures
-        if cached is not None:
-            cached.check(record.id)
-        by_alpha = recipe.alpha_mask and not recipe.conditioning_dir  # the latter wins, as in kohya's
-        layers = self._layers(record, place) if cached is None or by_alpha else None
-        pixels = mask = None
-        if cached is None and layers is not None:
-            pixels = fit(layers[..., :3], place.fit.resized_wh, place.crop, place.flip, recipe.interpolation)
+        recipe, place, store = self.recipes[record.media.source], self.place(record, draw), self.store
+        pixels = mask = layers = None
+        by_alpha = store.masks is None and recipe.alpha_mask and not recipe.conditioning_dir  # the latter wins (kohya)
+        if store.pictures is not None:
+            store.pictures.check(record.id, place.flip)
+        if store.masks is not None:
+            store.masks.check(record.id, place.flip)
+        if store.pictures is None or by_alpha:
+            layers = decode_layers(record, recipe, place, self.index.read(record.media))
+        if store.pictures is None and layers is not None:
+            pixels = cut_pixels(layers, recipe, place)
             if recipe.color_aug:
                 pixels = recoloured(pixels, Stream(self.seed, draw.key, draw.occurrence, "colour"))
-        if recipe.conditioning_dir:
+        if store.masks is None and recipe.conditioning_dir:
             mask = fit_mask(read_mask(Path(recipe.conditioning_dir).expanduser(), record), place, recipe.interpolation)
         elif by_alpha and layers is not None:
             mask = fit_mask(layers[..., 3], place, recipe.interpolation)
         return Sample(record, pixels, self.caption(record, draw, epoch, step), *place.sizes, mask, place.flip)
-
-    def _layers(self, record: Record, place: Place) -> np.ndarray:
-        """Decode a picture, with its alpha where that masks the loss. Raises Unusable or OSError."""
-        recipe, data = self.recipes[record.media.source], self.index.read(record.media)
-        height, width = record.size_hw
-        if recipe.alpha_mask:
-            layers, size_wh = decode_rgba(data)
-        else:
-            layers, size_wh = decode_for(data, place.fit.resized_wh, recipe.interpolation, decoder=recipe.decoder)
-        if size_wh != (width, height):
-            (w, h), (was_w, was_h) = size_wh, (width, height)
-            raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
-        return layers
 
     def place(self, record: Record, draw: Draw) -> Place:
         """Say where one use of a picture is cut. Raises ValueError where no bucket fits."""
@@ -164,8 +154,9 @@ class SampleMaker:
         for name in ("original_size", "crop_top_left", "target_size"):
             features[name] = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.int64)
         captions = [sample.caption for sample in samples]
-        cached = self.store.captions
-        features |= self.tokenize(captions) if cached is None else cached.read(captions)
+        features |= (tokens := self.tokenize(captions))
+        if self.store.captions is not None:
+            features |= self.store.captions.read(tokens)
         if any(recipe.loss_weight != 1 for recipe in self.recipes):
             weights = [self.recipes[sample.record.media.source].loss_weight for sample in samples]
             features["loss_weight"] = torch.tensor(weights, dtype=torch.float32)
@@ -174,7 +165,7 @@ class SampleMaker:
             record_id=torch.tensor([sample.record.id for sample in samples], dtype=torch.int64),
             occurrence=torch.tensor([draw.occurrence for draw in draws], dtype=torch.int64),
             features=features,
-            loss_mask=_stacked_masks(bucket, samples),
+            loss_mask=self._masks(bucket, samples),
             draws={
                 name: host_draws(name, spec, bucket, draws, self.seed) for name, spec in self.features.draws.items()
             },
@@ -188,6 +179,30 @@ class SampleMaker:
         if self.store.pictures is not None:
             return self.store.pictures.read([s.record.id for s in samples], [s.flipped for s in samples])
         return {"pixels": torch.from_numpy(np.stack([s.pixels for s in samples if s.pixels is not None]))}
+
+    def _masks(self, bucket: Bucket, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """Stack masks, or read what is cached of them. Shape: (B, 1, H, W) fp32."""
+        if self.store.masks is not None:
+            return self.store.masks.read([s.record.id for s in samples], [s.flipped for s in samples])
+        return _stacked_masks(bucket, samples)
+
+
+def decode_layers(record: Record, recipe: Recipe, place: Place, data: bytes) -> np.ndarray:
+    """Decode a picture, with its alpha where that masks the loss. Shape: (h, w, 3 or 4) uint8. Raises Unusable."""
+    height, width = record.size_hw
+    if recipe.alpha_mask:
+        layers, size_wh = decode_rgba(data)
+    else:
+        layers, size_wh = decode_for(data, place.fit.resized_wh, recipe.interpolation, decoder=recipe.decoder)
+    if size_wh != (width, height):
+        (w, h), (was_w, was_h) = size_wh, (width, height)
+        raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
+    return layers
+
+
+def cut_pixels(layers: np.ndarray, recipe: Recipe, place: Place) -> np.ndarray:
+    """Resize and cut a picture. Shape: (h, w, 3 or 4) uint8 -> (3, H, W) uint8."""
+    return fit(layers[..., :3], place.fit.resized_wh, place.crop, place.flip, recipe.interpolation)
 
 
 def captions_of(record: Record, recipe: Recipe) -> list[str]:

@@ -38,19 +38,23 @@ def media_address(content: bytes, cut: Sequence[Any], fingerprint: str, storage:
     return state.digest()
 
 
-def text_address(tokens: Mapping[str, np.ndarray], fingerprint: str, storage: str) -> bytes:
+def text_address(tokens: Mapping[str, Any], fingerprint: str, storage: str) -> bytes:
     """Return the address of what an encoder makes of one tokenised caption: ids, masks, weights, bit by bit."""
-    return text_addresses({name: np.asarray(each)[None] for name, each in tokens.items()}, fingerprint, storage)[0]
+    return text_addresses({name: np.asarray(each)[None] for name, each in tokens.items()}, (), fingerprint, storage)[0]
 
 
-def text_addresses(tokens: Mapping[str, np.ndarray], fingerprint: str, storage: str) -> list[bytes]:
-    """Return the addresses of several captions. Shapes: of tokens (B, ...)."""
-    arrays = [np.ascontiguousarray(tokens[name]) for name in sorted(tokens)]
-    kinds = [[name, each.dtype.str, list(each.shape[1:])] for name, each in zip(sorted(tokens), arrays, strict=True)]
+def text_addresses(tokens: Mapping[str, Any], inputs: Sequence[str], fingerprint: str, storage: str) -> list[bytes]:
+    """Return the addresses of several tokenised captions.
+
+    tokens: arrays, or tensors on the host. inputs: those that decide the outcome, as far as they are there; none: all.
+    Shapes: of tokens (B, ...).
+    """
+    names = sorted(name for name in tokens if name in inputs or not inputs)
+    arrays = [np.ascontiguousarray(tokens[name]) for name in names]
+    kinds = [[name, each.dtype.str, list(each.shape[1:])] for name, each in zip(names, arrays, strict=True)]
     state = _started(b"difftrain.text", [VERSION, kinds, fingerprint, storage])
-    rows = [[row.tobytes() for row in each] for each in arrays]
     found = []
-    for pieces in zip(*rows, strict=True):
+    for pieces in zip(*([row.tobytes() for row in each] for each in arrays), strict=True):
         own = state.copy()
         for piece in pieces:
             own.update(piece)

@@ -1,206 +1,274 @@
-"""What is to be encoded: the pictures of every bucket, and every caption that training can draw. In loader workers."""
+"""What is to be encoded: the pictures of every bucket, their masks, and every caption that training can draw."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
-from difftrain.contracts import Batch, Bucket, Draw, Encoder, Record, Tokenize
-from difftrain.data.cache.layout import Layout, Part
-from difftrain.data.cache.places import UNREADABLE, Rejected
-from difftrain.data.cache.store import Captions, Pictures, Shelf, hash_of
-from difftrain.data.decoders import HOST
-from difftrain.data.media import MEDIA_VERSION, Unusable
+from difftrain.contracts import Bucket, Encoder, Feature, Reject, Tokenize
+from difftrain.data.cache.address import BYTES, V16, as_array, text_addresses
+from difftrain.data.cache.contents import Say, picture_contents
+from difftrain.data.cache.cuts import MASK_VERSION, Cuts, plain, settings_of
+from difftrain.data.cache.mask_contents import mask_contents
+from difftrain.data.cache.wanted import LOST, NOBODY, ROW, VERSION, Facts, use_rows, write
+from difftrain.data.index_writer import disk_faults
+from difftrain.data.samples import captions_of
 
 if TYPE_CHECKING:
-    from difftrain.data.index import Columns
+    from difftrain.data.index import Index
+    from difftrain.data.prepare import Data
     from difftrain.data.recipe import Recipe
-    from difftrain.data.samples import SampleMaker
-    from difftrain.data.tables import Tables
+    from difftrain.data.tables import BucketRows, Tables
 
-CAPTIONS_A_BATCH = 32
-_RECORDS_A_LOOK = 1024
+MASKS = "masks"  # name of what is made of masks; its feature is "mask"
+FACTS = "facts.json"
+NO_BUCKET = Bucket(0, 0)  # of captions
+_KEPT = 8  # lists of one name: settings come and go
+_STALE_S = 24 * 3600.0
+_LOOK = 2048  # captions that are tokenised at once
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some neighbouring entries of a part, decoded. rows: of the part, those that batch holds; it is None for none."""
+class Asked:
+    """One encoder whose features are wanted. batch_size: entries that it takes at once.
 
-    part: Part
-    rows: tuple[int, ...]
-    batch: Batch | None
-    rejected: Rejected
+    storage: all that decides how its features are stored, as part of their addresses.
+    """
 
-
-class Work(Protocol):
-    """All entries of one encoder: how they lie, how they are named, decoded and found again."""
-
-    layout: Layout
+    name: str
+    encoder: Encoder
+    fingerprint: str
+    storage: str
     batch_size: int
 
-    def names(self, fingerprint: str) -> list[str]: ...
-    def piece(self, part: Part, start: int, stop: int) -> Piece: ...
+
+def mask_encoder(recipes: Sequence[Recipe]) -> Encoder | None:
+    """Return what makes masks of the loss: workers do, nothing is left to a device. None where no picture has one."""
+    if not any(recipe.has_masks for recipe in recipes):
+        return None
+    return Encoder(
+        source="pixels",
+        features={"mask": Feature(1, factor=1, dtype="uint8")},
+        modules=(),
+        settings="",
+        encode=lambda batch: {"mask": batch.features["mask"]},
+        fingerprint=lambda: f"masks {MASK_VERSION}",
+    )
 
 
-class Pieces(Dataset[Any]):
-    """Item n is the n-th piece of some parts; a part is always cut into the same pieces."""
+def build_wanted(
+    data: Data, asked: Sequence[Asked], tokenize: Tokenize, *, look: bool = True, say: Say = print
+) -> dict[str, Path]:
+    """List what is wanted of each encoder, and return the folder of each list (see Wanted). One process a machine.
 
-    def __init__(self, work: Work, parts: Sequence[Part]) -> None:
-        self._work, self._parts = work, parts
-        self._ends = np.cumsum([-(-part.count // work.batch_size) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def __getitem__(self, n: int) -> Piece:
-        which = int(np.searchsorted(self._ends, n, side="right"))
-        part, size = self._parts[which], self._work.batch_size
-        start = (n - int(self._ends[which - 1] if which else 0)) * size
-        return self._work.piece(part, start, min(start + size, part.count))
-
-
-class PictureWork:
-    """Every picture of the tables, held out or not, shard by shard and there by key: a split changes nothing here.
-
-    Of a picture that may be flipped the mirrored one is encoded too.
+    look: hash pictures and masks whose content is not known; else they are left out, and Wanted.passed names them.
+    Raises: TrainingFault where the disk is full.
     """
+    captions = [each for each in asked if each.encoder.source == "caption"]
+    lists = [_pictures(data, each, look, say) for each in asked if each.encoder.source == "pixels"]
+    lists += [_List(data.index, each, _caption_words(data, each, tokenize)) for each in captions]
+    _write_captions(data, [each for each in lists if each.asked in captions and not each.is_there], tokenize)
+    return {each.asked.name: each.folder for each in lists}
 
-    def __init__(self, maker: SampleMaker, tables: Tables, encoder: Encoder, batch_size: int, *, flip: bool) -> None:
-        """Lay out. maker: makes plain samples, without augmentation."""
-        self._maker, self.batch_size, self.variants = maker, batch_size, 1 + flip
-        found: dict[Bucket, list[np.ndarray]] = {}
-        for rows in (*tables.training, *tables.validation):
-            ids, _ = tables.take(np.arange(rows.first, rows.first + rows.records))
-            found.setdefault(rows.bucket, []).append(np.array(ids, dtype=np.uint32))
-        columns = maker.index.columns()
-        runs = {bucket: _by_shard(np.unique(np.concatenate(found[bucket])), columns) for bucket in sorted(found)}
-        self._ids = np.concatenate(list(runs.values()))
-        self.layout = Layout(encoder.features, ((bucket, len(ids)) for bucket, ids in runs.items()), self.variants)
+
+class _List:
+    """The folder of a list, in the index; where nothing can be written there, a temporary one of this process."""
+
+    def __init__(self, index: Index, asked: Asked, words: Any) -> None:
+        state = hashlib.blake2b(digest_size=12)
+        parts = [VERSION, asked.name, asked.fingerprint, asked.storage, asked.batch_size, asked.encoder.inputs, words]
+        state.update(json.dumps(parts, sort_keys=True).encode())
+        self._index, self.asked = index, asked
+        self.folder = index.folder / f"wanted-{asked.name}-{state.hexdigest()}"
 
     @property
-    def forks(self) -> bool:
-        """Tell whether workers that decode may be forked."""
-        return self._maker.forks
+    def is_there(self) -> bool:
+        """Tell whether the list is written, and that it is used."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
+        return (self.folder / FACTS).is_file()
 
-    def names(self, fingerprint: str) -> list[str]:
-        """Name each part by all that decides it: encoder, bucket, and of every picture its bytes and how it is cut."""
-        stamps, keys = self._maker.index.stamps(), self._maker.index.columns().keys
-        sources = np.asarray(self._maker.index.columns().source)
-        recipes = [_settings_of(recipe) for recipe in self._maker.recipes]
-        named = []
-        for part in self.layout.parts:
-            ids = self._ids[part.first : part.first + part.count]
-            state = _started(fingerprint, MEDIA_VERSION, part.bucket, self.variants)
-            state.update(np.concatenate([keys[ids], stamps[ids]], axis=1).tobytes())
-            state.update(b"".join(recipes[source] for source in sources[ids].tolist()))
-            named.append(state.hexdigest())
-        return named
+    def begin(self) -> Path:
+        """Return a folder to write the list into."""
+        aside = self._index.folder / f"tmp-{uuid.uuid4().hex}"
+        for path in self._index.folder.glob("tmp-*"):  # what a kill left behind, a day later
+            if path.stat().st_mtime < time.time() - _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+        try:
+            aside.mkdir()
+        except OSError:  # a cache that can only be read
+            aside = Path(tempfile.mkdtemp(prefix="difftrain-wanted-"))
+            atexit.register(shutil.rmtree, aside, ignore_errors=True)
+        return aside
 
-    def piece(self, part: Part, start: int, stop: int) -> Piece:
-        """Decode some pictures; what cannot be is left out with its reason."""
-        rows, pixels, rejected = [], [], {}
-        ids = self._ids[part.first + start : part.first + stop].tolist()
-        for row, record in enumerate(self._maker.index.records(ids), start=start):
-            try:
-                sample = self._maker.sample(record, Draw(record.id, record.key, 0), 0)
-                assert sample.pixels is not None
-                pixels.append(sample.pixels)
-                rows.append(row)
-            except Unusable as error:
-                rejected[row] = str(error)
-            except OSError as error:
-                rejected[row] = f"{UNREADABLE}: {error}"
-        features = {"pixels": torch.from_numpy(np.stack(pixels))} if pixels else {}
-        return Piece(part, tuple(rows), _batch(part.bucket, features), rejected)
+    def settle(self, aside: Path) -> None:
+        """Give the list its name, for all that start later."""
+        if aside.parent != self._index.folder:
+            self.folder = aside
+            return
+        try:
+            aside.rename(self.folder)
+        except OSError:  # another process was faster, with the same list
+            shutil.rmtree(aside, ignore_errors=True)
+        older = sorted(self._index.folder.glob(f"wanted-{self.asked.name}-*"), key=lambda path: path.stat().st_mtime)
+        for path in older[:-_KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
 
-    def found(self, shelf: Shelf, rejected: Mapping[int, str]) -> Pictures:
-        """Return what reads the features by record."""
-        slots = np.full(self._maker.index.count, -1, dtype=np.int64)
-        slots[self._ids] = np.arange(len(self._ids))
-        return Pictures(shelf, slots, {int(self._ids[slot]): reason for slot, reason in rejected.items()})
+    def facts(self, batch_size: int, passed: Sequence[Reject] = ()) -> Facts:
+        """Return what the list says of itself."""
+        asked = self.asked
+        return Facts(asked.name, asked.fingerprint, asked.storage, batch_size, tuple(asked.encoder.inputs), passed)
 
 
-class CaptionWork:
-    """Every caption that a record of the tables can be drawn with, once, in the order of its hash.
-
-    Nothing is shuffled, dropped or weighed where captions are cached, so that a caption is a function of what is written.
-    """
-
-    variants = 1
-    forks = True
-
-    def __init__(self, maker: SampleMaker, tables: Tables, encoder: Encoder, tokenize: Tokenize) -> None:
-        """Lay out. maker: makes plain samples, without augmentation."""
-        self._maker, self._tokenize, self.batch_size = maker, tokenize, CAPTIONS_A_BATCH
-        where: dict[tuple[int, int], tuple[int, int]] = {}
-        for rows in (*tables.training, *tables.validation):
-            for first in range(rows.first, rows.first + rows.records, _RECORDS_A_LOOK):
-                ids, _ = tables.take(np.arange(first, min(first + _RECORDS_A_LOOK, rows.first + rows.records)))
-                for record in maker.index.records(ids):
-                    for number, caption in enumerate(captions_of(maker, record)):
-                        where.setdefault(hash_of(caption), (record.id, number))
-        order = sorted(where)
-        self._high, self._low = (np.array([pair[i] for pair in order], dtype=np.uint64) for i in (0, 1))
-        self._where = np.array([where[pair] for pair in order], dtype=np.uint32)
-        self.layout = Layout(encoder.features, [(Bucket(0, 0), len(order))])
-
-    def names(self, fingerprint: str) -> list[str]:
-        """Name each part by encoder and captions."""
-        named = []
-        for part in self.layout.parts:
-            entries = slice(part.first, part.first + part.count)
-            state = _started(fingerprint)
-            state.update(np.stack([self._high[entries], self._low[entries]]).astype("<u8").tobytes())
-            named.append(state.hexdigest())
-        return named
-
-    def piece(self, part: Part, start: int, stop: int) -> Piece:
-        """Read and tokenise some captions."""
-        captions = []
-        for record_id, number in self._where[part.first + start : part.first + stop].tolist():
-            captions.append(captions_of(self._maker, self._maker.index.record(record_id))[number])
-        batch = _batch(part.bucket, self._tokenize(captions))
-        return Piece(part, tuple(range(start, stop)), batch, {})
-
-    def found(self, shelf: Shelf) -> Captions:
-        """Return what reads the features by caption."""
-        return Captions(shelf, self._high, self._low)
+def _pictures(data: Data, asked: Asked, look: bool, say: Say) -> _List:
+    """List the pictures of the tables or their masks, held out or not: a split changes nothing here."""
+    index, recipes, masks = data.index, data.recipes, asked.name == MASKS
+    buckets, bucket_of = _placed(data.tables, index.count)
+    sources = np.asarray(index.columns().source)
+    wanted = bucket_of >= 0
+    if masks:
+        wanted &= np.array([recipe.has_masks for recipe in recipes])[sources]
+    ids = np.flatnonzero(wanted)
+    if masks:
+        contents, passed = mask_contents(index, recipes, ids, look=look, say=say)
+    else:
+        contents, passed = picture_contents(index, ids, look=look, say=say)
+    known = hashlib.blake2b(contents[ids].tobytes(), digest_size=BYTES).hexdigest()
+    found = _List(index, asked, [data.tables.folder.name, [settings_of(recipe) for recipe in recipes], known])
+    if found.is_there:
+        return found
+    flips = np.array([recipe.flip for recipe in recipes])[sources]
+    variants = 2 if flips[ids].any() else 1
+    cuts = Cuts(recipes, asked.fingerprint, asked.storage, masks=masks)
+    places = _addresses(index, cuts, ids, contents, flips, variants)
+    ordered = ids[np.lexsort((ids, np.asarray(index.columns().shard)[ids], sources[ids], bucket_of[ids]))]
+    even = asked.batch_size + asked.batch_size % variants  # a picture and its mirror image come in one batch
+    with disk_faults(index.folder):
+        aside, by_key = found.begin(), _rows(ids, places)
+        uses = use_rows(index.columns().keys, by_key)
+        facts = found.facts(even, passed)
+        write(aside, facts, _rows(ordered, places), lambda r: bucket_of[r], buckets, uses, len(by_key), places)
+        found.settle(aside)
+    return found
 
 
-def captions_of(maker: SampleMaker, record: Record) -> list[str]:
-    """Return the caption that is made of each one that is written for a record."""
-    draw = Draw(record.id, record.key, 0)
-    return [maker.caption(replace(record, captions=(each,)), draw, 0) for each in record.captions]
+def _placed(tables: Tables, count: int) -> tuple[list[Bucket], np.ndarray]:
+    """Return the buckets in order, and the place of each record's among them, -1 for none."""
+    runs = (*tables.training, *tables.validation)
+    buckets = sorted({rows.bucket for rows in runs})
+    bucket_of = np.full(count, -1, dtype=np.int32)
+    for rows in runs:
+        bucket_of[_ids(tables, rows)] = buckets.index(rows.bucket)
+    return buckets, bucket_of
 
 
-def _batch(bucket: Bucket, features: dict[str, torch.Tensor]) -> Batch | None:
-    if not features:
-        return None
-    numbers = torch.arange(len(next(iter(features.values()))))
-    return Batch(bucket, numbers, torch.zeros_like(numbers), features, {})
+def _ids(tables: Tables, rows: BucketRows) -> np.ndarray:
+    return np.array(tables.ids()[rows.first : rows.first + rows.records])
 
 
-def _by_shard(ids: np.ndarray, columns: Columns) -> np.ndarray:
-    """Put ids in the order in which tars and parquet files are best read; plain files stay in the order of their keys."""
-    ordered: np.ndarray = ids[np.lexsort((ids, np.asarray(columns.shard)[ids], np.asarray(columns.source)[ids]))]
-    return ordered
+def _addresses(
+    index: Index, cuts: Cuts, ids: np.ndarray, contents: np.ndarray, flips: np.ndarray, variants: int
+) -> np.ndarray:
+    """Make the addresses of pictures, those of one size together. Shape: (N, variants, 16) uint8, by id."""
+    columns = index.columns()
+    places = np.zeros((index.count, variants, BYTES), dtype=np.uint8)
+    sizes = [np.asarray(each)[ids].astype(np.uint64) for each in (columns.source, columns.height, columns.width)]
+    order = np.lexsort(sizes[::-1])
+    new = np.flatnonzero(np.any([np.diff(each[order]) != 0 for each in sizes], axis=0)) + 1
+    for group in np.split(order, new) if len(order) else ():
+        own, first = ids[group], group[0]
+        source, height, width = (int(each[first]) for each in sizes)
+        bytes_of = contents[own].tobytes()
+        for variant in range(1 + bool(flips[own[0]])):
+            state, made = cuts.state(source, (height, width), variant == 1), bytearray()
+            for start in range(0, len(bytes_of), BYTES):
+                each = state.copy()
+                each.update(bytes_of[start : start + BYTES])
+                made += each.digest()
+            places[own, variant] = np.frombuffer(made, np.uint8).reshape(-1, BYTES)
+    places[ids[~contents[ids].any(axis=1)]] = np.frombuffer(LOST, np.uint8)
+    return places
 
 
-def _settings_of(recipe: Recipe) -> bytes:
-    """Hash how a recipe makes pixels of a picture: where it is cut, by which filter, and whether it keeps its alpha."""
-    table = recipe.buckets
-    parts = [table.sizes, table.max_area, table.steps, table.no_upscale, recipe.interpolation, recipe.alpha_mask]
-    if recipe.decoder != HOST:
-        parts.append(recipe.decoder)
-    return _started(parts).digest()
+def _rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return what is wanted of pictures, each and its mirror image. Shape: (M,) ROW."""
+    variants = places.shape[1]
+    rows = np.zeros(len(ids) * variants, dtype=ROW)
+    rows["record"], rows["variant"] = np.repeat(ids, variants), np.tile(np.arange(variants), len(ids))
+    found = places[ids].reshape(-1, BYTES)
+    rows["address"] = found.view(V16).reshape(-1)
+    words = found.view(np.uint64)
+    return rows[(words[:, 0] != words[:, 1]) | ((words[:, 0] + np.uint64(1)) > 1)]  # neither nothing nor LOST
 
 
-def _started(*parts: Any) -> hashlib.blake2b:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16)
+def _caption_words(data: Data, asked: Asked, tokenize: Tokenize) -> list[Any]:
+    """Return all that decides the captions and their tokens."""
+    recipes = [[recipe.captions.model_dump(mode="json"), recipe.num_variants] for recipe in data.recipes]
+    return [data.tables.folder.name, recipes, identity_of(tokenize)]
+
+
+def identity_of(tokenize: Tokenize) -> str:
+    """Return what tells a tokenizer from another: what it says of itself, or all of it."""
+    said = getattr(tokenize, "identity", None)
+    return said if isinstance(said, str) else hashlib.blake2b(pickle.dumps(tokenize), digest_size=BYTES).hexdigest()
+
+
+def _write_captions(data: Data, lists: Sequence[_List], tokenize: Tokenize) -> None:
+    """List every caption that a record of the tables can be drawn with, and "". Each is tokenised for all encoders."""
+    if not lists:
+        return
+    with disk_faults(data.index.folder):
+        asides = [each.begin() for each in lists]
+        files = [(aside / "rows.bin").open("wb") for aside in asides]
+        for rows, captions in _drawn(data):
+            distinct = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
+            back = [distinct[caption] for caption in captions]
+            tokens = tokenize(list(distinct))
+            for each, file in zip(lists, files, strict=True):
+                asked = each.asked
+                found = text_addresses(tokens, asked.encoder.inputs, asked.fingerprint, asked.storage)
+                rows["address"] = as_array(found)[back]
+                file.write(rows.tobytes())
+        for each, aside, file in zip(lists, asides, files, strict=True):
+            file.close()
+            rows = np.memmap(aside / "rows.bin", dtype=ROW, mode="r")
+            uses = use_rows(data.index.columns().keys, rows)
+            facts = each.facts(each.asked.batch_size)
+            write(aside, facts, rows, lambda r: np.zeros(len(r), np.int64), [NO_BUCKET], uses, len(rows))
+            (aside / "rows.bin").unlink()
+            each.settle(aside)
+
+
+def _drawn(data: Data) -> Iterator[tuple[np.ndarray, list[str]]]:
+    """Yield rows without addresses and their captions: that of nobody first, then by record and variant."""
+    held = np.zeros(data.index.count, dtype=bool)
+    wanted = _placed(data.tables, data.index.count)[1] >= 0
+    for rows in data.tables.validation:
+        held[_ids(data.tables, rows)] = True
+    recipes = [data.recipes, plain(data.recipes)]
+    facts: list[tuple[bytes, int, int, int, int]] = [(b"", NOBODY, 0, 0, 0)]
+    captions = [""]
+    for record_id in np.flatnonzero(wanted).tolist():
+        record, as_written = data.index.record(record_id), bool(held[record_id])
+        for variant, caption in enumerate(captions_of(record, recipes[as_written][record.media.source])):
+            facts.append((b"", record_id, variant, as_written, 0))
+            captions.append(caption)
+        if len(captions) >= _LOOK:
+            yield np.array(facts, dtype=ROW), captions
+            facts, captions = [], []
+    if captions:
+        yield np.array(facts, dtype=ROW), captions

@@ -1,0 +1,157 @@
+"""Making batches for an encoder in loader workers: pictures, masks and captions of a list of what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from difftrain.contracts import Batch, DataFault, Record, Reject, Tokenize
+from difftrain.data.cache.address import content_of, text_addresses
+from difftrain.data.cache.contents import CHANGED, UNREADABLE
+from difftrain.data.cache.cuts import Cuts, plain
+from difftrain.data.cache.wanted import NOBODY, Wanted
+from difftrain.data.cache.work import MASKS, NO_BUCKET
+from difftrain.data.decoders import HOST
+from difftrain.data.masks import cut_mask, decode_mask, find_mask, name_of
+from difftrain.data.media import Unusable
+from difftrain.data.samples import captions_of, cut_pixels, decode_layers
+
+if TYPE_CHECKING:
+    from difftrain.data.prepare import Data
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One batch of a list, made ready. rows: of the list, those that batch holds; it is None where it holds none.
+
+    metas: what is kept beside each of these rows. rejected: other rows -> name and reason; they are as bad next time.
+    passed: what could not be read now, and is not kept as bad.
+    """
+
+    number: int
+    rows: tuple[int, ...]
+    batch: Batch | None
+    metas: list[dict[str, Any]]
+    rejected: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    passed: tuple[Reject, ...] = ()
+
+
+class _Passing(Exception):
+    """Say why a picture cannot be encoded now."""
+
+
+class Decoding(Dataset[Any]):
+    """Item n is batch n of a list. Picklable; batch.keys are the addresses of its rows.
+
+    A picture whose bytes are not those that its address was made of is passed over: it has changed since.
+    """
+
+    def __init__(self, data: Data, wanted: Wanted, tokenize: Tokenize) -> None:
+        self._index, self._recipes, self._wanted, self._tokenize = data.index, data.recipes, wanted, tokenize
+        self._plain = plain(data.recipes)
+        self._masks = wanted.name == MASKS
+        self._captions = not (wanted.folder / "places.npy").is_file()
+        self._cuts = Cuts(data.recipes, wanted.fingerprint, wanted.storage, masks=self._masks)
+
+    @property
+    def forks(self) -> bool:
+        """Tell whether workers may be forked: those that decode on a device may not."""
+        return self._captions or self._masks or all(recipe.decoder == HOST for recipe in self._recipes)
+
+    def __len__(self) -> int:
+        return self._wanted.batches
+
+    def __getitem__(self, n: int) -> Piece | DataFault:
+        try:
+            return self._texts(n) if self._captions else self._pictures(n)
+        except DataFault as fault:
+            return fault  # raised by the parent, without the worker's traceback around it
+
+    def _pictures(self, n: int) -> Piece:
+        rows, made, metas = [], [], []
+        rejected: dict[int, tuple[str, str]] = {}
+        passed: dict[int, Reject] = {}
+        decoded: dict[int, np.ndarray] = {}
+        bucket = self._wanted.bucket(n)
+        for row in self._wanted.rows(n):
+            entry = self._wanted.entries[row]
+            record = self._index.record(int(entry["record"]))
+            flip, address = bool(entry["variant"]), entry["address"].tobytes()
+            try:
+                if record.id not in decoded:
+                    decoded[record.id] = self._decoded(record, flip, address)
+            except Unusable as error:
+                rejected[row] = (record.name, str(error))
+                continue
+            except (_Passing, OSError) as error:
+                reason = str(error) if isinstance(error, _Passing) else f"{UNREADABLE}: {error.strerror or error}"
+                passed[record.id] = Reject(self._index.path(record), reason)
+                continue
+            pixels = decoded[record.id]
+            rows.append(row)
+            made.append(pixels[..., ::-1] if flip else pixels)
+            metas.append({"name": record.name})
+        if not rows:
+            return Piece(n, (), None, [], rejected, tuple(passed.values()))
+        features = {"mask" if self._masks else "pixels": torch.from_numpy(np.stack(made))}
+        return Piece(n, tuple(rows), self._batch(bucket, rows, features), metas, rejected, tuple(passed.values()))
+
+    def _decoded(self, record: Record, flip: bool, address: bytes) -> np.ndarray:
+        """Decode a picture or its mask, cut but not mirrored. Shape: (3 or 1, H, W) uint8.
+
+        Raises: Unusable, _Passing, OSError.
+        """
+        source = record.media.source
+        recipe, place = self._plain[source], self._cuts.place(source, record.size_hw)
+        path = _mask_of(record, recipe.conditioning_dir) if self._masks and recipe.conditioning_dir else None
+        data = path.read_bytes() if path else self._index.read(record.media)
+        if self._cuts.address(source, record.size_hw, flip, content_of(data)) != address:
+            raise _Passing(f"{CHANGED}: {'its mask' if path else 'it'} is not what it was when this run began")
+        if path:
+            return cut_mask(decode_mask(path, data, record.size_hw), place, recipe.interpolation)
+        layers = decode_layers(record, recipe, place, data)
+        if self._masks:
+            return cut_mask(layers[..., 3], place, recipe.interpolation)
+        return cut_pixels(layers, recipe, place)
+
+    def _texts(self, n: int) -> Piece:
+        """Read and tokenise some captions. Raises DataFault where they are not those that were listed."""
+        rows = self._wanted.rows(n)
+        captions = self._drawn(rows)
+        tokens, wanted = self._tokenize(captions), self._wanted
+        found = text_addresses(tokens, wanted.inputs, wanted.fingerprint, wanted.storage)
+        if found != [wanted.addresses[row].tobytes() for row in rows]:
+            raise DataFault(f"{wanted.folder}: a list of captions that were made otherwise; remove this folder")
+        metas = [{"caption": caption} for caption in captions]
+        return Piece(n, tuple(rows), self._batch(NO_BUCKET, rows, tokens), metas)
+
+    def _drawn(self, rows: Sequence[int]) -> list[str]:
+        """Make the captions of rows. The variants of a record are neighbours: they are made once."""
+        of: dict[tuple[int, bool], list[str]] = {(NOBODY, False): [""]}
+        found = []
+        for entry in (self._wanted.entries[row] for row in rows):
+            asked = int(entry["record"]), bool(entry["plain"])
+            if asked not in of:
+                record = self._index.record(asked[0])
+                recipes = self._plain if asked[1] else self._recipes
+                of[asked] = captions_of(record, recipes[record.media.source])
+            found.append(of[asked][int(entry["variant"])])
+        return found
+
+    def _batch(self, bucket: Any, rows: Sequence[int], features: dict[str, torch.Tensor]) -> Batch:
+        ids = torch.tensor([int(self._wanted.entries[row]["record"]) for row in rows], dtype=torch.int64)
+        keys = tuple(self._wanted.addresses[row].tobytes() for row in rows)
+        return Batch(bucket, ids, torch.zeros_like(ids), features, {}, keys=keys)
+
+
+def _mask_of(record: Record, folder: str) -> Path:
+    try:
+        return find_mask(Path(folder).expanduser(), name_of(record))
+    except Unusable as error:  # it was there when its address was made
+        raise _Passing(f"{UNREADABLE}: {error}") from None
