@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,7 @@ def check_sizes(tables: Tables, features: FeatureSpec) -> None:
         )
 
 
-def data_loader(dataset: Dataset[Any], items: range, workers: int, forks: bool = True) -> DataLoader[Any]:
+def data_loader(dataset: Dataset[Any], items: Iterable[int], workers: int, forks: bool = True) -> DataLoader[Any]:
     """Make a loader over items in their order, that neither reads nor moves the process's random state.
 
     forks: workers need nothing that is lost in a fork; else they are started anew, which takes seconds.

@@ -18,11 +18,11 @@ from difftrain.config.datasets import datasets_of, subsets_of
 from difftrain.config.sections import SizeSection, SubsetSection
 from difftrain.config.there import expanded, is_url
 from difftrain.config.user_cache import user_cache
-from difftrain.contracts import Bucket, DataFault, Reject
+from difftrain.contracts import Bucket, ConfigFault, DataFault, Fault, Reject
 from difftrain.data.buckets import BucketTable
 from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
 from difftrain.data.held_out import held_out, overlaps
-from difftrain.data.index import Index
+from difftrain.data.index import Index, newest
 from difftrain.data.index_writer import disk_faults
 from difftrain.data.indexing import build_index
 from difftrain.data.plan import EpochPlan
@@ -81,7 +81,7 @@ def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
     Raises: ConfigFault; DataFault where nothing is left to train on, or too much is rejected; TrainingFault where the
     cache folder can't be written.
     """
-    index = Index(Path(build_index(cfg.data, cfg.captions, index_folder(cfg), log=log).folder))
+    index = trusted_index(cfg) if cfg.cache.trust else built_index(cfg, log)
     started = time.perf_counter()
     built = make_tables(cfg, index)
     took = time.perf_counter() - started
@@ -92,6 +92,25 @@ def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
     if built and took > 1:
         log(f"planning tables made in {took:.1f} s, kept in {index.folder}")
     return index.folder
+
+
+def built_index(cfg: TrainConfig, log: Say) -> Index:
+    """Bring the index up to date with its sources."""
+    folder, given = index_folder(cfg), cfg.data.cache_dir
+    if given and not is_url(given) and cache_folder(cfg) != Path(expanded(given)):
+        log(f"data: {given} cannot be written to, so the index goes to {folder}")
+    return Index(Path(build_index(cfg.data, cfg.captions, folder, log=log).folder))
+
+
+def trusted_index(cfg: TrainConfig) -> Index:
+    """Open the index as it is, without a look at its sources. Raises ConfigFault where there is none."""
+    folders = dict.fromkeys(root / "index" / _reading_hash(cfg) for root in _roots(cfg))
+    found = next(filter(None, map(newest, folders)), None)
+    if found is None:
+        what = f"there is no index of these data that could be trusted, below {' or '.join(map(str, folders))}"
+        remedy = "leave it out of the first run: the data are looked at once, and the index is kept"
+        raise ConfigFault([Fault("--trust_cache", what, remedy)])
+    return Index(found)
 
 
 def open_data(cfg: TrainConfig, folder: Path) -> Data:
@@ -120,8 +139,24 @@ def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -
 
 def index_folder(cfg: TrainConfig) -> Path:
     """Return where the index of these sources lives: one place for every combination of folders and reading settings."""
-    given = cfg.data.cache_dir  # what lies on an object store is read only
-    cache = Path(expanded(given)) if given and not is_url(given) else user_cache()
+    return cache_folder(cfg) / "index" / _reading_hash(cfg)
+
+
+def cache_folder(cfg: TrainConfig) -> Path:
+    """Return the folder that indexes lie below: --cache_dir where it can be written to, else the user's cache."""
+    given = _roots(cfg)[0]
+    there = next((each for each in (given / "index", given) if each.exists()), None)
+    return given if there is None or os.access(there, os.W_OK) else user_cache()
+
+
+def _roots(cfg: TrainConfig) -> list[Path]:
+    """Return the folders below which an index may lie; what lies on an object store is read only."""
+    given = cfg.data.cache_dir
+    return [Path(expanded(given)), user_cache()] if given and not is_url(given) else [user_cache()]
+
+
+def _reading_hash(cfg: TrainConfig) -> str:
+    """Hash the sources and how they are read."""
     reading = {
         "dirs": [os.path.realpath(expanded(folder)) for folder in cfg.data.dirs],
         "repeats": cfg.data.repeats,
@@ -134,7 +169,7 @@ def index_folder(cfg: TrainConfig) -> Path:
         reading["masks"] = os.path.realpath(expanded(cfg.data.conditioning_dir))
     if cfg.data.datasets or cfg.data.reg_dirs or cfg.data.in_json or cfg.data.dataset_class:
         reading["subsets"] = [_reading(subset) for subset in subsets_of(cfg)]
-    return cache / "index" / _short_hash(reading)
+    return _short_hash(reading)
 
 
 def _reading(subset: SubsetSection) -> list[Any]:

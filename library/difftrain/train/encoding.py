@@ -1,141 +1,257 @@
-"""Encoding one rank's share of a cache: loader workers decode what comes next while the device encodes."""
+"""Encoding what is missing of a cache: workers decode ahead, the device encodes, a thread writes what it made."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
-import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
-from difftrain.contracts import Batch, Encoder, Parts
-from difftrain.data.cache.layout import Part
-from difftrain.data.cache.places import Folder, Place, Rejected
-from difftrain.data.cache.work import CaptionWork, PictureWork, Pieces
+from difftrain.contracts import Bucket, Parts, TrainingFault
+from difftrain.data.cache.decoding import Decoding, Piece
+from difftrain.data.cache.format import Item, pack, reject
+from difftrain.data.cache.storage import Unstorable, kept_rows, stored
+from difftrain.data.cache.wanted import Wanted
 from difftrain.data.loader import data_loader, items_of
+from difftrain.device import host
+from difftrain.train.cache_plan import Wish, duration
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from difftrain.device import Device
 
 log = logging.getLogger("difftrain")
 SAY_EVERY_S = 10.0
 
 
+class Sink(Protocol):
+    """Where entries go: a segment on disk, or memory."""
+
+    def append(self, items: Sequence[Item]) -> None: ...
+
+
 @dataclass
 class Job:
-    """One encoder whose features are cached. missing: this rank's share of the parts that are still to be encoded."""
+    """One encoder's work on this rank. missing: of the wanted entries, (N,) bool. todo: batches with a missing entry.
 
-    name: str  # "latents" or "text"
-    flag: str
-    things: str
-    to_disk: bool
-    encoder: Encoder
-    work: PictureWork | CaptionWork
-    _place: Place | None = None
-    missing: list[Part] = field(default_factory=list)
-    rejected: Rejected = field(default_factory=dict)  # entry -> why it is empty
-
-    @property
-    def place(self) -> Place:
-        """Return where the features lie, once that is decided."""
-        assert self._place is not None
-        return self._place
-
-    @place.setter
-    def place(self, place: Place) -> None:
-        self._place = place
-
-    @property
-    def needs(self) -> str:
-        """Say how large the cache is."""
-        layout = self.work.layout
-        each, total = amount(layout.bytes / layout.count), amount(layout.bytes)
-        return f"cache of {self.name}: {layout.count:,} {self.things} of {each} on average, {total}"
-
-    @property
-    def where(self) -> str:
-        """Name where the features lie."""
-        return str(self.place.path) if isinstance(self.place, Folder) else "memory"
-
-
-def amount(size: float) -> str:
-    """Write a number of bytes."""
-    power = min(3, max(0, int(math.log2(size) // 10))) if size >= 1 else 0
-    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def encode(job: Job, device: Device, precision: str, parts: Parts, workers: int, stop: threading.Event) -> None:
-    """Encode what is missing, part by part. A kill loses the part in hand; those before it are whole.
-
-    stop: set where another rank has failed, whose error is the one to be seen.
+    passed: what could not be read now, by address, and why: nothing is noted of it, and the next start tries again.
     """
-    pieces, work = Pieces(job.work, job.missing), job.work
-    loader = data_loader(pieces, range(len(pieces)), min(workers, len(pieces)), work.forks)
-    progress = Progress(job)
-    with moved(parts, job.encoder.modules, device), torch.no_grad(), device.autocast(precision):
-        for number, group in itertools.groupby(items_of(loader), key=lambda piece: piece.part.number):
-            part = work.layout.parts[number]
-            entry, room, rejected = work.layout.entries[part.bucket], job.place.room(part), Rejected()
-            for piece in group:
-                if stop.is_set():
-                    return
-                rejected |= piece.rejected
-                if piece.batch is not None:
-                    batch = device.to_device(piece.batch)
-                    for variant in range(work.variants):
-                        entry.put(room, piece.rows, variant, job.encoder.encode(mirrored(batch) if variant else batch))
-                progress.add(len(piece.rows) + len(piece.rejected))
-            job.place.commit(part, room, rejected)
-            job.rejected |= {part.first + row: reason for row, reason in rejected.items()}
+
+    wish: Wish
+    wanted: Wanted
+    missing: np.ndarray
+    todo: np.ndarray
+    passed: dict[bytes, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, wish: Wish, wanted: Wanted, missing: np.ndarray) -> Job:
+        """Find the batches that are to be encoded."""
+        todo = [n for n in range(wanted.batches) if missing[wanted.rows(n).start : wanted.rows(n).stop].any()]
+        return cls(wish, wanted, missing, np.array(todo, dtype=np.int64))
 
 
-def mirrored(batch: Batch) -> Batch:
-    """Return a batch with its pictures mirrored, as a flip makes them."""
-    return dataclasses.replace(batch, features={name: each.flip(-1) for name, each in batch.features.items()})
+class HandedOut(Iterable[int]):
+    """Ask for one batch after another, as they are wanted: no rank waits while another still has a share of its own."""
+
+    def __init__(self, todo: np.ndarray, following: Callable[[], int], stop: threading.Event) -> None:
+        self._todo, self._following, self._stop = todo, following, stop
+
+    def __iter__(self) -> Iterator[int]:
+        while not self._stop.is_set() and (place := self._following()) < len(self._todo):
+            yield int(self._todo[place])
+
+
+def encode(
+    job: Job,
+    decoding: Decoding,
+    handed: HandedOut,
+    sink: Sink,
+    progress: Progress,
+    *,
+    parts: Parts,
+    device: Device,
+    precision: str,
+    workers: int,
+    stop: threading.Event,
+) -> None:
+    """Encode what this rank is handed. A kill loses the batch in hand, and the one that is being written.
+
+    stop: set where another rank has failed, whose error is the one to be seen. Raises TrainingFault.
+    """
+    encoder = job.wish.encoder
+    loader = data_loader(decoding, handed, min(workers, len(job.todo)), decoding.forks)
+    with awake(parts, encoder.modules, device), torch.no_grad(), device.autocast(precision), Behind() as writing:
+        for piece in progress.timed(items_of(loader)):
+            if stop.is_set():
+                return
+            made: dict[str, Tensor] = {}
+            if piece.batch is not None:
+                found = encoder.encode(device.to_device(piece.batch))
+                made = {name: found[name].detach().cpu() for name in encoder.features}
+                _check_shapes(job, piece, made)
+            job.passed |= _passed(job, piece)
+            writing.put(partial(_commit, job, piece, made, sink, progress))
+
+
+def _commit(job: Job, piece: Piece, made: dict[str, Tensor], sink: Sink, progress: Progress) -> None:
+    """Write those entries of a batch that are missing. A redo encodes the same batch, so it writes the same bytes."""
+    items = [
+        _item(job, piece, place, row, made)
+        for place, row in enumerate(piece.rows if piece.batch is not None else ())
+        if job.missing[row]
+    ]
+    for row, (name, reason) in piece.rejected.items():
+        if job.missing[row]:
+            items.append(reject(_address(job, row), name, reason))
+    if items:
+        sink.append(items)
+    rows = job.wanted.rows(piece.number)
+    progress.add(int(job.missing[rows.start : rows.stop].sum()))
+
+
+def _item(job: Job, piece: Piece, place: int, row: int, made: dict[str, Tensor]) -> Item:
+    """Pack what was made of one sample; what no dtype can hold is rejected where it is of a picture."""
+    wish, meta, batch = job.wish, piece.metas[place], piece.batch
+    assert batch is not None
+    try:
+        features = []
+        for name, dtype in wish.dtypes.items():
+            mask = batch.features.get(wish.encoder.masks.get(name, ""))
+            rows = None if mask is None else kept_rows(mask[place])
+            features.append(stored(name, made[name][place], dtype, rows))
+    except Unstorable as error:
+        finite = all(bool(torch.isfinite(each[place]).all()) for each in made.values())
+        if finite or wish.encoder.source == "caption":
+            what = meta.get("name") or meta.get("caption")
+            raise TrainingFault(f"cache of {wish.name}: {what}: {error}") from None
+        return reject(_address(job, row), str(meta.get("name", "")), f"not finite: {error}")
+    return Item(_address(job, row), pack(features, meta))
+
+
+def _address(job: Job, row: int) -> bytes:
+    return job.wanted.addresses[row].tobytes()
+
+
+def _passed(job: Job, piece: Piece) -> dict[bytes, str]:
+    """Return what of a batch could not be read now, by address, and why."""
+    if not piece.passed:
+        return {}
+    left = [row for row in job.wanted.rows(piece.number) if row not in piece.rows and row not in piece.rejected]
+    records = dict.fromkeys(int(job.wanted.entries[row]["record"]) for row in left)
+    reasons = dict(zip(records, (each.reason for each in piece.passed), strict=True))
+    return {_address(job, row): reasons[int(job.wanted.entries[row]["record"])] for row in left}
+
+
+def _check_shapes(job: Job, piece: Piece, made: dict[str, Tensor]) -> None:
+    bucket: Bucket = job.wanted.bucket(piece.number)
+    for name, feature in job.wish.encoder.features.items():
+        said, wanted = made[name], (len(piece.rows), *feature.shape(bucket))
+        if tuple(said.shape) != wanted or said.dtype != getattr(torch, feature.dtype):
+            raise TypeError(
+                f"the encoder made {name} of {(tuple(said.shape), said.dtype)}, announced {(wanted, feature.dtype)}"
+            )
+
+
+class Behind:
+    """Do one thing after another in a thread, with at most one waiting; its errors are raised here."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "cache")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Behind:
+        return self
+
+    def put(self, action: Callable[[], None]) -> None:
+        """Hand on an action, once the one before it is done."""
+        self.wait()
+        self._pending = self._pool.submit(action)
+
+    def wait(self) -> None:
+        """Wait for the last one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.wait()
+            else:
+                with suppress(Exception):  # the first error is the one to be seen
+                    self.wait()
+        finally:
+            self._pool.shutdown()
 
 
 @contextmanager
-def moved(parts: Parts, names: Iterable[str], device: Device) -> Iterator[None]:
-    """Bring frozen parts to the device for a while; afterwards they rest on the host again."""
-    modules = [parts.frozen[name] for name in names]
-    for module in modules:
-        module.to(device.torch_device)
+def awake(parts: Parts, names: Iterable[str], device: Device) -> Iterator[None]:
+    """Bring frozen parts to the device for a while, with their weights; afterwards they rest again."""
+    here = sorted(names)
     try:
+        for name in here:
+            parts.wake(name)
+            parts.frozen[name].to(device.torch_device)
         yield
     finally:
-        for module in modules:
-            module.to("cpu")
+        for name in here:
+            parts.rest(name)
+        host.give_back()
 
 
 class Progress:
-    """Say every few seconds how far this rank has come, and how long it will take."""
+    """Say every few seconds how far all ranks together have come, and how long it will take."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._total = job, sum(part.count for part in job.missing)
-        self._done, self._began = 0, time.monotonic()
-        self._said = self._began
+    def __init__(self, name: str, total: int, tally: Callable[[int], int]) -> None:
+        self._name, self._total, self._tally = name, total, tally
+        self._began = self._said = time.monotonic()
+        self._waited = 0.0
+        self.done = 0  # of this rank
+
+    def timed(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Hand pieces through, and measure how long they are waited for."""
+        while True:
+            start = time.monotonic()
+            piece = next(pieces, None)
+            self._waited += time.monotonic() - start
+            if piece is None:
+                return
+            yield piece
 
     def add(self, count: int) -> None:
-        """Count what is done."""
-        self._done += count
-        now = time.monotonic()
-        if now - self._said < SAY_EVERY_S and self._done < self._total:
+        """Count entries that are written."""
+        self.done += count
+        done, now = self._tally(count), time.monotonic()
+        if now - self._said < SAY_EVERY_S:
             return
-        self._said, took = now, max(now - self._began, 1e-9)
-        left = (self._total - self._done) * took / self._done
+        self._said, rate = now, done / (now - self._began)
+        left = duration((self._total - done) / rate) if rate else "?"
         log.info(
-            "cache of %s: %d of this rank's %d %s encoded, %.1f a second, %.1f min left",
-            self._job.name,
-            self._done,
-            self._total,
-            self._job.things,
-            self._done / took,
-            left / 60,
+            "cache of %s: %s of %s, %.1f a second, %s left", self._name, f"{done:,}", f"{self._total:,}", rate, left
+        )
+
+    def end(self) -> None:
+        """Sum up."""
+        took = max(time.monotonic() - self._began, 1e-9)
+        done = self._tally(0)
+        waited = f", {self._waited / took:.0%} of this rank's time waiting for what is decoded" if self.done else ""
+        log.info(
+            "cache of %s: %s entries encoded in %s, %.1f a second%s",
+            self._name,
+            f"{done:,}",
+            duration(took),
+            done / took,
+            waited,
         )

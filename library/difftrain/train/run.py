@@ -34,7 +34,8 @@ from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.report.files import write_whole
 from difftrain.train import out_of_memory
 from difftrain.train.averages import announce, start_averages
-from difftrain.train.caching import undecodable, with_cache
+from difftrain.train.cache_plan import wanted
+from difftrain.train.caching import lazy_parts, with_cache
 from difftrain.train.check import check, check_device
 from difftrain.train.drawing import Drawing
 from difftrain.train.ending import finish, parameter_counts, say_what_runs, settle_uploads, write_reports
@@ -159,7 +160,8 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     check_sizes(data.tables, family.features)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, data.rejects(), afresh=start.checkpoint is None)
-    parts = family.load()
+    lazy = lazy_parts(here, family, family.load(meta=True)) if wanted(here) else frozenset()
+    parts = family.load(lazy=lazy)
     engine = make_engine(cfg, device, ranks)
     faults = engine.faults()
     if faults:
@@ -173,9 +175,10 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     facts["hub"] = facts["identity"]["hub"] = start.record.hub
     check_same(start, facts["identity"])
     facts["attention"], facts["parameters"] = attend(cfg, device, parts), parameter_counts(parts)
-    data = with_cache(here, device, ranks, family, parts, data)
+    cached = with_cache(here, device, ranks, family, parts, data)
+    data = cached.data
     if ranks.is_logger:
-        write_rejects(cfg.output_dir, undecodable(data))
+        write_rejects(cfg.output_dir, cached.rejects)
     facts["started_at"] = time.time()
     facts["session_id"] = str(secrets.randbits(32))  # kohya's: another one for every start
     engine.build(
@@ -223,11 +226,11 @@ def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
     folder = on_each_machine(ranks, lambda: prepare(cfg, log=log.info))
     data = open_data(cfg, folder)
     check_sizes(data.tables, family.features)
-    parts = family.load()
+    parts = family.load(meta=True)
+    parts = family.load(meta=True, lazy=lazy_parts(cfg, family, parts))
     attend(cfg, device, parts)
-    data = with_cache(cfg, device, ranks, family, parts, data)
-    for reject in undecodable(data) if ranks.is_logger else []:
-        log.warning("%s: %s; it is not in the cache", reject.path, reject.reason)
+    for reject in with_cache(cfg, device, ranks, family, parts, data).rejects:
+        log.info("%s: %s; it is not in the cache", reject.path, reject.reason)
     log.info("--cache_only: the caches are whole, nothing was trained")
 
 
