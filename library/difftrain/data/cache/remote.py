@@ -51,16 +51,21 @@ class RemoteCache:
     patience: Patience = field(default_factory=Patience)
 
     @property
+    def copies(self) -> Copies:
+        """Return what keeps bytes of segments, for all processes of the machine."""
+        return Copies(self.folder.parent, self.bound)
+
+    @property
     def segments(self) -> RemoteSegments:
         """Return what reads its segments."""
         return RemoteSegments(self)
 
-    def rows_of(self, use: str, encoders: Sequence[str]) -> None:
-        """Fetch the rows of a use too. Raises DataFault, TrainingFault."""
+    def fetch_rows(self, use: str) -> None:
+        """Fetch the rows of a use too, which are many. Raises TrainingFault."""
         store = Store(self.url, self.patience)
-        for name in [f"uses/{use}-{encoder}.npy" for encoder in encoders]:
-            if not (self.folder / name).exists():
-                _fetch(store, _found(store, name), self.folder / name)
+        for file in store.files("uses"):
+            if file.name.startswith(f"uses/{use}-") and not (self.folder / file.name).exists():
+                _fetch(store, file, self.folder / file.name)
 
 
 class RemoteSegments:
@@ -68,7 +73,7 @@ class RemoteSegments:
 
     def __init__(self, cache: RemoteCache) -> None:
         self._cache, self._store = cache, Store(cache.url, cache.patience)
-        self._copies = Copies(cache.folder.parent, cache.bound)
+        self._copies = cache.copies
         self._held: dict[
             str, tuple[list[int], list[np.ndarray]]
         ] = {}  # segment -> places, ascending, and what is there
@@ -187,13 +192,14 @@ def fetch_cache(url: str, copy_gib: float = 50.0, say: Say = print, *, patience:
             os.utime(folder)
         else:
             _fetch_all(store, files, home, folder, say)
-        _remove_old(home, folder)
+        cache = RemoteCache(store.url, folder, round(copy_gib * (1 << 30)), store.patience)
+        _remove_old(home, {folder, cache.copies.folder})
     except OSError as error:
         raise TrainingFault(
             f"{home}: what is fetched from {shown(url)} cannot be kept ({error.strerror or error}). Make room there, or "
             "let XDG_CACHE_HOME name another folder"
         ) from error
-    return RemoteCache(store.url, folder, round(copy_gib * (1 << 30)), store.patience)
+    return cache
 
 
 def _look(store: Store) -> list[File]:
@@ -279,10 +285,10 @@ def _taken(earlier: Path | None, path: Path) -> bool:
     return False
 
 
-def _remove_old(home: Path, current: Path) -> None:
+def _remove_old(home: Path, current: set[Path]) -> None:
     for path in home.iterdir():
         with contextlib.suppress(OSError):
-            if path != current and path.stat().st_mtime < time.time() - _OLD_S:
+            if path not in current and path.stat().st_mtime < time.time() - _OLD_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
