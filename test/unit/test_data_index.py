@@ -149,6 +149,15 @@ def test_unchanged_files_are_not_opened_again(build, tmp_path, monkeypatch):
 
 
 @pytest.mark.flags("verify_data")
+def test_an_earlier_index_is_found_by_a_relative_path(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "a", [(20, 20)] * 3)
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    for _ in range(2):
+        build_index(DataSection(dirs=(str(folder),), workers=0), CaptionSection(), Path("cache"), log=said.append)
+    assert any("nothing has changed" in line for line in said)
+
+
 def test_the_level_of_looking_decides_what_is_known(build, tmp_path):
     folder = write_folder(tmp_path / "a", [(20, 20)] * 3)
     quick, said = build(folder, verify="quick")

@@ -184,7 +184,8 @@ def match_files(writer: IndexWriter, previous: IndexSummary, infos: Iterable[Sou
     places = {(old.name, old.prefix, old.root, old.kind): old.ordinal for old in previous.sources}
     db = writer.db
     with disk_faults(writer.folder):
-        db.execute("ATTACH DATABASE ? AS old", (f"{(Path(previous.folder) / DATABASE).as_uri()}?mode=ro&immutable=1",))
+        earlier = (Path(previous.folder) / DATABASE).absolute()
+        db.execute("ATTACH DATABASE ? AS old", (f"{earlier.as_uri()}?mode=ro&immutable=1",))
         for info in infos:
             old = places.get((info.name, info.prefix, info.root, info.kind))
             if old is not None:
