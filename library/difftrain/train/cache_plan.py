@@ -43,8 +43,12 @@ class Wish:
 
     @property
     def storage(self) -> str:
-        """Name all of the way of storing that addresses depend on."""
-        return ",".join(f"{name}={dtype}" for name, dtype in sorted(self.dtypes.items()))
+        """Name all of the way of storing that addresses depend on: dtypes, and by which masks rows are cut off."""
+        masks = self.encoder.masks
+        return ",".join(
+            f"{name}={dtype}" + (f" up to {masks[name]}" if name in masks else "")
+            for name, dtype in sorted(self.dtypes.items())
+        )
 
     def asked(self, fingerprint: str) -> Asked:
         """Return what the list of its entries is made from."""
@@ -124,14 +128,38 @@ class Need:
 
     def sentence(self) -> str:
         """Say how large it is and what of it is missing."""
+        todo = "all are there"
+        if self.missing:
+            there = self.entries - self.missing
+            todo = f"{there:,} are there, {self.missing:,} to be encoded, {self._most}{amount(self.missing_bytes)}"
+        return f"{self.size_sentence()}; {todo}"
+
+    def size_sentence(self) -> str:
+        """Say how large it is."""
         each = ", ".join(f"{name} {amount(size)} in {self.wish.dtypes[name]}" for name, size in self.features.items())
-        most = "at most " if self.wish.encoder.masks or "uint8" in self.wish.dtypes.values() else ""
-        there = self.entries - self.missing
+        mean = amount(self.total_bytes / max(self.entries, 1))
         return (
-            f"cache of {self.wish.name}: {self.entries:,} entries of {most}{amount(self.total_bytes / max(self.entries, 1))} "
-            f"on average ({each}), {most}{amount(self.total_bytes)} in all; {there:,} are there, {self.missing:,} to be "
-            f"encoded, {most}{amount(self.missing_bytes)}"
+            f"cache of {self.wish.name}: {self.entries:,} entries of {self._most}{mean} on average ({each}), "
+            f"{self._most}{amount(self.total_bytes)} in all"
         )
+
+    @property
+    def _most(self) -> str:
+        """Say that less may come of it: rows that a mask cuts off and what is compressed."""
+        return "at most " if self.wish.encoder.masks or "uint8" in self.wish.dtypes.values() else ""
+
+
+def foreseen(wish: Wish, data: Data) -> Need:
+    """Say what a cache would take, without a look at a picture or caption: equal ones are counted more than once."""
+    tables = data.tables
+    records = [(rows.bucket, rows.records) for rows in (*tables.training, *tables.validation)]
+    if wish.encoder.source == "pixels":
+        ways = 1 + any(recipe.flip for recipe in data.recipes)
+        buckets = [(bucket, ways * count) for bucket, count in records]
+    else:
+        variants = max((recipe.num_variants or 1 for recipe in data.recipes), default=1)
+        buckets = [(Bucket(0, 0), 1 + variants * sum(count for _, count in records))]
+    return Need.of(wish, buckets, np.ones(sum(count for _, count in buckets), dtype=bool))
 
 
 def short_of_disk(needs: Sequence[Need], folder: Path, say: Callable[[str], None]) -> Iterator[Fault]:

@@ -22,7 +22,7 @@ from difftrain.engine.halves import weights_kept
 from difftrain.engine.masters import DTYPES
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
-from difftrain.train.caching import asked_for
+from difftrain.train.cache_plan import foreseen, wishes
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
 from difftrain.train.hub.client import endpoint
@@ -56,11 +56,11 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     check_sizes(data.tables, family.features)
     plan = make_plan(data, _seeded(cfg), global_batches(cfg, ranks))
     total = total_steps(cfg, plan)
-    caches = asked_for(cfg, family, parts, data)
-    parts.resting |= {name for job in caches for name in job.encoder.modules}
+    caches = wishes(cfg, family, parts, data)
+    parts.resting |= {name for wish in caches for name in wish.encoder.modules}
     for line in (
         *length(cfg, plan, total),
-        *(f"{job.needs} {'on disk' if job.to_disk else 'of memory'}" for job in caches),
+        *(f"{foreseen(w, data).size_sentence()} {'on disk' if w.to_disk else 'of memory'}" for w in caches),
         *parameters(parts),
         *memory(cfg, parts, ranks),
         *flops(family, parts, cfg, data, plan, total),
