@@ -46,9 +46,18 @@ class Listed:
 class Disk:
     """A cache folder and what a run wants of it. Its methods are each for one process of those that build together."""
 
-    def __init__(self, folder: CacheFolder, section: CacheSection, listed: Sequence[Listed], facts: Mapping[str, Any]):
-        """Take what is wanted. facts: what the use says of its configuration."""
+    def __init__(
+        self,
+        folder: CacheFolder,
+        section: CacheSection,
+        listed: Sequence[Listed],
+        facts: Mapping[str, Any],
+        url: str = "",
+    ) -> None:
+        """Take what is wanted. facts: what the use says of its configuration. url: of what the folder is a copy of."""
         self.folder, self.section, self.listed = folder, section, listed
+        self.name, self.remote = url or str(folder.path), bool(url)
+        self.writable = not url and folder.writable
         told = {each.wish.name: {"fingerprint": each.fingerprint, "storage": each.wish.storage} for each in listed}
         self.facts = {**facts, "encoders": told}
         state = [told, *(each.wanted.folder.name for each in listed), facts.get("index")]
@@ -67,18 +76,19 @@ class Disk:
             log.info("--trust_cache: everything was there when this cache was built; it is not looked through")
             uses.touch(self.folder, self.use)
             return self.database, {each.wish.name: np.zeros(each.wanted.count, bool) for each in self.listed}
-        if self.folder.writable:
+        if self.writable:
             self._announce(use)
-        if self.folder.writable or not self.database.exists():
+        if self.writable or not (self.remote or self.database.exists()):
             self._merge()
         if self.section.regenerate:
             self._forget(use)
         found = self._missing()
-        if not self.folder.writable and self.database == self.folder.database and any(map(np.any, found.values())):
+        lacking = any(map(np.any, found.values()))
+        if lacking and not (self.writable or self.remote) and self.database == self.folder.database:
             self._merge()  # a build may have been interrupted before its entries came into the database
             found = self._missing()
         incomplete = [each for each in self.listed if found[each.wish.name].any()]
-        if incomplete and self.folder.writable:
+        if incomplete and self.writable:
             uses.mark_whole(self.folder, self.use, whole=False)
         for each in incomplete:
             self._say_why(each)
@@ -86,7 +96,7 @@ class Disk:
 
     def _missing(self) -> dict[str, np.ndarray]:
         metadata = Metadata(self.database)
-        if not self.section.skip_check:
+        if not (self.section.skip_check or self.remote):
             self._check_segments(metadata)
         return {each.wish.name: each.wanted.missing(metadata.has_many) for each in self.listed}
 
@@ -106,7 +116,7 @@ class Disk:
     def _merge(self) -> int:
         """Bring the database up to date; where the cache cannot be written, a copy of it."""
         target = None
-        if not self.folder.writable:
+        if not self.writable:
             name = hashlib.blake2b(str(self.folder.path.resolve()).encode(), digest_size=8).hexdigest()
             target = user_cache() / "metadata" / name / "metadata.db"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,8 +130,8 @@ class Disk:
 
     def _forget(self, use: Use | None) -> None:
         """Let all wanted entries count no longer; once, if a build that began with it was interrupted."""
-        if not self.folder.writable:
-            what = f"{self.folder.path} cannot be written to, so nothing in it can be encoded anew"
+        if not self.writable:
+            what = f"{self.name} cannot be written to, so nothing in it can be encoded anew"
             raise ConfigFault([Fault("--regenerate_cache", what, "leave it out, or name another --cache_dir")])
         if use is not None and not use.whole and use.facts.get(REGENERATING):
             log.info("--regenerate_cache: the build that was interrupted goes on")
@@ -184,13 +194,16 @@ class Disk:
                 )
                 return
 
-    def refuse_incomplete(self, missing: Mapping[str, np.ndarray], why: str) -> None:
+    def refuse_incomplete(self, missing: Mapping[str, np.ndarray]) -> None:
         """Say how many entries are missing where none can be added. Raises ConfigFault."""
+        if self.writable:
+            return
         counts = {name: int(np.count_nonzero(each)) for name, each in missing.items()}
         if any(counts.values()):
             total = {each.wish.name: each.wanted.count for each in self.listed}
             told = ", ".join(f"{count:,} of {total[name]:,} of {name}" for name, count in counts.items() if count)
-            what = f"{self.folder.path} {why}, and entries that this run wants are missing: {told}"
+            why = "is read only, on an object store" if self.remote else "cannot be written to"
+            what = f"{self.name} {why}, and entries that this run wants are missing: {told}"
             remedy = "build it where it can be written, with the same settings and --cache_only, or name another folder"
             raise ConfigFault([Fault("--cache_dir", what, remedy)])
 

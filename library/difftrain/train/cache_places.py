@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from difftrain.config.sections import CacheSection
+from difftrain.config.stores import shown
+from difftrain.config.there import is_url
 from difftrain.contracts import Fault
 from difftrain.data.cache.folder import CacheFolder
 from difftrain.data.cache.memory import MemoryEntries, MemorySink, Verified
 from difftrain.data.cache.preload import preload
 from difftrain.data.cache.reader import Reader
+from difftrain.data.cache.remote import RemoteCache, fetch_cache
 from difftrain.data.cache.segments import Segments
 from difftrain.data.cache.writer import SegmentWriter, Sink
 from difftrain.device import host
@@ -25,6 +29,8 @@ from difftrain.train.together import for_all, on_each_machine
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
+
+log = logging.getLogger("difftrain")
 
 
 class Place(Protocol):
@@ -46,18 +52,23 @@ class Place(Protocol):
 
 
 class OnDisk:
-    """A cache folder, shared with other runs."""
+    """A cache folder that other runs use too; or an object store, of which a copy of what is small lies here."""
 
     def __init__(
-        self, path: Path, section: CacheSection, ranks: Ranks, listed: Sequence[Listed], facts: Mapping[str, Any]
+        self, where: str, section: CacheSection, ranks: Ranks, listed: Sequence[Listed], facts: Mapping[str, Any]
     ) -> None:
-        """Open the folder, and find out what is missing. Raises as Disk.look does, ConfigFault where nothing may be added."""
+        """Open it, and find out what is missing. Raises as Disk.look does, ConfigFault where nothing may be added."""
         self.listed, self._ranks, self._section = listed, ranks, section
         self.passed: dict[bytes, str] = {}
-        for_all(ranks, ranks.leads_node, lambda: CacheFolder.open(path, create=True) and None)
-        self.folder = CacheFolder.open(path)
-        self.group = folder_groups(ranks, self.folder.path)
-        self._disk = Disk(self.folder, section, listed, facts)
+        self._remote: RemoteCache | None = None
+        if is_url(where):
+            self._remote = on_each_machine(ranks, lambda: fetch_cache(where, section.copy_gib, log.info))
+            self.folder, self.group = CacheFolder.open(self._remote.folder), machine_groups(ranks)
+        else:
+            for_all(ranks, ranks.leads_node, lambda: bool(CacheFolder.open(where, create=True)))
+            self.folder = CacheFolder.open(where)
+            self.group = folder_groups(ranks, self.folder.path)
+        self._disk = Disk(self.folder, section, listed, facts, shown(where) if self._remote else "")
         seen: list[tuple[Path, dict[str, np.ndarray]]] = []
         for_all(ranks, self._leads, lambda: seen.append(self._looked()))
         told = _from_leader(ranks, self.group, _packed(*seen[0]) if seen else None)
@@ -77,8 +88,7 @@ class OnDisk:
 
     def _looked(self) -> tuple[Path, dict[str, np.ndarray]]:
         database, missing = self._disk.look()
-        if not self.folder.writable:
-            self._disk.refuse_incomplete(missing, "cannot be written to")
+        self._disk.refuse_incomplete(missing)
         return database, missing
 
     def short(self, needs: Sequence[Need], say: Say) -> Iterator[Fault]:
@@ -98,13 +108,14 @@ class OnDisk:
             for_all(self._ranks, build, lambda: counts.append(self._disk.finish(self.missing, set(self.passed))))
             self._count = _from_leader(self._ranks, self.group, counts[0] if counts else 0)
         metadata = self._disk.open(self._database, self._count)
-        self._metadata, self._source = metadata, Segments(self.folder)
+        self._metadata = metadata
+        self._source = self._remote.segments if self._remote else Segments(self.folder)
         self._entries = metadata
         if self._section.preload:
             addresses = np.concatenate([np.asarray(each.wanted.addresses) for each in self.listed])
             where = on_each_machine(
                 self._ranks,
-                lambda: preload(metadata, self._source, addresses, host.available_bytes(), str(self.folder.path)),
+                lambda: preload(metadata, self._source, addresses, host.available_bytes(), self._disk.name),
             )
             self._entries, self._source = MemoryEntries(where), Segments(None)
         elif not self._section.skip_check:
@@ -118,7 +129,7 @@ class OnDisk:
     def reader(self, each: Listed) -> Reader:
         """Return what reads an encoder's entries."""
         features = each.wish.encoder.features
-        return Reader(self._source, self._entries, features, self._verified, cache=str(self.folder.path))
+        return Reader(self._source, self._entries, features, self._verified, cache=self._disk.name)
 
 
 class InMemory:

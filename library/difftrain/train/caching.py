@@ -7,13 +7,12 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from difftrain.config import TrainConfig
-from difftrain.config.there import expanded
+from difftrain.config.there import expanded, is_url
 from difftrain.config.user_cache import user_cache
 from difftrain.contracts import ConfigFault, DataFault, Family, Parts, Reject, Tokenize
 from difftrain.data.cache.decoding import Decoding
@@ -109,15 +108,16 @@ def _places(cfg: TrainConfig, ranks: Ranks, data: Data, listed: Sequence[Listed]
     places: list[Place] = []
     if disk:
         facts = {"dirs": list(cfg.data.dirs), "index": data.index.fingerprint, "records": data.index.count}
-        places.append(OnDisk(cache_path(cfg), cfg.cache, ranks, disk, facts))
+        places.append(OnDisk(where_of(cfg), cfg.cache, ranks, disk, facts))
     if memory:
         places.append(InMemory(ranks, memory))
     return places
 
 
-def cache_path(cfg: TrainConfig) -> Path:
-    """Return the folder of the cache."""
-    return Path(expanded(cfg.data.cache_dir)) if cfg.data.cache_dir else user_cache()
+def where_of(cfg: TrainConfig) -> str:
+    """Return the folder of the cache, or its URL."""
+    given = cfg.data.cache_dir
+    return str(user_cache()) if not given else given if is_url(given) else expanded(given)
 
 
 def _make_sure_of_room(ranks: Ranks, places: Sequence[Place]) -> None:
