@@ -33,9 +33,14 @@ class Feature:
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample in a bucket."""
         if self.factor:
-            clip = ((bucket.frames - 1) // self.frames + 1,) if self.frames else ()
-            return (self.channels, *clip, bucket.height // self.factor, bucket.width // self.factor)
+            return _over(bucket, self.channels, self.factor, self.frames)
         return (self.length, self.channels) if self.length else (self.channels,)
+
+
+def _over(bucket: Bucket, channels: int, factor: int, frames: int) -> tuple[int, ...]:
+    """Return the shape of what lies over a picture, or over a clip whose first frame stands alone."""
+    clip = ((bucket.frames - 1) // frames + 1,) if frames else ()
+    return (channels, *clip, bucket.height // factor, bucket.width // factor)
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,12 @@ class DrawSpec:
     """Ask for one host draw a sample: normal of a latent shape, an integer in [low, high), or uniform in [0, 1)."""
 
     kind: str  # "normal" | "integer" | "uniform"
-    channels: int = 0  # normal: shape (channels, height / factor, width / factor); 0 = a scalar
+    channels: int = 0  # normal: shape (channels, height / factor, width / factor), see Feature; 0 = a scalar
     factor: int = 1  # 0: one value a channel
     high: int = 0
     low: int = 0
     mix: NoiseMix | None = None  # normal: not white
+    frames: int = 0  # normal: over the clip, as Feature.frames
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample's draw in a bucket; () for a scalar."""
@@ -70,7 +76,7 @@ class DrawSpec:
             return ()
         if not self.factor:
             return (self.channels, 1, 1)
-        return (self.channels, bucket.height // self.factor, bucket.width // self.factor)
+        return _over(bucket, self.channels, self.factor, self.frames)
 
 
 @dataclass(frozen=True)
