@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +23,22 @@ _ROW = np.dtype([("segment", "<u4"), ("offset", "<u8")])
 
 def add(folder: CacheFolder, places: Iterable[tuple[str, int]]) -> Path | None:
     """Let entries at (segment, offset) count no longer; return the file that says so. Raises TrainingFault."""
-    numbers: dict[str, int] = {}
-    rows = np.array([(numbers.setdefault(name, len(numbers)), offset) for name, offset in places], _ROW)
-    if not len(rows):
+    offsets: dict[str, list[int]] = {}
+    for name, offset in places:
+        offsets.setdefault(name, []).append(offset)
+    return add_many(folder, {name: np.array(each, np.uint64) for name, each in offsets.items()})
+
+
+def add_many(folder: CacheFolder, offsets: Mapping[str, np.ndarray]) -> Path | None:
+    """Do the same for the offsets of each segment. Raises TrainingFault."""
+    names = [name for name, each in offsets.items() if len(each)]
+    if not names:
         return None
+    rows = np.empty(sum(len(offsets[name]) for name in names), _ROW)
+    rows["segment"] = np.repeat(np.arange(len(names)), [len(offsets[name]) for name in names])
+    rows["offset"] = np.concatenate([offsets[name] for name in names])
     content = rows.tobytes()
-    header = header_block({"segments": list(numbers), "count": len(rows), "crc": crc32c(content)})
+    header = header_block({"segments": names, "count": len(rows), "crc": crc32c(content)})
     with disk_faults(folder.path):
         folder.drops.mkdir(exist_ok=True)
         path = folder.drops / f"{uuid.uuid4().hex}{_ROWS}"

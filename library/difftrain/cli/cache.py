@@ -1,0 +1,282 @@
+"""`difftrain cache`: build the feature cache, and look at, check, mend, shrink and export one that is there.
+
+All but `build` and `export` work without torch, on a cache that a running build writes at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.cli import cache_build
+from difftrain.cli.writing import writing
+from difftrain.config.door import guard
+from difftrain.config.flag import Flag, convert, on
+from difftrain.config.help import entries
+from difftrain.config.names import did_you_mean
+from difftrain.config.scan import scan
+from difftrain.config.there import expanded
+from difftrain.config.user_cache import user_cache
+from difftrain.contracts.errors import ConfigFault, Fault
+
+if TYPE_CHECKING:
+    from difftrain.data.cache.folder import CacheFolder
+    from difftrain.data.cache.verify import Report
+
+PROG = "difftrain cache"
+JSON = on("json", "switch", "", "print one JSON document and nothing else")
+WORKERS = on("workers", "int", "", "processes that read at a time [one a core, at most 8]")
+DRY_RUN = on("dry_run", "switch", "", "say what would be done, and do nothing")
+UNUSED_DAYS = on("unused_days", "int", "", "forget what no run has asked for in so many days [nothing is forgotten]")
+OUTPUT = on("output", "str", "", "folder to write; it must not be there, or be empty")
+LAYOUT = on("layout", "str", "", "webdataset, or safetensors [webdataset]", choices=("webdataset", "safetensors"))
+ENCODERS = on("encoders", "str", "", "names as difftrain cache info gives them, with commas between [all]")
+USE = on("use", "str", "", "the configuration whose samples are written, as difftrain cache info names it")
+SHARD_GIB = on("shard_gib", "float", "", "size at which the next file is begun [1]")
+VALUES = on("values", "str", "", "plain numbers, or as they are in storage [plain]", choices=("plain", "storage"))
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `difftrain cache`."""
+
+    says: str
+    about: str
+    flags: tuple[Flag, ...]
+    work: Callable[[Path, Mapping[str, list[str]]], int]
+
+
+def main(argv: list[str]) -> int:
+    """Run one command about a cache; return its exit code."""
+    if argv[:1] == ["build"]:
+        return cache_build.main(argv[1:])
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        return guard(PROG, lambda: _refuse(argv[0]))
+    name = argv[0]
+    if "-h" in argv or "--help" in argv:
+        print(_help(name))
+        return 0
+
+    def work() -> int:
+        cache, words = read(name, argv[1:])
+        return COMMANDS[name].work(cache, words)
+
+    return guard(f"{PROG} {name}", work)
+
+
+def usage() -> str:
+    """Return the help of all commands together."""
+    says = {"build": cache_build.SAYS, **{name: each.says for name, each in COMMANDS.items()}}
+    lines = [f"usage: {PROG} COMMAND ...", "", *(f"  {name:<7} {text}" for name, text in says.items())]
+    return "\n".join([*lines, "", f"{PROG} COMMAND --help says more; docs/cached_features.md has the rest"])
+
+
+def _refuse(word: str) -> int:
+    names = ("build", *COMMANDS)
+    remedy = did_you_mean(word, names) or f"known are {', '.join(names)}"
+    raise ConfigFault([Fault(f"{PROG} {word}", "no such command", remedy)])
+
+
+def _help(name: str) -> str:
+    command = COMMANDS[name]
+    head = f"usage: {PROG} {name} [CACHE]" + (" [--flag=value ...]" if command.flags else "")
+    return f"{head}\n\n{command.about}\nCACHE: a folder that was given as --cache_dir [the user's cache folder]\n\n" + (
+        entries(command.flags)
+    )
+
+
+def read(name: str, argv: list[str]) -> tuple[Path, dict[str, list[str]]]:
+    """Read the words after a command: the folder, and its flags. Raises: ConfigFault with every fault."""
+    table = {flag.name: flag for flag in COMMANDS[name].flags}
+    folders, rest = _positional(argv, table)
+    found = scan(rest, table)
+    faults = [*found.faults, *_misfits(found.words, table)]
+    faults += [Fault(repr(word), f"is a word too many for {PROG} {name}") for word in folders[1:]]
+    if folders and "://" in folders[0]:
+        what = f"{folders[0]!r} is no folder of this machine"
+        faults.append(Fault("CACHE", what, f"run {PROG} {name} where the files lie, or on a copy"))
+    if faults:
+        raise ConfigFault(faults)
+    if folders:
+        return Path(expanded(folders[0])), found.words
+    return user_cache(), found.words
+
+
+def _positional(argv: list[str], table: Mapping[str, Flag]) -> tuple[list[str], list[str]]:
+    """Part the words that are no flags, and no value of the flag before them, from the others."""
+    folders: list[str] = []
+    rest: list[str] = []
+    for place, word in enumerate(argv):
+        before = argv[place - 1] if place else ""
+        flag = table.get(before[2:]) if before.startswith("--") else None
+        taken = flag is not None and flag.kind != "switch"
+        (rest if word.startswith("-") or taken else folders).append(word)
+    return folders, rest
+
+
+def _misfits(words: Mapping[str, list[str]], table: Mapping[str, Flag]) -> Iterator[Fault]:
+    if "output" in table and "output" not in words:
+        yield Fault("--output", "is missing", OUTPUT.help)
+    for flag in table.values():
+        if flag.choices and flag.name in words and words[flag.name][-1] not in flag.choices:
+            yield Fault(flag.option, f"no such name: {words[flag.name][-1]!r}", f"one of {', '.join(flag.choices)}")
+    least = {"workers": 1, "unused_days": 0, "shard_gib": 0.001}
+    for name in words.keys() & least.keys():
+        try:
+            value = convert(table[name], words[name])
+        except ValueError as error:
+            yield Fault(f"--{name}", str(error), table[name].help)
+            continue
+        if value < least[name]:
+            yield Fault(f"--{name}", f"must be at least {least[name]}, got {value}", table[name].help)
+
+
+def number(words: Mapping[str, list[str]], name: str) -> int | None:
+    """Return a flag's number, or None where it was not given."""
+    return int(words[name][-1]) if name in words else None
+
+
+def opened(cache: Path) -> CacheFolder:
+    """Open a cache that is there. Raises: ConfigFault where it is missing, no cache, or of another format."""
+    from difftrain.data.cache.folder import CacheFolder
+
+    return CacheFolder.open(cache, create=False)
+
+
+class Progress:
+    """Say on stderr how far a long reading has come, how fast it is, and when it will be done."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        """Begin now. quiet: say nothing."""
+        self.began = self.said = time.monotonic()
+        self.every_s = 1.0 if sys.stderr.isatty() else 15.0
+        self.quiet = quiet
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take note of bytes that are done, of all."""
+        now = time.monotonic()
+        if self.quiet or now - self.said < self.every_s or not done:
+            return
+        self.said, rate = now, done / (now - self.began)
+        left = max(total - done, 0) / rate
+        print(
+            f"{done / 2**30:,.1f} of {total / 2**30:,.1f} GiB, {rate / 2**20:,.0f} MiB/s, {_clock(left)} left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+
+
+def _info(cache: Path, words: Mapping[str, list[str]]) -> int:
+    from difftrain.data.cache.info import describe, lines
+
+    facts = describe(opened(cache))
+    if "json" in words:
+        print(json.dumps(facts, indent=1))
+    else:
+        print("\n".join(lines(facts)))
+    return 0
+
+
+def _verify(cache: Path, words: Mapping[str, list[str]]) -> int:
+    from difftrain.data.cache.verify import verify
+
+    as_json = "json" in words
+    report = verify(opened(cache), workers=number(words, "workers"), progress=Progress(quiet=as_json))
+    if as_json:
+        print(json.dumps(report.document(), indent=1))
+    else:
+        _print(report)
+    return 1 if report.damages else 0
+
+
+def _print(report: Report) -> None:
+    for line in report.lines():
+        print(line)
+
+
+def _repair(cache: Path, words: Mapping[str, list[str]]) -> int:
+    from difftrain.data.cache.repair import repair
+
+    for line in repair(opened(cache), workers=number(words, "workers"), progress=Progress(quiet=False)):
+        print(line, flush=True)
+    return 0
+
+
+def _gc(cache: Path, words: Mapping[str, list[str]]) -> int:
+    from difftrain.data.cache.collect import collect
+
+    for line in collect(opened(cache), unused_days=number(words, "unused_days"), dry_run="dry_run" in words):
+        print(line, flush=True)
+    return 0
+
+
+def _export(cache: Path, words: Mapping[str, list[str]]) -> int:
+    from difftrain.data.cache.export import export
+
+    opened(cache)
+    encoders = words["encoders"][-1].split(",") if "encoders" in words else None
+    with writing(output := Path(expanded(words["output"][-1]))):
+        done = export(
+            cache,
+            output,
+            _word(words, LAYOUT),
+            encoders=encoders,
+            use=words["use"][-1] if "use" in words else None,
+            shard_bytes=int(float(words.get("shard_gib", ["1"])[-1]) * 2**30),
+            values=_word(words, VALUES),
+            say=lambda line: print(line, file=sys.stderr if "json" in words else sys.stdout, flush=True),
+        )
+    if "json" in words:
+        print(json.dumps(done.summary(), indent=1))
+    return 1 if done.damaged else 0
+
+
+def _word(words: Mapping[str, list[str]], flag: Flag) -> Any:
+    return words.get(flag.name, flag.choices)[-1 if flag.name in words else 0]
+
+
+COMMANDS: dict[str, Command] = {
+    "info": Command("what a cache holds", "Entries, bytes, encoders, what wants them.", (JSON,), _info),
+    "verify": Command(
+        "read every entry; exit code 1 where anything is damaged",
+        "Read every entry and compare its checksum, and the files with one another. Every damage is named. Exit code 0\n"
+        "where all is whole, 1 where anything is damaged, 2 where CACHE is no cache.",
+        (JSON, WORKERS),
+        _verify,
+    ),
+    "repair": Command(
+        "drop what is damaged; the next build encodes just that anew",
+        "Verify, then drop damaged entries, set broken files aside and rebuild metadata.db. What is whole stays. The next\n"
+        "build encodes anew what was dropped. It can be stopped at any moment, and run again.",
+        (WORKERS,),
+        _repair,
+    ),
+    "gc": Command(
+        "free what no configuration wants any more",
+        "Remove the entries that no configuration wants which has been built or trained with this cache. Segments with\n"
+        "nothing of use are deleted, those less than half in use written anew. It can be stopped at any moment.",
+        (DRY_RUN, UNUSED_DAYS),
+        _gc,
+    ),
+    "export": Command(
+        "write entries as WebDataset tars or safetensors",
+        "Write the samples of a configuration that was built, each with what its encoders made of it. Exit code 1 where an\n"
+        "entry is damaged: its sample is left out.",
+        (OUTPUT, LAYOUT, ENCODERS, USE, SHARD_GIB, VALUES, JSON),
+        _export,
+    ),
+}
+FLAGS: dict[str, Flag] = {flag.name: flag for command in COMMANDS.values() for flag in command.flags}

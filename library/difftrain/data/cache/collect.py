@@ -1,0 +1,265 @@
+"""Freeing what no configuration wants any more, beside builds and readers, so that a kill at any moment loses nothing.
+
+For a group of segments, in this order: what is wanted of them is copied to new segments; all of their entries are dropped;
+metadata.db is made anew, which then names none of them; what configurations want is read once more, and if one wants by now
+what would be lost, the drops are taken back; only then the files go. A build writes down what it wants before it looks what
+is there, so it either finds an entry gone and encodes it, or is found here in time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from difftrain.contracts import DataFault
+from difftrain.data.cache import database, drops, uses
+from difftrain.data.cache.check import Journal, read_journal
+from difftrain.data.cache.folder import CacheFolder, clean, disk_faults
+from difftrain.data.cache.info import size_text, wanted_numbers
+from difftrain.data.cache.metadata import Metadata, SegmentInfo, merge
+from difftrain.data.cache.moving import Mover, take_away, why_not
+from difftrain.data.cache.repair import ASIDE, refuse_read_only
+from difftrain.data.cache.uses import Use
+from difftrain.data.cache.verify import SEGMENT_FILE
+
+DAY_S = 24 * 3600.0
+KEPT_FROM = 0.5  # share of a segment's bytes in use from which it stays as it is
+GROUP_ROWS = 10_000_000  # entries of segments that go together
+_CHUNK = 1 << 20
+
+
+@dataclass
+class _Segment:
+    """A segment of which less is wanted than is worth its room."""
+
+    info: SegmentInfo
+    journal: Journal
+    size: int  # of its files
+    live: int  # entries that are wanted
+    live_bytes: int
+
+
+@dataclass
+class _Done:
+    """What was freed, or would be."""
+
+    deleted: int = 0
+    rewritten: int = 0
+    entries: int = 0
+    freed: int = 0
+    lines: list[str] = field(default_factory=list)
+
+
+def collect(folder: CacheFolder, *, unused_days: int | None = None, dry_run: bool = False) -> Iterator[str]:
+    """Free what no configuration wants, and yield what is done. Raises ConfigFault, DataFault, TrainingFault."""
+    if not dry_run:
+        refuse_read_only(folder, "clean it up")
+    kept, forgotten = _uses(folder, unused_days)
+    for use in forgotten:
+        yield f"use {use.id}: not used for {unused_days} days or more, {'would be ' if dry_run else ''}forgotten"
+    if not dry_run:
+        for use in forgotten:
+            uses.remove(folder, use.id)
+        merge(folder)
+    known = Metadata(folder.database)
+    if known.count and not kept and not forgotten:
+        raise DataFault(
+            f"{folder.path}: no configuration is known that wants anything of it, so all of it would go; nothing was "
+            "removed. Build or train with it once, or delete the folder"
+        )
+    found, notes = _sparse(folder, known, kept)
+    yield from notes
+    done = _Done()
+    if dry_run:
+        for one in found:
+            _count(done, one)
+        done.freed = sum(one.size - one.live_bytes for one in found)
+    else:
+        for group in _groups(found, folder):
+            yield from _free(folder, known, wanted_numbers(kept, known), group, done)
+        done.freed += _sweep(folder)
+    would = "would be " if dry_run else ""
+    yield (
+        f"{folder.path}: {size_text(done.freed)} {would}freed: {done.deleted:,} segments {would}deleted, "
+        f"{done.rewritten:,} written anew, {done.entries:,} entries {would}removed; {_wanted(known, found):,} stay"
+    )
+
+
+def _wanted(known: Metadata, found: Iterable[_Segment]) -> int:
+    return known.count - sum(one.info.entries - one.live for one in found)
+
+
+def _count(done: _Done, one: _Segment) -> None:
+    done.deleted += not one.live
+    done.rewritten += bool(one.live)
+    done.entries += one.info.entries - one.live
+
+
+def _uses(folder: CacheFolder, unused_days: int | None) -> tuple[list[Use], list[Use]]:
+    """Return the uses that count, and those that are too old, by the clock of the file system alone."""
+    every = uses.all_uses(folder)
+    if unused_days is None:
+        return every, []
+    try:
+        with tempfile.TemporaryFile(dir=folder.uses) as mine:
+            now = os.fstat(mine.fileno()).st_mtime
+    except OSError:  # a cache that is only looked at
+        now = max((use.used_at for use in every), default=0.0)
+    old = [use for use in every if use.used_at <= now - unused_days * DAY_S]
+    return [use for use in every if use not in old], old
+
+
+# --- what there is to free ---
+
+
+def _sparse(folder: CacheFolder, known: Metadata, kept: list[Use]) -> tuple[list[_Segment], list[str]]:
+    """Return segments of which too little is wanted, and why some must stay."""
+    live, live_bytes = _live(folder, known, wanted_numbers(kept, known))
+    rows = _rows(folder)
+    found, notes = [], []
+    for info in known.segments():
+        size = _size(folder, info.name)
+        wanted = live_bytes.get(info.name, 0)
+        if size is None or wanted >= KEPT_FROM * size:
+            continue
+        journal = read_journal(folder.segments, info.name)
+        if why := why_not(folder, journal):
+            notes.append(f"segments/{info.name}: {why}; it stays")
+        elif journal.damages:
+            notes.append(f"segments/{info.name}: {journal.damages[0].says}; it stays: difftrain cache repair first")
+        elif len(journal.rows) == rows[info.name]:  # or somebody has just added to it
+            found.append(_Segment(info, journal, size, live.get(info.name, 0), wanted))
+    return found, notes
+
+
+def _live(folder: CacheFolder, known: Metadata, wanted: np.ndarray) -> tuple[dict[str, int], dict[str, int]]:
+    """Count wanted entries and their bytes in each segment."""
+    counts: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    with closing(database.connect(known.path)) as db:
+        names = dict(db.execute("SELECT id, name FROM segments"))
+        for number, segment, length in db.execute("SELECT number, segment, length FROM entries"):
+            if wanted[number >> 3] & (1 << (number & 7)):
+                counts[segment] = counts.get(segment, 0) + 1
+                sizes[segment] = sizes.get(segment, 0) + length
+    return {names[key]: value for key, value in counts.items()}, {names[key]: value for key, value in sizes.items()}
+
+
+def _rows(folder: CacheFolder) -> dict[str, int]:
+    with closing(database.connect(folder.database)) as db:
+        return dict(db.execute("SELECT name, rows FROM segments"))
+
+
+def _size(folder: CacheFolder, name: str) -> int | None:
+    try:
+        return sum(folder.file(name, suffix).stat().st_size for suffix in (".bin", ".idx"))
+    except OSError:
+        return None  # taken away meanwhile
+
+
+def _groups(found: list[_Segment], folder: CacheFolder) -> Iterator[list[_Segment]]:
+    """Yield segments that go together, first those of which nothing stays: then there is room for copies of the rest."""
+    group: list[_Segment] = []
+    rows = size = 0
+    for one in sorted(found, key=lambda each: each.live > 0):
+        room = os.statvfs(folder.segments)
+        if group and (rows > GROUP_ROWS or size + one.live_bytes > room.f_bavail * room.f_frsize // 2):
+            yield group
+            group, rows, size = [], 0, 0
+        group.append(one)
+        rows, size = rows + len(one.journal.rows), size + one.live_bytes
+    if group:
+        yield group
+
+
+# --- freeing it ---
+
+
+def _free(
+    folder: CacheFolder, known: Metadata, wanted: np.ndarray, group: list[_Segment], done: _Done
+) -> Iterator[str]:
+    """Copy what is wanted of some segments, and take them away."""
+    dropped = drops.offsets_of(folder)
+    mover = Mover(folder)
+    going: dict[str, np.ndarray] = {}
+    for one in group:
+        name, rows = one.info.name, one.journal.rows
+        if one.live:
+            kept = rows[[_is_wanted(known, wanted, name, row) for row in rows]]
+            if not mover.take(name, one.journal.header or {}, kept).all():
+                yield f"segments/{name}: some of its entries are damaged; it stays: difftrain cache repair first"
+                continue
+        going[name] = rows if name not in dropped else rows[~np.isin(rows["offset"], dropped[name])]
+    mover.close()
+    file = drops.add_many(folder, {name: rows["offset"] for name, rows in going.items()})
+    _merge(folder)
+    if lost := _still_wanted(folder, list(going.values())):
+        if file is not None:
+            file.unlink(missing_ok=True)
+        merge(folder)
+        yield f"{lost:,} entries of {len(going):,} segments are wanted by a build that has just begun: they stay"
+        return
+    for one in group:
+        if one.info.name in going:
+            done.freed += take_away(folder, one.info.name)
+            _count(done, one)
+    done.freed -= mover.bytes
+    drops.prune(folder)
+    merge(folder)
+
+
+def _is_wanted(known: Metadata, wanted: np.ndarray, name: str, row: np.void) -> bool:
+    place = known.lookup(bytes(row["address"]))
+    if place is None or (place.segment, place.offset) != (name, int(row["offset"])):
+        return False  # a copy of what counts elsewhere
+    return bool(wanted[place.number >> 3] & (1 << (place.number & 7)))
+
+
+def _merge(folder: CacheFolder) -> None:
+    """Make metadata.db anew with the drops of now, also where another process is just making one without them."""
+    for _ in range(3):
+        merge(folder)
+        with closing(database.connect(folder.database)) as db:
+            if database.meta(db)["drops"] == drops.state(folder):
+                return
+
+
+def _still_wanted(folder: CacheFolder, going: list[np.ndarray]) -> int:
+    """Count what is wanted now of what is going, and is nowhere else. Raises DataFault."""
+    if not going:
+        return 0
+    gone = np.unique(np.concatenate([_first_half(rows["address"]) for rows in going]))
+    known, lost = Metadata(folder.database), 0
+    for use in uses.all_uses(folder):
+        for encoder in use.encoders:
+            rows = use.rows(encoder)
+            for start in range(0, len(rows), _CHUNK):
+                addresses = np.ascontiguousarray(rows["address"][start : start + _CHUNK])
+                among = addresses[np.isin(_first_half(addresses), gone)]  # perhaps others that begin alike: no harm
+                lost += int((~known.has_many(among)).sum()) if len(among) else 0
+    return lost
+
+
+def _first_half(addresses: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(addresses).view(np.uint64).reshape(-1, 2)[:, 0]
+
+
+def _sweep(folder: CacheFolder) -> int:
+    """Delete segments that a repair set aside, and what killed processes left half written; return the bytes."""
+    freed = 0
+    with disk_faults(folder.path):
+        for path in sorted((folder.path / ASIDE).rglob("*"), reverse=True):
+            if path.is_file() and (SEGMENT_FILE.fullmatch(path.name) or path.name == folder.database.name):
+                freed += path.stat().st_size
+                path.unlink(missing_ok=True)
+        for each in sorted([folder.path / ASIDE, *(folder.path / ASIDE).glob("*")], reverse=True):
+            with suppress(OSError):  # it holds something else
+                each.rmdir()
+        for name in (folder.segments, folder.uses, folder.drops):
+            clean(name)
+    return freed
