@@ -180,3 +180,33 @@ def test_a_missing_or_foreign_tokenizer_is_a_fault_that_says_what_to_place(tmp_p
         _ = SDXLFamily(config(tokenizer1=str(tmp_path))).vocabularies
     with pytest.raises(ConfigFault, match="there is no file or folder"):
         _ = SDXLFamily(config(tokenizer2=str(tmp_path / "absent"))).vocabularies
+
+
+_PIECES = st.text("abX ,.'!?\t\n\u00a0\u3000\u0301\u0327\u1100\u1161ΣςİßÅ中😀\ud800\u0345\u0085<|>", max_size=24)
+
+
+@given(st.lists(_PIECES, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_words_one_by_one_give_the_ids_of_the_whole_text(texts: list[str]) -> None:
+    tokenize = SDXLTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)), 225)
+    for text in (*texts, *texts):  # the second time from memory
+        found = tokenize([text])
+        for i, vocabulary in enumerate(tokenize._pair, start=1):
+            whole = vocabulary.backend().encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+            rows = found[f"input_ids_{i}"][0, :, 1:-1].flatten().tolist()
+            assert rows[: min(len(whole), 225)] == whole[:225]
+
+
+def test_what_is_kept_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("difftrain.models.sdxl.tokens._WORDS", 10)
+    tokenize = SDXLTokenize((PLAIN, BANG))
+    text = " ".join(f"{n}" for n in range(30)) + " " + "x" * 65
+    assert tokenize([text])["input_ids_1"].equal(SDXLTokenize((PLAIN, BANG))([text])["input_ids_1"])
+    assert len(tokenize._known[0]) <= 10 and not tokenize._known[1]  # both cut texts alike: one of them is asked
+
+
+def test_the_identity_of_a_tokenizer_tells_of_all_that_decides_ids() -> None:
+    made = [SDXLTokenize((PLAIN, BANG)), SDXLTokenize((BANG, PLAIN)), SDXLTokenize((PLAIN, BANG), 150),
+            SDXLTokenize((PLAIN, BANG), weighted=True), SDXLTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)))]  # fmt: skip
+    assert len({each.identity for each in made}) == len(made)
+    assert pickle.loads(pickle.dumps(made[0])).identity == SDXLTokenize((PLAIN, BANG)).identity

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.parts.clip_vocabulary import LENGTH, NUM_FIXED, ClipVocabulary
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 PAD_1, PAD_2 = "<|endoftext|>", "!"  # CLIP-L fills up with EOS, bigG with id 0
 CHUNK = LENGTH - 2
 _BLANK = re.compile(r"[ \t\r\n]+")
+_WORDS, _LONG = 1 << 16, 64  # words that are kept with their ids, and characters of one that is
 MAX_BUILT_IN = 2048  # larger vocabularies are CLIP's own, which has to be given or fetched
 HUB_IDS = ("openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k")  # kohya's
 
@@ -130,23 +135,39 @@ class SDXLTokenize:
         self.weighted = weighted
         self._pair = pair
         self._backends: list[Any] | None = None
+        self._known: list[dict[str, list[int]]] = [{}, {}]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_backends": None}
+        return self.__dict__ | {"_backends": None, "_known": [{}, {}]}
 
     def __call__(self, captions: list[str]) -> dict[str, Tensor]:
         import torch
 
         found: dict[str, Tensor] = {}
         shape = (len(captions), self.num_chunks, LENGTH)
-        for i, (vocabulary, backend) in enumerate(zip(self._pair, self._tokenizers()), start=1):
-            read = [self._encode(backend, text) for text in captions]
-            ids = [self._chunks(vocabulary, numbers) for numbers, _ in read]
-            found[f"input_ids_{i}"] = torch.tensor(ids, dtype=torch.int64).view(shape)
+        read: list[tuple[list[int], list[float]]] = []
+        for i, vocabulary in enumerate(self._pair):
+            if not i or not self._alike:
+                read = [self._encode(i, text) for text in captions]
+            ids = np.array([self._chunks(vocabulary, numbers) for numbers, _ in read], dtype=np.int64)
+            found[f"input_ids_{i + 1}"] = torch.from_numpy(ids).view(shape)
             if self.weighted:
-                weights = [self._weight_chunks(weights) for _, weights in read]
-                found[f"token_weights_{i}"] = torch.tensor(weights, dtype=torch.float32).view(shape)
+                weights = np.array([self._weight_chunks(weights) for _, weights in read], dtype=np.float32)
+                found[f"token_weights_{i + 1}"] = torch.from_numpy(weights).view(shape)
         return found
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Return what tells it from others: all that decides the ids of a caption."""
+        tables = [[vocabulary.ids, vocabulary.merges, vocabulary.pad] for vocabulary in self._pair]
+        words = json.dumps([tables, self.num_chunks, self.weighted], sort_keys=True)
+        return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def _alike(self) -> bool:
+        """Tell whether both vocabularies cut a text into the same ids, as those of SDXL do: they differ in padding."""
+        first, second = self._pair
+        return first.ids == second.ids and first.merges == second.merges
 
     @property
     def limit(self) -> int:
@@ -172,15 +193,29 @@ class SDXLTokenize:
     def _pieces(self, text: str) -> list[tuple[str, float]]:
         return weighted_pieces(text) if self.weighted else [(text, 1.0)]
 
-    def _encode(self, backend: Any, text: str) -> tuple[list[int], list[float]]:
+    def _encode(self, which: int, text: str) -> tuple[list[int], list[float]]:
         """Return ids and weights of a caption's tokens, without BOS and EOS; pieces are encoded one by one."""
         ids: list[int] = []
         weights: list[float] = []
         for piece, weight in self._pieces(text):
-            encoded = backend.encode(_plain(piece), add_special_tokens=False).ids
+            encoded = self._ids(which, piece)
             ids += encoded
             weights += [weight] * len(encoded)
         return ids, weights
+
+    def _ids(self, which: int, text: str) -> list[int]:
+        """Return the ids of a text. No token of CLIP spans a blank, so each word is encoded when it first comes."""
+        known, ids = self._known[which], list[int]()
+        for word in _BLANK.split(_plain(text)):
+            found = known.get(word)
+            if found is None:
+                found = self._tokenizers()[which].encode(word, add_special_tokens=False).ids
+                if len(known) >= _WORDS:
+                    known.clear()
+                if len(word) <= _LONG:
+                    known[word] = found
+            ids += found
+        return ids
 
     def _weight_chunks(self, weights: list[float]) -> list[list[float]]:
         """Lay weights out as _chunks does ids; what is no token of the caption weighs 1."""
