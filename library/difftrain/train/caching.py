@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
 
 log = logging.getLogger("difftrain")
+_NAMED = 10  # items that cannot be encoded are named on the console, and all of them in rejected.jsonl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +200,15 @@ def _rejects(
                 found.update((reject.path, reject) for reject in each.wanted.passed)
                 count, of = len({reject.path for reject in bad}) + each.wanted.num_passed, data.index.count
                 if count > cfg.data.max_rejected_share * of or (count and count == of):
+                    such = next((f", such as {one.path}: {one.reason}" for one in (*bad, *each.wanted.passed)), "")
                     raise DataFault(
                         f"{count:,} of {of:,} pictures cannot be encoded "
-                        f"(--max_rejected_share={cfg.data.max_rejected_share:g}), such as {bad[0].path}: {bad[0].reason}"
+                        f"(--max_rejected_share={cfg.data.max_rejected_share:g}){such}"
                     )
+        for reject in list(found.values())[:_NAMED]:
+            log.warning("%s: %s; it is not in the cache", reject.path, reject.reason)
+        if len(found) > _NAMED:
+            log.warning("and %s more; rejected.jsonl names them all", f"{len(found) - _NAMED:,}")
 
     for_all(ranks, ranks.leads_node, look)
     return sorted(found.values(), key=lambda reject: reject.path)

@@ -60,12 +60,7 @@ def write_rejects(out: Path, rejects: Iterable[Reject], *, afresh: bool = False)
     path = out / REJECTED
     if afresh:
         path.unlink(missing_ok=True)
-    known: dict[str, str] = {}
-    if path.exists():
-        for raw in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, KeyError):  # the last line may be torn
-                line = json.loads(raw)
-                known[line["path"]] = line["reason"]
+    known = _rejected_before(path)
     known |= {reject.path: reject.reason for reject in rejects}
     if not known:
         return 0
@@ -78,6 +73,17 @@ def write_rejects(out: Path, rejects: Iterable[Reject], *, afresh: bool = False)
 
 def _reject_line(reject: Reject) -> str:
     return json.dumps({"path": reject.path, "reason": reject.reason}, ensure_ascii=False) + "\n"
+
+
+def _rejected_before(path: Path) -> dict[str, str]:
+    """Read what rejected.jsonl names: path -> reason."""
+    known: dict[str, str] = {}
+    if path.exists():
+        for raw in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, KeyError):  # the last line may be torn
+                line = json.loads(raw)
+                known[line["path"]] = line["reason"]
+    return known
 
 
 class Outputs:
@@ -112,6 +118,7 @@ class Outputs:
             out=self.out,
         )
         self._console = Console(total_steps, step)
+        self._named = set(_rejected_before(self.out / REJECTED))  # paths
 
     def advance(self, _step: int) -> None:
         """Move the progress bar."""
@@ -145,9 +152,10 @@ class Outputs:
             tracker.image(step, tag, path)
 
     def rejected(self, rejects: list[Reject]) -> None:
-        """Name items that turned out bad only during training."""
-        if not self._on or not rejects:
+        """Name items that turned out bad only during training, each once."""
+        if not self._on or not (rejects := [reject for reject in rejects if reject.path not in self._named]):
             return
+        self._named |= {reject.path for reject in rejects}
         with (self.out / REJECTED).open("a", encoding="utf-8") as file:
             file.writelines(map(_reject_line, rejects))
         for reject in rejects:

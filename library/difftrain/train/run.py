@@ -229,8 +229,7 @@ def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
     parts = family.load(meta=True)
     parts = family.load(meta=True, lazy=lazy_parts(cfg, family, parts))
     attend(cfg, device, parts)
-    for reject in with_cache(cfg, device, ranks, family, parts, data).rejects:
-        log.info("%s: %s; it is not in the cache", reject.path, reject.reason)
+    with_cache(cfg, device, ranks, family, parts, data)
     log.info("--cache_only: the caches are whole, nothing was trained")
 
 
