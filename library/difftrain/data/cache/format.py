@@ -54,6 +54,8 @@ class OtherFormat(Damaged):
 
 def crc32c(buffer: Any, crc: int = 0) -> int:
     """Return the checksum of contiguous bytes, or go on from that of the bytes before them."""
+    if isinstance(buffer, memoryview):  # which is not taken
+        buffer = np.asarray(buffer)
     value: int = google_crc32c.extend(crc, buffer)
     return value
 
@@ -209,6 +211,15 @@ def places(head: bytes) -> tuple[FeaturePlace, ...] | None:
     if magic != _PAYLOAD_MAGIC:
         raise Damaged("a payload does not begin as features do")
     return _features(head[_PAYLOAD.size : until]) if until <= len(head) else None
+
+
+TABLE_AT = _PAYLOAD.size  # where the table of features begins in a payload
+
+
+def table_end(head: Any) -> int:
+    """Return where the table of features ends in a payload that begins so."""
+    end: int = _PAYLOAD.unpack_from(head)[3]
+    return end
 
 
 def meta_of(payload: np.ndarray) -> dict[str, Any]:

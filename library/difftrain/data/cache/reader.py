@@ -5,24 +5,13 @@ from __future__ import annotations
 import copy
 import struct
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from difftrain.contracts import Feature, TrainingFault
-from difftrain.data.cache.format import (
-    REJECT,
-    Damaged,
-    FeaturePlace,
-    Stored,
-    places,
-    rejected,
-    unpack,
-)
-from difftrain.data.cache.segments import Gone, Source, checked_payload, damage
-from difftrain.data.cache.storage import nbytes_of, restore
+from difftrain.data.cache.format import REJECT, TABLE_AT, Damaged, places, rejected, table_end, unpack
+from difftrain.data.cache.segments import Gone, Segments, Source, checked_payload, damage
+from difftrain.data.cache.storage import restore
+from difftrain.data.cache.straight import Filling, Kind, made_as, steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +19,8 @@ if TYPE_CHECKING:
     from difftrain.data.cache.metadata import Row
 
 _HEAD_BYTES = 512  # holds the table of most entries; more is read where it does not
-_REMEMBERED = 1024  # rows found by `reject` and not read yet
+_REMEMBERED = 8192  # rows that were found, some 3 MB
+_KINDS = 1024
 
 
 class Entries(Protocol):
@@ -48,14 +38,6 @@ class Checked(Protocol):
 
     def has(self, number: int) -> bool: ...
     def add(self, number: int) -> None: ...
-
-
-class _Step(NamedTuple):
-    """How one feature gets from a payload into a tensor."""
-
-    place: FeaturePlace
-    straight: bool  # its bytes are the tensor's
-    fill: int  # bytes between it and what comes before
 
 
 class Reader:
@@ -76,24 +58,32 @@ class Reader:
         """
         self._source, self._entries, self._features, self._verified = source, entries, dict(features), verified
         self._dtypes = tuple(sorted((name, each.dtype) for name, each in features.items()))
-        self._cache, self._head_bytes = cache, _HEAD_BYTES
+        self._made_as = {name: made_as(each.dtype) for name, each in features.items()}
+        self._cache = cache
+        self._files = source if isinstance(source, Segments) else None
         self._found: dict[bytes, Row] = {}
+        self._kinds: dict[int, Kind] = {}  # by the size of an entry: entries of one size are most likely of one kind
         self._settled = False
 
     def reject(self, address: bytes) -> str | None:
-        """Return why an encoder could make nothing of what has this address; None where it could, or did not try."""
-        row = self._entries.lookup(address)
-        if row is None:
+        """Return why an encoder could make nothing of what has this address; None where it could, or did not try.
+
+        Raises: TrainingFault where the entry that says so is damaged.
+        """
+        row = self._find(address)
+        if row is None or row.kind != REJECT:
             return None
-        if row.kind == REJECT:
-            try:
-                return rejected(checked_payload(self._source, row))[1]
-            except Damaged as error:
-                raise damage(self._cache, row, error) from error
-        if len(self._found) >= _REMEMBERED:
-            self._found.clear()
-        self._found[address] = row  # it is most likely read next
-        return None
+        try:
+            return rejected(checked_payload(self._source, row))[1]
+        except Gone:
+            self._look_again()
+        except Damaged as error:
+            raise damage(self._cache, row, error) from error
+        row = self._find(address)
+        try:
+            return None if row is None else rejected(checked_payload(self._source, row))[1]
+        except Damaged as error:
+            raise damage(self._cache, row, error) from error
 
     def read(self, addresses: Sequence[bytes]) -> dict[str, Tensor]:
         """Copy entries of one shape into tensors of their own, in the features' dtypes; rows not stored are zeros.
@@ -113,17 +103,18 @@ class Reader:
     def _read(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         if not self._settled:
             self._settle()
-        self._source.want([(row.segment, row.offset, row.length) for row in rows])
-        out = _Out(len(rows), self._features)
+        if self._files is None:
+            self._source.want([(row.segment, row.offset, row.length) for row in rows])
+        out = Filling(len(rows), self._made_as)
         for number, row in enumerate(rows):
             try:
-                if row.kind == REJECT:
-                    _, reason = rejected(checked_payload(self._source, row))
-                    raise TrainingFault(f"{self._cache}: a record is read that could not be encoded: {reason}")
                 if self._verified is None or self._verified.has(row.number):
-                    self._straight(row, out, number)
+                    kind = self._kinds.get(row.length)
+                    if kind is None or not self._straight(kind, row, out, number):
+                        self._look(row, out, number)
                 else:
-                    self._checked(row, out, number)
+                    self._unpack(row, out, number)
+                    self._verified.add(row.number)
             except Gone as error:
                 error.row = row
                 raise
@@ -146,7 +137,7 @@ class Reader:
     def _rows(self, addresses: Sequence[bytes]) -> list[Row]:
         rows, missing = [], []
         for address in addresses:
-            row = self._found.pop(address, None) or self._entries.lookup(address)
+            row = self._found.get(address) or self._find(address)
             if row is None:
                 missing.append(address.hex())
             else:
@@ -159,49 +150,72 @@ class Reader:
             )
         return rows
 
-    def _straight(self, row: Row, out: _Out, number: int) -> None:
-        """Read an entry that is known to be whole: its table, then each feature to where it belongs."""
-        segment, offset = row.segment, row.offset
-        found, size = None, self._head_bytes
-        while found is None:
-            head = bytearray(min(size, row.length))
-            self._source.read(segment, offset, [head])
-            found = places(bytes(head))
-            if found is None and size >= row.length:
-                raise Damaged("its table is longer than itself")
-            self._head_bytes, size = size, 2 * size
-        buffers: list[Any] = []
-        later: list[tuple[Stored, Tensor]] = []
-        start, steps = _steps(found, self._dtypes)
-        for place, straight, fill in steps:
-            if fill:
-                buffers.append(bytearray(fill))
-            if straight:
-                buffers.append(out.bytes_of(place, number))
-                continue
-            data: np.ndarray = np.empty(place.stop - place.start, np.uint8)
-            buffers.append(data)
-            scales = None
-            if place.scales:
-                if place.scales > place.stop:
-                    buffers.append(bytearray(place.scales - place.stop))
-                scales = np.empty((place.scales_stop - place.scales) // 4, np.float32)
-                buffers.append(scales.data.cast("B"))
-            one = Stored(place.name, place.dtype, place.shape, place.rows, data, scales, place.codec)
-            later.append((one, out.tensor(place.name, place.shape)[number]))
-        if start + sum(map(len, buffers)) > row.length:
-            raise Damaged("its features are longer than itself")
-        self._source.read(segment, offset + start, [each for each in buffers if len(each)])
-        for one, tensor in later:
-            restore(one, tensor)
+    def _find(self, address: bytes) -> Row | None:
+        row = self._found.get(address)
+        if row is None and (row := self._entries.lookup(address)) is not None:
+            if len(self._found) >= _REMEMBERED:
+                self._found.clear()
+            self._found[address] = row
+        return row
 
-    def _checked(self, row: Row, out: _Out, number: int) -> None:
-        """Read a whole entry, look at its checksum, and remember that it is right."""
-        for one in unpack(checked_payload(self._source, row)):
+    def _straight(self, kind: Kind, row: Row, out: Filling, number: int) -> bool:
+        """Read an entry that is known to be whole straight into a batch, if it is of this kind; tell whether it is.
+
+        Entries of other buckets can be of the same size: a wrong guess leaves nothing behind in the batch.
+        """
+        head = bytearray(kind.head)
+        buffers: list[Any] = [head]
+        if not out.add_parts(buffers, kind.steps, number):
+            return False
+        if self._files is not None:
+            self._files.fill(row.segment, row.offset, buffers, kind.size)
+        else:
+            self._source.read(row.segment, row.offset, buffers)
+        if head.startswith(kind.table, TABLE_AT):
+            return True
+        if number == 0:
+            out.clear()
+        return False
+
+    def _look(self, row: Row, out: Filling, number: int) -> None:
+        """Read an entry that is known to be whole, of whatever kind it is: its table first."""
+        if row.kind == REJECT:
+            self._unpack(row, out, number)
+        size = _HEAD_BYTES
+        while True:
+            head = bytearray(min(size, row.length))
+            self._source.read(row.segment, row.offset, [head])
+            found = places(bytes(head))
+            if found is not None or len(head) == row.length:
+                break
+            size *= 2
+        if found is None:
+            raise Damaged("its table is longer than itself")
+        steps = steps_of(found, self._dtypes)
+        if steps is None:
+            self._unpack(row, out, number)
+            return
+        start, size, ordered = steps
+        if size > row.length:
+            raise Damaged("its features are longer than itself")
+        kind = Kind(bytes(head[TABLE_AT : table_end(head)]), start, size, ordered)
+        if len(self._kinds) >= _KINDS:
+            self._kinds.clear()
+        self._kinds[row.length] = kind
+        for name, shape, _, _ in ordered:
+            out.array(name, shape)  # which names an entry of another shape than the batch's
+        if not self._straight(kind, row, out, number):
+            raise ValueError("its features are not shaped as those of the first sample of this batch")
+
+    def _unpack(self, row: Row, out: Filling, number: int) -> None:
+        """Read a whole entry, look at its checksum, and make tensors of what it holds. Raises Damaged, TrainingFault."""
+        payload = checked_payload(self._source, row)
+        if row.kind == REJECT:
+            raise TrainingFault(f"{self._cache}: a record is read that could not be encoded: {rejected(payload)[1]}")
+        for one in unpack(payload):
             if one.name in self._features:
-                restore(one, out.tensor(one.name, one.shape)[number])
-        assert self._verified is not None
-        self._verified.add(row.number)
+                out.array(one.name, one.shape)
+                restore(one, out.tensors[one.name][number])
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_found": {}, "_settled": False}
@@ -217,60 +231,3 @@ class _Never:
 
     def add(self, number: int) -> None:
         pass
-
-
-class _Out:
-    """Tensors of a batch, made when the first entry has said how large they are."""
-
-    def __init__(self, count: int, features: Mapping[str, Feature]) -> None:
-        self._count, self._features = count, features
-        self._bytes: dict[str, np.ndarray] = {}
-        self.tensors: dict[str, Tensor] = {}
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor of a feature. Raises ValueError where an entry has another shape than the first."""
-        made = self.tensors.get(name)
-        if made is None:
-            dtype = self._features[name].dtype
-            raw: np.ndarray = np.empty((self._count, nbytes_of(dtype, shape)), np.uint8)
-            self._bytes[name] = raw
-            made = self.tensors[name] = torch.from_numpy(raw).view(_DTYPES[dtype]).view(self._count, *shape)
-        elif made.shape[1:] != shape:
-            raise ValueError(f"{name} is {shape}, and {tuple(made.shape[1:])} of the first sample of this batch")
-        return made
-
-    def bytes_of(self, place: FeaturePlace, number: int) -> np.ndarray:
-        """Return the bytes to fill of one sample's feature; those behind them are zeros."""
-        self.tensor(place.name, place.shape)
-        raw: np.ndarray = self._bytes[place.name][number]
-        size = place.stop - place.start
-        if size < len(raw):
-            raw[size:] = 0
-            raw = raw[:size]
-        return raw
-
-
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "int64", "int32")
-}
-
-
-@lru_cache(maxsize=1024)
-def _steps(found: tuple[FeaturePlace, ...], dtypes: tuple[tuple[str, str], ...]) -> tuple[int, tuple[_Step, ...]]:
-    """Return where the first feature that is wanted begins in a payload, and how each of them is read. Raises ValueError."""
-    wanted = dict(dtypes)
-    steps: list[_Step] = []
-    end = 0
-    for place in sorted(found, key=lambda each: each.start):
-        if place.name not in wanted:
-            continue
-        size = nbytes_of(place.dtype, place.shape, place.rows)
-        if not place.codec and place.stop - place.start != size:
-            raise ValueError(f"{place.name} has {place.stop - place.start} bytes, not {size}")
-        straight = not place.codec and not place.scales and place.dtype == wanted[place.name]
-        steps.append(_Step(place, straight, place.start - end if steps else 0))
-        end = max(place.stop, place.scales_stop)
-    if not steps:
-        raise ValueError(f"it holds {', '.join(each.name for each in found)}, not {', '.join(wanted)}")
-    return steps[0].place.start, tuple(steps)

@@ -58,13 +58,18 @@ class Segments:
 
     def read(self, segment: str, offset: int, buffers: Sequence[Any]) -> None:
         """Fill buffers one after another. Raises Damaged."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        self.fill(segment, offset, views, sum(map(len, views)))
+
+    def fill(self, segment: str, offset: int, buffers: Sequence[Any], size: int) -> None:
+        """Fill buffers of so many bytes in all. Raises Damaged."""
         file = self._files.get(segment)
         try:
             if file is None:
                 file = self._open(segment)
-            count, wanted = os.preadv(file.fileno(), buffers, offset), sum(map(len, buffers))
-            if count != wanted:
-                self._rest(file, offset, buffers, count, wanted)
+            count = os.preadv(file.fileno(), buffers, offset)
+            if count != size:
+                self._rest(file, offset, buffers, count)
         except FileNotFoundError:
             raise Gone("it is gone") from None
         except OSError as error:
@@ -85,10 +90,10 @@ class Segments:
         self._files[segment] = file
         return file
 
-    def _rest(self, file: IO[bytes], offset: int, buffers: Sequence[Any], done: int, wanted: int) -> None:
+    def _rest(self, file: IO[bytes], offset: int, buffers: Sequence[Any], done: int) -> None:
         """Go on after a read that was cut: by a signal, the kernel's limit of one call, or the end of the file."""
         for buffer in buffers:
-            view = memoryview(buffer)
+            view = memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"")
             skip = min(done, len(view))
             while skip < len(view):
                 count = os.preadv(file.fileno(), [view[skip:]], offset + skip)
