@@ -251,7 +251,7 @@ def test_bad_pictures_are_rejected_and_the_others_made(tmp_path):
     (folder / "0001.png").unlink()
     pieces = pieces_of(data, wanted)
     assert {Path(each.path).name: each.reason.split(":")[0] for p in pieces for each in p.passed} == {
-        "0000.png": "changed", "0001.png": "unreadable"
+        "0000.png": "changed since", "0001.png": "unreadable"
     }  # fmt: skip
     assert not any(piece.rejected for piece in pieces)
     assert sorted(names[row] for piece in pieces for row in piece.rows) == [f"000{i}.png" for i in range(2, 6)]
@@ -267,6 +267,17 @@ def test_what_the_decoder_refuses_is_as_bad_next_time(tmp_path):
     assert len(rejected) == 2 and all("0001.png" in name for name, _ in rejected.values())
     assert len({reason for _, reason in rejected.values()}) == 1
     assert sum(len(piece.rows) for piece in pieces) == 6
+
+
+def test_what_this_machine_lacks_is_no_fault_of_the_picture(data, monkeypatch):
+    def refuse(*args):
+        raise Unusable("out of memory", "there was not enough to decode it")
+
+    wanted = listed(data, PICTURES)
+    monkeypatch.setattr("difftrain.data.cache.decoding.decode_layers", refuse)
+    pieces = pieces_of(data, wanted)
+    assert not any(piece.rejected or piece.batch for piece in pieces)
+    assert {each.reason.split(":")[0] for piece in pieces for each in piece.passed} == {"out of memory"}
 
 
 def test_captions_are_wanted_once_with_the_empty_one(tmp_path):

@@ -13,17 +13,22 @@ from torch.utils.data import Dataset
 
 from difftrain.contracts import Batch, DataFault, Record, Reject, Tokenize
 from difftrain.data.cache.address import content_of, text_addresses
-from difftrain.data.cache.contents import CHANGED, UNREADABLE
+from difftrain.data.cache.contents import UNREADABLE
 from difftrain.data.cache.cuts import Cuts, plain
 from difftrain.data.cache.wanted import NOBODY, Wanted
 from difftrain.data.cache.work import MASKS, NO_BUCKET
 from difftrain.data.decoders import HOST
+from difftrain.data.inspection import PASSING
 from difftrain.data.masks import cut_mask, decode_mask, find_mask, name_of
 from difftrain.data.media import Unusable
 from difftrain.data.samples import captions_of, cut_pixels, decode_layers
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
+
+CHANGED_SINCE = "changed since"
+# kinds of reasons that lie in this moment or this machine, not in the picture's bytes
+_PASSING = (*PASSING, UNREADABLE, CHANGED_SINCE, "unsupported format")
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,6 @@ class Piece:
     metas: list[dict[str, Any]]
     rejected: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     passed: tuple[Reject, ...] = ()
-
-
-class _Passing(Exception):
-    """Say why a picture cannot be encoded now."""
 
 
 class Decoding(Dataset[Any]):
@@ -86,12 +87,12 @@ class Decoding(Dataset[Any]):
             try:
                 if record.id not in decoded:
                     decoded[record.id] = self._decoded(record, flip, address)
-            except Unusable as error:
-                rejected[row] = (record.name, str(error))
-                continue
-            except (_Passing, OSError) as error:
-                reason = str(error) if isinstance(error, _Passing) else f"{UNREADABLE}: {error.strerror or error}"
-                passed[record.id] = Reject(self._index.path(record), reason)
+            except (Unusable, OSError) as error:
+                if isinstance(error, Unusable) and error.kind not in _PASSING:
+                    rejected[row] = (record.name, str(error))
+                else:
+                    reason = str(error) if isinstance(error, Unusable) else f"{UNREADABLE}: {error.strerror or error}"
+                    passed[record.id] = Reject(self._index.path(record), reason)
                 continue
             pixels = decoded[record.id]
             rows.append(row)
@@ -105,14 +106,14 @@ class Decoding(Dataset[Any]):
     def _decoded(self, record: Record, flip: bool, address: bytes) -> np.ndarray:
         """Decode a picture or its mask, cut but not mirrored. Shape: (3 or 1, H, W) uint8.
 
-        Raises: Unusable, _Passing, OSError.
+        Raises: Unusable, OSError.
         """
         source = record.media.source
         recipe, place = self._plain[source], self._cuts.place(source, record.size_hw)
         path = _mask_of(record, recipe.conditioning_dir) if self._masks and recipe.conditioning_dir else None
         data = path.read_bytes() if path else self._index.read(record.media)
         if self._cuts.address(source, record.size_hw, flip, content_of(data)) != address:
-            raise _Passing(f"{CHANGED}: {'its mask' if path else 'it'} is not what it was when this run began")
+            raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when this run began")
         if path:
             return cut_mask(decode_mask(path, data, record.size_hw), place, recipe.interpolation)
         layers = decode_layers(record, recipe, place, data)
@@ -154,4 +155,4 @@ def _mask_of(record: Record, folder: str) -> Path:
     try:
         return find_mask(Path(folder).expanduser(), name_of(record))
     except Unusable as error:  # it was there when its address was made
-        raise _Passing(f"{UNREADABLE}: {error}") from None
+        raise Unusable(UNREADABLE, str(error)) from None
