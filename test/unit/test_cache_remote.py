@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -60,7 +61,7 @@ class Disturbed(AbstractFileSystem):
         return {"name": path, "size": stat.st_size, "type": kind, "etag": f"{stat.st_mtime_ns}-{stat.st_ino}"}
 
     def ls(self, path: str, detail: bool = True, **kwargs) -> list:
-        return [self.info(f"{path}/{name}") for name in os.listdir(self._real(path))]
+        return [self.info(f"{path}/{name}") for name in sorted(each.name for each in self._real(path).iterdir())]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs) -> bytes:
         Disturbed.reads.append(path)
@@ -85,7 +86,7 @@ class Later(AsyncFileSystem):
         return {"name": path, "size": stat.st_size, "type": "file", "mtime": stat.st_mtime}
 
     async def _ls(self, path: str, detail: bool = True, **kwargs) -> list:
-        return [await self._info(f"{path}/{name}") for name in os.listdir(self._real(path))]
+        return [await self._info(f"{path}/{name}") for name in sorted(each.name for each in self._real(path).iterdir())]
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs) -> bytes:
         return self._real(path).read_bytes()[start:end]
@@ -300,7 +301,9 @@ def test_what_is_no_cache_is_named(cache) -> None:
 @pytest.mark.flags("cache_dir")
 def test_urls_that_cannot_be_read_here_are_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(known_implementations, "cloudy", {"class": "cloudyfs.FS", "err": "Install cloudyfs"})
-    with pytest.raises(ConfigFault, match="needs the package cloudyfs, which is not installed .pip install cloudyfs"):
+    with pytest.raises(
+        ConfigFault, match=r"needs the package cloudyfs, which is not installed \(pip install cloudyfs\)"
+    ):
         fetch_cache("cloudy://bucket/cache")
     line = ["--init_from_config=tiny", f"--train_data_dir={tmp_path}", f"--output_dir={tmp_path}/out"]
     for url, said in (
@@ -383,10 +386,8 @@ def test_a_bound_below_the_working_set_is_held_by_processes_that_share_it(cache)
 def _kept_bytes(folder: Path) -> int:
     size = 0
     for path in folder.rglob("*"):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             size += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            pass
     return size
 
 
