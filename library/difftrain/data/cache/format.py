@@ -54,8 +54,8 @@ class OtherFormat(Damaged):
 
 def crc32c(buffer: Any, crc: int = 0) -> int:
     """Return the checksum of contiguous bytes, or go on from that of the bytes before them."""
-    if isinstance(buffer, memoryview):  # which is not taken
-        buffer = np.asarray(buffer)
+    if isinstance(buffer, memoryview | bytearray):  # which are not taken
+        buffer = np.asarray(memoryview(buffer))
     value: int = google_crc32c.extend(crc, buffer)
     return value
 
@@ -203,23 +203,22 @@ def unpack(payload: np.ndarray) -> list[Stored]:
     return found
 
 
-def places(head: bytes) -> tuple[FeaturePlace, ...] | None:
-    """Return where features lie in a payload that begins so; None where these bytes are too few to tell. Raises Damaged."""
-    if len(head) < _PAYLOAD.size:
-        return None
-    magic, _, _, until, _ = _PAYLOAD.unpack_from(head)
-    if magic != _PAYLOAD_MAGIC:
-        raise Damaged("a payload does not begin as features do")
-    return _features(head[_PAYLOAD.size : until]) if until <= len(head) else None
+def places(head: bytes) -> tuple[FeaturePlace, ...]:
+    """Return where features lie in a payload that begins so, to the end of its table at least. Raises Damaged."""
+    return _features(head[_PAYLOAD.size : table_end(head)])
 
 
 TABLE_AT = _PAYLOAD.size  # where the table of features begins in a payload
 
 
 def table_end(head: Any) -> int:
-    """Return where the table of features ends in a payload that begins so."""
-    end: int = _PAYLOAD.unpack_from(head)[3]
-    return end
+    """Return where the table of features ends in a payload that begins so. Raises Damaged."""
+    if len(head) < _PAYLOAD.size:
+        raise Damaged(f"a payload of {len(head)} bytes holds no features")
+    magic, _, _, end, _ = _PAYLOAD.unpack_from(head)
+    if magic != _PAYLOAD_MAGIC:
+        raise Damaged("a payload does not begin as features do")
+    return int(end)
 
 
 def meta_of(payload: np.ndarray) -> dict[str, Any]:
@@ -242,13 +241,8 @@ def rejected(payload: Any) -> tuple[str, str]:
 
 
 def _start(payload: np.ndarray) -> bytes:
-    """Return the bytes before the meta: equal for all entries whose features have the same shapes."""
-    if payload.nbytes < _PAYLOAD.size:
-        raise Damaged(f"a payload of {payload.nbytes} bytes holds no features")
-    magic, _, _, until, _ = _PAYLOAD.unpack_from(payload.data)
-    if magic != _PAYLOAD_MAGIC:
-        raise Damaged("a payload does not begin as features do")
-    return payload[_PAYLOAD.size : until].tobytes()
+    """Return the table of a payload's features: equal for all whose features have the same shapes. Raises Damaged."""
+    return payload[_PAYLOAD.size : table_end(payload)].tobytes()
 
 
 @lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ from difftrain.contracts import TrainingFault
 from difftrain.data.cache import database, drops
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder, clean, disk_faults, write_whole
 from difftrain.data.cache.format import ALIGN, Damaged, OtherFormat, crc32c, rejected
-from difftrain.data.cache.journals import Journal, Sorter, addresses_of
+from difftrain.data.cache.journals import Journal, Sorter, addresses_of, cannot_build
 
 _TRIES = 5  # where others merge at the same moment
 _CHUNK = 1 << 16
@@ -87,9 +87,12 @@ def merge(folder: CacheFolder, target: Path | None = None) -> Merged:
         why = damage or why or ("" if state is None else _outdated(folder, state, dropped))
         base = _State() if state is None or why else state
         before, generation = (0, "") if state is None else (state.numbers, state.generation)
-        with disk_faults(folder.path):
+        try:
             scratch = database.scratch_for(_room(folder, base, path), path.parent)
             news = _news(folder, base, scratch)
+        except OSError as error:
+            what = error.filename or folder.segments
+            raise TrainingFault(f"{what}: a journal of the feature cache cannot be read ({error.strerror})") from error
         if base is state and not news.changed:
             count = len(state.segments)
             return Merged(path, state.numbers, 0, state.rejects, count, False, notes=tuple(news.notes))
@@ -216,7 +219,7 @@ def _check_ends(folder: CacheFolder, news: _News, journal: Journal, segment: _Se
         news.notes.append(
             f"segment {segment.name}: its payloads were cut to {size} bytes, they should end at {segment.end}"
         )
-    elif segment.rows and size >= segment.end + ALIGN:
+    elif size >= max(segment.end, journal.first) + ALIGN:
         news.notes.append(
             f"segment {segment.name}: its journal was cut, payloads behind byte {segment.end} have no rows"
         )
@@ -229,7 +232,7 @@ def _build(path: Path, base: _State, news: _News, scratch: Path) -> database.Bui
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise TrainingFault(_cannot(scratch, error)) from error
+        raise TrainingFault(cannot_build(scratch, error)) from error
     try:
         db = building.db
         if base.generation and database.meta(db).get("generation") != base.generation:
@@ -255,14 +258,10 @@ def _build(path: Path, base: _State, news: _News, scratch: Path) -> database.Bui
             sqlite3.SQLITE_NOTADB,
         ):
             raise Damaged(str(error)) from None
-        raise TrainingFault(_cannot(scratch, error)) from error
+        raise TrainingFault(cannot_build(scratch, error)) from error
     except BaseException:
         building.close()
         raise
-
-
-def _cannot(scratch: Path, error: Exception) -> str:
-    return f"{scratch}: the index of the feature cache cannot be built there ({error}). Make room, or set TMPDIR"
 
 
 def _insert(db: sqlite3.Connection, base: _State, rows: np.ndarray, by_id: dict[int, _Segment]) -> None:

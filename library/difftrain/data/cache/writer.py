@@ -86,9 +86,7 @@ class _Segment:
                 self._files[suffix] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                 _write(self._files[suffix], [block])
                 os.fsync(self._files[suffix])
-            sync_folder(
-                folder.segments
-            )  # or the names would be lost with the power, and with them what is in the files
+            sync_folder(folder.segments)  # or a power cut takes the names, and with them what is in the files
         except OSError:
             self.abandon()
             raise
