@@ -105,7 +105,7 @@ def find(segments: Path, name: str, suffix: str) -> Path | None:
 
 def read_journal(segments: Path, name: str) -> Journal:
     """Read what can be read of a journal. Faults are found, not raised."""
-    for pause_s in (0.1, 0.3, 0.0):
+    for pause_s in (0.05, 0.15, 0.0):
         journal = _read_journal(segments, name)
         if journal.sealed or not journal.damages:
             break

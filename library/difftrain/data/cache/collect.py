@@ -128,7 +128,7 @@ def _sparse(folder: CacheFolder, known: Metadata, kept: list[Use]) -> tuple[list
         if size is None or wanted >= KEPT_FROM * size:
             continue
         journal = read_journal(folder.segments, info.name)
-        if why := why_not(folder, journal):
+        if why := why_not(folder, journal, info.header):
             notes.append(f"segments/{info.name}: {why}; it stays")
         elif journal.damages:
             notes.append(f"segments/{info.name}: {journal.damages[0].says}; it stays: difftrain cache repair first")

@@ -68,16 +68,16 @@ def _payloads(fd: int, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
                 yield number, payload
 
 
-def why_not(folder: CacheFolder, journal: Journal) -> str:
+def why_not(folder: CacheFolder, journal: Journal, header: Mapping[str, Any]) -> str:
     """Say why a segment may still be written to; nothing where it is sealed, or its writer has ended.
 
     A writer of another machine counts as ended when its journal has not changed for a day, by the clock of the file
-    system alone: that of a file which is made there now.
+    system alone: that of a file which is made there now. header: the segment's, wherever it is still known from.
     """
     path = journal.idx or journal.bin
     if journal.sealed or path is None or path.suffix != PART:
         return ""
-    gone = is_gone(str((journal.header or {}).get("writer", "")))
+    gone = is_gone(str(header.get("writer", "")))
     if gone is None:
         try:
             with tempfile.TemporaryFile(dir=folder.segments) as mine:

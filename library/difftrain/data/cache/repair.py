@@ -96,11 +96,12 @@ def _segments(folder: CacheFolder, report: Report, aside: Path) -> Iterator[str]
     dropped = drops.offsets_of(folder)
     for name, known in _known(folder, report).items():
         journal = read_journal(folder.segments, name)
-        if why := why_not(folder, journal):
+        header = journal.header or _header(folder, name)
+        if why := why_not(folder, journal, header):
             yield f"segments/{name}: {why}; it stays as it is: repair again when that build has ended"
             continue
         rows = _countable(journal, known, dropped.get(name))
-        moved = mover.take(name, journal.header or _header(folder, name), rows)
+        moved = mover.take(name, header, rows)
         lost += int((~moved).sum())
         broken.append((journal, rows))
         if moved.any():
