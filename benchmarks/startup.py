@@ -26,6 +26,8 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], int, bool], ...] = (
     ("a misspelt flag", (DOOR, "--learning_rat=1e-4"), 2, True),
     ("five faults at once", (DOOR, "--train_batch_size=0", "--save_model_as=x", "--v2", "--seed=-1", "--foo"), 2, True),
     ("python difftrain.cli --help", ("-m", "difftrain.cli", "--help"), 0, True),
+    ("difftrain cache build --help", ("-m", "difftrain.cli", "cache", "build", "--help"), 0, True),
+    ("difftrain cache verify NOWHERE", ("-m", "difftrain.cli", "cache", "verify", "nowhere"), 2, True),
     ("(import torch)", ("-c", "import torch"), 0, False),
     ("(python alone)", ("-c", "pass"), 0, False),
 )

@@ -55,7 +55,20 @@ def test_the_schema_is_that_of_the_configuration(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["schema"], ["export", "--help"], ["export", "--sed=1"], ["report"], ["doctor", "--help"]]
+    "words",
+    [
+        ["--help"],
+        ["schema"],
+        ["export", "--help"],
+        ["export", "--sed=1"],
+        ["report"],
+        ["doctor", "--help"],
+        ["cache", "build", "--help"],
+        ["cache", "build", "--sed=1"],
+        ["cache", "export", "--help"],
+        ["cache", "verify", "nowhere"],
+        ["cache", "gc", "."],
+    ],
 )
 def test_quick_commands_import_no_torch(words: list[str], tmp_path: Path) -> None:
     probe = "import sys, atexit; from difftrain.cli import main; atexit.register(lambda: print('TORCH', 'torch' in sys.modules))"

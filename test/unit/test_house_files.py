@@ -95,7 +95,7 @@ def test_no_machine_path_and_no_registry() -> None:
 def test_documents_name_flags_that_exist() -> None:
     from launching.flags import OWNED
 
-    from difftrain.cli import dataset, doctor
+    from difftrain.cli import cache, dataset, doctor
     from difftrain.cli.export import TABLE
     from difftrain.config.flags import FLAGS
     from difftrain.sampling.prompts import OPTIONS
@@ -104,6 +104,7 @@ def test_documents_name_flags_that_exist() -> None:
         *FLAGS,
         *TABLE,
         *dataset.OWN,
+        *cache.FLAGS,
         *doctor.FLAGS,
         *OPTIONS,
         *(name for owned in OWNED for name in owned.names),
