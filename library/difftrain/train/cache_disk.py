@@ -151,23 +151,22 @@ class Disk:
     def _check_segments(self, metadata: Metadata) -> None:
         """Refuse to train from segments that are gone or too short, where this run wants something of them."""
         bad: dict[str, str] = {}
+        ends: dict[str, int] = {}
         for segment in metadata.segments():
             try:
                 size = self.folder.file(segment.name, BIN).stat().st_size
             except OSError as error:
-                bad[segment.name] = f"cannot be read ({error.strerror})"
+                bad[segment.name], ends[segment.name] = f"cannot be read ({error.strerror})", 0
                 continue
             if size < segment.end:
-                bad[segment.name] = f"has {size:,} bytes, its entries end at {segment.end:,}"
+                bad[segment.name], ends[segment.name] = f"ends at {size:,} of {segment.end:,} bytes", size
         if not bad:
             return
         hit = dict.fromkeys(bad, 0)
         for each in self.listed:
             for row in metadata.rows(each.wanted.addresses):
-                if row is not None and row.segment in hit:
-                    hit[row.segment] += 1
-        for name in bad:
-            log.warning("%s: %s %s; %d entries of this run are in it", self.folder.path, name, bad[name], hit[name])
+                if row is not None and row.segment in hit and row.offset + row.length > ends[row.segment]:
+                    hit[row.segment] += 1  # what was repaired has no row any more
         if any(hit.values()):
             named = "; ".join(
                 f"{self.folder.file(name, BIN)} {bad[name]}" for name in list(filter(hit.get, hit))[:_DAMAGED_NAMED]
