@@ -7,8 +7,10 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from difftrain.contracts import Feature, TrainingFault
-from difftrain.data.cache.format import REJECT, TABLE_AT, Damaged, places, rejected, table_end, unpack
+from difftrain.data.cache.format import REJECT, TABLE_AT, Damaged, crc32c, places, rejected, table_end, unpack
 from difftrain.data.cache.segments import Gone, Segments, Source, checked_payload, damage
 from difftrain.data.cache.storage import restore
 from difftrain.data.cache.straight import Filling, Kind, made_as, steps_of
@@ -70,20 +72,17 @@ class Reader:
 
         Raises: TrainingFault where the entry that says so is damaged.
         """
-        row = self._find(address)
-        if row is None or row.kind != REJECT:
-            return None
-        try:
-            return rejected(checked_payload(self._source, row))[1]
-        except Gone:
-            self._look_again()
-        except Damaged as error:
-            raise damage(self._cache, row, error) from error
-        row = self._find(address)
-        try:
-            return None if row is None else rejected(checked_payload(self._source, row))[1]
-        except Damaged as error:
-            raise damage(self._cache, row, error) from error
+        for again in (False, True):
+            row = self._find(address)
+            if row is None or row.kind != REJECT:
+                break
+            try:
+                return rejected(checked_payload(self._source, row))[1]
+            except Damaged as error:
+                if again or not isinstance(error, Gone):
+                    raise damage(self._cache, row, error) from error
+                self._look_again()
+        return None
 
     def read(self, addresses: Sequence[bytes]) -> dict[str, Tensor]:
         """Copy entries of one shape into tensors of their own, in the features' dtypes; rows not stored are zeros.
@@ -108,12 +107,11 @@ class Reader:
         out = Filling(len(rows), self._made_as)
         for number, row in enumerate(rows):
             try:
-                if self._verified is None or self._verified.has(row.number):
-                    kind = self._kinds.get(row.length)
-                    if kind is None or not self._straight(kind, row, out, number):
-                        self._look(row, out, number)
-                else:
-                    self._unpack(row, out, number)
+                check = self._verified is not None and not self._verified.has(row.number)
+                kind = self._kinds.get(row.length)
+                if kind is None or not self._straight(kind, row, out, number, check):
+                    self._look(row, out, number, check)
+                if check and self._verified is not None:
                     self._verified.add(row.number)
             except Gone as error:
                 error.row = row
@@ -158,67 +156,83 @@ class Reader:
             self._found[address] = row
         return row
 
-    def _straight(self, kind: Kind, row: Row, out: Filling, number: int) -> bool:
-        """Read an entry that is known to be whole straight into a batch, if it is of this kind; tell whether it is.
+    def _straight(self, kind: Kind, row: Row, out: Filling, number: int, check: bool) -> bool:
+        """Read an entry straight into a batch, if it is of this kind; tell whether it is, and its checksum is right.
 
         Entries of other buckets can be of the same size: a wrong guess leaves nothing behind in the batch.
         """
-        head = bytearray(kind.head)
+        head, size = bytearray(kind.head), kind.size
         buffers: list[Any] = [head]
         if not out.add_parts(buffers, kind.steps, number):
             return False
+        if check and size < row.length:
+            buffers.append(bytearray(row.length - size))
+            size = row.length
         if self._files is not None:
-            self._files.fill(row.segment, row.offset, buffers, kind.size)
+            self._files.fill(row.segment, row.offset, buffers, size)
         else:
             self._source.read(row.segment, row.offset, buffers)
-        if head.startswith(kind.table, TABLE_AT):
+        if head.startswith(kind.table, TABLE_AT) and (not check or _crc(buffers) == row.crc):
             return True
         if number == 0:
             out.clear()
         return False
 
-    def _look(self, row: Row, out: Filling, number: int) -> None:
-        """Read an entry that is known to be whole, of whatever kind it is: its table first."""
-        if row.kind == REJECT:
-            self._unpack(row, out, number)
+    def _look(self, row: Row, out: Filling, number: int, check: bool) -> None:
+        """Read an entry whose kind is not known, or whose checksum is to be looked at once more."""
+        if check or row.kind == REJECT:
+            payload = self._unpack(row, out, number)
+            self._learn(row, payload[: table_end(payload)].tobytes())
+            return
         size = _HEAD_BYTES
         while True:
             head = bytearray(min(size, row.length))
             self._source.read(row.segment, row.offset, [head])
-            found = places(bytes(head))
-            if found is not None or len(head) == row.length:
+            end = table_end(head)
+            if end <= len(head):
                 break
-            size *= 2
-        if found is None:
-            raise Damaged("its table is longer than itself")
-        steps = steps_of(found, self._dtypes)
-        if steps is None:
+            if end > row.length:
+                raise Damaged("its table is longer than itself")
+            size = end
+        kind = self._learn(row, bytes(head[:end]))
+        if kind is None or not self._straight(kind, row, out, number, check):
             self._unpack(row, out, number)
-            return
+
+    def _learn(self, row: Row, head: bytes) -> Kind | None:
+        """Remember how entries with this table are read straight; None where they have to be converted."""
+        steps = steps_of(places(head), self._dtypes)
+        if steps is None:
+            return None
         start, size, ordered = steps
         if size > row.length:
             raise Damaged("its features are longer than itself")
-        kind = Kind(bytes(head[TABLE_AT : table_end(head)]), start, size, ordered)
         if len(self._kinds) >= _KINDS:
             self._kinds.clear()
-        self._kinds[row.length] = kind
-        for name, shape, _, _ in ordered:
-            out.array(name, shape)  # which names an entry of another shape than the batch's
-        if not self._straight(kind, row, out, number):
-            raise ValueError("its features are not shaped as those of the first sample of this batch")
+        kind = self._kinds[row.length] = Kind(head[TABLE_AT:], start, size, ordered)
+        return kind
 
-    def _unpack(self, row: Row, out: Filling, number: int) -> None:
+    def _unpack(self, row: Row, out: Filling, number: int) -> np.ndarray:
         """Read a whole entry, look at its checksum, and make tensors of what it holds. Raises Damaged, TrainingFault."""
         payload = checked_payload(self._source, row)
         if row.kind == REJECT:
             raise TrainingFault(f"{self._cache}: a record is read that could not be encoded: {rejected(payload)[1]}")
-        for one in unpack(payload):
-            if one.name in self._features:
-                out.array(one.name, one.shape)
-                restore(one, out.tensors[one.name][number])
+        here = [one for one in unpack(payload) if one.name in self._features]
+        if len(here) < len(self._features):
+            raise ValueError(f"it holds {', '.join(one.name for one in here)}, not {', '.join(self._features)}")
+        for one in here:
+            out.array(one.name, one.shape)
+            restore(one, out.tensors[one.name][number])
+        return payload
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_found": {}, "_settled": False}
+
+
+def _crc(buffers: Sequence[Any]) -> int:
+    crc = 0
+    for buffer in buffers:
+        crc = crc32c(buffer, crc)
+    return crc
 
 
 class _Never:

@@ -95,7 +95,7 @@ def steps_of(
     """
     wanted = dict(dtypes)
     here = sorted((each for each in found if each.name in wanted), key=lambda each: each.start)
-    if not here:
+    if len(here) < len(wanted):
         raise ValueError(f"it holds {', '.join(each.name for each in found)}, not {', '.join(wanted)}")
     steps: list[Step] = []
     end = here[0].start
