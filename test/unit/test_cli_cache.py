@@ -142,11 +142,25 @@ def test_faults_of_command_lines_are_said_together(tmp_path: Path, capsys: pytes
     assert code == 2 and "3 faults" in err and all(word in err for word in ("'b'", "--workers", "did you mean --json"))
     code, _, err = run(capsys, "gc", "--unused_days=x")
     assert code == 2 and "--unused_days: must be a whole number" in err
-    code, _, err = run(capsys, "export", "a", "--layout=zip")
-    assert code == 2 and "--output: is missing" in err and "--layout" in err
+    code, _, err = run(capsys, "export", "a", "--format=zip")
+    assert code == 2 and "--output: is missing" in err and "--format" in err
     code, _, err = run(capsys, "verfy")
     assert code == 2 and "did you mean verify?" in err
     assert run(capsys)[0] == 2 and run(capsys, "--help")[0] == 0
+
+
+def test_export_at_the_door(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(tmp_path / "c")
+    for number, form in enumerate(("webdataset", "safetensors")):
+        output = tmp_path / f"out{number}"
+        words = (str(folder.path), f"--output={output}", f"--format={form}", "--encoders=latents", "--use=all")
+        code, out, _ = run(capsys, "export", *words)
+        assert code == 0 and "18 samples in 1 files" in out and (output / "export.json").exists()
+    hurt(folder, 8)
+    code, out, _ = run(capsys, "export", str(folder.path), f"--output={tmp_path / 'left'}", "--json")
+    assert code == 1 and json.loads(out)["samples"] == 17
+    code, _, err = run(capsys, "export", str(folder.path), f"--output={tmp_path / 'none'}", "--use=nobody")
+    assert code == 2 and "nobody" in err and not (tmp_path / "none").exists()
 
 
 def test_progress_says_how_far_how_fast_and_how_long(

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.cli import cache_build
-from difftrain.cli.writing import writing
 from difftrain.config.door import guard
 from difftrain.config.flag import Flag, convert, on
 from difftrain.config.help import entries
 from difftrain.config.names import did_you_mean
 from difftrain.config.scan import scan
-from difftrain.config.there import expanded
+from difftrain.config.stores import shown
+from difftrain.config.there import expanded, is_url
 from difftrain.config.user_cache import user_cache
 from difftrain.contracts.errors import ConfigFault, Fault
 
 if TYPE_CHECKING:
+    from difftrain.data.cache.export import Exported
     from difftrain.data.cache.folder import CacheFolder
     from difftrain.data.cache.verify import Report
 
@@ -33,8 +34,8 @@ JSON = on("json", "switch", "", "print one JSON document and nothing else")
 WORKERS = on("workers", "int", "", "processes that read at a time [one a core, at most 8]")
 DRY_RUN = on("dry_run", "switch", "", "say what would be done, and do nothing")
 UNUSED_DAYS = on("unused_days", "int", "", "forget what no run has asked for in so many days [nothing is forgotten]")
-OUTPUT = on("output", "str", "", "folder to write; it must not be there, or be empty")
-LAYOUT = on("layout", "str", "", "webdataset, or safetensors [webdataset]", choices=("webdataset", "safetensors"))
+OUTPUT = on("output", "str", "", "folder to write: a new one, or an empty one")
+FORMAT = on("format", "str", "", "webdataset, or safetensors [webdataset]", choices=("webdataset", "safetensors"))
 ENCODERS = on("encoders", "str", "", "names as difftrain cache info gives them, with commas between [all]")
 USE = on("use", "str", "", "the configuration whose samples are written, as difftrain cache info names it")
 SHARD_GIB = on("shard_gib", "float", "", "size at which the next file is begun [1]")
@@ -48,7 +49,8 @@ class Command:
     says: str
     about: str
     flags: tuple[Flag, ...]
-    work: Callable[[Path, Mapping[str, list[str]]], int]
+    work: Callable[[Any, Mapping[str, list[str]]], int]  # of the cache: a Path, or a URL where it takes one
+    urls: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -93,20 +95,21 @@ def _help(name: str) -> str:
     )
 
 
-def read(name: str, argv: list[str]) -> tuple[Path, dict[str, list[str]]]:
-    """Read the words after a command: the folder, and its flags. Raises: ConfigFault with every fault."""
+def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
+    """Read the words after a command: the folder or URL, and its flags. Raises: ConfigFault with every fault."""
     table = {flag.name: flag for flag in COMMANDS[name].flags}
     folders, rest = _positional(argv, table)
     found = scan(rest, table)
     faults = [*found.faults, *_misfits(found.words, table)]
     faults += [Fault(repr(word), f"is a word too many for {PROG} {name}") for word in folders[1:]]
-    if folders and "://" in folders[0]:
-        what = f"{folders[0]!r} is no folder of this machine"
+    url = bool(folders) and is_url(folders[0])
+    if url and not COMMANDS[name].urls:
+        what = f"{shown(folders[0])!r} is no folder of this machine"
         faults.append(Fault("CACHE", what, f"run {PROG} {name} where the files lie, or on a copy"))
     if faults:
         raise ConfigFault(faults)
     if folders:
-        return Path(expanded(folders[0])), found.words
+        return folders[0] if url else Path(expanded(folders[0])), found.words
     return user_cache(), found.words
 
 
@@ -223,25 +226,34 @@ def _gc(cache: Path, words: Mapping[str, list[str]]) -> int:
     return 0
 
 
-def _export(cache: Path, words: Mapping[str, list[str]]) -> int:
+def _export(cache: Path | str, words: Mapping[str, list[str]]) -> int:
     from difftrain.data.cache.export import export
 
-    opened(cache)
     encoders = words["encoders"][-1].split(",") if "encoders" in words else None
-    with writing(output := Path(expanded(words["output"][-1]))):
-        done = export(
-            cache,
-            output,
-            _word(words, LAYOUT),
-            encoders=encoders,
-            use=words["use"][-1] if "use" in words else None,
-            shard_bytes=int(float(words.get("shard_gib", ["1"])[-1]) * 2**30),
-            values=_word(words, VALUES),
-            say=lambda line: print(line, file=sys.stderr if "json" in words else sys.stdout, flush=True),
-        )
+    done = export(
+        cache,
+        Path(expanded(words["output"][-1])),
+        _word(words, FORMAT),
+        encoders=encoders,
+        use=words["use"][-1] if "use" in words else None,
+        shard_bytes=int(float(words.get("shard_gib", ["1"])[-1]) * 2**30),
+        values=_word(words, VALUES),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     if "json" in words:
         print(json.dumps(done.summary(), indent=1))
+    else:
+        _say_exported(done)
     return 1 if done.damaged else 0
+
+
+def _say_exported(done: Exported) -> None:
+    for damage in done.damaged:
+        print(damage)
+    counts = {"damaged": done.num_damaged, "rejected": done.rejected, "incomplete": done.incomplete}
+    left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    written = f"{done.samples:,} samples in {done.shards:,} files, {done.bytes / 2**30:,.2f} GiB"
+    print(f"{written}; left out: {left_out}" if left_out else written)
 
 
 def _word(words: Mapping[str, list[str]], flag: Flag) -> Any:
@@ -275,8 +287,9 @@ COMMANDS: dict[str, Command] = {
         "write entries as WebDataset tars or safetensors",
         "Write the samples of a configuration that was built, each with what its encoders made of it. Exit code 1 where an\n"
         "entry is damaged: its sample is left out.",
-        (OUTPUT, LAYOUT, ENCODERS, USE, SHARD_GIB, VALUES, JSON),
+        (OUTPUT, FORMAT, ENCODERS, USE, SHARD_GIB, VALUES, JSON),
         _export,
+        urls=True,
     ),
 }
 FLAGS: dict[str, Flag] = {flag.name: flag for command in COMMANDS.values() for flag in command.flags}
