@@ -15,6 +15,7 @@ from PIL import Image
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Bucket, DataFault, Draw, Encoder, Feature, FeatureSpec
+from difftrain.data.cache import contents
 from difftrain.data.cache.address import as_array, content_of
 from difftrain.data.cache.decoding import Decoding
 from difftrain.data.cache.wanted import Places, Wanted, first_of_each
@@ -67,7 +68,9 @@ def listed(data, *asked, look=True, tokens=tokenize):
 
 
 def pieces_of(data, wanted):
-    return [Decoding(data, wanted, tokenize)[n] for n in range(wanted.batches)]
+    decoding = pickle.loads(pickle.dumps(Decoding(data, wanted, tokenize)))  # as a worker that is spawned gets it
+    assert len(decoding) == wanted.batches and decoding.forks
+    return [decoding[n] for n in range(wanted.batches)]
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ def test_every_picture_is_wanted_once_bucket_by_bucket(data):
 def test_what_is_made_ready_is_what_training_sees(data):
     wanted = listed(data, PICTURES)
     maker = SampleMaker(data.index, tuple(r.plain() for r in data.recipes), FEATURES, tokenize, 0)
-    for piece in pieces_of(data, pickle.loads(pickle.dumps(wanted))):
+    for piece in pieces_of(data, wanted):
         assert piece.batch.bucket == wanted.bucket(piece.number) and not piece.rejected and not piece.passed
         assert list(piece.batch.keys) == [wanted.addresses[row].tobytes() for row in piece.rows]
         for i, record_id in enumerate(piece.batch.record_id.tolist()):
@@ -215,6 +218,30 @@ def test_bytes_are_read_once_for_a_path_size_and_time(tmp_path, monkeypatch):
         file.truncate(torn.stat().st_size - 1)
     listed(data, PICTURES)
     assert len(read) == len(SIZES) + 3  # what is damaged or torn is read again, and only that
+
+
+def test_two_that_read_at_once_take_over_from_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(contents, "_CHUNK", 2)
+    folder = write_folder(tmp_path / "a", SIZES)
+    data, read = opened(config(tmp_path, folder, data={"verify": "quick"})), []
+    other = contents.Known(data.index.folder.parent / contents.FOLDER)
+    work = {place.record_id: place for _, _, place in contents._places(data.index)}
+
+    def counted(bytes_):
+        read.append(content_of(bytes_))
+        if len(read) == 2:  # while the first two are read, another process has read three more
+            for place in list(work.values())[-3:]:
+                other.add(place.stamp, content_of((folder / place.media.path).read_bytes()))
+            other._file.flush()
+        return content_of(bytes_)
+
+    monkeypatch.setattr(contents, "content_of", counted)
+    monkeypatch.setattr(contents, "hash", lambda words: 0, raising=False)
+    assert listed(data, PICTURES).count == len(SIZES) and len(read) == len(SIZES) - 3
+    assert addresses_of(listed(data, PICTURES)) == addresses_of(
+        listed(opened(config(tmp_path / "full", folder)), PICTURES)
+    )
 
 
 def test_what_cannot_be_read_now_is_named_and_tried_again(tmp_path):

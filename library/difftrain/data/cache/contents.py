@@ -1,7 +1,8 @@
 """Hashes of media bytes: known from an index that read all of them, else made once for a file that stays as it is.
 
 Beside the indexes of the same data lie rows (stamp, content); a stamp changes with a file's path, size and time, and
-with the place in it. Each process writes a file of its own, row after row, so that a kill loses a second of work.
+with the place in it. Each process writes a file of its own, row after row, so that a kill loses a second of work; it
+reads what others write, and begins elsewhere than they do, so that machines with one folder share the work.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import threading
 import time
 import uuid
@@ -32,15 +34,17 @@ COLUMN = "content.npy"  # in an index: entry i of record i; zeros where it is no
 UNREADABLE, CHANGED = "unreadable", "changed"  # kinds of reasons that pass: the next start looks again
 _ROW = np.dtype([("stamp", "<u8", 2), ("content", "<u8", 2), ("check", "<u8")])
 _ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
-_CHUNK = 4096
+_CHUNK = 1024
 _SAY_EVERY_S = 10.0
 _FLUSH_EVERY_S = 1.0
+_LOOK_EVERY_S = 5.0
+_PIECES = 16
 _LIVE_S = 24 * 3600.0  # rows that were written to since may still be another process's
 
 _PLACES = """
 SELECT records.row, records.content, files.source, coalesce(records.path, files.path), records.path IS NOT NULL,
        records.offset, records.length, files.size, files.mtime_ns
-FROM records JOIN files ON files.id = records.file ORDER BY records.row
+FROM records JOIN files ON files.id = records.file WHERE records.row >= ? AND records.row < ? ORDER BY records.row
 """
 
 
@@ -62,24 +66,40 @@ class Bytes(NamedTuple):
 
 
 class Known:
-    """What is known of bytes, by their stamps."""
+    """What is known of bytes, by their stamps: what was in a folder, and what other processes add to it meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         """Read all whole rows of a folder, which need not be there."""
-        self._folder, self._read = folder, sorted(folder.glob("*.rows"))
-        rows = np.concatenate([np.empty(0, _ROW), *map(_whole_rows, self._read)])
-        self._rows = rows[np.argsort(rows["stamp"][:, 0], kind="stable")]
+        self._folder = folder
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self._pieces: list[np.ndarray] = []  # by stamp
         self._file: BinaryIO | None = None
-        self._flushed = time.monotonic()
+        self._flushed = 0.0
+        self._looked = -_LOOK_EVERY_S
+        self.look()
+
+    def look(self) -> None:
+        """Read what others have added, every few seconds."""
+        if time.monotonic() - self._looked < _LOOK_EVERY_S:
+            return
+        self._looked, found = time.monotonic(), [np.empty(0, _ROW)]
+        for path in sorted(self._folder.glob("*.rows")):
+            if self._file is None or Path(self._file.name) != path:
+                rows, self._read[path] = _whole_rows(path, self._read.get(path, 0))
+                found.append(rows)
+        if any(map(len, found)):
+            if len(self._pieces) >= _PIECES:
+                found, self._pieces = found + self._pieces, []
+            rows = np.concatenate(found)
+            self._pieces.append(rows[np.argsort(rows["stamp"][:, 0], kind="stable")])
 
     def lookup(self, stamps: np.ndarray) -> np.ndarray:
         """Return contents, zeros where there is none. Shapes: (N, 16) uint8 both."""
-        found = np.zeros_like(stamps)
-        if len(self._rows) and len(stamps):
-            words = np.ascontiguousarray(stamps).view("<u8")
-            place = np.searchsorted(self._rows["stamp"][:, 0], words[:, 0]).clip(max=len(self._rows) - 1)
-            same = (self._rows["stamp"][place] == words).all(axis=1)  # half of a stamp is never another's
-            found[same] = self._rows["content"][place[same]].view(np.uint8).reshape(-1, BYTES)
+        found, words = np.zeros_like(stamps), np.ascontiguousarray(stamps).view("<u8")
+        for rows in self._pieces:
+            place = np.searchsorted(rows["stamp"][:, 0], words[:, 0]).clip(max=len(rows) - 1)
+            same = (rows["stamp"][place] == words).all(axis=1)  # half of a stamp is never another's
+            found[same] = rows["content"][place[same]].view(np.uint8).reshape(-1, BYTES)
         return found
 
     def add(self, stamp: bytes, content: bytes) -> None:
@@ -118,15 +138,16 @@ def _rows_of(pairs: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _whole_rows(path: Path) -> np.ndarray:
-    """Read the rows that were written whole."""
-    with contextlib.suppress(OSError):
-        data = path.read_bytes()
+def _whole_rows(path: Path, start: int = 0) -> tuple[np.ndarray, int]:
+    """Read the rows of a file that were written whole, from a byte on; also return where what was read ends."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(start)
+        data = file.read()
         rows = np.frombuffer(data[: len(data) // _ROW.itemsize * _ROW.itemsize], dtype=_ROW)
         words = np.concatenate([rows["stamp"], rows["content"]], axis=1)
         whole: np.ndarray = rows[(words * _ODD).sum(axis=1, dtype=np.uint64) == rows["check"]]
-        return whole
-    return np.empty(0, dtype=_ROW)
+        return whole, start + rows.nbytes
+    return np.empty(0, dtype=_ROW), start
 
 
 def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, say: Say) -> tuple[np.ndarray, list[Reject]]:
@@ -150,7 +171,9 @@ def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, say: Say) 
         contents[unread] = known.lookup(stamps[unread])
         left = np.zeros(index.count, dtype=bool)
         left[wanted] = ~contents[wanted].any(axis=1)
-        work = (place for record_id, _, place in _places(index) if left[record_id])
+        begin = hash((socket.gethostname(), os.getpid())) % index.count  # machines that share the folder share the work
+        parts = (_places(index, begin), _places(index, 0, begin))
+        work = (place for part in parts for record_id, _, place in part if left[record_id])
         rejects = hash_all(index, work, int(left.sum()), known, contents, look=look, say=say)
         here = unread[contents[unread].any(axis=1)]
         known.close(stamps[here], contents[here])
@@ -174,15 +197,15 @@ def save(path: Path, array: np.ndarray) -> None:
         aside.replace(path)
 
 
-def _places(index: Index) -> Iterator[tuple[int, bytes | None, Bytes]]:
-    """Iterate over (id, content where the index knows it, where the bytes lie), in the order of the files."""
+def _places(index: Index, low: int = 0, high: int = 1 << 62) -> Iterator[tuple[int, bytes | None, Bytes]]:
+    """Iterate over (id, content where the index knows it, where the bytes lie) of rows, in the order of the files."""
     rows = np.asarray(index.columns().row)
     ids = np.zeros(int(rows.max(initial=0)) + 1, dtype=np.uint32)
     ids[rows] = np.arange(len(rows), dtype=np.uint32)
     roots = [info.root for info in index.sources]
     live = [info.kind == "class" for info in index.sources]  # what its listing says of sizes and times is made up
     with contextlib.closing(connect(index.folder / DATABASE)) as database:
-        for row, content, source, path, apart, offset, length, size, mtime_ns in database.execute(_PLACES):
+        for row, content, source, path, apart, offset, length, size, mtime_ns in database.execute(_PLACES, (low, high)):
             media, file = MediaRef(source, path, offset, length), f"{roots[source]}/{path}"
             if live[source]:
                 yield int(ids[row]), content, Bytes(int(ids[row]), media, file, None, mtime_ns)
@@ -214,7 +237,14 @@ def hash_all(
     with ThreadPoolExecutor(min(32, 4 + 2 * (os.cpu_count() or 1))) as pool:
         waiting = iter(work)
         while some := list(islice(waiting, _CHUNK)):
-            for place, (content, size, reason) in zip(some, pool.map(reading, some), strict=True):
+            known.look()
+            stamps = np.frombuffer(b"".join(place.stamp for place in some), np.uint8).reshape(-1, BYTES)
+            found = known.lookup(stamps)
+            there: np.ndarray = found.any(axis=1)
+            out[[place.record_id for place in some]] = found
+            progress.known(int(there.sum()))
+            unread = [place for place, is_there in zip(some, there, strict=True) if not is_there]
+            for place, (content, size, reason) in zip(unread, pool.map(reading, unread), strict=True):
                 if content is None:
                     rejects.append(Reject(place.file, reason))
                 else:
@@ -251,6 +281,9 @@ class _Progress:
     def __init__(self, count: int, say: Say) -> None:
         self._count, self._say, self._began = count, say, time.monotonic()
         self._said, self._done, self._bytes = self._began, 0, 0
+
+    def known(self, count: int) -> None:
+        self._count -= count
 
     def add(self, size: int) -> None:
         self._done, self._bytes = self._done + 1, self._bytes + size
