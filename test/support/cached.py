@@ -15,7 +15,7 @@ import pyarrow.parquet
 import torch
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, Parts
+from difftrain.contracts import Batch, Parts, Reject
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
 from difftrain.data.validation import validation_batches
@@ -24,7 +24,7 @@ from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
-from difftrain.train import caching
+from difftrain.train import encoding
 from difftrain.train.caching import with_cache
 from difftrain.train.together import on_each_machine
 
@@ -76,6 +76,7 @@ class Made:
     family: SDXLFamily
     parts: Parts
     data: Data
+    rejects: list[Reject] = dataclasses.field(default_factory=list)
 
     def batches(self, epochs: int = 1) -> Iterator[Batch]:
         """Yield what is trained on for some epochs, and what is held out."""
@@ -92,18 +93,19 @@ class Made:
         """Return the latents of these batches."""
         return [self.family.latents(batch, self.parts) for batch in self.batches()]
 
-    def kept(self) -> torch.Tensor:
-        """Return the cached moments of every picture, as it is and mirrored, in one row."""
+    def kept(self, name: str = "moments") -> torch.Tensor:
+        """Return what is cached of every picture, as it is and mirrored, in one row."""
         found = self.data.store.pictures
         assert found is not None
-        rows = [found.read([i], [way])["moments"].flatten() for i in range(13) for way in (False, True)]
+        rows = [found.read([i], [way])[name].flatten() for i in range(13) for way in (False, True)]
         return torch.cat(rows)
 
     def digest(self) -> str:
         """Hash all cached pictures, and some captions."""
         captions = self.data.store.captions
         assert captions is not None
-        hidden = captions.read(["number 0", "a picture", "picture 1, second, third"])["hidden_2"]
+        tokens = self.family.tokenizer(self.parts)(["number 0", "a picture", "picture 1, second, third"])
+        hidden = captions.read(tokens)["hidden_2"]
         return hashlib.sha256(self.kept().numpy().tobytes() + hidden.numpy().tobytes()).hexdigest()
 
 
@@ -113,22 +115,59 @@ def make(cfg: TrainConfig, parts: Parts | None = None, ranks: Ranks | None = Non
     parts = parts or loaded(cfg.training.mixed_precision)
     parts = dataclasses.replace(parts, resting=set(), notes=[])
     data = open_data(cfg, on_each_machine(ranks, lambda: prepare(cfg, log=lambda line: None)))
-    return Made(cfg, family, parts, with_cache(cfg, choose("cpu"), ranks, family, parts, data))
+    cached = with_cache(cfg, choose("cpu"), ranks, family, parts, data)
+    return Made(cfg, family, parts, cached.data, cached.rejects)
+
+
+def count_encoded(counts: list[int]) -> Any:
+    """Note from now on how many samples each call of an encoder gets; return the function that did without."""
+    inner = encoding.items_of
+
+    def items(loader: Any) -> Iterator[Any]:
+        for piece in inner(loader):
+            counts.append(len(piece.rows))
+            yield piece
+
+    encoding.items_of = items  # type: ignore[attr-defined]
+    return inner
 
 
 def build(root: str, out: str) -> None:
-    """Build caches as a rank: on disk, once more, and as a machine of its own in memory.
+    """Build caches as a rank: on disk, once more, in memory, as a machine of its own in memory and on the same disk.
 
-    Prints of each a hash of what is held, and how many parts this rank encoded.
+    Prints of each a hash of what is held, and how many samples this rank encoded.
     """
-    encoded: list[int] = []
-    encode = caching.encode
-    caching.encode = lambda job, *rest: encoded.append(len(job.missing)) or encode(job, *rest)  # type: ignore
+    counts: list[int] = []
+    count_encoded(counts)
     launch, said = Launch.from_environment(), []
     with Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min=1) as ranks:
         machine = dataclasses.replace(ranks, local_rank=0, local_size=1)
-        for where, place in ((ON_DISK, ranks), (ON_DISK, ranks), (BOTH, ranks), (BOTH, machine)):
-            encoded.clear()
-            said.append((make(config(Path(root), Path(out), where), ranks=place).digest(), sum(encoded)))
+        own, shared = Path(out) / f"of {ranks.rank}", Path(out) / "shared"
+        for where, place, folder in (
+            (ON_DISK, ranks, Path(out)),
+            (ON_DISK, ranks, Path(out)),
+            (BOTH, ranks, Path(out)),
+            (BOTH, machine, Path(out)),
+            (ON_DISK, machine, shared),
+            (ON_DISK, machine, own),
+        ):
+            counts.clear()
+            said.append((make(config(Path(root), folder, where), ranks=place).digest(), sum(counts)))
         ranks.barrier()  # what is in memory goes with the rank that reserved it
     print(json.dumps(said))
+
+
+def fail(root: str, out: str) -> None:
+    """Build a cache as a rank, of which the second one fails in between."""
+    launch, commit, left = Launch.from_environment(), encoding._commit, [5]
+
+    def failing(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0 and launch.rank == 1:
+            raise RuntimeError("a fault of rank 1 alone")
+        commit(*args)
+
+    encoding._commit = failing
+    cfg = config(Path(root), Path(out), {"latents_to_disk": True}, data={"dirs": (root,)})
+    with Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min=1) as ranks:
+        make(cfg, ranks=ranks)

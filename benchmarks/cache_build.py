@@ -1,0 +1,200 @@
+"""Building a cache over a bare loop of the same encoders on ready tensors: real JPEGs of one megapixel, in turns.
+
+    python benchmarks/cache_build.py            some minutes on two cores
+
+Both sides run the tiny SDXL's encoders in this process with one thread. The bare loop encodes tensors that lie ready and
+keeps nothing. The build does all that a start does: it tells the encoders by their weights, lists what is wanted, plans,
+decodes in one loader worker, encodes, writes and syncs segments, and merges them; the data's index is made before. The
+encoder must be fast (at most 20 ms a picture), else nothing is measured. Then a start with a complete cache of --entries
+entries is timed. Exit code 1 where a limit is passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parents[0] / "library"))
+
+import numpy as np
+import torch
+from photographs import photographs
+from PIL import Image
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import Batch
+from difftrain.data.cache.decoding import Decoding
+from difftrain.data.cache.folder import CacheFolder
+from difftrain.data.cache.format import Item, pack
+from difftrain.data.cache.storage import stored
+from difftrain.data.cache.wanted import Wanted
+from difftrain.data.cache.writer import SegmentWriter
+from difftrain.data.prepare import Data, open_data, prepare
+from difftrain.device import choose
+from difftrain.distributed.ranks import Ranks
+from difftrain.models.registry import make_family
+from difftrain.train import caching
+from difftrain.train.cache_plan import wishes
+from difftrain.train.caching import with_cache
+
+SIDE = 1024  # of a picture: one megapixel
+MOST_MS = 20.0  # of the encoder, a picture
+LIMIT = 1.10
+RECHECK_S = 10.0
+
+
+def write_pictures(folder: Path, count: int) -> int:
+    """Cut photographs into JPEGs of one megapixel, each with a caption of its own; return how many."""
+    sources, made = photographs(), 0
+    folder.mkdir(parents=True)
+    for path in sources:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+        for top in range(0, image.height - SIDE + 1, 192):
+            for left in range(0, image.width - SIDE + 1, 384):
+                if made == count:
+                    return made
+                piece = image.crop((left, top, left + SIDE, top + SIDE))
+                piece.save(folder / f"{made:05d}.jpg", quality=92)
+                (folder / f"{made:05d}.txt").write_text(f"photograph {path.stem}, from {left} and {top}")
+                made += 1
+    return made
+
+
+def config(folder: Path, cache: Path, options: argparse.Namespace) -> TrainConfig:
+    """Return a configuration of the tiny model that caches everything on disk, with the defaults that users get."""
+    side = options.resolution
+    return TrainConfig.model_validate(
+        {
+            "model": {"init_from_config": "tiny"},
+            "data": {"dirs": (str(folder),), "resolution": (side, side), "workers": 1, "cache_dir": str(cache)},
+            "cache": {"latents_to_disk": True, "text_to_disk": True},
+            "training": {"batch_size": options.batch_size, "seed": 1},
+        }
+    )
+
+
+class Bench:
+    """The data, the encoders, and both ways to use them."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.options = folder, options
+        self.cfg = config(folder / "pictures", folder / "cache", options)
+        self.family = make_family(self.cfg)
+        self.data: Data = open_data(self.cfg, prepare(self.cfg, log=lambda line: None))
+        self.parts = self.family.load()
+        self.tokenize = self.family.tokenizer(self.parts)
+
+    def build_s(self) -> float:
+        """Build from nothing but the index; return the seconds."""
+        for path in ("segments", "uses", "drops", "metadata.db", "cache.json", "rejected.jsonl"):
+            target = self.folder / "cache" / path
+            shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        for path in self.data.index.folder.glob("wanted-*"):
+            shutil.rmtree(path)
+        return self.start_s()
+
+    def start_s(self) -> float:
+        """Do what a start does with its cache; return the seconds."""
+        began = time.perf_counter()
+        with_cache(self.cfg, choose("cpu"), Ranks(), self.family, self.parts, self.data)
+        return time.perf_counter() - began
+
+    def ready(self) -> list[tuple[Any, Batch]]:
+        """Return every batch of every encoder, decoded; and say what decoding takes."""
+        found = []
+        asked = wishes(self.cfg, self.family, self.parts, self.data)
+        listed = caching._listed(self.cfg, Ranks(), self.data, asked, self.tokenize)
+        for each in listed:
+            decoding = Decoding(self.data, each.wanted, self.tokenize)
+            began = time.perf_counter()
+            batches = [decoding[n].batch for n in range(len(decoding))]
+            took = time.perf_counter() - began
+            print(f"decoding for {each.wish.name}: {1000 * took / each.wanted.count:.1f} ms an entry, in one process")
+            found += [(each.wish.encoder, batch) for batch in batches]
+        return found
+
+
+@torch.no_grad()
+def bare_s(ready: list[tuple[Any, Batch]]) -> tuple[float, float]:
+    """Run the encoders alone; return the seconds of all, and of those for pictures."""
+    began, pictures = time.perf_counter(), 0.0
+    for encoder, batch in ready:
+        start = time.perf_counter()
+        encoder.encode(batch)
+        pictures += (time.perf_counter() - start) * (encoder.source == "pixels")
+    return time.perf_counter() - began, pictures
+
+
+def recheck(bench: Bench, entries: int) -> float:
+    """Time the look at a complete cache with `entries` more entries, all of them wanted."""
+    folder = CacheFolder.open(bench.folder / "cache")
+    rng = np.random.default_rng(0)
+    addresses = rng.bytes(16 * entries)
+    pieces = pack([stored("moments", torch.zeros(8), "float32")], {"name": "none"})
+    with_items = [Item(addresses[i : i + 16], pieces) for i in range(0, len(addresses), 16)]
+    writer = SegmentWriter(folder, {"encoder": "latents", "fingerprint": "", "features": {}})
+    for start in range(0, entries, 1000):
+        writer.append(with_items[start : start + 1000])
+    writer.close()
+    listed = next(path for path in bench.data.index.folder.glob("wanted-latents-*"))
+    wanted = Wanted(listed)
+    more = np.concatenate([np.asarray(wanted.addresses), np.frombuffer(addresses, "V16")])
+    np.save(listed / "addresses.npy", more)
+    facts = (listed / "facts.json").read_text()
+    (bucket, count), = Wanted(listed).buckets()
+    (listed / "facts.json").write_text(facts.replace(f"], {count}]]", f"], {count + entries}]]"))
+    assert Wanted(listed).count == count + entries, bucket
+    bench.start_s()  # merges what was written
+    return bench.start_s()
+
+
+def main() -> int:
+    """Measure, print, and say whether the limits are kept."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pictures", type=int, default=400)
+    parser.add_argument("--resolution", type=int, default=224)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--entries", type=int, default=100_000)
+    parser.add_argument("--verbose", action="store_true", help="print what a start says")
+    options = parser.parse_args()
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="cache-build-") as name:
+        folder = Path(name)
+        count = write_pictures(folder / "pictures", options.pictures)
+        if not count:
+            print("no photographs can be had here; nothing is measured")
+            return 1
+        bench = Bench(folder, options)
+        ready = bench.ready()
+        bare_s(ready[:8])
+        ratios = []
+        for _ in range(options.rounds):
+            (bare, pictures), built = bare_s(ready), bench.build_s()
+            ratios.append(built / bare)
+            print(f"build {built:.2f} s, bare {bare:.2f} s: {built / bare:.3f}; encoder {1000 * pictures / count:.1f} ms a picture")
+        each = 1000 * pictures / count
+        again = recheck(bench, options.entries)
+    ratio = statistics.median(ratios)
+    good = ratio <= LIMIT and each <= MOST_MS and again < RECHECK_S
+    print(f"building over the bare encoders: {ratio:.3f} (limit {LIMIT}), {count} JPEGs of one megapixel")
+    print(f"encoder: {each:.1f} ms a picture (limit {MOST_MS:g})")
+    print(f"a start with a complete cache of {options.entries:,} entries: {again:.2f} s (limit {RECHECK_S:g})")
+    print("PASS" if good else "FAIL")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
