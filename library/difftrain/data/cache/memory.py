@@ -6,19 +6,16 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
 from difftrain.contracts import TrainingFault
 from difftrain.data.cache.format import ALIGN, REJECT, Item, crc32c
 from difftrain.data.cache.metadata import Row
-
-if TYPE_CHECKING:
-    pass
 
 SEGMENT_BYTES = 1 << 30
 _HEAD = 16  # of the table: entries, bytes of the segments' paths
@@ -47,13 +44,14 @@ def reserve(size: int, name: str = "difftrain-cache") -> str:
 class Verified:
     """Which entries were found to be whole since the run began: a bit each, for all processes of a machine.
 
-    Two that set bits of one byte at the same moment may lose one: that entry is checked twice, and nothing else.
+    Bits are read and written, not mapped: of a hundred million entries they would be resident in every worker. Two
+    processes that set bits of one byte at the same moment may lose one: that entry is checked twice, and nothing else.
     """
 
     def __init__(self, path: str, generation: str) -> None:
         """Share what `reserve` made. generation: Metadata.generation of the index that numbers the entries."""
         self._path, self.generation = path, generation
-        self._bits: mmap.mmap | None = None
+        self._bits: IO[bytes] | None = None
 
     @staticmethod
     def reserve(count: int) -> str:
@@ -62,16 +60,18 @@ class Verified:
 
     def has(self, number: int) -> bool:
         """Tell whether an entry was checked."""
-        return bool((self._bits or self._open())[number >> 3] >> (number & 7) & 1)
+        return bool(self._byte(number) >> (number & 7) & 1)
 
     def add(self, number: int) -> None:
         """Remember that an entry is whole."""
-        bits = self._bits or self._open()
-        bits[number >> 3] |= 1 << (number & 7)
+        byte = self._byte(number) | 1 << (number & 7)
+        os.pwrite((self._bits or self._open()).fileno(), bytes([byte]), number >> 3)
 
-    def _open(self) -> mmap.mmap:
-        with Path(self._path).open("r+b") as file:
-            self._bits = mmap.mmap(file.fileno(), 0)
+    def _byte(self, number: int) -> int:
+        return os.pread((self._bits or self._open()).fileno(), 1, number >> 3)[0]
+
+    def _open(self) -> IO[bytes]:
+        self._bits = Path(self._path).open("r+b", buffering=0)  # noqa: SIM115
         return self._bits
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ class MemorySink:
         except OSError as error:
             raise TrainingFault(
                 f"this machine's memory cannot hold the cached features ({error.strerror or error}); "
-                "--cache_latents_to_disk and --cache_text_encoder_outputs_to_disk keep them in files"
+                "--cache_latents_to_disk and --cache_text_encoder_outputs_to_disk, without --cache_preload, leave them in files"
             ) from error
 
 
@@ -187,11 +187,6 @@ class MemoryEntries:
         """Return the number of entries."""
         return len(self._open()[0])
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all payloads."""
-        return int(self._open()[1]["length"].sum())
-
     def lookup(self, address: bytes) -> Row | None:
         """Find an entry."""
         highs, places, paths = self._table or self._open()
@@ -213,21 +208,15 @@ class MemoryEntries:
     def has_many(self, addresses: np.ndarray) -> np.ndarray:
         """Tell which addresses have an entry. Shapes: addresses (N,) V16, result (N,) bool."""
         highs, places, _ = self._open()
-        halves = np.ascontiguousarray(addresses).view(">u8").reshape(-1, 2).astype("<u8")
+        asked = np.ascontiguousarray(addresses).view(">u8").reshape(-1, 2).astype("<u8")
         if not len(highs):
-            return np.zeros(len(halves), dtype=bool)
-        at = np.minimum(highs.searchsorted(halves[:, 0]), len(highs) - 1)
-        found: np.ndarray = (highs[at] == halves[:, 0]) & (places["low"][at] == halves[:, 1])
-        for number in np.flatnonzero((highs[at] == halves[:, 0]) & ~found):  # two addresses that begin alike
-            found[number] = self.lookup(addresses[number].tobytes()) is not None
+            return np.zeros(len(asked), dtype=bool)
+        at = np.minimum(highs.searchsorted(asked[:, 0]), len(highs) - 1)
+        begins = highs[at] == asked[:, 0]
+        found: np.ndarray = begins & (places["low"][at] == asked[:, 1])
+        for number in np.flatnonzero(begins & ~found):  # two addresses that begin alike
+            found[number] = self.lookup(asked[number].astype(">u8").tobytes()) is not None
         return found
-
-    def rows(self, addresses: np.ndarray) -> Iterator[Row]:
-        """Yield the entries of those addresses that have one."""
-        for address in addresses:
-            row = self.lookup(address.tobytes())
-            if row is not None:
-                yield row
 
     def _open(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
         if self._table is None:

@@ -123,9 +123,9 @@ def _refuse_overflow(name: str, value: Tensor, narrow: Tensor) -> None:
 def _quantised(value: Tensor) -> tuple[Tensor, Tensor]:
     """Scale each row so that its largest value becomes 448. Shapes: value (R, ...) -> the same in 8 bits, scales (R,)."""
     exact = value.float()
+    if not exact.numel():  # nothing is kept
+        return exact.to(torch.float8_e4m3fn), torch.zeros(len(exact) if exact.dim() > 1 else 1)
     rows = exact.reshape(1, -1) if exact.dim() == 1 else exact.reshape(len(exact), -1)
-    if not rows.numel():
-        return exact.to(torch.float8_e4m3fn), torch.zeros(0 if exact.dim() > 1 else 1)
     most = rows.abs().amax(dim=1)
     # below the smallest normal number a scale has fewer bits than its values; a row of zeros takes 1
     scales = torch.where(most > 0, (most / FP8_MAX).clamp_min(_TINY), torch.ones_like(most))
