@@ -240,7 +240,7 @@ def hash_all(
             known.look()
             stamps = np.frombuffer(b"".join(place.stamp for place in some), np.uint8).reshape(-1, BYTES)
             found = known.lookup(stamps)
-            there: np.ndarray = found.any(axis=1)
+            there = np.any(found, axis=1)
             out[[place.record_id for place in some]] = found
             progress.known(int(there.sum()))
             unread = [place for place, is_there in zip(some, there, strict=True) if not is_there]
