@@ -34,6 +34,7 @@ from difftrain.data.cache.format import (
 MOST_NAMED = 100  # damaged entries of a segment that are named one by one; all are counted
 _WINDOW = 8 << 20
 _MOST_HEADER = 1 << 20
+_TUPLES = 1 << 14
 _HEAD_OF_PAYLOAD = 1 << 16
 
 
@@ -286,23 +287,23 @@ def _read_through(journal: Journal, window: _Window, found: Checked, counts: np.
     end = journal.first
     whole_journal = not journal.damages
     cut = beyond = 0
-    for row, count in zip(rows, counts[order].tolist(), strict=True):
-        offset, stop = int(row["offset"]), int(row["offset"] + row["length"])
-        if whole_journal and end is not None:
+    for (address, offset, length, crc, kind, *_), count in zip(some_at_once(rows), counts[order], strict=True):
+        stop = offset + length
+        if whole_journal and end is not None and end < offset:
             _padding(window, end, min(offset, window.size), file, found)
         end = stop
         beyond += stop > window.size
-        found.bytes += (stop - offset) * count
+        found.bytes += length if count else 0
         if not count:
             continue
         if stop > window.size:
             cut += 1
             found.bad.append(offset)
-        elif why := _wrong(window, offset, stop, int(row["crc"])):
+        elif why := _wrong(window, offset, stop, crc):
             found.bad.append(offset)
-            address, record = bytes(row["address"]).hex(), _record(window, offset, stop, int(row["kind"]))
-            kind = "checksum" if why.endswith("checksum") else "unreadable"
-            found.add(Damage(kind, file, why, journal.name, offset, address, record, 1))
+            record = _record(window, offset, stop, kind)
+            word = "checksum" if why.endswith("checksum") else "unreadable"
+            found.add(Damage(word, file, why, journal.name, offset, address.hex(), record, 1))
         else:
             found.entries += 1
     if cut:
@@ -310,6 +311,12 @@ def _read_through(journal: Journal, window: _Window, found: Checked, counts: np.
         found.add(Damage("truncated", file, says, journal.name, window.size, entries=cut))
     if whole_journal and end is not None and not beyond:
         _tail(window, end, journal, found)
+
+
+def some_at_once(rows: np.ndarray) -> Iterator[tuple[Any, ...]]:
+    """Yield rows as tuples, of which few are in memory at a time."""
+    for start in range(0, len(rows), _TUPLES):
+        yield from rows[start : start + _TUPLES].tolist()
 
 
 def _tail(window: _Window, end: int, journal: Journal, found: Checked) -> None:

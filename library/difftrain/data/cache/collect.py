@@ -190,7 +190,7 @@ def _free(
     for one in group:
         name, rows = one.info.name, one.journal.rows
         if one.live:
-            kept = rows[[_is_wanted(known, wanted, name, row) for row in rows]]
+            kept = rows[_kept(known, wanted, name, rows)]
             if not mover.take(name, one.journal.header or {}, kept).all():
                 yield f"segments/{name}: some of its entries are damaged; it stays: difftrain cache repair first"
                 continue
@@ -213,11 +213,13 @@ def _free(
     merge(folder)
 
 
-def _is_wanted(known: Metadata, wanted: np.ndarray, name: str, row: np.void) -> bool:
-    place = known.lookup(bytes(row["address"]))
-    if place is None or (place.segment, place.offset) != (name, int(row["offset"])):
-        return False  # a copy of what counts elsewhere
-    return bool(wanted[place.number >> 3] & (1 << (place.number & 7)))
+def _kept(known: Metadata, wanted: np.ndarray, name: str, rows: np.ndarray) -> np.ndarray:
+    """Tell which rows of a segment count, rather than a copy elsewhere, and are wanted."""
+    kept = np.zeros(len(rows), bool)
+    for at, (place, offset) in enumerate(zip(known.rows(rows["address"]), rows["offset"].tolist(), strict=True)):
+        if place is not None and (place.segment, place.offset) == (name, offset):
+            kept[at] = wanted[place.number >> 3] >> (place.number & 7) & 1
+    return kept
 
 
 def _merge(folder: CacheFolder) -> None:

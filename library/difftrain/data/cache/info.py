@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +16,15 @@ import numpy as np
 from difftrain.contracts import DataFault
 from difftrain.data.cache import database, drops, uses
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder
-from difftrain.data.cache.format import FEATURES, FORMAT, Damaged, unpack
+from difftrain.data.cache.format import ADDRESS, FEATURES, FORMAT, Damaged, places
 from difftrain.data.cache.journals import Journal
 from difftrain.data.cache.metadata import Metadata, SegmentInfo
 
 LOOKED_AT = 2000  # entries of an encoder whose features are measured
 COUNTED = 5_000_000  # entries up to which those that nothing wants are counted
 _CHUNK = 1 << 18
+_ASKED = 1000  # addresses of one query
+_HEAD = 1 << 14  # bytes of an entry that tell its features
 
 
 def describe(folder: CacheFolder) -> dict[str, Any]:
@@ -135,13 +139,12 @@ def _measured(folder: CacheFolder, info: SegmentInfo, most: int) -> Iterator[tup
         rows = np.concatenate([rows for rows, _ in islice(Journal(folder, info.name).rows(), 1)])
         rows = rows[rows["kind"] == FEATURES]
         with folder.open_file(info.name, BIN) as file:
-            mapped = np.memmap(file, np.uint8, "r")
-        for row in rows[:: max(1, len(rows) // most)][:most]:
-            stored = unpack(mapped[int(row["offset"]) : int(row["offset"] + row["length"])])
-            yield "", "", [], 0
-            for each in stored:
-                size = each.data.nbytes + (each.scales.nbytes if each.scales is not None else 0)
-                yield each.name, each.dtype, list(each.shape), size
+            for row in rows[:: max(1, len(rows) // most)][:most]:
+                head = os.pread(file.fileno(), min(int(row["length"]), _HEAD), int(row["offset"]))
+                yield "", "", [], 0
+                for each in places(head):
+                    size = each.stop - each.start + (each.scales_stop - each.scales if each.scales else 0)
+                    yield each.name, each.dtype, list(each.shape), size
 
 
 # --- files ---
@@ -202,15 +205,27 @@ def _unused(folder: CacheFolder, known: Metadata | None, notes: list[str]) -> di
 def wanted_numbers(every: Iterable[uses.Use], known: Metadata) -> np.ndarray:
     """Return which entries some uses want, a bit each by their numbers. Raises DataFault."""
     bits = np.zeros(known.count // 8 + 1, np.uint8)
-    for use in every:
-        for encoder in use.encoders:
-            rows = use.rows(encoder)
-            for start in range(0, len(rows), _CHUNK):
-                addresses = np.unique(np.ascontiguousarray(rows["address"][start : start + _CHUNK]).view("S16"))
-                for row in known.rows(addresses.view("V16")):
-                    if row is not None:
-                        bits[row.number >> 3] |= 1 << (row.number & 7)
+    with closing(database.connect(known.path)) as db:
+        if database.meta(db)["generation"] != known.generation:
+            raise DataFault(f"{known.path} was made anew while it was read: run this again")
+        for use in every:
+            for encoder in use.encoders:
+                rows = use.rows(encoder)
+                for start in range(0, len(rows), _CHUNK):
+                    numbers = np.array(_numbers(db, rows["address"][start : start + _CHUNK]), np.int64)
+                    np.bitwise_or.at(bits, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
     return bits
+
+
+def _numbers(db: sqlite3.Connection, addresses: np.ndarray) -> list[int]:
+    """Return the numbers of the entries at some addresses."""
+    asked = np.unique(np.ascontiguousarray(addresses).view(f"S{ADDRESS.itemsize}")).view(ADDRESS).tolist()
+    found: list[int] = []
+    for start in range(0, len(asked), _ASKED):
+        some = asked[start : start + _ASKED]
+        marks = ",".join("?" * len(some))
+        found += [number for (number,) in db.execute(f"SELECT number FROM entries WHERE address IN ({marks})", some)]
+    return found
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:

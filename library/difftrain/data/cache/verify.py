@@ -21,7 +21,7 @@ import numpy as np
 
 from difftrain.contracts import DataFault, TrainingFault
 from difftrain.data.cache import database, drops, uses
-from difftrain.data.cache.check import Checked, Damage, check_segment, find
+from difftrain.data.cache.check import Checked, Damage, check_segment, find, some_at_once
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder
 from difftrain.data.cache.format import Damaged
 from difftrain.data.cache.metadata import Metadata
@@ -31,7 +31,7 @@ SEGMENT_FILE = re.compile(r"(?P<name>seg-[0-9a-f]{32}-[0-9]{6})\.(bin|idx)(\.par
 _PASSING = re.compile(r"\..*|.*\.tmp-[0-9a-f]{32}")  # of a system, or of a process that is writing it
 _SMALL = 256 << 20  # bytes that are not worth another process
 _MOST_WORKERS = 8
-_CHUNK = 1 << 20
+_CHUNK = 1 << 17
 _PRINTED = 200
 
 
@@ -241,15 +241,16 @@ def _task(task: tuple[CacheFolder, str, np.ndarray, bool]) -> Found:
 
 def _look_up(known: Metadata, name: str, rows: np.ndarray, found: Found) -> None:
     """Look up the rows of a journal: each is known as it stands there, or by an earlier copy, or came later."""
-    for row, place in zip(rows, known.rows(np.ascontiguousarray(rows["address"])), strict=True):
-        offset = int(row["offset"])
+    chunks = (rows["address"][start : start + _CHUNK] for start in range(0, len(rows), _CHUNK))
+    places = (place for chunk in chunks for place in known.rows(chunk))
+    for (address, offset, length, crc, kind, *_), place in zip(some_at_once(rows), places, strict=True):
         if place is None or (place.segment, place.offset) > (name, offset):
             found.behind += 1
         elif (place.segment, place.offset) == (name, offset):
             found.matched += 1
-            if (place.length, place.crc, place.kind) != (int(row["length"]), int(row["crc"]), int(row["kind"])):
-                says, address = "describes an entry otherwise than its journal does", bytes(row["address"]).hex()
-                found.wrong.append(Damage("database", "metadata.db", says, name, offset, address))
+            if (place.length, place.crc, place.kind) != (length, crc, kind):
+                says = "describes an entry otherwise than its journal does"
+                found.wrong.append(Damage("database", "metadata.db", says, name, offset, address.hex()))
 
 
 def _take(found: Found, report: Report) -> None:
