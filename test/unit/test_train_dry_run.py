@@ -212,6 +212,8 @@ def test_through_the_door(line: list[str], tmp_path: Path) -> None:
 def test_caches_are_counted_and_what_they_replace_leaves_the_card(line: list[str]) -> None:
     text = described([*line, "--cache_latents", "--cache_text_encoder_outputs_to_disk"])
     each = 2 * 16 * 8 * 8 * 4 // 1024  # mean and deviation, channels, cells, fp32: the same in both buckets
-    assert f"cache of latents: 10 pictures of {each} KiB on average, {10 * each} KiB of memory" in text
-    assert re.search(r"cache of text: 10 captions of [\d.]+ KiB on average, [\d.]+ KiB on disk", text)
+    sizes = r"of [\d.]+ KiB on average \({}\), [\d.]+ KiB in all"
+    assert re.search(rf"cache of latents: 10 entries {sizes.format(f'moments {each} KiB in float32')} of memory", text)
+    for encoder in ("text_encoder_1", "text_encoder_2"):  # a caption each, and the empty one
+        assert re.search(rf"cache of {encoder}: 11 entries {sizes.format('hidden_[12] .*')} on disk", text)
     assert "frozen weights 0 GiB" in text and "frozen weights 0 GiB" not in described(line)
