@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,3 +81,11 @@ def same(found: dict[str, torch.Tensor], samples: list[dict[str, torch.Tensor]])
     return found.keys() == wanted.keys() and all(
         found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in wanted.items()
     )
+
+
+def read_and_mark(reader: Reader, numbers: list[int], verified: Verified, marks: list[int], answer: Any) -> None:
+    """Read entries and mark others, in another process; answer which of 40 are marked, and the sum of the maps."""
+    for number in marks:
+        verified.add(number)
+    total = float(reader.read([address(number) for number in numbers])["map"].sum())
+    answer.put(([number for number in range(40) if verified.has(number)], total))
