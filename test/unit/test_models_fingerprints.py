@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -100,6 +101,28 @@ def test_a_random_model_is_told_by_its_seed_and_sizes(tmp_path: Path) -> None:
 )
 def test_what_decides_the_outcome_is_in_it(sections: Any, model: Any, changed: set[str]) -> None:
     before, after = prints(), prints(config(sections, **model))
+    assert {name for name in PARTS if before[name] != after[name]} == changed
+
+
+@pytest.mark.parametrize(
+    ("section", "sizes", "changed"),
+    [
+        ("vae", {"act_fn": "silu", "use_quant_conv": True}, set()),  # as its class has it
+        ("vae", {"scaling_factor": 0.7, "sample_size": 512}, set()),
+        ("vae", {"act_fn": "relu"}, {"latents"}),
+        ("text_encoder", {"attention_dropout": 0.1, "bos_token_id": 0}, set()),
+        ("text_encoder_2", {"hidden_act": "quick_gelu"}, {"text_encoder_2"}),
+        ("text_encoder_2", {"layer_norm_eps": 1e-6}, {"text_encoder_2"}),
+    ],
+)
+def test_sizes_count_where_they_decide(
+    stored: Path, tmp_path: Path, section: str, sizes: dict[str, Any], changed: set[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(stored / "as_diffusers_safetensors", folder)
+    before, file = prints(pretrained=str(folder)), folder / section / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    after = prints(pretrained=str(folder))
     assert {name for name in PARTS if before[name] != after[name]} == changed
 
 

@@ -34,10 +34,20 @@ _NEEDED = {
     "text_encoder_2": _TEXT_NEEDED,
 }  # fmt: skip
 NUM_TIMESTEPS = 1000
-# What says how a part is used or was made, and nothing of what it makes of the same input.
-_IMMATERIAL = frozenset(
-    ("sample_size", "force_upcast", "scaling_factor", "initializer_range", "initializer_factor", "attention_dropout")
-)
+# Of an encoder: what decides, beside its weights, what it makes of the same input; and what does not.
+_DECISIVE = {
+    "vae": (
+        "in_channels", "down_block_types", "block_out_channels", "layers_per_block", "act_fn", "latent_channels",
+        "norm_num_groups", "use_quant_conv", "mid_block_add_attention",
+    ),
+    "text_encoder_1": (*_TEXT_NEEDED, "max_position_embeddings", "hidden_act", "layer_norm_eps", "eos_token_id"),
+    "text_encoder_2": (*_TEXT_NEEDED, "max_position_embeddings", "hidden_act", "layer_norm_eps", "eos_token_id"),
+}  # fmt: skip
+_IMMATERIAL = frozenset((
+    "sample_size", "force_upcast", "scaling_factor", "shift_factor", "latents_mean", "latents_std", "out_channels",
+    "up_block_types", "use_post_quant_conv", "initializer_range", "initializer_factor", "attention_dropout",
+    "bos_token_id", "pad_token_id",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,10 +85,14 @@ class Architecture:
         )
 
     def told(self, part: str) -> dict[str, Any]:
-        """Return the sizes of a part that decide what it makes, without those that are its class's own defaults."""
-        defaults = _defaults(part)
-        given = getattr(self, part).items()
-        return {key: value for key, value in given if key not in _IMMATERIAL and defaults.get(key) != value}
+        """Return what decides, weights aside, what an encoder makes, whether it is written down or its class's default.
+
+        What is given and not known here counts too.
+        """
+        given, defaults = getattr(self, part), _defaults(part)
+        found = {key: given.get(key, defaults.get(key)) for key in _DECISIVE[part]}
+        found |= {key: value for key, value in given.items() if key not in _IMMATERIAL}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
     @property
     def vae_factor(self) -> int:
@@ -178,8 +192,7 @@ def _defaults(part: str) -> dict[str, Any]:
         return dict(CLIPTextConfig().to_dict())
     from diffusers import AutoencoderKL
 
-    given = inspect.signature(AutoencoderKL.__init__).parameters
-    return {key: list(each.default) if isinstance(each.default, tuple) else each.default for key, each in given.items()}
+    return {key: each.default for key, each in inspect.signature(AutoencoderKL.__init__).parameters.items()}
 
 
 def known_keys(part: str) -> set[str]:
