@@ -39,6 +39,7 @@ FACTS = "facts.json"
 NO_BUCKET = Bucket(0, 0)  # of captions
 _KEPT = 8  # lists of one name: settings come and go
 _STALE_S = 24 * 3600.0
+_ROWS = 1 << 18
 _LOOK = 2048  # captions that are tokenised at once
 
 
@@ -157,11 +158,15 @@ def _pictures(data: Data, asked: Asked, look: bool, say: Say) -> _List:
     places = _addresses(index, cuts, ids, contents, flips, variants)
     ordered = ids[np.lexsort((ids, np.asarray(index.columns().shard)[ids], sources[ids], bucket_of[ids]))]
     even = asked.batch_size + asked.batch_size % variants  # a picture and its mirror image come in one batch
+    rows, keys = _rows(ordered, places), index.columns().keys
+    uses = (
+        piece
+        for start in range(0, len(ids), _ROWS)
+        for piece in use_rows(keys, _rows(ids[start : start + _ROWS], places))
+    )
     with disk_faults(index.folder):
-        aside, by_key = found.begin(), _rows(ids, places)
-        uses = use_rows(index.columns().keys, by_key)
-        facts = found.facts(even, passed)
-        write(aside, facts, _rows(ordered, places), lambda r: bucket_of[r], buckets, uses, len(by_key), places)
+        aside = found.begin()
+        write(aside, found.facts(even, passed), rows, lambda r: bucket_of[r], buckets, uses, len(rows), places)
         found.settle(aside)
     return found
 
