@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from sdxl import config, loaded
 
 from difftrain.contracts import ConfigFault, Encoder
@@ -126,35 +125,50 @@ def test_sizes_count_where_they_decide(
     assert {name for name in PARTS if before[name] != after[name]} == changed
 
 
-def swap(stored: Path, tmp_path: Path, part: str) -> tuple[Path, Path]:
-    """Copy the folder; return the file of a part in it, and one beside it with one bit flipped."""
-    folder = tmp_path / "model"
-    shutil.copytree(stored / "as_diffusers_safetensors", folder)
-    file = next((folder / part).glob("*.safetensors"))
-    content = load_file(file)
-    name = sorted(content)[0]
-    flat = content[name].view(-1)
-    flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
-    other = tmp_path / "other.safetensors"
-    save_file(content, other, {"format": "pt"})
-    assert other.stat().st_size == file.stat().st_size
-    return file, other
+def with_another_bit(file: Path, key: str) -> bytes:
+    """Return a file of weights in which the first number of a tensor differs in its last bit."""
+    content = bytearray(file.read_bytes())
+    if file.suffix == ".safetensors":
+        length = int.from_bytes(content[:8], "little")
+        content[8 + length + json.loads(content[8 : 8 + length])[key]["data_offsets"][0]] ^= 1
+    else:
+        number = torch.load(file, weights_only=True)[key].numpy().tobytes()
+        content[content.index(number)] ^= 1
+    return bytes(content)
+
+
+FOLDER, INSIDE = "vae/diffusion_pytorch_model.safetensors", "first_stage_model.encoder.conv_in.weight"
 
 
 @pytest.mark.parametrize("way", ["written over", "moved in place"])
-def test_other_weights_of_the_same_size_and_date_are_noticed(stored: Path, tmp_path: Path, way: str) -> None:
-    file, other = swap(stored, tmp_path, "vae")
+@pytest.mark.parametrize(
+    ("flag", "name", "file", "key"),
+    [
+        ("pretrained", "as_diffusers_safetensors", FOLDER, "encoder.conv_in.weight"),
+        ("pretrained", "as_safetensors.safetensors", "", INSIDE),
+        ("pretrained", "as_ckpt.ckpt", "", INSIDE),
+        ("vae", "as_diffusers_safetensors", FOLDER, "encoder.conv_in.weight"),
+        ("vae", "as_safetensors.safetensors", "", INSIDE),
+    ],
+)
+def test_other_weights_of_the_same_size_and_date_are_noticed(
+    stored: Path, tmp_path: Path, flag: str, name: str, file: str, key: str, way: str
+) -> None:
+    here = tmp_path / name
+    (shutil.copytree if file else shutil.copy)(stored / name, here)
+    weights = here / file if file else here
     time.sleep(2 * SETTLED_S)
-    model = {"pretrained": str(tmp_path / "model")}
-    before, told = prints(**model), file.stat()
+    before, told, other = prints(**{flag: str(here)}), weights.stat(), with_another_bit(weights, key)
+    assert prints(**{flag: str(here)}) == before
     if way == "written over":
-        file.write_bytes(other.read_bytes())
+        weights.write_bytes(other)
     else:
-        other.replace(file)
-    os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns))
-    assert (file.stat().st_size, file.stat().st_mtime_ns) == (told.st_size, told.st_mtime_ns)
-    after = prints(**model)
-    assert {name for name in PARTS if before[name] != after[name]} == {"latents"}
+        (tmp_path / "other").write_bytes(other)
+        (tmp_path / "other").replace(weights)
+    os.utime(weights, ns=(told.st_atime_ns, told.st_mtime_ns))
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (told.st_size, told.st_mtime_ns)
+    after = prints(**{flag: str(here)})
+    assert {each for each in PARTS if before[each] != after[each]} == {"latents"}
 
 
 def test_later_starts_read_no_weights(stored: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
