@@ -343,6 +343,16 @@ def test_every_caption_that_training_or_validation_draws_is_wanted(tmp_path):
     assert drawn <= known and "" in drawn
 
 
+def test_long_work_says_how_long_it_will_take(tmp_path, monkeypatch):
+    data, said = opened(config(tmp_path, write_folder(tmp_path / "a", SIZES), data={"verify": "quick"})), []
+    monkeypatch.setattr("difftrain.data.cache.work._LOOK", 3)
+    for module in ("work", "contents"):
+        monkeypatch.setattr(f"difftrain.data.cache.{module}._SAY_EVERY_S", 0.0)
+    build_wanted(data, [PICTURES, TEXT], tokenize, say=said.append)
+    assert any("captions of 5 of 8 records" in line and "min left" in line for line in said)
+    assert any("8 of 8 files" in line and "MiB a second" in line for line in said)
+
+
 def test_captions_that_never_end_are_not_listed(tmp_path):
     cfg = config(tmp_path, write_folder(tmp_path / "a", SIZES), captions={"shuffle": True})
     data = opened(cfg)

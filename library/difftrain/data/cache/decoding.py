@@ -113,7 +113,7 @@ class Decoding(Dataset[Any]):
         path = _mask_of(record, recipe.conditioning_dir) if self._masks and recipe.conditioning_dir else None
         data = path.read_bytes() if path else self._index.read(record.media)
         if self._cuts.address(source, record.size_hw, flip, content_of(data)) != address:
-            raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when this run began")
+            raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when it was indexed")
         if path:
             return cut_mask(decode_mask(path, data, record.size_hw), place, recipe.interpolation)
         layers = decode_layers(record, recipe, place, data)

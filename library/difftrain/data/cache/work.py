@@ -39,6 +39,7 @@ FACTS = "facts.json"
 NO_BUCKET = Bucket(0, 0)  # of captions
 _KEPT = 8  # lists of one name: settings come and go
 _STALE_S = 24 * 3600.0
+_SAY_EVERY_S = 10.0
 _ROWS = 1 << 18
 _LOOK = 2048  # captions that are tokenised at once
 
@@ -82,7 +83,7 @@ def build_wanted(
     captions = [each for each in asked if each.encoder.source == "caption"]
     lists = [_pictures(data, each, look, say) for each in asked if each.encoder.source == "pixels"]
     lists += [_List(data.index, each, _caption_words(data, each, tokenize)) for each in captions]
-    _write_captions(data, [each for each in lists if each.asked in captions and not each.is_there], tokenize)
+    _write_captions(data, [each for each in lists if each.asked in captions and not each.is_there], tokenize, say)
     return {each.asked.name: each.folder for each in lists}
 
 
@@ -232,14 +233,14 @@ def identity_of(tokenize: Tokenize) -> str:
     return said if isinstance(said, str) else hashlib.blake2b(pickle.dumps(tokenize), digest_size=BYTES).hexdigest()
 
 
-def _write_captions(data: Data, lists: Sequence[_List], tokenize: Tokenize) -> None:
+def _write_captions(data: Data, lists: Sequence[_List], tokenize: Tokenize, say: Say) -> None:
     """List every caption that a record of the tables can be drawn with, and "". Each is tokenised for all encoders."""
     if not lists:
         return
     with disk_faults(data.index.folder):
         asides = [each.begin() for each in lists]
         files = [(aside / "rows.bin").open("wb") for aside in asides]
-        for rows, captions in _drawn(data):
+        for rows, captions in _drawn(data, say):
             distinct = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
             back = [distinct[caption] for caption in captions]
             tokens = tokenize(list(distinct))
@@ -258,7 +259,7 @@ def _write_captions(data: Data, lists: Sequence[_List], tokenize: Tokenize) -> N
             each.settle(aside)
 
 
-def _drawn(data: Data) -> Iterator[tuple[np.ndarray, list[str]]]:
+def _drawn(data: Data, say: Say) -> Iterator[tuple[np.ndarray, list[str]]]:
     """Yield rows without addresses and their captions: that of nobody first, then by record and variant."""
     held = np.zeros(data.index.count, dtype=bool)
     wanted = _placed(data.tables, data.index.count)[1] >= 0
@@ -267,7 +268,8 @@ def _drawn(data: Data) -> Iterator[tuple[np.ndarray, list[str]]]:
     recipes = [data.recipes, plain(data.recipes)]
     facts: list[tuple[bytes, int, int, int, int]] = [(b"", NOBODY, 0, 0, 0)]
     captions = [""]
-    for record_id in np.flatnonzero(wanted).tolist():
+    began = said = time.monotonic()
+    for done, record_id in enumerate(ids := np.flatnonzero(wanted).tolist()):
         record, as_written = data.index.record(record_id), bool(held[record_id])
         for variant, caption in enumerate(captions_of(record, recipes[as_written][record.media.source])):
             facts.append((b"", record_id, variant, as_written, 0))
@@ -275,5 +277,8 @@ def _drawn(data: Data) -> Iterator[tuple[np.ndarray, list[str]]]:
         if len(captions) >= _LOOK:
             yield np.array(facts, dtype=ROW), captions
             facts, captions = [], []
+            if (now := time.monotonic()) - said > _SAY_EVERY_S:
+                said, left = now, (len(ids) / (done + 1) - 1) * (now - began) / 60
+                say(f"cache: the captions of {done + 1:,} of {len(ids):,} records are tokenised, {left:.1f} min left")
     if captions:
         yield np.array(facts, dtype=ROW), captions
