@@ -1,4 +1,4 @@
-"""A step from cached features over a step that encodes online: same tiny SDXL, same pictures, step by step in turns.
+"""A step from features cached on disk over a step that encodes online: same tiny SDXL, same pictures, step by step in turns.
 
     python benchmarks/cache.py                some minutes on two cores
 
@@ -64,7 +64,7 @@ class Side:
         parts = family.load()
         data = open_data(cfg, prepare(cfg, log=lambda line: None))
         began = time.perf_counter()
-        data = with_cache(cfg, device, ranks, family, parts, data)
+        data = with_cache(cfg, device, ranks, family, parts, data).data
         self.building_s = time.perf_counter() - began
         self.engine = make_engine(cfg, device, ranks)
         self.engine.build(
@@ -105,7 +105,9 @@ def bare_s(online: Side, options: argparse.Namespace) -> float:
         ids = [name for name in batch.features if name.startswith("input_ids")]
         few = {name: batch.features[name].repeat_interleave(32 // options.batch_size, 0) for name in ids}
         for _ in range(options.pictures // 32):
-            encoders["text"].encode(dataclasses.replace(batch, features=few))
+            for each in encoders.values():
+                if each.source == "caption":
+                    each.encode(dataclasses.replace(batch, features=few))
     return time.perf_counter() - began
 
 
@@ -122,7 +124,7 @@ def main() -> int:
         folder, side = Path(name), options.resolution
         write_folder(folder / "data", [(side * 2, side * 2)] * options.pictures)
         online = Side(config(folder, options))
-        cached = Side(config(folder, options, latents=True, text=True))
+        cached = Side(config(folder, options, latents_to_disk=True, text_to_disk=True))
         for _ in range(options.steps - 1):
             online.step()
             cached.step()
