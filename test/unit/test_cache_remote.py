@@ -255,7 +255,7 @@ def test_failed_attempts_are_told_before_it_is_over(cache, monkeypatch, capsys) 
     disturb(monkeypatch, lambda call: _lose(call) if call < 5 else None)
     read(remote, [1])
     said = capsys.readouterr()
-    assert "attempt 3 of 5 failed: ConnectionResetError" in said.err and "attempt 1" not in said.err
+    assert "attempt 2 of 5 failed: ConnectionResetError" in said.err and "attempt 1" not in said.err
     assert "secret" not in said.err + said.out
 
 

@@ -22,7 +22,7 @@ from difftrain.contracts import TrainingFault
 T = TypeVar("T")
 THREADS = 8  # requests of a process at once
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_SAID_FROM = 3  # attempt
+_SAID_FROM = 2  # attempt
 # what stores call that which changes with a file's content; dates only where there is nothing else
 _STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "blob_id", "mtime", "modify")
 _DATES = ("LastModified", "last_modified", "updated", "created")

@@ -204,9 +204,8 @@ def fetch_cache(url: str, copy_gib: float = 50.0, say: Say = print, *, patience:
 
 def _look(store: Store) -> list[File]:
     """Return what is to be fetched. Raises DataFault."""
-    calls = [partial(_found, store, name) for name in _NEEDED]
     return [
-        *in_parallel(calls),
+        *(_found(store, name) for name in _NEEDED),
         *(each for each in store.files("uses") if each.name.endswith(".json")),
         *(each for each in store.files("drops") if each.name.endswith(".rows")),
     ]
