@@ -7,8 +7,8 @@ time is part of that: no program can set it, so other weights are noticed under 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -52,18 +52,20 @@ def of_files(files: Sequence[Path], what: str, compute: Callable[[], str], since
     what: names which part of them is looked at. since: what the one file was when it was opened, where it is kept open.
     Raises ConfigFault where a file is changed while it is read.
     """
-    place = user_cache() / FOLDER / f"{hashed(_VERSION, what, [os.path.realpath(file) for file in files])}.json"
+    paths = [os.path.realpath(file) for file in files]
     for _ in range(_READS):
         before = [stamp(file) for file in files]
         if since is not None and before != [since]:
             break
+        # machines may share the folder and not the files: each finds its own
+        place = user_cache() / FOLDER / f"{hashed(_VERSION, what, paths, before)}.txt"
         known = _read(place)
-        if known is not None and known.get("files") == before:
-            return str(known["hash"])
+        if known:
+            return known
         found, now = compute(), time.time_ns()
         if before == [stamp(file) for file in files]:
             if all(now - max(modified, changed) > _SETTLED_NS for _, modified, changed, _ in before):
-                _write(place, {"files": before, "hash": found})
+                _write(place, found)
             return found
     raise ConfigFault([Fault(", ".join(map(str, files)), "changes while it is read", "start when it is whole")])
 
@@ -74,21 +76,22 @@ def stamp(file: Path) -> Stamp:
     return [told.st_size, told.st_mtime_ns, told.st_ctime_ns, told.st_ino]
 
 
-def _read(place: Path) -> dict[str, object] | None:
+def _read(place: Path) -> str:
+    """Return what was kept; nothing where it is not a whole hash."""
     try:
-        content = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and isinstance(content.get("hash"), str) else None
+        content = place.read_bytes()
+    except OSError:
+        return ""
+    return content.decode() if re.fullmatch(rb"[0-9a-f]{32}", content) else ""
 
 
-def _write(place: Path, content: dict[str, object]) -> None:
+def _write(place: Path, content: str) -> None:
     """Keep a hash; where that cannot be done it is made again the next time."""
     aside = place.with_name(f"{place.stem}-{uuid4().hex}.tmp")
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
-            aside.write_text(json.dumps(content), encoding="utf-8")
+            aside.write_text(content, encoding="utf-8")
             aside.replace(place)
         except OSError:
             aside.unlink(missing_ok=True)
