@@ -206,7 +206,8 @@ def _places(index: Index, low: int = 0, high: int = 1 << 62) -> Iterator[tuple[i
     live = [info.kind == "class" for info in index.sources]  # what its listing says of sizes and times is made up
     with contextlib.closing(connect(index.folder / DATABASE)) as database:
         for row, content, source, path, apart, offset, length, size, mtime_ns in database.execute(_PLACES, (low, high)):
-            media, file = MediaRef(source, path, offset, length), f"{roots[source]}/{path}"
+            media = MediaRef(source, path, offset, length)
+            file = path if path.startswith("/") else f"{roots[source]}/{path}"
             if live[source]:
                 yield int(ids[row]), content, Bytes(int(ids[row]), media, file, None, mtime_ns)
             elif apart and content is None:  # the file that names it was listed, not the picture's own
