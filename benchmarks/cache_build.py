@@ -21,9 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parents[0] / "library"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 import numpy as np
 import torch
@@ -151,7 +149,7 @@ def recheck(bench: Bench, entries: int) -> float:
     more = np.concatenate([np.asarray(wanted.addresses), np.frombuffer(addresses, "V16")])
     np.save(listed / "addresses.npy", more)
     facts = (listed / "facts.json").read_text()
-    (bucket, count), = Wanted(listed).buckets()
+    ((bucket, count),) = Wanted(listed).buckets()
     (listed / "facts.json").write_text(facts.replace(f"], {count}]]", f"], {count + entries}]]"))
     assert Wanted(listed).count == count + entries, bucket
     bench.start_s()  # merges what was written
@@ -184,7 +182,9 @@ def main() -> int:
         for _ in range(options.rounds):
             (bare, pictures), built = bare_s(ready), bench.build_s()
             ratios.append(built / bare)
-            print(f"build {built:.2f} s, bare {bare:.2f} s: {built / bare:.3f}; encoder {1000 * pictures / count:.1f} ms a picture")
+            print(
+                f"build {built:.2f} s, bare {bare:.2f} s: {built / bare:.3f}; encoder {1000 * pictures / count:.1f} ms a picture"
+            )
         each = 1000 * pictures / count
         again = recheck(bench, options.entries)
     ratio = statistics.median(ratios)

@@ -70,11 +70,6 @@ def wanted(cfg: TrainConfig) -> bool:
     return any(getattr(cfg.cache, field) for _, *_, memory, disk in _SOURCES for field in (memory, disk))
 
 
-def on_disk(cfg: TrainConfig) -> bool:
-    """Tell whether anything is to be cached on disk."""
-    return cfg.cache.latents_to_disk or cfg.cache.text_to_disk
-
-
 def wishes(cfg: TrainConfig, family: Family, parts: Parts, data: Data | None = None) -> list[Wish]:
     """List what is asked for, in the order in which it is encoded. data: None leaves masks out."""
     found = []

@@ -56,8 +56,14 @@ class Job:
     @classmethod
     def of(cls, wish: Wish, wanted: Wanted, missing: np.ndarray) -> Job:
         """Find the batches that are to be encoded."""
-        todo = [n for n in range(wanted.batches) if missing[wanted.rows(n).start : wanted.rows(n).stop].any()]
-        return cls(wish, wanted, missing, np.array(todo, dtype=np.int64))
+        size, found, first, start = wanted.batch_size, [np.zeros(0, np.int64)], 0, 0
+        for _, count in wanted.buckets():
+            batches = -(-count // size)
+            cells = np.zeros(batches * size, dtype=bool)
+            cells[:count] = missing[start : start + count]
+            found.append(first + np.flatnonzero(cells.reshape(batches, size).any(axis=1)))
+            first, start = first + batches, start + count
+        return cls(wish, wanted, missing, np.concatenate(found))
 
 
 class HandedOut(Iterable[int]):
