@@ -14,10 +14,10 @@ from small_caches import add_reject, address, flip, interrupted, item, make, ser
 
 from difftrain.contracts import ConfigFault, DifftrainError, TrainingFault
 from difftrain.data.cache import drops, uses
-from difftrain.data.cache.check import Damage
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder
 from difftrain.data.cache.metadata import Metadata, merge
 from difftrain.data.cache.repair import repair
+from difftrain.data.cache.torn import Damage
 from difftrain.data.cache.verify import Report, verify
 
 
@@ -182,14 +182,19 @@ def test_damaged_lists_are_set_aside(tmp_path: Path) -> None:
 
 def test_files_that_are_none_of_a_cache(tmp_path: Path) -> None:
     folder = make(tmp_path / "c")
-    for name in ("segments/notes.txt", "segments/seg-1.bin", "drops/x", "uses/y.txt"):
+    for name in ("segments/notes.txt", "segments/seg-1.bin", "drops/notes.txt", "uses/y.txt"):
         (folder.path / name).write_text("mine")
     (folder.segments / ".nfs0001").write_text("a system's")
     found = damages(folder)
-    assert {damage.file for damage in found} == {"segments/notes.txt", "segments/seg-1.bin", "drops/x", "uses/y.txt"}
+    assert {damage.file for damage in found} == {
+        "segments/notes.txt",
+        "segments/seg-1.bin",
+        "drops/notes.txt",
+        "uses/y.txt",
+    }
     list(repair(folder))
     assert not damages(folder)
-    assert sorted(path.read_text() for path in (folder.path / "set_aside").rglob("*.*")) == ["mine"] * 3
+    assert sorted(path.read_text() for path in (folder.path / "set_aside").rglob("*.*")) == ["mine"] * 4
     assert (folder.segments / ".nfs0001").exists()
 
 

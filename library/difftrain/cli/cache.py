@@ -160,7 +160,7 @@ class Progress:
     def __init__(self, *, quiet: bool) -> None:
         """Begin now. quiet: say nothing."""
         self.began = self.said = time.monotonic()
-        self.every_s = 1.0 if sys.stderr.isatty() else 15.0
+        self.every_s = 5.0 if sys.stderr.isatty() else 15.0
         self.quiet = quiet
 
     def __call__(self, done: int, total: int) -> None:

@@ -18,18 +18,19 @@ import numpy as np
 
 from difftrain.contracts import DataFault
 from difftrain.data.cache import database, drops, uses
-from difftrain.data.cache.check import Journal, read_journal
 from difftrain.data.cache.folder import CacheFolder, clean, disk_faults
 from difftrain.data.cache.info import size_text, wanted_numbers
 from difftrain.data.cache.metadata import Metadata, SegmentInfo, merge
 from difftrain.data.cache.moving import Mover, take_away, why_not
 from difftrain.data.cache.repair import ASIDE, refuse_read_only
+from difftrain.data.cache.torn import Journal, read_journal
 from difftrain.data.cache.uses import Use
 from difftrain.data.cache.verify import SEGMENT_FILE
 
 DAY_S = 24 * 3600.0
 KEPT_FROM = 0.5  # share of a segment's bytes in use from which it stays as it is
 GROUP_ROWS = 10_000_000  # entries of segments that go together
+SAID_FROM = 1_000_000  # entries from which it takes long enough to say what is done
 _CHUNK = 1 << 20
 
 
@@ -72,6 +73,8 @@ def collect(folder: CacheFolder, *, unused_days: int | None = None, dry_run: boo
             f"{folder.path}: no configuration is known that wants anything of it, so all of it would go; nothing was "
             "removed. Build or train with it once, or delete the folder"
         )
+    if known.count > SAID_FROM:
+        yield f"looking up what {len(kept):,} configurations want of {known.count:,} entries"
     found, notes = _sparse(folder, known, kept)
     yield from notes
     done = _Done()
@@ -259,8 +262,8 @@ def _sweep(folder: CacheFolder) -> int:
             if path.is_file() and (SEGMENT_FILE.fullmatch(path.name) or path.name == folder.database.name):
                 freed += path.stat().st_size
                 path.unlink(missing_ok=True)
-        for each in sorted([folder.path / ASIDE, *(folder.path / ASIDE).glob("*")], reverse=True):
-            with suppress(OSError):  # it holds something else
+        for each in sorted([folder.path / ASIDE, *(folder.path / ASIDE).rglob("*")], reverse=True):
+            with suppress(OSError):  # a file, or it holds something else
                 each.rmdir()
         for name in (folder.segments, folder.uses, folder.drops):
             clean(name)

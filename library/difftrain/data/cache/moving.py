@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from difftrain.data.cache.alive import is_gone
-from difftrain.data.cache.check import Journal, find
 from difftrain.data.cache.folder import BIN, IDX, PART, CacheFolder, disk_faults, sync_folder
 from difftrain.data.cache.format import Item, crc32c
+from difftrain.data.cache.torn import Journal, find
 from difftrain.data.cache.writer import SEGMENT_BYTES, SegmentWriter
 
 _COMMIT = 64 << 20  # bytes of one append

@@ -17,11 +17,11 @@ import numpy as np
 
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.cache import database, drops, uses
-from difftrain.data.cache.check import Journal, find, read_journal
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder, disk_faults, sync_folder
 from difftrain.data.cache.format import ROW
 from difftrain.data.cache.metadata import Metadata, merge
 from difftrain.data.cache.moving import Mover, why_not
+from difftrain.data.cache.torn import Journal, find, read_journal
 from difftrain.data.cache.verify import Progress, Report, lacks, verify
 
 ASIDE = "set_aside"
@@ -79,10 +79,11 @@ def _set_aside(folder: CacheFolder, path: Path, aside: Path) -> Iterator[str]:
             path.unlink()
             yield f"{path.relative_to(folder.path)}: is empty, deleted"
             return
-        aside.mkdir(parents=True, exist_ok=True)
-        path.rename(aside / path.name)
+        target = aside / path.relative_to(folder.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
         sync_folder(path.parent)
-        yield f"{path.relative_to(folder.path)}: set aside as {(aside / path.name).relative_to(folder.path)}"
+        yield f"{path.relative_to(folder.path)}: set aside as {target.relative_to(folder.path)}"
 
 
 # --- segments ---

@@ -21,10 +21,11 @@ import numpy as np
 
 from difftrain.contracts import DataFault, TrainingFault
 from difftrain.data.cache import database, drops, uses
-from difftrain.data.cache.check import Checked, Damage, check_segment, find, some_at_once
+from difftrain.data.cache.check import Checked, check_segment, some_at_once
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder
 from difftrain.data.cache.format import Damaged
 from difftrain.data.cache.metadata import Metadata
+from difftrain.data.cache.torn import Damage, find
 
 Progress = Callable[[int, int], None]
 SEGMENT_FILE = re.compile(r"(?P<name>seg-[0-9a-f]{32}-[0-9]{6})\.(bin|idx)(\.part)?")
@@ -33,6 +34,7 @@ _SMALL = 256 << 20  # bytes that are not worth another process
 _MOST_WORKERS = 8
 _CHUNK = 1 << 17
 _PRINTED = 200
+_MOST_LISTED = 10_000
 
 
 @dataclass
@@ -129,8 +131,9 @@ def _database(folder: CacheFolder, report: Report) -> Metadata | None:
 
 
 def _listed(folder: CacheFolder, part: str) -> list[str]:
+    """Return the names of the files of a folder."""
     path = folder.path / part
-    return sorted(os.listdir(path)) if path.is_dir() else []  # noqa: PTH208
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_file()) if path.is_dir() else []
 
 
 def _foreign(report: Report, file: str) -> None:
@@ -257,9 +260,10 @@ def _take(found: Found, report: Report) -> None:
     checked = found.checked
     report.entries += checked.entries
     report.bytes += checked.bytes
-    report.unnamed += checked.unnamed
-    report.damages += [*checked.damages, *found.wrong[:_PRINTED]]
-    report.unnamed += len(found.wrong[_PRINTED:])
+    room = max(1, _MOST_LISTED - len(report.damages))  # each segment is named at least
+    every = [*checked.damages, *found.wrong]
+    report.damages += every[:room]
+    report.unnamed += checked.unnamed + len(every[room:])
     if report.database is not None:
         report.database.matched += found.matched
         report.database.behind += found.behind
