@@ -18,6 +18,7 @@ from difftrain.contracts import Batch, DataFault, DrawSpec, FeatureSpec, Trainin
 from difftrain.data import loader as loader_module
 from difftrain.data.loader import data_loader, items_of, make_loader, num_workers
 from difftrain.data.prepare import make_plan, open_data, prepare
+from difftrain.data.samples import SampleMaker
 from difftrain.diffusion.draws import integer, normal, uniform
 from difftrain.testing.pictures import write_folder, write_tar
 
@@ -283,6 +284,17 @@ def test_when_all_pictures_are_gone_the_paths_are_named(broken, workers):
         steps_of(changed(cfg, data={"workers": workers}), data)
     assert "neighbours none can be read any more" in str(caught.value)
     assert str(caught.value).count(".png (") >= 2 and "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_entry_of_the_cache_is_named_without_a_workers_traceback(cfg, data, monkeypatch, workers):
+    def damaged(self, *args):
+        raise TrainingFault("CACHE: segment seg-1 is damaged")
+
+    monkeypatch.setattr(SampleMaker, "batch", damaged)
+    with pytest.raises(TrainingFault) as caught:
+        steps_of(changed(cfg, data={"workers": workers}), data)
+    assert str(caught.value) == "CACHE: segment seg-1 is damaged"
 
 
 def test_sizes_that_the_model_cannot_take_are_refused(cfg, data):

@@ -64,7 +64,7 @@ class MicroBatches(Dataset[Any]):
         self._maker, self._plan, self._share = maker, plan, share
         self._readahead = Readahead(maker.index, plan) if plan.order == "sequential" else None
 
-    def __getitem__(self, n: int) -> Batch | DataFault:
+    def __getitem__(self, n: int) -> Batch | DataFault | TrainingFault:
         step, micro = divmod(n, self._share.accumulation)
         part = self._share.part(micro, self._plan.dataset(step))
         if self._readahead is not None:
@@ -74,7 +74,7 @@ class MicroBatches(Dataset[Any]):
         epoch, _ = self._plan.locate(step)
         try:
             return self._maker.batch(uses.bucket.bucket, draws, epoch, lambda place: self._spare(uses, place), step)
-        except DataFault as fault:
+        except (DataFault, TrainingFault) as fault:
             return fault  # raised by the parent, without the worker's traceback around it
 
     def _spare(self, uses: Uses, place: int) -> list[int]:
@@ -209,7 +209,7 @@ def items_of(loader: DataLoader[Any]) -> Iterator[Any]:
                     f"{error}. A process that loads data was killed, most often for memory: "
                     f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
                 ) from error
-            if isinstance(item, DataFault):
+            if isinstance(item, DataFault | TrainingFault):
                 raise item
             yield item
     finally:
