@@ -185,6 +185,23 @@ def test_a_segment_that_is_gone_is_named(tmp_path, check):
         reader_of(folder, check=check).read([address(0)])
 
 
+def test_a_file_that_went_stale_is_opened_anew_and_a_failing_disk_is_named(tmp_path, monkeypatch):
+    reader = reader_of(filled(tmp_path / "cache", map(item, range(3))), check=False)
+    reader.read([address(0)])
+    read, failures = os.preadv, [116, 0, 5, 5]  # ESTALE once, then EIO for good
+
+    def failing(*args):
+        number = failures.pop(0) if failures else 0
+        if number:
+            raise OSError(number, os.strerror(number))
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert same(reader.read([address(1)]), [sample(1)])
+    with pytest.raises(TrainingFault, match=r"is damaged: it cannot be read \(Input/output error\)"):
+        reader.read([address(2)])
+
+
 def test_entries_that_were_moved_while_they_are_read_are_found_again(tmp_path):
     folder = filled(tmp_path / "cache", [*map(item, range(3)), refused(3)])
     reader = reader_of(folder)

@@ -63,18 +63,22 @@ class Segments:
 
     def fill(self, segment: str, offset: int, buffers: Sequence[Any], size: int) -> None:
         """Fill buffers of so many bytes in all. Raises Damaged."""
-        file = self._files.get(segment)
         try:
-            if file is None:
-                file = self._open(segment)
-            count = os.preadv(file.fileno(), buffers, offset)
-            if count != size:
-                self._rest(file, offset, buffers, count)
+            self._fill(segment, offset, buffers, size)
         except FileNotFoundError:
             raise Gone("it is gone") from None
-        except OSError as error:
+        except OSError:  # of a network disk whose server was started anew, a file that is open may be stale
             self._files.pop(segment, None)
-            raise Damaged(f"it cannot be read ({error.strerror or error})") from error
+            try:
+                self._fill(segment, offset, buffers, size)
+            except OSError as error:
+                raise Damaged(f"it cannot be read ({error.strerror or error})") from error
+
+    def _fill(self, segment: str, offset: int, buffers: Sequence[Any], size: int) -> None:
+        file = self._files.get(segment) or self._open(segment)
+        count = os.preadv(file.fileno(), buffers, offset)
+        if count != size:
+            self._rest(file, offset, buffers, count)
 
     def forget(self, segment: str, offset: int, length: int) -> bool:
         """Nothing can be brought anew."""
