@@ -16,6 +16,9 @@ import torch
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Parts, Reject
+from difftrain.data.cache import uses
+from difftrain.data.cache.folder import CacheFolder
+from difftrain.data.cache.metadata import Metadata
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
 from difftrain.data.validation import validation_batches
@@ -130,6 +133,39 @@ def count_encoded(counts: list[int]) -> Any:
 
     encoding.items_of = items  # type: ignore[attr-defined]
     return inner
+
+
+def entries(cache: Path) -> int:
+    """Count what is in a cache, as the last merge left it."""
+    return Metadata(cache / "metadata.db").count
+
+
+def use_of(cache: Path) -> uses.Use:
+    """Return the only use of a cache."""
+    (use,) = uses.all_uses(CacheFolder.open(cache))
+    return use
+
+
+def same_inputs(ours: Made, theirs: Made, precision: str = "no", near: float = 1e-5) -> None:
+    """Compare what the denoiser gets of two epochs."""
+    count = 0
+    with choose("cpu").autocast(precision):
+        for a, b in zip(ours.batches(2), theirs.batches(2), strict=True):
+            found, wanted = ours.family.inputs(a, ours.parts), theirs.family.inputs(b, theirs.parts)
+            assert torch.allclose(found.x_t, wanted.x_t, atol=1e-5) and found.timestep.equal(wanted.timestep)
+            assert found.target.equal(wanted.target)
+            for name, value in wanted.conditions.items():
+                assert found.conditions[name].dtype == value.dtype
+                assert torch.allclose(found.conditions[name].float(), value.float(), atol=near, rtol=near), name
+            count += 1
+    assert count > 5
+
+
+def break_picture(path: Path) -> None:
+    """Damage a picture where neither its header nor its end says so."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255  # its header and its end are sound
+    path.write_bytes(data)
 
 
 def build(root: str, out: str) -> None:
