@@ -125,7 +125,7 @@ def test_memory_that_is_full_is_said(monkeypatch):
         sink.append([item(1)])
 
 
-def test_preloading_copies_what_is_wanted_in_the_order_in_which_it_lies(tmp_path, monkeypatch):
+def test_preloading_copies_what_is_wanted_in_the_order_in_which_it_lies(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(preloading, "_AT_ONCE", 3000)
     folder = filled(tmp_path / "cache", [*map(item, range(12)), refused(12)], segment_bytes=5000)
     asked: list[tuple[str, int, int]] = []
@@ -136,9 +136,12 @@ def test_preloading_copies_what_is_wanted_in_the_order_in_which_it_lies(tmp_path
             asked.extend(ranges)
 
     wanted = [9, 3, 3, 12, 0, 40]
+    caplog.set_level("INFO")
+    monkeypatch.setattr(preloading, "_SAY_EVERY_S", 0.0)
     table = preload(Metadata(folder.database), Watched(folder), addresses(wanted), None, "CACHE")
     assert [(segment, offset) for segment, offset, _ in asked] == sorted((s, o) for s, o, _ in asked)
     assert MemoryEntries(table).count == len(asked) == 4
+    assert "4 entries" in caplog.messages[0] and "of 4 entries" in caplog.messages[-1]
     for path in folder.segments.iterdir():
         path.unlink()
     reader = reader_of(table)

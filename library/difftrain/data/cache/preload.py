@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from difftrain.data.cache.segments import Source, checked_payload, damage
 if TYPE_CHECKING:
     from difftrain.data.cache.metadata import Metadata, Row
 
+log = logging.getLogger("difftrain")
+_SAY_EVERY_S = 10.0
 _AT_ONCE = 64 << 20  # bytes that are asked for together
 
 
@@ -47,7 +51,12 @@ def preload(metadata: Metadata, source: Source, addresses: np.ndarray, room_byte
     by_name[sorted(range(len(segments)), key=segments.__getitem__)] = np.arange(len(segments))
     wanted = wanted[np.lexsort((wanted["offset"], by_name[wanted["segment"]] if segments else wanted["segment"]))]
     sink = MemorySink()
+    log.info("--cache_preload: %s entries, %.3g GiB, are copied into memory", f"{len(wanted):,}", total / 2**30)
+    said = time.monotonic()
     for group in _groups(wanted):
+        if time.monotonic() - said > _SAY_EVERY_S:
+            said = time.monotonic()
+            log.info("--cache_preload: %s of %s entries", f"{sink.written:,}", f"{len(wanted):,}")
         rows = [row_of(0, segments, place) for place in group]
         source.want([(row.segment, row.offset, row.length) for row in rows])
         for place, row in zip(group, rows, strict=True):
