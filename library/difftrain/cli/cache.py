@@ -232,7 +232,7 @@ def _export(cache: Path | str, words: Mapping[str, list[str]]) -> int:
     encoders = words["encoders"][-1].split(",") if "encoders" in words else None
     done = export(
         cache,
-        Path(expanded(words["output"][-1])),
+        expanded(words["output"][-1]),
         _word(words, FORMAT),
         encoders=encoders,
         use=words["use"][-1] if "use" in words else None,
