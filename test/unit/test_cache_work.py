@@ -345,12 +345,47 @@ def test_every_caption_that_training_or_validation_draws_is_wanted(tmp_path):
 
 def test_long_work_says_how_long_it_will_take(tmp_path, monkeypatch):
     data, said = opened(config(tmp_path, write_folder(tmp_path / "a", SIZES), data={"verify": "quick"})), []
-    monkeypatch.setattr("difftrain.data.cache.work._LOOK", 3)
-    for module in ("work", "contents"):
+    monkeypatch.setattr("difftrain.data.cache.texts._LOOK", 3)
+    for module in ("texts", "contents"):
         monkeypatch.setattr(f"difftrain.data.cache.{module}._SAY_EVERY_S", 0.0)
     build_wanted(data, [PICTURES, TEXT], tokenize, say=said.append)
-    assert any("captions of 5 of 8 records" in line and "min left" in line for line in said)
+    assert any("captions of 6 of 8 records" in line and "min left" in line for line in said)
     assert any("8 of 8 files" in line and "MiB a second" in line for line in said)
+
+
+@pytest.mark.parametrize("vary", [False, True])
+def test_what_is_known_of_captions_is_taken_over_when_the_data_change(tmp_path, vary):
+    folder, seen = write_folder(tmp_path / "a", SIZES), []
+
+    def counted(captions):
+        seen.extend(captions)
+        return tokenize(captions)
+
+    counted.identity = "counted"
+    more = {"captions": {"shuffle": True}, "cache": {"shuffle_num": 3}} if vary else {}
+    cfg = config(tmp_path, folder, validation={"split": 0.4, "seed": 3}, **more)
+    both = TEXT, dataclasses.replace(TEXT, name="text_encoder_2", fingerprint="te 2")
+    listed(opened(cfg), *both, tokens=counted)
+    write_folder(folder, SIZES[:2], start=20)
+    (folder / "0003.txt").write_text("another, caption, than, before")
+    (folder / "0005.png").unlink()
+    seen.clear()
+    data = opened(cfg)
+    found = listed(data, *both, tokens=counted)
+    new = [caption for caption in seen if caption]
+    assert all("20" in each or "21" in each or "another" in each for each in new)
+    assert 3 <= len(new) <= (9 if vary else 3)
+    seen.clear()
+    other = config(tmp_path / "anew", folder, validation={"split": 0.4, "seed": 3}, **more)
+    anew = listed(opened(other), *both, tokens=counted)
+    assert len(seen) > len(new) + 1
+    for one, two in zip(found, anew, strict=True):
+        for part in ("addresses", "entries", "uses"):
+            assert getattr(one, part).tobytes() == getattr(two, part).tobytes()
+        assert [p.metas for p in pieces_of(data, one)] == [p.metas for p in pieces_of(data, two)]
+    seen.clear()
+    listed(opened(config(tmp_path, folder, captions={"prefix": "p"})), *both, tokens=counted)
+    assert len(seen) == 1 + 9  # drawn in another way, so another caption
 
 
 def test_captions_that_never_end_are_not_listed(tmp_path):

@@ -15,8 +15,9 @@ from difftrain.contracts import Batch, DataFault, Record, Reject, Tokenize
 from difftrain.data.cache.address import content_of, text_addresses
 from difftrain.data.cache.contents import UNREADABLE
 from difftrain.data.cache.cuts import Cuts, plain
+from difftrain.data.cache.texts import NO_BUCKET
 from difftrain.data.cache.wanted import NOBODY, Wanted
-from difftrain.data.cache.work import MASKS, NO_BUCKET
+from difftrain.data.cache.work import MASKS
 from difftrain.data.decoders import HOST
 from difftrain.data.inspection import PASSING
 from difftrain.data.masks import cut_mask, decode_mask, find_mask, name_of

@@ -24,6 +24,7 @@ from difftrain.data.media import Unusable
 
 VERSION = 1  # of the files of a list
 ROW = np.dtype([("address", "V16"), ("record", "<u4"), ("variant", "<u2"), ("plain", "u1"), ("spare", "u1")])
+FACTS = "facts.json"
 NOBODY = 0xFFFFFFFF  # record of the empty caption, which all can draw
 LOST = b"\xff" * BYTES  # in place of the address of what cannot be read now
 _NONE = bytes(BYTES)
@@ -41,7 +42,7 @@ class Wanted:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        facts = json.loads((self.folder / "facts.json").read_text(encoding="utf-8"))
+        facts = json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
         self.name: str = facts["name"]
         self.fingerprint: str = facts["fingerprint"]
         self.storage: str = facts["storage"]
@@ -141,7 +142,10 @@ class Places:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a list says of itself. inputs: of a caption's tokens those that decide what is made of it."""
+    """What a list says of itself.
+
+    inputs: of a caption's tokens those that decide what is made of it. kind: what tells of all that decides its address.
+    """
 
     name: str
     fingerprint: str
@@ -149,6 +153,7 @@ class Facts:
     batch_size: int
     inputs: tuple[str, ...] = ()
     passed: Sequence[Reject] = ()
+    kind: str = ""
 
 
 def write(
@@ -184,6 +189,7 @@ def write(
         np.save(folder / "places.npy", places)
     said = {
         "version": VERSION,
+        "kind": facts.kind,
         "name": facts.name,
         "fingerprint": facts.fingerprint,
         "storage": facts.storage,
@@ -195,7 +201,7 @@ def write(
     }
     aside = folder / f"{uuid.uuid4().hex}.tmp"
     aside.write_text(json.dumps(said), encoding="utf-8")
-    aside.rename(folder / "facts.json")
+    aside.rename(folder / FACTS)
 
 
 def use_rows(keys: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:

@@ -7,12 +7,11 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from difftrain.contracts import Bucket, Encoder, Feature, Reject, Tokenize
-from difftrain.data.cache.address import BYTES, V16, as_array, text_addresses
+from difftrain.data.cache.address import BYTES, V16
 from difftrain.data.cache.contents import Say, picture_contents
-from difftrain.data.cache.cuts import MASK_VERSION, Cuts, plain, settings_of
+from difftrain.data.cache.cuts import MASK_VERSION, Cuts, settings_of
 from difftrain.data.cache.mask_contents import mask_contents
-from difftrain.data.cache.wanted import LOST, NOBODY, ROW, VERSION, Facts, use_rows, write
+from difftrain.data.cache.texts import identity_of, words_of, write_captions
+from difftrain.data.cache.wanted import FACTS, LOST, ROW, VERSION, Facts, use_rows, write
 from difftrain.data.index_writer import disk_faults
-from difftrain.data.samples import captions_of
 
 if TYPE_CHECKING:
     from difftrain.data.index import Index
@@ -35,13 +34,9 @@ if TYPE_CHECKING:
     from difftrain.data.tables import BucketRows, Tables
 
 MASKS = "masks"  # name of what is made of masks; its feature is "mask"
-FACTS = "facts.json"
-NO_BUCKET = Bucket(0, 0)  # of captions
 _KEPT = 8  # lists of one name: settings come and go
 _STALE_S = 24 * 3600.0
-_SAY_EVERY_S = 10.0
 _ROWS = 1 << 18
-_LOOK = 2048  # captions that are tokenised at once
 
 
 @dataclass(frozen=True)
@@ -82,12 +77,14 @@ def build_wanted(
     """
     captions = [each for each in asked if each.encoder.source == "caption"]
     lists = [_pictures(data, each, look, say) for each in asked if each.encoder.source == "pixels"]
-    lists += [_List(data.index, each, _caption_words(data, each, tokenize)) for each in captions]
-    _write_captions(data, [each for each in lists if each.asked in captions and not each.is_there], tokenize, say)
-    return {each.asked.name: each.folder for each in lists}
+    texts = [List(data.index, each, _caption_words(data, tokenize)) for each in captions]
+    if absent := [each for each in texts if not each.is_there]:
+        ids = np.flatnonzero(_placed(data.tables, data.index.count)[1] >= 0)
+        write_captions(data, ids, absent, tokenize, say)
+    return {each.asked.name: each.folder for each in (*lists, *texts)}
 
 
-class _List:
+class List:
     """The folder of a list, in the index; where nothing can be written there, a temporary one of this process."""
 
     def __init__(self, index: Index, asked: Asked, words: Any) -> None:
@@ -130,13 +127,13 @@ class _List:
         for path in older[:-_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def facts(self, batch_size: int, passed: Sequence[Reject] = ()) -> Facts:
+    def facts(self, batch_size: int, passed: Sequence[Reject] = (), kind: str = "") -> Facts:
         """Return what the list says of itself."""
         asked = self.asked
-        return Facts(asked.name, asked.fingerprint, asked.storage, batch_size, tuple(asked.encoder.inputs), passed)
+        return Facts(asked.name, asked.fingerprint, asked.storage, batch_size, asked.encoder.inputs, passed, kind)
 
 
-def _pictures(data: Data, asked: Asked, look: bool, say: Say) -> _List:
+def _pictures(data: Data, asked: Asked, look: bool, say: Say) -> List:
     """List the pictures of the tables or their masks, held out or not: a split changes nothing here."""
     index, recipes, masks = data.index, data.recipes, asked.name == MASKS
     buckets, bucket_of = _placed(data.tables, index.count)
@@ -150,7 +147,7 @@ def _pictures(data: Data, asked: Asked, look: bool, say: Say) -> _List:
     else:
         contents, passed = picture_contents(index, ids, look=look, say=say)
     known = hashlib.blake2b(contents[ids].tobytes(), digest_size=BYTES).hexdigest()
-    found = _List(index, asked, [data.tables.folder.name, [settings_of(recipe) for recipe in recipes], known])
+    found = List(index, asked, [data.tables.folder.name, [settings_of(recipe) for recipe in recipes], known])
     if found.is_there:
         return found
     flips = np.array([recipe.flip for recipe in recipes])[sources]
@@ -221,64 +218,6 @@ def _rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
     return rows[(words[:, 0] != words[:, 1]) | ((words[:, 0] + np.uint64(1)) > 1)]  # neither nothing nor LOST
 
 
-def _caption_words(data: Data, asked: Asked, tokenize: Tokenize) -> list[Any]:
+def _caption_words(data: Data, tokenize: Tokenize) -> list[Any]:
     """Return all that decides the captions and their tokens."""
-    recipes = [[recipe.captions.model_dump(mode="json"), recipe.num_variants] for recipe in data.recipes]
-    return [data.tables.folder.name, recipes, identity_of(tokenize)]
-
-
-def identity_of(tokenize: Tokenize) -> str:
-    """Return what tells a tokenizer from another: what it says of itself, or all of it."""
-    said = getattr(tokenize, "identity", None)
-    return said if isinstance(said, str) else hashlib.blake2b(pickle.dumps(tokenize), digest_size=BYTES).hexdigest()
-
-
-def _write_captions(data: Data, lists: Sequence[_List], tokenize: Tokenize, say: Say) -> None:
-    """List every caption that a record of the tables can be drawn with, and "". Each is tokenised for all encoders."""
-    if not lists:
-        return
-    with disk_faults(data.index.folder):
-        asides = [each.begin() for each in lists]
-        files = [(aside / "rows.bin").open("wb") for aside in asides]
-        for rows, captions in _drawn(data, say):
-            distinct = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
-            back = [distinct[caption] for caption in captions]
-            tokens = tokenize(list(distinct))
-            for each, file in zip(lists, files, strict=True):
-                asked = each.asked
-                found = text_addresses(tokens, asked.encoder.inputs, asked.fingerprint, asked.storage)
-                rows["address"] = as_array(found)[back]
-                file.write(rows.tobytes())
-        for each, aside, file in zip(lists, asides, files, strict=True):
-            file.close()
-            rows = np.memmap(aside / "rows.bin", dtype=ROW, mode="r")
-            uses = use_rows(data.index.columns().keys, rows)
-            facts = each.facts(each.asked.batch_size)
-            write(aside, facts, rows, lambda r: np.zeros(len(r), np.int64), [NO_BUCKET], uses, len(rows))
-            (aside / "rows.bin").unlink()
-            each.settle(aside)
-
-
-def _drawn(data: Data, say: Say) -> Iterator[tuple[np.ndarray, list[str]]]:
-    """Yield rows without addresses and their captions: that of nobody first, then by record and variant."""
-    held = np.zeros(data.index.count, dtype=bool)
-    wanted = _placed(data.tables, data.index.count)[1] >= 0
-    for rows in data.tables.validation:
-        held[_ids(data.tables, rows)] = True
-    recipes = [data.recipes, plain(data.recipes)]
-    facts: list[tuple[bytes, int, int, int, int]] = [(b"", NOBODY, 0, 0, 0)]
-    captions = [""]
-    began = said = time.monotonic()
-    for done, record_id in enumerate(ids := np.flatnonzero(wanted).tolist()):
-        record, as_written = data.index.record(record_id), bool(held[record_id])
-        for variant, caption in enumerate(captions_of(record, recipes[as_written][record.media.source])):
-            facts.append((b"", record_id, variant, as_written, 0))
-            captions.append(caption)
-        if len(captions) >= _LOOK:
-            yield np.array(facts, dtype=ROW), captions
-            facts, captions = [], []
-            if (now := time.monotonic()) - said > _SAY_EVERY_S:
-                said, left = now, (len(ids) / (done + 1) - 1) * (now - began) / 60
-                say(f"cache: the captions of {done + 1:,} of {len(ids):,} records are tokenised, {left:.1f} min left")
-    if captions:
-        yield np.array(facts, dtype=ROW), captions
+    return [data.tables.folder.name, [words_of(recipe) for recipe in data.recipes], identity_of(tokenize)]
