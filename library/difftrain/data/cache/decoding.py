@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from difftrain.contracts import Batch, DataFault, Record, Reject, Tokenize
+from difftrain.contracts import Batch, Bucket, DataFault, Record, Reject, Tokenize
 from difftrain.data.cache.address import content_of, text_addresses
 from difftrain.data.cache.contents import UNREADABLE
 from difftrain.data.cache.cuts import Cuts, plain
@@ -80,11 +80,9 @@ class Decoding(Dataset[Any]):
         rejected: dict[int, tuple[str, str]] = {}
         passed: dict[int, Reject] = {}
         decoded: dict[int, np.ndarray] = {}
-        bucket = self._wanted.bucket(n)
-        for row in self._wanted.rows(n):
-            entry = self._wanted.entries[row]
-            record = self._index.record(int(entry["record"]))
-            flip, address = bool(entry["variant"]), entry["address"].tobytes()
+        keys, every = [], self._wanted.rows(n)
+        for row, entry, address in zip(every, *self._wanted.take(every), strict=True):
+            record, flip = self._index.record(int(entry["record"])), bool(entry["variant"])
             try:
                 if record.id not in decoded:
                     decoded[record.id] = self._decoded(record, flip, address)
@@ -97,12 +95,15 @@ class Decoding(Dataset[Any]):
                 continue
             pixels = decoded[record.id]
             rows.append(row)
+            keys.append((record.id, address))
             made.append(pixels[..., ::-1] if flip else pixels)
             metas.append({"name": record.name})
         if not rows:
             return Piece(n, (), None, [], rejected, tuple(passed.values()))
         features = {"mask" if self._masks else "pixels": torch.from_numpy(np.stack(made))}
-        return Piece(n, tuple(rows), self._batch(bucket, rows, features), metas, rejected, tuple(passed.values()))
+        return Piece(
+            n, tuple(rows), _batch(self._wanted.bucket(n), keys, features), metas, rejected, tuple(passed.values())
+        )
 
     def _decoded(self, record: Record, flip: bool, address: bytes) -> np.ndarray:
         """Decode a picture or its mask, cut but not mirrored. Shape: (3 or 1, H, W) uint8.
@@ -125,19 +126,21 @@ class Decoding(Dataset[Any]):
     def _texts(self, n: int) -> Piece:
         """Read and tokenise some captions. Raises DataFault where they are not those that were listed."""
         rows = self._wanted.rows(n)
-        captions = self._drawn(rows)
+        entries, addresses = self._wanted.take(rows)
+        captions = self._drawn(entries)
         tokens, wanted = self._tokenize(captions), self._wanted
         found = text_addresses(tokens, wanted.inputs, wanted.fingerprint, wanted.storage)
-        if found != [wanted.addresses[row].tobytes() for row in rows]:
+        if found != addresses:
             raise DataFault(f"{wanted.folder}: a list of captions that were made otherwise; remove this folder")
         metas = [{"caption": caption} for caption in captions]
-        return Piece(n, tuple(rows), self._batch(NO_BUCKET, rows, tokens), metas)
+        keys = list(zip(entries["record"].tolist(), addresses, strict=True))
+        return Piece(n, tuple(rows), _batch(NO_BUCKET, keys, tokens), metas)
 
-    def _drawn(self, rows: Sequence[int]) -> list[str]:
-        """Make the captions of rows. The variants of a record are neighbours: they are made once."""
+    def _drawn(self, entries: np.ndarray) -> list[str]:
+        """Make the captions of entries. The variants of a record are neighbours: they are made once."""
         of: dict[tuple[int, bool], list[str]] = {(NOBODY, False): [""]}
         found = []
-        for entry in (self._wanted.entries[row] for row in rows):
+        for entry in entries:
             asked = int(entry["record"]), bool(entry["plain"])
             if asked not in of:
                 record = self._index.record(asked[0])
@@ -146,10 +149,11 @@ class Decoding(Dataset[Any]):
             found.append(of[asked][int(entry["variant"])])
         return found
 
-    def _batch(self, bucket: Any, rows: Sequence[int], features: dict[str, torch.Tensor]) -> Batch:
-        ids = torch.tensor([int(self._wanted.entries[row]["record"]) for row in rows], dtype=torch.int64)
-        keys = tuple(self._wanted.addresses[row].tobytes() for row in rows)
-        return Batch(bucket, ids, torch.zeros_like(ids), features, {}, keys=keys)
+
+def _batch(bucket: Bucket, keys: Sequence[tuple[int, bytes]], features: dict[str, torch.Tensor]) -> Batch:
+    """Make a batch. keys: the record and the address of each row."""
+    ids = torch.tensor([record_id for record_id, _ in keys], dtype=torch.int64)
+    return Batch(bucket, ids, torch.zeros_like(ids), features, {}, keys=tuple(address for _, address in keys))
 
 
 def _mask_of(record: Record, folder: str) -> Path:

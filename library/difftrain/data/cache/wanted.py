@@ -85,6 +85,15 @@ class Wanted:
         found: np.ndarray = np.load(self.folder / "uses.npy", mmap_mode="r")
         return found
 
+    @cached_property
+    def _columns(self) -> tuple[Column, Column]:
+        return Column(self.folder / "entries.npy"), Column(self.folder / "addresses.npy")
+
+    def take(self, rows: Sequence[int]) -> tuple[np.ndarray, list[bytes]]:
+        """Read some entries and their addresses without mapping the files: workers stay small. Shape: (n,) ROW."""
+        entries, addresses = (column.take(list(rows)) for column in self._columns)
+        return entries, [address.tobytes() for address in addresses]
+
     def buckets(self) -> list[tuple[Bucket, int]]:
         """Return each bucket and its number of entries."""
         return self._runs
