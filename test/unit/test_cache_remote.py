@@ -24,15 +24,16 @@ from difftrain.config import TrainConfig
 from difftrain.config.parse import parse
 from difftrain.config.stores import shown
 from difftrain.contracts import ConfigFault, DataFault, Feature, TrainingFault
-from difftrain.data.cache import copies
+from difftrain.data.cache import copies, ranges
 from difftrain.data.cache.copies import Copies
 from difftrain.data.cache.fetching import Patience, Short, in_parallel
 from difftrain.data.cache.folder import BIN, CacheFolder
 from difftrain.data.cache.format import unpack
 from difftrain.data.cache.memory import Verified
 from difftrain.data.cache.metadata import Metadata, merge
+from difftrain.data.cache.ranges import BLOCK, WHOLE
 from difftrain.data.cache.reader import Reader
-from difftrain.data.cache.remote import BLOCK, WHOLE, RemoteCache, fetch_cache
+from difftrain.data.cache.remote import RemoteCache, fetch_cache
 from difftrain.data.cache.writer import SegmentWriter
 from difftrain.data.prepare import index_folder
 
@@ -155,6 +156,17 @@ def test_entries_are_read_by_ranges_and_kept(cache, url, want) -> None:
     read(remote, [5, 2, 2, 5, 11], want=want)
     assert not Disturbed.reads, "all was kept"
     assert remote.folder.is_relative_to(cache.path.parent / "home")
+
+
+def test_more_copies_than_are_held_open_are_read_at_once(cache, monkeypatch) -> None:
+    monkeypatch.setattr(ranges, "_OPEN", 2)
+    remote = fetch()
+    for _ in range(2):
+        read(remote)
+    segments = remote.segments
+    segments.want([(row.segment, row.offset, row.length) for row in rows(remote)])
+    held = [type(each).__name__ for _, contents in segments._held.values() for each in contents]
+    assert held.count("Copy") == 2 and "memoryview" in held
 
 
 def test_what_has_not_changed_is_not_fetched_again_and_a_run_keeps_the_state_it_began_with(cache) -> None:
@@ -396,10 +408,10 @@ def test_the_least_recently_used_go_first(tmp_path) -> None:
     for number in range(9):
         kept.put(f"{number}", bytes(100))
         os.utime(next(kept.folder.rglob(f"{number}")), (number, number))
-    assert kept.get("0") is not None, "which marks it as used"
+    assert kept.open("0") is not None, "which marks it as used"
     for number in range(9, 14):
         kept.put(f"{number}", bytes(100))
-    there = {number for number in range(14) if kept.get(str(number)) is not None}
+    there = {number for number in range(14) if kept.open(str(number)) is not None}
     assert {0, 13} <= there and not {1, 2, 3} & there and len(there) <= 10
 
 

@@ -14,12 +14,9 @@ import time
 import uuid
 import zlib
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import IO, Any
 
 from difftrain.data.cache.fetching import say_to_all
-from difftrain.data.cache.format import ALIGN
 
 _SHARES, _SHARE = 16, 256 << 20  # most sub-folders, and the bytes from which there is another
 _LOOKS = 512  # a writer looks through a sub-folder each time that it has written this part of its share
@@ -29,6 +26,29 @@ _STALE_S = 600.0  # what is still being written after this time was left by a ki
 _PAUSE_S = 60.0  # without copies, where the disk is full
 _QUIET_S = 3600.0
 _RESERVE, _RESERVED_SHARE = 1 << 30, 0.05  # of the disk, the smaller one is left to others
+
+
+class Copy:
+    """A copy that is open: it stays what it is, also when it is removed."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self.size = file, size
+
+    def fill(self, at: int, views: list[memoryview], length: int) -> bool:
+        """Fill buffers, of a length together, from a place on; tell whether all could be read."""
+        try:
+            return os.preadv(self._file.fileno(), views, at) == length
+        except OSError:
+            return False
+
+    def content(self) -> memoryview:
+        """Read all of it; what cannot be read is left zero, and has a wrong checksum."""
+        content = memoryview(bytearray(self.size))
+        self.fill(0, [content], self.size)
+        return content
+
+    def __del__(self) -> None:
+        self._file.close()
 
 
 class Copies:
@@ -44,29 +64,20 @@ class Copies:
     def __reduce__(self) -> tuple[Any, ...]:
         return Copies, (self.folder.parent, self.bound)
 
-    def get(self, name: str) -> np.ndarray | None:
-        """Return a copy, uint8, or None where there is none that can be read."""
+    def open(self, name: str) -> Copy | None:
+        """Open a copy, and mark it as used; None where there is none."""
         if not self.bound:
             return None
         path = self._path(name)
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            file = path.open("rb", buffering=0)
         except OSError:
             return None
-        try:
-            stat = os.fstat(descriptor)
-            content = aligned(stat.st_size)
-            if os.preadv(descriptor, [content.data], 0) != stat.st_size:
-                return None
-            if time.time() - stat.st_mtime > _USED_S:
+        stat = os.fstat(file.fileno())
+        if time.time() - stat.st_mtime > _USED_S:
+            with contextlib.suppress(OSError):  # removed meanwhile
                 os.utime(path)
-        except FileNotFoundError:  # removed meanwhile
-            pass
-        except OSError:
-            return None
-        finally:
-            os.close(descriptor)
-        return content
+        return Copy(file, stat.st_size)
 
     def put(self, name: str, content: Any) -> None:
         """Keep a copy, where there is room for it; a disk that is full is said once."""
@@ -149,10 +160,3 @@ class Copies:
             f"cache: {self.folder} takes no more copies of what is read from the store ({error.strerror or error}): "
             "entries are read from it directly, each time anew. Make room there, or lower --cache_copy_gib"
         )
-
-
-def aligned(size: int) -> np.ndarray:
-    """Return memory that begins as payloads do in their files. Shapes: (size,) uint8."""
-    memory = np.empty(size + ALIGN, np.uint8)
-    start = -memory.ctypes.data % ALIGN
-    return memory[start : start + size]

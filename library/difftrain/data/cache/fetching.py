@@ -21,7 +21,7 @@ from difftrain.contracts import TrainingFault
 
 T = TypeVar("T")
 THREADS = 8  # requests of a process at once
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _SAID_FROM = 2  # attempt
 # what stores call that which changes with a file's content; dates only where there is nothing else
 _STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "blob_id", "mtime", "modify")
@@ -133,7 +133,7 @@ class Store:
         for attempt in range(1, attempts + 1):
             try:
                 return _within(limit_s, call)
-            except (*_GONE, TrainingFault):
+            except (*GONE, TrainingFault):
                 raise
             except TimeoutError as error:
                 last = str(error) or "the store timed out"

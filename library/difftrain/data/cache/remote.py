@@ -1,9 +1,7 @@
-"""A cache on an object store, read only: what is small is fetched whole, segments are read by ranges.
+"""A cache on an object store, read only: what is small is fetched whole, segments are read by ranges (ranges.py).
 
 The index and what else is small lie in a folder of the user's cache, named by the state that they were fetched in, so that
-a run keeps the state that it began with. Bytes of segments lie beside it, for all states: segments never change. An
-entry that is read as a whole is kept as it is, since random reads of large samples would bring twice as much in
-fixed blocks; small ones are read and kept in blocks of BLOCK bytes, for there the way costs more than the bytes.
+a run keeps the state that it began with. Bytes of segments lie beside it, for all states: segments never change.
 """
 
 from __future__ import annotations
@@ -15,28 +13,21 @@ import os
 import shutil
 import time
 import uuid
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from difftrain.config.stores import shown, why_not
 from difftrain.config.user_cache import user_cache
 from difftrain.contracts import ConfigFault, DataFault, Fault, TrainingFault
-from difftrain.data.cache.copies import Copies, aligned
+from difftrain.data.cache.copies import Copies
 from difftrain.data.cache.fetching import File, Patience, Store, in_parallel
-from difftrain.data.cache.folder import BIN, PART
+from difftrain.data.cache.ranges import RemoteSegments
 
 Say = Callable[[str], None]
-BLOCK = 256 << 10
-WHOLE = BLOCK // 2  # an entry from this size on is brought by itself
 _PIECE = 16 << 20  # of a file that is fetched whole
 _OLD_S = 24 * 3600.0  # a state that nobody has used for so long is removed
-_ALIVE_S = 3600.0
 _NEEDED = ("cache.json", "metadata.db")
 _STAMPS = "stamps.json"
 
@@ -58,7 +49,7 @@ class RemoteCache:
     @property
     def segments(self) -> RemoteSegments:
         """Return what reads its segments."""
-        return RemoteSegments(self)
+        return RemoteSegments(self.url, self.patience, self.copies, self.folder)
 
     def fetch_rows(self, use: str) -> None:
         """Fetch the rows of a use too, which are many. Raises TrainingFault."""
@@ -66,109 +57,6 @@ class RemoteCache:
         for file in store.files("uses"):
             if file.name.startswith(f"uses/{use}-") and not (self.folder / file.name).exists():
                 _fetch(store, file, self.folder / file.name)
-
-
-class RemoteSegments:
-    """Bytes of segments by place, from the local copies or the store."""
-
-    def __init__(self, cache: RemoteCache) -> None:
-        self._cache, self._store = cache, Store(cache.url, cache.patience)
-        self._copies = cache.copies
-        self._held: dict[
-            str, tuple[list[int], list[np.ndarray]]
-        ] = {}  # segment -> places, ascending, and what is there
-        self._names: dict[str, str] = {}
-        self._said_alive = 0.0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteSegments, (self._cache,)
-
-    def want(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        """Bring whole entries, several at once, and hold them until the next call. Raises TrainingFault.
-
-        ranges: segment, offset, length of each.
-        """
-        self._stay_alive()
-        wanted: dict[tuple[str, int, int], int] = {}
-        for segment, offset, length in ranges:
-            for piece, least in _pieces(segment, offset, length):
-                wanted[piece] = max(least, wanted.get(piece, 0))
-        got = in_parallel([partial(self._piece, *piece, least) for piece, least in wanted.items()])
-        self._hold(dict(zip(wanted, got)))
-
-    def read(self, segment: str, offset: int, buffers: Sequence[Any]) -> None:
-        """Fill buffers one after another with the bytes from an offset on. Raises TrainingFault."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        content = self._bytes(segment, offset, sum(map(len, views)))
-        start = 0
-        for view in views:
-            view[:] = content[start : start + len(view)]
-            start += len(view)
-
-    def forget(self, segment: str, offset: int, length: int) -> bool:
-        """Drop local copies of an entry that is not whole and bring it anew. Raises TrainingFault."""
-        for (_, start, size), _ in _pieces(segment, offset, length):
-            self._copies.drop(_name(segment, start, size))
-        self.want([(segment, offset, length)])
-        return True
-
-    def _bytes(self, segment: str, offset: int, length: int) -> memoryview:
-        """Return bytes that are held; else of blocks, for nobody knows of which entry they are."""
-        starts, parts = self._held.get(segment, ([], []))
-        which = bisect_right(starts, offset) - 1
-        if which >= 0 and offset + length <= starts[which] + len(parts[which]):
-            return parts[which][offset - starts[which] :][:length].data
-        blocks = list(_blocks(segment, offset, length))
-        got = in_parallel([partial(self._piece, *piece, least) for piece, least in blocks])
-        begin = offset - blocks[0][0][1]
-        joined = got[0] if len(got) == 1 else np.concatenate(got)
-        return joined[begin : begin + length].data
-
-    def _hold(self, got: dict[tuple[str, int, int], np.ndarray]) -> None:
-        """Hold pieces by segment; blocks that touch become one, so that an entry lies in one piece."""
-        self._held = {}
-        for segment, start, size in sorted(got):
-            starts, parts = self._held.setdefault(segment, ([], []))
-            piece = got[segment, start, size]
-            if parts and size == BLOCK and start % BLOCK == 0 and starts[-1] + len(parts[-1]) == start:
-                joined = aligned(len(parts[-1]) + len(piece))
-                np.concatenate([parts[-1], piece], out=joined)
-                parts[-1] = joined
-            else:
-                starts.append(start)
-                parts.append(piece)
-
-    def _piece(self, segment: str, start: int, size: int, least: int) -> np.ndarray:
-        """Return a piece of a segment, from the local copies or the store. Shapes: (at least `least`,) uint8."""
-        name = _name(segment, start, size)
-        kept = self._copies.get(name)
-        if kept is not None and len(kept) >= least:
-            return kept
-        content = self._ask(segment, start, size, least)
-        self._copies.put(name, content)
-        found = aligned(len(content))
-        found[:] = np.frombuffer(content, np.uint8)
-        return found
-
-    def _ask(self, segment: str, start: int, size: int, least: int) -> bytes:
-        known = self._names.get(segment)
-        for name in [known] if known else [f"segments/{segment}{BIN}", f"segments/{segment}{BIN}{PART}"]:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                content = self._store.read(name, start, start + size, least)
-                self._names[segment] = name
-                return content
-        raise TrainingFault(
-            f"{shown(self._cache.url)}/segments/{segment}{BIN} is gone, bytes {start:,} to {start + size:,} of it are "
-            "wanted. Copy the cache to the store again, with all its segments"
-        )
-
-    def _stay_alive(self) -> None:
-        """Let others see that this state is in use."""
-        if time.monotonic() - self._said_alive > _ALIVE_S or not self._said_alive:
-            self._said_alive = time.monotonic()
-            with contextlib.suppress(OSError):
-                os.utime(self._cache.folder)
-            self._copies.touch()
 
 
 def fetch_cache(url: str, copy_gib: float = 50.0, say: Say = print, *, patience: Patience | None = None) -> RemoteCache:
@@ -289,20 +177,3 @@ def _remove_old(home: Path, current: set[Path]) -> None:
         with contextlib.suppress(OSError):
             if path not in current and path.stat().st_mtime < time.time() - _OLD_S:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _pieces(segment: str, offset: int, length: int) -> list[tuple[tuple[str, int, int], int]]:
-    """Return the pieces that an entry is brought in, (segment, start, size), and how many bytes of each there must be."""
-    if length >= WHOLE:
-        return [((segment, offset, length), length)]
-    return _blocks(segment, offset, length)
-
-
-def _blocks(segment: str, offset: int, length: int) -> list[tuple[tuple[str, int, int], int]]:
-    stop = offset + max(length, 1)
-    starts = range(offset // BLOCK * BLOCK, stop, BLOCK)
-    return [((segment, start, BLOCK), min(BLOCK, stop - start)) for start in starts]
-
-
-def _name(segment: str, start: int, size: int) -> str:
-    return f"{segment}-{start:x}-{size:x}"
