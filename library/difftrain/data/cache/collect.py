@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from difftrain.contracts import DataFault
-from difftrain.data.cache import database, drops, uses
+from difftrain.data.cache import drops, uses
 from difftrain.data.cache.folder import CacheFolder, clean, disk_faults
-from difftrain.data.cache.info import size_text, wanted_numbers
+from difftrain.data.cache.info import size_text
 from difftrain.data.cache.metadata import Metadata, SegmentInfo, merge
 from difftrain.data.cache.moving import Mover, take_away, why_not
 from difftrain.data.cache.repair import ASIDE, refuse_read_only
 from difftrain.data.cache.torn import Journal, read_journal
 from difftrain.data.cache.uses import Use
 from difftrain.data.cache.verify import SEGMENT_FILE
+from difftrain.data.cache.wanting import steady, still_wanted, wanted_numbers
 
 DAY_S = 24 * 3600.0
 KEPT_FROM = 0.5  # share of a segment's bytes in use from which it stays as it is
 GROUP_ROWS = 10_000_000  # entries of segments that go together
 SAID_FROM = 1_000_000  # entries from which it takes long enough to say what is done
-_CHUNK = 1 << 20
 
 
 @dataclass
@@ -60,7 +61,7 @@ def collect(folder: CacheFolder, *, unused_days: int | None = None, dry_run: boo
     """Free what no configuration wants, and yield what is done. Raises ConfigFault, DataFault, TrainingFault."""
     if not dry_run:
         refuse_read_only(folder, "clean it up")
-    kept, forgotten = _uses(folder, unused_days)
+    kept, forgotten = steady(folder, lambda every: _old(folder, every, unused_days))
     for use in forgotten:
         yield f"use {use.id}: not used for {unused_days} days or more, {'would be ' if dry_run else ''}forgotten"
     if not dry_run:
@@ -75,7 +76,8 @@ def collect(folder: CacheFolder, *, unused_days: int | None = None, dry_run: boo
         )
     if known.count > SAID_FROM:
         yield f"looking up what {len(kept):,} configurations want of {known.count:,} entries"
-    found, notes = _sparse(folder, known, kept)
+    wanted = wanted_numbers(folder, known, {use.id for use in forgotten})
+    found, notes = _sparse(folder, known, wanted)
     yield from notes
     done = _Done()
     if dry_run:
@@ -84,7 +86,7 @@ def collect(folder: CacheFolder, *, unused_days: int | None = None, dry_run: boo
         done.freed = sum(one.size - one.live_bytes for one in found)
     else:
         for group in _groups(found, folder):
-            yield from _free(folder, known, wanted_numbers(kept, known), group, done)
+            yield from _free(folder, known, wanted, group, done)
         done.freed += _sweep(folder)
     would = "would be " if dry_run else ""
     yield (
@@ -103,9 +105,8 @@ def _count(done: _Done, one: _Segment) -> None:
     done.entries += one.info.entries - one.live
 
 
-def _uses(folder: CacheFolder, unused_days: int | None) -> tuple[list[Use], list[Use]]:
-    """Return the uses that count, and those that are too old, by the clock of the file system alone."""
-    every = uses.all_uses(folder)
+def _old(folder: CacheFolder, every: list[Use], unused_days: int | None) -> tuple[list[Use], list[Use]]:
+    """Part the uses that count from those that are too old, by the clock of the file system alone."""
     if unused_days is None:
         return every, []
     try:
@@ -120,15 +121,15 @@ def _uses(folder: CacheFolder, unused_days: int | None) -> tuple[list[Use], list
 # --- what there is to free ---
 
 
-def _sparse(folder: CacheFolder, known: Metadata, kept: list[Use]) -> tuple[list[_Segment], list[str]]:
+def _sparse(folder: CacheFolder, known: Metadata, wanted: np.ndarray) -> tuple[list[_Segment], list[str]]:
     """Return segments of which too little is wanted, and why some must stay."""
-    live, live_bytes = _live(folder, known, wanted_numbers(kept, known))
-    rows = _rows(folder)
+    live, live_bytes = _live(known, wanted)
+    rows = dict(known.query("SELECT name, rows FROM segments"))
     found, notes = [], []
     for info in known.segments():
         size = _size(folder, info.name)
-        wanted = live_bytes.get(info.name, 0)
-        if size is None or wanted >= KEPT_FROM * size:
+        kept = live_bytes.get(info.name, 0)
+        if size is None or kept >= KEPT_FROM * size:
             continue
         journal = read_journal(folder.segments, info.name)
         if why := why_not(folder, journal, info.header):
@@ -136,26 +137,20 @@ def _sparse(folder: CacheFolder, known: Metadata, kept: list[Use]) -> tuple[list
         elif journal.damages:
             notes.append(f"segments/{info.name}: {journal.damages[0].says}; it stays: difftrain cache repair first")
         elif len(journal.rows) == rows[info.name]:  # or somebody has just added to it
-            found.append(_Segment(info, journal, size, live.get(info.name, 0), wanted))
+            found.append(_Segment(info, journal, size, live.get(info.name, 0), kept))
     return found, notes
 
 
-def _live(folder: CacheFolder, known: Metadata, wanted: np.ndarray) -> tuple[dict[str, int], dict[str, int]]:
+def _live(known: Metadata, wanted: np.ndarray) -> tuple[dict[str, int], dict[str, int]]:
     """Count wanted entries and their bytes in each segment."""
-    counts: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    with closing(database.connect(known.path)) as db:
-        names = dict(db.execute("SELECT id, name FROM segments"))
-        for number, segment, length in db.execute("SELECT number, segment, length FROM entries"):
-            if wanted[number >> 3] & (1 << (number & 7)):
-                counts[segment] = counts.get(segment, 0) + 1
-                sizes[segment] = sizes.get(segment, 0) + length
+    counts: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
+    for number, segment, length in known.query("SELECT number, segment, length FROM entries"):
+        if wanted[number >> 3] & (1 << (number & 7)):
+            counts[segment] += 1
+            sizes[segment] += length
+    names = dict(known.query("SELECT id, name FROM segments"))
     return {names[key]: value for key, value in counts.items()}, {names[key]: value for key, value in sizes.items()}
-
-
-def _rows(folder: CacheFolder) -> dict[str, int]:
-    with closing(database.connect(folder.database)) as db:
-        return dict(db.execute("SELECT name, rows FROM segments"))
 
 
 def _size(folder: CacheFolder, name: str) -> int | None:
@@ -187,7 +182,6 @@ def _free(
     folder: CacheFolder, known: Metadata, wanted: np.ndarray, group: list[_Segment], done: _Done
 ) -> Iterator[str]:
     """Copy what is wanted of some segments, and take them away."""
-    dropped = drops.offsets_of(folder)
     mover = Mover(folder)
     going: dict[str, np.ndarray] = {}
     for one in group:
@@ -195,16 +189,20 @@ def _free(
         if one.live:
             kept = rows[_kept(known, wanted, name, rows)]
             if not mover.take(name, one.journal.header or {}, kept).all():
-                yield f"segments/{name}: some of its entries are damaged; it stays: difftrain cache repair first"
+                yield f"segments/{name}: some entries cannot be read; it stays: difftrain cache repair first"
                 continue
-        going[name] = rows if name not in dropped else rows[~np.isin(rows["offset"], dropped[name])]
+        going[name] = rows
     mover.close()
+    # also what others have dropped: they may take that back
     file = drops.add_many(folder, {name: rows["offset"] for name, rows in going.items()})
-    _merge(folder)
-    if lost := _still_wanted(folder, list(going.values())):
-        if file is not None:
+    lost = None
+    try:
+        lost = still_wanted(folder, going)
+    finally:
+        if lost != 0 and file is not None:
             file.unlink(missing_ok=True)
-        merge(folder)
+            merge(folder)
+    if lost:
         yield f"{lost:,} entries of {len(going):,} segments are wanted by a build that has just begun: they stay"
         return
     for one in group:
@@ -223,35 +221,6 @@ def _kept(known: Metadata, wanted: np.ndarray, name: str, rows: np.ndarray) -> n
         if place is not None and (place.segment, place.offset) == (name, offset):
             kept[at] = wanted[place.number >> 3] >> (place.number & 7) & 1
     return kept
-
-
-def _merge(folder: CacheFolder) -> None:
-    """Make metadata.db anew with the drops of now, also where another process is just making one without them."""
-    for _ in range(3):
-        merge(folder)
-        with closing(database.connect(folder.database)) as db:
-            if database.meta(db)["drops"] == drops.state(folder):
-                return
-
-
-def _still_wanted(folder: CacheFolder, going: list[np.ndarray]) -> int:
-    """Count what is wanted now of what is going, and is nowhere else. Raises DataFault."""
-    if not going:
-        return 0
-    gone = np.unique(np.concatenate([_first_half(rows["address"]) for rows in going]))
-    known, lost = Metadata(folder.database), 0
-    for use in uses.all_uses(folder):
-        for encoder in use.encoders:
-            rows = use.rows(encoder)
-            for start in range(0, len(rows), _CHUNK):
-                addresses = np.ascontiguousarray(rows["address"][start : start + _CHUNK])
-                among = addresses[np.isin(_first_half(addresses), gone)]  # perhaps others that begin alike: no harm
-                lost += int((~known.has_many(among)).sum()) if len(among) else 0
-    return lost
-
-
-def _first_half(addresses: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(addresses).view(np.uint64).reshape(-1, 2)[:, 0]
 
 
 def _sweep(folder: CacheFolder) -> int:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from difftrain.contracts import DataFault
-from difftrain.data.cache import database, drops, uses
+from difftrain.data.cache import drops, uses
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder
-from difftrain.data.cache.format import ADDRESS, FEATURES, FORMAT, Damaged, places
+from difftrain.data.cache.format import FEATURES, FORMAT, Damaged, places
 from difftrain.data.cache.journals import Journal
 from difftrain.data.cache.metadata import Metadata, SegmentInfo
+from difftrain.data.cache.wanting import steady, wanted_numbers
 
 LOOKED_AT = 2000  # entries of an encoder whose features are measured
 COUNTED = 5_000_000  # entries up to which those that nothing wants are counted
-_CHUNK = 1 << 18
-_ASKED = 1000  # addresses of one query
 _HEAD = 1 << 14  # bytes of an entry that tell its features
 
 
@@ -37,12 +35,12 @@ def describe(folder: CacheFolder) -> dict[str, Any]:
         "format": FORMAT,
         "entries": known.count if known is not None else None,
         "bytes": sum(info.bytes for info in infos) if known is not None else None,
-        "rejects": _rejects(folder) if known is not None else None,
+        "rejects": len(known.rejects()) if known is not None else None,
         **_summed(encoders := _encoders(folder, infos)),
         "encoders": encoders,
-        "segments": _segments(folder, infos),
+        "segments": _segments(folder, known),
         "dropped": sum(map(len, drops.offsets_of(folder).values())),
-        "uses": [_use(use) for use in uses.all_uses(folder)],
+        "uses": steady(folder, lambda every: [_use(use) for use in every]),
         "unused": _unused(folder, known, notes),
         "writable": folder.writable,
     }
@@ -62,11 +60,6 @@ def _known(folder: CacheFolder, notes: list[str]) -> Metadata | None:
         else:
             notes.append(f"entries cannot be counted: {fault}")
     return None
-
-
-def _rejects(folder: CacheFolder) -> int:
-    with closing(database.connect(folder.database)) as db:
-        return int(database.meta(db)["rejects"])
 
 
 # --- encoders ---
@@ -150,9 +143,9 @@ def _measured(folder: CacheFolder, info: SegmentInfo, most: int) -> Iterator[tup
 # --- files ---
 
 
-def _segments(folder: CacheFolder, infos: list[SegmentInfo]) -> dict[str, Any]:
+def _segments(folder: CacheFolder, known: Metadata | None) -> dict[str, Any]:
     """Count the files of segments, and the journal rows that metadata.db does not know yet."""
-    rows = _rows_known(folder) if infos else {}
+    rows = dict(known.query("SELECT name, rows FROM segments")) if known is not None else {}
     count = unsealed = size = behind = 0
     for name in folder.names():
         with suppress(OSError):
@@ -164,11 +157,6 @@ def _segments(folder: CacheFolder, infos: list[SegmentInfo]) -> dict[str, Any]:
             with suppress(OSError, Damaged):
                 behind += max(0, Journal(folder, name).length() - rows.get(name, 0))
     return {"count": count, "unsealed": unsealed, "bytes_on_disk": size, "entries_not_in_database": behind}
-
-
-def _rows_known(folder: CacheFolder) -> dict[str, int]:
-    with closing(database.connect(folder.database)) as db:
-        return dict(db.execute("SELECT name, rows FROM segments"))
 
 
 # --- uses ---
@@ -193,39 +181,12 @@ def _unused(folder: CacheFolder, known: Metadata | None, notes: list[str]) -> di
             "entries that nothing wants are not counted in a cache of this size: difftrain cache gc --dry_run does"
         )
         return None
-    wanted = wanted_numbers(uses.all_uses(folder), known)
+    wanted = wanted_numbers(folder, known)
     entries = size = 0
-    with closing(database.connect(folder.database)) as db:
-        for number, length in db.execute("SELECT number, length FROM entries"):
-            if not wanted[number >> 3] & (1 << (number & 7)):
-                entries, size = entries + 1, size + length
+    for number, length in known.query("SELECT number, length FROM entries"):
+        if not wanted[number >> 3] & (1 << (number & 7)):
+            entries, size = entries + 1, size + length
     return {"entries": entries, "bytes": size}
-
-
-def wanted_numbers(every: Iterable[uses.Use], known: Metadata) -> np.ndarray:
-    """Return which entries some uses want, a bit each by their numbers. Raises DataFault."""
-    bits = np.zeros(known.count // 8 + 1, np.uint8)
-    with closing(database.connect(known.path)) as db:
-        if database.meta(db)["generation"] != known.generation:
-            raise DataFault(f"{known.path} was made anew while it was read: run this again")
-        for use in every:
-            for encoder in use.encoders:
-                rows = use.rows(encoder)
-                for start in range(0, len(rows), _CHUNK):
-                    numbers = np.array(_numbers(db, rows["address"][start : start + _CHUNK]), np.int64)
-                    np.bitwise_or.at(bits, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
-    return bits
-
-
-def _numbers(db: sqlite3.Connection, addresses: np.ndarray) -> list[int]:
-    """Return the numbers of the entries at some addresses."""
-    asked = np.unique(np.ascontiguousarray(addresses).view(f"S{ADDRESS.itemsize}")).view(ADDRESS).tolist()
-    found: list[int] = []
-    for start in range(0, len(asked), _ASKED):
-        some = asked[start : start + _ASKED]
-        marks = ",".join("?" * len(some))
-        found += [number for (number,) in db.execute(f"SELECT number FROM entries WHERE address IN ({marks})", some)]
-    return found
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:

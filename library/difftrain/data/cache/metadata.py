@@ -126,6 +126,11 @@ class Metadata:
         with self._reading() as db:
             return [address for (address,) in db.execute(f"SELECT address FROM entries WHERE kind = {REJECT}")]
 
+    def query(self, words: str, *values: Any) -> sqlite3.Cursor:
+        """Ask the database itself; all answers of one object are of one state of the cache. Raises DataFault."""
+        with self._reading() as db:
+            return db.execute(words, values)
+
     def segments(self) -> list[SegmentInfo]:
         """Return all segments by name. Raises DataFault."""
         with self._reading() as db:

@@ -32,24 +32,20 @@ class Mover:
 
     def take(self, name: str, header: Mapping[str, Any], rows: np.ndarray) -> np.ndarray:
         """Copy entries of a segment; return which of them were still whole. Raises OSError, TrainingFault."""
-        path = find(self.folder.segments, name, BIN)
-        if path is None:
-            return np.zeros(len(rows), bool)
         facts = {key: value for key, value in header.items() if key not in _OWN}
         which = json.dumps(facts, sort_keys=True)
         writer = self._writers.setdefault(which, SegmentWriter(self.folder, facts, segment_bytes=SEGMENT_BYTES))
         whole = np.zeros(len(rows), bool)
-        with path.open("rb", buffering=0) as file:
-            waiting: list[Item] = []
-            size = 0
-            for number, payload in _payloads(file.fileno(), rows):
-                waiting.append(Item(bytes(rows["address"][number]), [payload], int(rows["kind"][number])))
-                whole[number], size = True, size + len(payload)
-                if size >= _COMMIT:
-                    writer.append(waiting)
-                    self.bytes, waiting, size = self.bytes + size, [], 0
-            writer.append(waiting)
-            self.bytes += size
+        waiting: list[Item] = []
+        size = 0
+        for number, payload in payloads(self.folder, name, rows):
+            waiting.append(Item(bytes(rows["address"][number]), [payload], int(rows["kind"][number])))
+            whole[number], size = True, size + len(payload)
+            if size >= _COMMIT:
+                writer.append(waiting)
+                self.bytes, waiting, size = self.bytes + size, [], 0
+        writer.append(waiting)
+        self.bytes += size
         return whole
 
     def close(self) -> None:
@@ -59,13 +55,18 @@ class Mover:
         self._writers = {}
 
 
-def _payloads(fd: int, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    """Yield the payloads that are whole, with the number of their row."""
-    for number, row in enumerate(rows):
-        with suppress(OSError):  # a place of the disk that cannot be read
-            payload = os.pread(fd, int(row["length"]), int(row["offset"]))
-            if len(payload) == row["length"] and crc32c(payload) == row["crc"]:
-                yield number, payload
+def payloads(folder: CacheFolder, name: str, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    """Yield the payloads of a segment that are whole, with the number of their row."""
+    try:
+        file = folder.open_file(name, BIN)
+    except FileNotFoundError:
+        return
+    with file:
+        for number, row in enumerate(rows):
+            with suppress(OSError):  # a place of the disk that cannot be read
+                payload = os.pread(file.fileno(), int(row["length"]), int(row["offset"]))
+                if len(payload) == row["length"] and crc32c(payload) == row["crc"]:
+                    yield number, payload
 
 
 def why_not(folder: CacheFolder, journal: Journal, header: Mapping[str, Any]) -> str:

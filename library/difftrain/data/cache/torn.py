@@ -129,7 +129,11 @@ def _is_being_begun(journal: Journal, whole: list[tuple[dict[str, Any], int]], j
     if journal.bin is None:
         return False
     first = whole[0][1] if whole else _MOST_HEADER
-    return journal.bin.stat().st_size <= first and (not whole or journal_size < first)
+    try:
+        size = journal.bin.stat().st_size
+    except FileNotFoundError:  # sealed, or taken away, between two looks
+        return False
+    return size <= first and (not whole or journal_size < first)
 
 
 def _head_of_file(path: Path) -> bytes:

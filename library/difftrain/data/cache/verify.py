@@ -29,7 +29,9 @@ from difftrain.data.cache.torn import Damage, find
 
 Progress = Callable[[int, int], None]
 SEGMENT_FILE = re.compile(r"(?P<name>seg-[0-9a-f]{32}-[0-9]{6})\.(bin|idx)(\.part)?")
-_PASSING = re.compile(r"\..*|.*\.tmp-[0-9a-f]{32}")  # of a system, or of a process that is writing it
+_PASSING = re.compile(  # of a system, or of a process that writes it or looks whether it can
+    r"\..*|.*\.tmp-[0-9a-f]{32}|tmp[a-z0-9_]{8}|difftrain-.*\.db"
+)
 _SMALL = 256 << 20  # bytes that are not worth another process
 _MOST_WORKERS = 8
 _CHUNK = 1 << 17
