@@ -364,7 +364,7 @@ def test_a_damaged_copy_is_brought_anew_and_a_damaged_entry_named(cache, number)
         file.seek(row.offset + row.length - 9)
         file.write(b"damaged")
     shutil.rmtree(remote.copies.folder)
-    with pytest.raises(TrainingFault, match=f"segment {row.segment}.*checksum differs"):
+    with pytest.raises(TrainingFault, match=f"segment {row.segment}.*checksum differs.*copy it to the store again"):
         _reader(remote).read([address(number)])
 
 

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from difftrain.config.there import is_url
 from difftrain.contracts import TrainingFault
 from difftrain.data.cache.folder import BIN, CacheFolder
 from difftrain.data.cache.format import Damaged, crc32c, meta_of
@@ -123,9 +124,13 @@ def checked_payload(source: Source, row: Row) -> np.ndarray:
 
 def damage(cache: str, row: Row, why: Exception) -> TrainingFault:
     """Return the fault that names a damaged entry, and what to do."""
+    mend = f"`difftrain cache repair {cache}` drops what is damaged, and the next start encodes it anew"
+    if is_url(cache):
+        mend = (
+            "Repair the cache in its folder (`difftrain cache repair`), build it there, and copy it to the store again"
+        )
     return TrainingFault(
-        f"{cache}: segment {row.segment}: the entry at byte {row.offset:,} ({row.length:,} bytes) is damaged: {why}. "
-        f"`difftrain cache repair {cache}` drops what is damaged, and the next start encodes it anew"
+        f"{cache}: segment {row.segment}: the entry at byte {row.offset:,} ({row.length:,} bytes) is damaged: {why}. {mend}"
     )
 
 
