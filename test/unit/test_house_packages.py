@@ -16,7 +16,7 @@ from difftrain.config.validate import choices_of
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DECLARED = {re.split(r"[<>=~!]", line)[0]: line for line in PROJECT["dependencies"]}
-IMPORT_NAMES = {"Pillow": "PIL"}
+IMPORT_NAMES = {"Pillow": "PIL", "google-crc32c": "google_crc32c"}
 COMES_WITH = {"pydantic_core": "pydantic", "tokenizers": "transformers"}
 # imported only where somebody asks for them, and said to be missing by name there
 ASKED_FOR = {"torch_npu", "wandb", "accelerate", "deepspeed", "fairscale", "bitsandbytes", "av"}

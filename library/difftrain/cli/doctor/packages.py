@@ -22,6 +22,7 @@ REQUIRED = {
     "pydantic": "2.7",
     "huggingface_hub": "0.30",
     "numpy": "1.26",
+    "google-crc32c": "1.5",
     "Pillow": "10.3",
     "simplejpeg": "1.7",
     "imagecodecs": "2024.6",
