@@ -91,6 +91,8 @@ def merge(folder: CacheFolder, target: Path | None = None) -> Merged:
             scratch = database.scratch_for(_room(folder, base, path), path.parent)
             news = _news(folder, base, scratch)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and attempt < _TRIES - 1:
+                continue  # a clean-up took it away just then
             what = error.filename or folder.segments
             raise TrainingFault(f"{what}: a journal of the feature cache cannot be read ({error.strerror})") from error
         if base is state and not news.changed:

@@ -281,9 +281,10 @@ def _compare(folder: CacheFolder, known: Metadata, names: set[str], report: Repo
     assert report.database is not None
     name, lost = folder.database.name, 0
     gone = {each.name: each.entries for each in known.segments() if each.name not in names and each.entries}
-    if gone:  # unless a clean-up has just taken them away, and made the database anew
+    for _ in range(3 if gone else 0):  # unless a clean-up is just taking them away, and makes the database anew
         still = {each.name for each in Metadata(folder.database).segments()}
         gone = {segment: entries for segment, entries in gone.items() if segment in still}
+        time.sleep(0.1 if gone else 0.0)
     for segment, entries in gone.items():
         says = f"is deleted with its journal: {entries:,} entries are lost"
         report.damages.append(Damage("deleted", f"segments/{segment}{BIN}", says, segment, entries=entries))
@@ -314,10 +315,7 @@ def _uses(folder: CacheFolder, known: Metadata | None, report: Report) -> None:
             _foreign(report, f"uses/{file}")
             continue
         try:
-            use = uses.one(folder, name)
-            for encoder in use.encoders:
-                use.check(encoder)
-            missing = lacks(use, known) if known is not None else {}
+            use, missing = _read_use(folder, name, known)
         except FileNotFoundError:
             continue  # forgotten meanwhile
         except DataFault as fault:
@@ -328,6 +326,21 @@ def _uses(folder: CacheFolder, known: Metadata | None, report: Report) -> None:
             which = ", ".join(f"{count:,} of {encoder}" for encoder, count in missing.items() if count)
             says = f"a configuration is marked as whole and lacks entries: {which}"
             report.damages.append(Damage("missing", f"uses/{file}", says, entries=sum(missing.values())))
+
+
+def _read_use(folder: CacheFolder, name: str, known: Metadata | None) -> tuple[uses.Use, dict[str, int]]:
+    """Read a use through, and count what it lacks. Raises DataFault, FileNotFoundError where it is gone."""
+    for tries in (2, 1, 0):
+        try:
+            use = uses.one(folder, name)
+            for encoder in use.encoders:
+                use.check(encoder)
+            return use, lacks(use, known) if known is not None else {}
+        except DataFault:  # it may just be written anew, or forgotten
+            if not tries:
+                raise
+            time.sleep(0.05)
+    raise AssertionError
 
 
 def lacks(use: uses.Use, known: Metadata) -> dict[str, int]:
