@@ -6,7 +6,7 @@ Both sides run the tiny SDXL's encoders in this process with one thread. The bar
 keeps nothing. The build does all that a start does: it tells the encoders by their weights, lists what is wanted, plans,
 decodes in one loader worker, encodes, writes and syncs segments, and merges them; the data's index is made before. The
 encoder must be fast (at most 20 ms a picture), else nothing is measured. Then a start with a complete cache of --entries
-entries is timed. Exit code 1 where a limit is passed.
+entries is timed. Judged by the smallest times of the rounds. Exit code 1 where a limit is passed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -159,10 +158,10 @@ def recheck(bench: Bench, entries: int) -> float:
 def main() -> int:
     """Measure, print, and say whether the limits are kept."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", type=int, default=400)
+    parser.add_argument("--pictures", type=int, default=360)
     parser.add_argument("--resolution", type=int, default=224)
     parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--entries", type=int, default=100_000)
     parser.add_argument("--verbose", action="store_true", help="print what a start says")
     options = parser.parse_args()
@@ -178,18 +177,18 @@ def main() -> int:
         bench = Bench(folder, options)
         ready = bench.ready()
         bare_s(ready[:8])
-        ratios = []
+        took: list[tuple[float, float, float]] = []
         for _ in range(options.rounds):
             (bare, pictures), built = bare_s(ready), bench.build_s()
-            ratios.append(built / bare)
-            print(
-                f"build {built:.2f} s, bare {bare:.2f} s: {built / bare:.3f}; encoder {1000 * pictures / count:.1f} ms a picture"
-            )
-        each = 1000 * pictures / count
+            took.append((built, bare, pictures))
+            print(f"build {built:.2f} s, bare {bare:.2f} s: {built / bare:.3f}")
         again = recheck(bench, options.entries)
-    ratio = statistics.median(ratios)
+    built, bare, pictures = map(min, zip(*took))  # other work on the machine can only add
+    ratio, each = built / bare, 1000 * pictures / count
     good = ratio <= LIMIT and each <= MOST_MS and again < RECHECK_S
-    print(f"building over the bare encoders: {ratio:.3f} (limit {LIMIT}), {count} JPEGs of one megapixel")
+    print(
+        f"building over the bare encoders: {ratio:.3f} (limit {LIMIT}; {built:.2f} against {bare:.2f} s), {count} JPEGs of one megapixel"
+    )
     print(f"encoder: {each:.1f} ms a picture (limit {MOST_MS:g})")
     print(f"a start with a complete cache of {options.entries:,} entries: {again:.2f} s (limit {RECHECK_S:g})")
     print("PASS" if good else "FAIL")

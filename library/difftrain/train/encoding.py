@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("difftrain")
 SAY_EVERY_S = 10.0
+BATCHES_A_WORKER = 16  # of captions: fewer are tokenised before a worker has started
 
 
 class Sink(Protocol):
@@ -95,7 +96,8 @@ def encode(
     stop: set where another rank has failed, whose error is the one to be seen. Raises TrainingFault.
     """
     encoder = job.wish.encoder
-    loader = data_loader(decoding, handed, min(workers, len(job.todo)), decoding.forks)
+    worth = len(job.todo) if encoder.source == "pixels" else len(job.todo) // BATCHES_A_WORKER
+    loader = data_loader(decoding, handed, min(workers, worth), decoding.forks)
     with awake(parts, encoder.modules, device), torch.no_grad(), device.autocast(precision), Behind() as writing:
         for piece in progress.timed(items_of(loader)):
             if stop.is_set():
