@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import sqlite3
+import time
 import uuid
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,7 @@ from difftrain.data.cache.folder import BIN, IDX, CacheFolder, clean, disk_fault
 from difftrain.data.cache.format import ALIGN, Damaged, OtherFormat, crc32c, rejected
 from difftrain.data.cache.journals import Journal, Sorter, addresses_of, cannot_build
 
-_TRIES = 5  # where others merge at the same moment
+_TRIES = 10  # where others merge at the same moment
 _CHUNK = 1 << 16
 _ROW_BYTES = 160  # of scratch that a row takes at most
 _INSERT = "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)"
@@ -82,6 +84,7 @@ def merge(folder: CacheFolder, target: Path | None = None) -> Merged:
     """
     path, damage = folder.database if target is None else target, ""
     for attempt in range(_TRIES):
+        time.sleep(random.random() * 0.02 * attempt)  # so that processes that merge all the time take turns
         state, why = _state_of(path)
         dropped = drops.state(folder)
         why = damage or why or ("" if state is None else _outdated(folder, state, dropped))
