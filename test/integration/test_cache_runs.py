@@ -125,11 +125,15 @@ def test_builds_killed_under_torchrun_go_on_where_they_were(door: Door, many: Pa
 
 
 def test_a_rank_that_fails_while_encoding_ends_the_others_too(many: Path, tmp_path: Path) -> None:
-    ended = run_ranks(2, f"{cached.__file__}::fail", many, tmp_path / "cache", check=False, timeout_s=90)
+    function = f"{cached.__file__}::fail"
+    ended = run_ranks(2, function, many, tmp_path / "failed", "fails", check=False, timeout_s=90)
     assert [each.code for each in ended] == [1, 1]
     assert "RuntimeError: a fault of rank 1 alone" in ended[1].err and "Traceback" in ended[1].err
     assert "TrainingFault: rank 1: RuntimeError('a fault of rank 1 alone')" in ended[0].err
-    assert 0 < entries(tmp_path / "cache") < 240
+    ended = run_ranks(2, function, many, tmp_path / "killed", "killed", check=False, timeout_s=90)
+    assert [each.code for each in ended] == [1, -signal.SIGKILL]
+    assert "TrainingFault: rank 0: another rank has ended" in ended[0].err
+    assert entries(tmp_path / "failed") > 20 and entries(tmp_path / "killed") > 20
 
 
 def test_two_builds_at_once_waste_work_and_nothing_else(door: Door, many: Path, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -193,13 +195,15 @@ def build(root: str, out: str) -> None:
     print(json.dumps(said))
 
 
-def fail(root: str, out: str) -> None:
-    """Build a cache as a rank, of which the second one fails in between."""
+def fail(root: str, out: str, how: str) -> None:
+    """Build a cache as a rank, of which the second one fails in between, or is killed."""
     launch, commit, left = Launch.from_environment(), encoding._commit, [5]
 
     def failing(*args: Any) -> None:
         left[0] -= 1
         if left[0] < 0 and launch.rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("a fault of rank 1 alone")
         commit(*args)
 
