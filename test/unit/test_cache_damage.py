@@ -230,6 +230,18 @@ def test_a_build_that_was_killed_leaves_no_damage(tmp_path: Path) -> None:
     assert not damages(folder) and len(served(folder)) == 5
 
 
+def test_rows_that_an_unsealed_journal_has_lost_are_known_from_the_index(tmp_path: Path) -> None:
+    interrupted(tmp_path / "c", range(6))
+    folder = CacheFolder.open(tmp_path / "c")
+    merge(folder)
+    before = served(folder)
+    (journal,) = folder.segments.glob("*.idx.part")
+    os.truncate(journal, journal.stat().st_size - 2 * 48)
+    assert any("lacks 2 entries" in str(damage) for damage in damages(folder))
+    list(repair(folder))
+    assert not damages(folder) and served(folder) == before
+
+
 def test_a_segment_that_is_being_begun_is_no_damage(tmp_path: Path) -> None:
     folder = make(tmp_path / "c")
     header = folder.file(folder.names()[0], BIN).read_bytes()[:256]

@@ -233,14 +233,20 @@ class Found:
 
 def _task(task: tuple[CacheFolder, str, np.ndarray, bool]) -> Found:
     folder, name, dropped, compare = task
-    checked, journal = check_segment(folder.segments, name, dropped)
+    known = Metadata(folder.database)
+    entries = known.query("SELECT entries FROM segments WHERE name = ?", name).fetchone() if compare else None
+    checked, journal = check_segment(folder.segments, name, dropped)  # which knows what the database took before
     if any(damage.kind == "deleted" for damage in checked.damages):  # a clean-up may just be taking it away
         with suppress(DataFault):
             dropped = drops.offsets_of(folder).get(name, dropped)
         checked, journal = check_segment(folder.segments, name, dropped)
     found = Found(checked)
     if compare:
-        _look_up(Metadata(folder.database), name, journal.rows, found)
+        _look_up(known, name, journal.rows, found)
+        lost = (entries or (0,))[0] - found.matched
+        if journal.idx is not None and lost > 0 and not checked.rewrite:
+            says = f"the journal lacks {lost:,} entries that metadata.db names"
+            checked.add(Damage("journal", f"segments/{journal.idx.name}", says, name, entries=lost), rewrite=True)
     return found
 
 
