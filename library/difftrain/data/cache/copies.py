@@ -25,6 +25,7 @@ _USED_S = 60.0  # a copy that is read is marked as used, at most once in this ti
 _STALE_S = 600.0  # what is still being written after this time was left by a killed process
 _PAUSE_S = 60.0  # without copies, where the disk is full
 _QUIET_S = 3600.0
+_SAID: set[Path] = set()  # by this process, of folders where no mark can be left
 _RESERVE, _RESERVED_SHARE = 1 << 30, 0.05  # of the disk, the smaller one is left to others
 
 
@@ -152,10 +153,16 @@ class Copies:
         """Say that nothing is kept; once for all processes, as far as a mark can be left."""
         mark = self.folder / "full"
         with contextlib.suppress(OSError):
-            if time.time() - mark.stat().st_mtime < _QUIET_S:
+            if time.time() - mark.stat().st_mtime > _QUIET_S:
+                mark.unlink()
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:
+            if mark in _SAID:
                 return
-        with contextlib.suppress(OSError):
-            mark.touch()
+            _SAID.add(mark)
         say_to_all(
             f"cache: {self.folder} takes no more copies of what is read from the store ({error.strerror or error}): "
             "entries are read from it directly, each time anew. Make room there, or lower --cache_copy_gib"

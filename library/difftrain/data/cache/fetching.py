@@ -12,7 +12,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from difftrain.contracts import TrainingFault
 T = TypeVar("T")
 THREADS = 8  # requests of a process at once
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_ONE_BY_ONE = {"ftp", "sftp", "ssh", "smb"}  # file systems whose threads share one connection
 _SAID_FROM = 2  # attempt
 # what stores call that which changes with a file's content; dates only where there is nothing else
 _STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "blob_id", "mtime", "modify")
@@ -66,7 +68,8 @@ class Store:
 
     def __init__(self, url: str, patience: Patience | None = None) -> None:
         self.url, self.patience = url.rstrip("/"), patience or Patience()
-        self._opened: tuple[int, Any, str] | None = None  # process, file system, root
+        # process, file system, root, and what holds back its other threads
+        self._opened: tuple[int, Any, str, AbstractContextManager[Any]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Store, (self.url, self.patience)
@@ -79,8 +82,8 @@ class Store:
         wanted = stop - start
 
         def call() -> bytes:
-            system, root = self._system()
-            content = system.cat_file(f"{root}/{name}", start=start, end=stop)
+            with self._system() as (system, root):
+                content = system.cat_file(f"{root}/{name}", start=start, end=stop)
             if len(content) < (wanted if least is None else least):
                 raise Short(f"the answer ended after {len(content):,} bytes of {wanted:,}")
             if len(content) > wanted:
@@ -96,8 +99,8 @@ class Store:
         """Look at a file. Raises FileNotFoundError; TrainingFault after the last attempt."""
 
         def call() -> File:
-            system, root = self._system()
-            return _file(name, system.info(f"{root}/{name}"))
+            with self._system() as (system, root):
+                return _file(name, system.info(f"{root}/{name}"))
 
         return self._patiently(name, call)
 
@@ -105,8 +108,8 @@ class Store:
         """Look at all files of a folder; there are none where it is not there. Raises TrainingFault."""
 
         def call() -> list[File]:
-            system, root = self._system()
-            found = system.ls(f"{root}/{folder}", detail=True)
+            with self._system() as (system, root):
+                found = system.ls(f"{root}/{folder}", detail=True)
             names = [
                 (str(each["name"]).rstrip("/").rpartition("/")[2], each) for each in found if each["type"] == "file"
             ]
@@ -117,15 +120,19 @@ class Store:
         except FileNotFoundError:
             return []
 
-    def _system(self) -> tuple[Any, str]:
+    @contextmanager
+    def _system(self) -> Iterator[tuple[Any, str]]:
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             from fsspec.core import url_to_fs
 
             # not one that is kept for all: it may be that of a process before a fork, or hang
             system, root = url_to_fs(self.url, skip_instance_cache=True)
-            opened = self._opened = (os.getpid(), system, str(root).rstrip("/"))
-        return opened[1], opened[2]
+            names = {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
+            turns = threading.Lock() if names & _ONE_BY_ONE else nullcontext()
+            opened = self._opened = (os.getpid(), system, str(root).rstrip("/"), turns)
+        with opened[3]:
+            yield opened[1], opened[2]
 
     def _patiently(self, what: str, call: Callable[[], T], size: int = 0) -> T:
         started, last = time.monotonic(), ""
