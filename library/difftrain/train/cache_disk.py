@@ -18,7 +18,6 @@ from difftrain.config.user_cache import user_cache
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
 from difftrain.data.cache import drops, uses
 from difftrain.data.cache.folder import BIN, CacheFolder
-from difftrain.data.cache.format import ADDRESS
 from difftrain.data.cache.merging import merge
 from difftrain.data.cache.metadata import Metadata
 from difftrain.data.cache.uses import Use
@@ -32,6 +31,7 @@ GIB = 1 << 30
 REGENERATING = "regenerating"
 _SHOWN_S = 120.0  # within which a machine must see what another one has written
 _DAMAGED_NAMED = 5
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,15 @@ class Disk:
         if use is not None and not use.whole and use.facts.get(REGENERATING):
             log.info("--regenerate_cache: the build that was interrupted goes on")
             return
-        metadata = Metadata(self.database)
-        places = [
-            (row.segment, row.offset)
-            for each in self.listed
-            for row in metadata.rows(each.wanted.addresses)
-            if row is not None
-        ]
-        drops.add(self.folder, places)
+        metadata, count = Metadata(self.database), 0
+        for each in self.listed:
+            for start in range(0, each.wanted.count, _CHUNK):
+                rows = metadata.rows(np.array(each.wanted.addresses[start : start + _CHUNK]))
+                places = [(row.segment, row.offset) for row in rows if row is not None]
+                drops.add(self.folder, places)
+                count += len(places)
         self._write_use({**self.facts, REGENERATING: True})
-        log.info("--regenerate_cache: %s entries are encoded anew", f"{len(places):,}")
+        log.info("--regenerate_cache: %s entries are encoded anew", f"{count:,}")
         self._merge()
 
     def _check_segments(self, metadata: Metadata) -> None:
@@ -226,12 +225,15 @@ class Disk:
         count = self._merge()
         metadata = Metadata(self.database)
         for each in self.listed:
-            made = np.ascontiguousarray(each.wanted.addresses[missing[each.wish.name]], dtype=ADDRESS)
-            absent = np.flatnonzero(~metadata.has_many(made))
-            lacking = [place for place in absent.tolist() if made[place].tobytes() not in passed]
+            lacking = 0
+            for start in range(0, each.wanted.count, _CHUNK):
+                mine = missing[each.wish.name][start : start + _CHUNK]
+                made = np.array(each.wanted.addresses[start : start + _CHUNK])[mine]
+                absent = made[~metadata.has_many(made)]
+                lacking += sum(address.tobytes() not in passed for address in absent)
             if lacking:
                 raise TrainingFault(
-                    f"{self.folder.path}: {len(lacking):,} entries of {each.wish.name} were just encoded and do not "
+                    f"{self.folder.path}: {lacking:,} entries of {each.wish.name} were just encoded and do not "
                     "count: was the cache cleaned or repaired meanwhile? Start again"
                 )
         if not passed:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from difftrain.data.prepare import Data
 
+_CHUNK = 1 << 20
+
 
 @dataclass(frozen=True)
 class Found:
@@ -82,9 +84,11 @@ def rejects_of(
     if not told:
         return
     halves = np.unique(np.frombuffer(b"".join(told), "<u8")[::2])
-    own = np.ascontiguousarray(each.wanted.addresses).view("<u8")[::2]
-    for row in np.flatnonzero(np.isin(own, halves)).tolist():
-        address = each.wanted.addresses[row].tobytes()
-        if address in told:
-            record = data.index.record(int(each.wanted.entries[row]["record"]))
-            yield Reject(data.index.path(record), passed.get(address) or reader.reject(address) or "")
+    addresses = each.wanted.addresses
+    for start in range(0, len(addresses), _CHUNK):
+        own = np.array(addresses[start : start + _CHUNK])
+        for row in np.flatnonzero(np.isin(own.view("<u8")[::2], halves)).tolist():
+            address = own[row].tobytes()
+            if address in told:
+                record = data.index.record(int(each.wanted.entries[start + row]["record"]))
+                yield Reject(data.index.path(record), passed.get(address) or reader.reject(address) or "")
