@@ -389,6 +389,7 @@ def test_a_bound_below_the_working_set_is_held_by_processes_that_share_it(cache)
         most = max(most, _kept_bytes(remote.copies.folder))
         time.sleep(0.005)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert not (remote.copies.folder / "full").exists(), "nobody takes away what another is writing"
     assert 0 < most <= bound + 3 * (2 * WHOLE + 40_000), "each writer may have one more in its hands"
     assert not list(remote.copies.folder.rglob("tmp-*"))
 
@@ -416,11 +417,12 @@ def test_the_least_recently_used_go_first(tmp_path) -> None:
 def test_what_killed_writers_left_is_removed(tmp_path) -> None:
     kept = Copies(tmp_path, 1000)
     kept.put("a", bytes(800))
-    left = kept.folder / "0" / "tmp-left"
-    left.write_bytes(bytes(100))
+    left, writing = (kept.folder / "0" / name for name in ("tmp-left", "tmp-writing"))
+    for path in (left, writing):
+        path.write_bytes(bytes(100))
     os.utime(left, (0, 0))
-    kept.put("b", bytes(300))
-    assert not left.exists()
+    kept.put("b", bytes(800))
+    assert not left.exists() and writing.exists() and kept.open("a") is None
 
 
 def test_a_full_disk_is_said_once_and_everything_is_read_from_the_store(cache, monkeypatch, capsys) -> None:

@@ -126,14 +126,17 @@ class Copies:
 
     def _tidy(self, folder: Path, share: int, coming: int) -> None:
         """Make room for what is coming. Raises OSError where others have filled the disk."""
-        found, now = [], time.time()
+        found, now, used = [], time.time(), 0
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     stat = entry.stat()
-                    stale = entry.name.startswith("tmp-") and stat.st_mtime < now - _STALE_S
-                    found.append((0.0 if stale else stat.st_mtime, stat.st_size, entry.path))
-        used, full = sum(size for _, size, _ in found), self._full()
+                    used += stat.st_size
+                    if not entry.name.startswith("tmp-"):
+                        found.append((stat.st_mtime, stat.st_size, entry.path))
+                    elif stat.st_mtime < now - _STALE_S:
+                        found.append((0.0, stat.st_size, entry.path))
+        full = self._full()
         limit = used // 2 if full else share * _KEPT
         for _, size, path in sorted(found) if full or used + coming > share else ():
             if used + coming <= limit:
