@@ -118,6 +118,10 @@ class OnDisk:
                 lambda: preload(metadata, self._source, addresses, host.available_bytes(), self._disk.name),
             )
             self._entries, self._source = MemoryEntries(where), Segments(None)
+            log.info(
+                "--cache_preload: %s entries of the cache lie in memory, once for this machine",
+                f"{self._entries.count:,}",
+            )
         elif not self._section.skip_check:
             told = on_each_machine(self._ranks, lambda: (Verified.reserve(metadata.count), metadata.generation))
             self._verified = Verified(*told)
