@@ -332,6 +332,12 @@ def test_a_cache_on_an_object_store_is_exported_alike(cache, tmp_path, monkeypat
     run(cache, tmp_path / "here", "webdataset")
     export(f"file://{cache.path}", tmp_path / "there", "webdataset", say=lambda line: None)
     assert members(tmp_path / "here") == members(tmp_path / "there")
+    uses.write(cache, "use-b", {}, {"latents": uses.one(cache, "use-a").rows("latents")})
+    uses.mark_whole(cache, "use-b")
+    with pytest.raises(ConfigFault, match="--use: is missing: 2 configurations were built, use-"):
+        export(f"file://{cache.path}", tmp_path / "more", "webdataset", say=lambda line: None)
+    export(f"file://{cache.path}", tmp_path / "more", "webdataset", use="use-a", say=lambda line: None)
+    assert members(tmp_path / "here") == members(tmp_path / "more")
 
 
 def test_tensors_of_any_width_may_follow_one_another(tmp_path) -> None:

@@ -72,14 +72,14 @@ def export(
     """Write the features of a cache into a new folder. What is damaged is named and left out with its sample.
 
     cache: a folder, or the URL of one. use: the id of a configuration that was built to its end, the one that was used
-    last unless given; where there is none, every entry is a sample. values: plain makes bf16 of 8-bit floats, storage
+    last unless given (of a URL it must be, where there are several); where there is none, every entry is a sample. values: plain makes bf16 of 8-bit floats, storage
     keeps them, beside their scales.
     Raises: ConfigFault for arguments, DataFault where no cache is there, TrainingFault where the output cannot be written.
     """
     output = _checked(output, layout, shard_bytes)
     folder, source, fetch_rows = _opened(cache, say)
     metadata = Metadata(folder.database)
-    used, note = chosen(folder, use)
+    used, note = chosen(folder, use, dated=not is_url(str(cache)))
     if note:
         say(f"export: {note}")
     named = encoders_of(metadata, used, encoders)

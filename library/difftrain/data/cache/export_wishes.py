@@ -38,8 +38,11 @@ class Wish(NamedTuple):
     entries: list[Entry]
 
 
-def chosen(folder: CacheFolder, use: str | None) -> tuple[Use | None, str]:
-    """Return the use to export, None where none was built to its end, and what is to be said of it. Raises ConfigFault."""
+def chosen(folder: CacheFolder, use: str | None, *, dated: bool) -> tuple[Use | None, str]:
+    """Return the use to export, None where none was built to its end, and what is to be said of it. Raises ConfigFault.
+
+    dated: the folder tells which one was used last; a copy of it does not.
+    """
     known = uses.all_uses(folder)
     whole = sorted((each for each in known if each.whole), key=lambda each: (each.used_at, each.id))
     if use is not None:
@@ -56,6 +59,9 @@ def chosen(folder: CacheFolder, use: str | None) -> tuple[Use | None, str]:
             None,
             "no configuration was built to its end, so every entry is a sample of its own, named by its address",
         )
+    if len(whole) > 1 and not dated:
+        what = f"is missing: {len(whole)} configurations were built, {', '.join(each.id for each in whole[:20])}"
+        raise ConfigFault([Fault("--use", what, "name one of them")])
     note = f"of {len(whole)} configurations the one that was used last is taken, --use={whole[-1].id}"
     return whole[-1], note if len(whole) > 1 else ""
 
