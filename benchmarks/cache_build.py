@@ -159,7 +159,7 @@ def main() -> int:
     """Measure, print, and say whether the limits are kept."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=360)
-    parser.add_argument("--resolution", type=int, default=224)
+    parser.add_argument("--resolution", type=int, default=240)
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--entries", type=int, default=100_000)
