@@ -33,9 +33,9 @@ def listing(folder):
 def test_nothing_of_it_loads_torch():
     modules = ["format", "writer", "folder", "metadata", "merging", "journals", "database", "drops", "uses"]
     code = "; ".join(f"import difftrain.data.cache.{name}" for name in modules)
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; import sys; print('torch' in sys.modules)"], capture_output=True
-    )
+    code += "; import sys; print('torch' in sys.modules)"
+    library = str(Path(__file__).parents[2] / "library")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONPATH": library})
     assert done.stdout.split() == [b"False"], done.stderr
 
 
