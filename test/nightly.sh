@@ -7,4 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" test/drills/random_kills.py --minutes="${KILL_MINUTES:-10}"
 PYTHONPATH=library "$python" benchmarks/scale.py
+"$python" benchmarks/cache_chaos.py --rounds=200
+"$python" benchmarks/cache_scale.py
 "$python" test/drills/compiled.py --minutes="${COMPILE_MINUTES:-20}"
