@@ -165,9 +165,15 @@ class Drill:
             self.hear(process)
         return self.check(CacheFolder.open(root, create=True))
 
+    def finish(self) -> str:
+        """Let one launch end what the killed ones have begun, however slow the machine is; check it."""
+        root = self.scratch / f"cache{self.caches}"
+        self.hear(self.launch(root, 0))
+        return self.check(CacheFolder.open(root))
+
     def hear(self, process: subprocess.Popen[str]) -> None:
         """Read what a launch said until it was killed."""
-        heard, _ = process.communicate(timeout=60)
+        heard, _ = process.communicate(timeout=300)
         self.counts["killed" if process.returncode == -signal.SIGKILL else "ended"] += 1
         if process.returncode not in (0, -signal.SIGKILL):
             raise SystemExit(f"a launch failed with exit code {process.returncode}")
@@ -235,6 +241,9 @@ def main() -> int:
             if wrong := drill.round():
                 print(f"FAIL  round {number}: {wrong}", flush=True)
                 return 1
+        if wrong := drill.finish():
+            print(f"FAIL  last build: {wrong}", flush=True)
+            return 1
         counts = drill.counts
     print(f"{wanted.rounds} rounds in {time.monotonic() - start:.0f} s, seed {wanted.seed}: {dict(counts)}")
     if not (counts["complete"] and counts["killed"] > wanted.rounds and counts["commits"] > wanted.rounds):
