@@ -126,14 +126,14 @@ def make(cfg: TrainConfig, parts: Parts | None = None, ranks: Ranks | None = Non
 
 def count_encoded(counts: list[int]) -> Any:
     """Note from now on how many samples each call of an encoder gets; return the function that did without."""
-    inner = encoding.items_of
+    inner = encoding.pieces_of
 
-    def items(loader: Any) -> Iterator[Any]:
-        for piece in inner(loader):
+    def pieces(*args: Any) -> Iterator[Any]:
+        for piece in inner(*args):
             counts.append(len(piece.rows))
             yield piece
 
-    encoding.items_of = items  # type: ignore[attr-defined]
+    encoding.pieces_of = pieces  # type: ignore[attr-defined]
     return inner
 
 

@@ -19,6 +19,7 @@ from cached import BOTH, ON_DISK, SIZES, config, count_encoded, entries, make, u
 from difftrain.contracts import ConfigFault, TrainingFault
 from difftrain.data import prepare as preparing
 from difftrain.data.cache.folder import CacheFolder
+from difftrain.data.cache.guard import HandedOut
 from difftrain.data.cache.metadata import Metadata
 from difftrain.data.cache.writer import SegmentWriter
 from difftrain.models.sdxl.family import SDXLFamily
@@ -55,7 +56,7 @@ def own(built: Path, tmp_path: Path) -> Path:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many samples each call of an encoder gets."""
     found: list[int] = []
-    monkeypatch.setattr(encoding, "items_of", encoding.items_of)
+    monkeypatch.setattr(encoding, "pieces_of", encoding.pieces_of)
     count_encoded(found)
     return found
 
@@ -171,16 +172,16 @@ def test_a_build_that_met_a_full_disk_goes_on_with_what_was_committed(
 def test_a_signal_ends_a_build_in_good_order(
     pictures: Path, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    cfg, inner = config(pictures, tmp_path, ON_DISK), encoding.items_of
+    cfg, inner = config(pictures, tmp_path, ON_DISK), encoding.pieces_of
 
-    def stopped(loader: Any) -> Iterator[Any]:
-        for number, piece in enumerate(inner(loader)):
+    def stopped(*args: Any) -> Iterator[Any]:
+        for number, piece in enumerate(inner(*args)):
             if number == 3:
                 raise SystemExit(143)
             yield piece
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit), caplog.at_level(logging.INFO):
-        patch.setattr(encoding, "items_of", stopped)
+        patch.setattr(encoding, "pieces_of", stopped)
         make(cfg)
     assert "stopped by a signal; what was encoded stays" in caplog.text
     assert not list((tmp_path / "segments").glob("*.part")) and list((tmp_path / "segments").glob("*.bin"))
@@ -210,10 +211,10 @@ def test_a_build_that_was_killed_goes_on_with_what_is_there(pictures: Path, tmp_
 
 
 def test_a_rank_leaves_its_work_where_another_has_failed(pictures: Path, tmp_path: Path, calls: list[int]) -> None:
-    handed = encoding.HandedOut(np.arange(5), iter(range(9)).__next__, threading.Event())
+    handed = HandedOut(np.arange(5), iter(range(9)).__next__, threading.Event())
     assert list(handed) == [0, 1, 2, 3, 4]
     stop = threading.Event()
-    handed = encoding.HandedOut(np.arange(5), iter(range(9)).__next__, stop)
+    handed = HandedOut(np.arange(5), iter(range(9)).__next__, stop)
     taken = iter(handed)
     assert next(taken) == 0
     stop.set()

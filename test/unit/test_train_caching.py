@@ -67,7 +67,7 @@ def own(built: Path, tmp_path: Path) -> Path:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many samples each call of an encoder gets."""
     found: list[int] = []
-    monkeypatch.setattr(encoding, "items_of", encoding.items_of)
+    monkeypatch.setattr(encoding, "pieces_of", encoding.pieces_of)
     count_encoded(found)
     return found
 
@@ -233,13 +233,13 @@ def test_workers_that_decode_are_as_many_as_asked(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    inner = encoding.data_loader
+    inner = encoding.pieces_of
 
-    def loader(dataset: Any, items: Any, workers: int, forks: bool) -> Any:
+    def pieces(decoding: Any, handed: Any, workers: int) -> Any:
         seen.append(workers)
-        return inner(dataset, items, 0, forks)
+        return inner(decoding, handed, 0)
 
-    monkeypatch.setattr(encoding, "data_loader", loader)
+    monkeypatch.setattr(encoding, "pieces_of", pieces)
     monkeypatch.setattr(caching, "num_workers", lambda wanted, ranks: wanted)
     make(config(pictures, tmp_path / "a", {"latents": True, "workers": 2}))
     make(config(pictures, tmp_path / "a", {"latents": True}, data={"workers": 3}))

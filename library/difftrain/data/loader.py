@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
@@ -146,14 +147,25 @@ def check_sizes(tables: Tables, features: FeatureSpec) -> None:
         )
 
 
-def data_loader(dataset: Dataset[Any], items: Iterable[int], workers: int, forks: bool = True) -> DataLoader[Any]:
+class WorkerDied(TrainingFault):
+    """Say that a process that loads data was killed, or crashed."""
+
+
+class WorkersSilent(TrainingFault):
+    """Say that nothing came from the processes that load data for longer than is waited for."""
+
+
+def data_loader(
+    dataset: Dataset[Any], items: Iterable[int], workers: int, forks: bool = True, *, patience_s: float = 0
+) -> DataLoader[Any]:
     """Make a loader over items in their order, that neither reads nor moves the process's random state.
 
     forks: workers need nothing that is lost in a fork; else they are started anew, which takes seconds.
+    patience_s: how long an item is waited for; 0: for as long as its worker lives.
     """
     more: dict[str, Any] = {}
     if workers:
-        more = {"prefetch_factor": _PREFETCH, "worker_init_fn": _start_worker}
+        more = {"prefetch_factor": _PREFETCH, "worker_init_fn": _start_worker, "timeout": patience_s}
         if not forks:
             more["multiprocessing_context"] = "spawn"
     return DataLoader(
@@ -203,9 +215,14 @@ def items_of(loader: DataLoader[Any]) -> Iterator[Any]:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker"):
+                late = str(error).startswith("DataLoader timed out")
+                if not late and not str(error).startswith("DataLoader worker"):
                     raise
-                raise TrainingFault(
+                _end_workers(iterator)
+                if late:
+                    what = f"nothing came from the processes that load data for {loader.timeout:g} s"
+                    raise WorkersSilent(what) from error
+                raise WorkerDied(
                     f"{error}. A process that loads data was killed, most often for memory: "
                     f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
                 ) from error
@@ -214,6 +231,14 @@ def items_of(loader: DataLoader[Any]) -> Iterator[Any]:
             yield item
     finally:
         del iterator  # ends the workers, even where a traceback keeps this frame
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the workers of a loader now: the traceback keeps the iterator, and one that hangs in C hears no SIGTERM."""
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        iterator._shutdown_workers()  # also forgets them, else the signal of their end is taken for another death
+        for worker in iterator._workers:
+            worker.kill()
 
 
 def num_workers(wanted: int, local_size: int | None = None) -> int:

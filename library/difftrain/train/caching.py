@@ -16,6 +16,7 @@ from difftrain.config.there import expanded, is_url
 from difftrain.config.user_cache import user_cache
 from difftrain.contracts import ConfigFault, DataFault, Family, Parts, Reject, Tokenize
 from difftrain.data.cache.decoding import Decoding
+from difftrain.data.cache.guard import HandedOut
 from difftrain.data.cache.reader import Reader
 from difftrain.data.cache.wanted import Wanted
 from difftrain.data.cache.work import build_wanted
@@ -28,7 +29,7 @@ from difftrain.train.cache_disk import Listed
 from difftrain.train.cache_places import InMemory, OnDisk, Place
 from difftrain.train.cache_plan import Need, Wish, amount, wanted, wishes
 from difftrain.train.cache_store import rejects_of, store_of
-from difftrain.train.encoding import HandedOut, Job, Progress
+from difftrain.train.encoding import Job, Progress
 from difftrain.train.out_of_memory import CACHING
 from difftrain.train.together import News, for_all, on_each_machine
 

@@ -20,9 +20,9 @@ import torch
 from difftrain.contracts import Bucket, Parts, TrainingFault
 from difftrain.data.cache.decoding import Decoding, Piece
 from difftrain.data.cache.format import Item, pack, reject
+from difftrain.data.cache.guard import HandedOut, pieces_of
 from difftrain.data.cache.storage import Unstorable, kept_rows, stored
 from difftrain.data.cache.wanted import Wanted
-from difftrain.data.loader import data_loader, items_of
 from difftrain.device import host
 from difftrain.train.cache_plan import Wish, duration
 
@@ -69,17 +69,6 @@ class Job:
         return cls(wish, wanted, missing, np.concatenate(found))
 
 
-class HandedOut(Iterable[int]):
-    """Ask for one batch after another, as they are wanted: no rank waits while another still has a share of its own."""
-
-    def __init__(self, todo: np.ndarray, following: Callable[[], int], stop: threading.Event) -> None:
-        self._todo, self._following, self._stop = todo, following, stop
-
-    def __iter__(self) -> Iterator[int]:
-        while not self._stop.is_set() and (place := self._following()) < len(self._todo):
-            yield int(self._todo[place])
-
-
 def encode(
     job: Job,
     decoding: Decoding,
@@ -99,9 +88,9 @@ def encode(
     """
     encoder = job.wish.encoder
     worth = len(job.todo) if encoder.source == "pixels" else len(job.todo) // BATCHES_A_WORKER
-    loader = data_loader(decoding, handed, min(workers, worth), decoding.forks)
+    pieces = pieces_of(decoding, handed, min(workers, worth))
     with awake(parts, encoder.modules, device), torch.no_grad(), device.autocast(precision), Behind() as writing:
-        for piece in progress.timed(items_of(loader)):
+        for piece in progress.timed(pieces):
             if stop.is_set():
                 return
             made: dict[str, Tensor] = {}

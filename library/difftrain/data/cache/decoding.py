@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,26 @@ class Decoding(Dataset[Any]):
         self._masks = wanted.name == MASKS
         self._captions = not (wanted.folder / "places.npy").is_file()
         self._cuts = Cuts(data.recipes, wanted.fingerprint, wanted.storage, masks=self._masks)
+        self._bad: dict[int, str] = {}
+
+    def pass_over(self, bad: Mapping[int, str]) -> None:
+        """Leave out pictures that cannot be decoded here: record id -> reason. For workers that start from now on."""
+        self._bad |= bad
+
+    def pictures_of(self, batches: Iterable[int]) -> list[int]:
+        """Return the ids of the records whose pictures some batches need, each once; none of captions."""
+        if self._captions:
+            return []
+        rows = (self._wanted.take(self._wanted.rows(n))[0] for n in batches)
+        return [
+            each for each in dict.fromkeys(int(one) for some in rows for one in some["record"]) if each not in self._bad
+        ]
+
+    def try_picture(self, record_id: int) -> None:
+        """Decode a picture and forget it; what is merely wrong with it is said when its batch is made."""
+        record = self._index.record(record_id)
+        with suppress(Unusable, OSError):
+            self._decoded(record, False, None)
 
     @property
     def forks(self) -> bool:
@@ -83,6 +104,9 @@ class Decoding(Dataset[Any]):
         keys, every = [], self._wanted.rows(n)
         for row, entry, address in zip(every, *self._wanted.take(every), strict=True):
             record, flip = self._index.record(int(entry["record"])), bool(entry["variant"])
+            if record.id in self._bad:
+                passed[record.id] = Reject(self._index.path(record), self._bad[record.id])
+                continue
             try:
                 if record.id not in decoded:
                     decoded[record.id] = self._decoded(record, flip, address)
@@ -105,16 +129,16 @@ class Decoding(Dataset[Any]):
             n, tuple(rows), _batch(self._wanted.bucket(n), keys, features), metas, rejected, tuple(passed.values())
         )
 
-    def _decoded(self, record: Record, flip: bool, address: bytes) -> np.ndarray:
+    def _decoded(self, record: Record, flip: bool, address: bytes | None) -> np.ndarray:
         """Decode a picture or its mask, cut but not mirrored. Shape: (3 or 1, H, W) uint8.
 
-        Raises: Unusable, OSError.
+        address: what its bytes must lead to; None: any. Raises: Unusable, OSError.
         """
         source = record.media.source
         recipe, place = self._plain[source], self._cuts.place(source, record.size_hw)
         path = _mask_of(record, recipe.conditioning_dir) if self._masks and recipe.conditioning_dir else None
         data = path.read_bytes() if path else self._index.read(record.media)
-        if self._cuts.address(source, record.size_hw, flip, content_of(data)) != address:
+        if address is not None and self._cuts.address(source, record.size_hw, flip, content_of(data)) != address:
             raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when it was indexed")
         if path:
             return cut_mask(decode_mask(path, data, record.size_hw), place, recipe.interpolation)
