@@ -168,6 +168,11 @@ def test_what_has_no_effect_is_said(line: list[str], flag: str) -> None:
     assert not any(note.startswith(name) and "has no effect" in note for note in parse([*line, *full, flag]).notes)
 
 
+def test_nothing_is_kept_in_memory_for_a_build_alone(line: list[str]) -> None:
+    (note,) = parse([*line, DISK, "--cache_only", "--cache_preload"]).notes
+    assert note.startswith("--cache_preload") and "has no effect with --cache_only" in note
+
+
 @pytest.mark.flags("cache_dtypes")
 def test_dtypes_of_features_come_from_words_commas_or_a_table(line: list[str], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"

@@ -94,6 +94,9 @@ def only(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         if cache.only and getattr(cache, field) and not disk:
             what = "would be gone at the end of --cache_only"
             yield Finding((f"cache.{field}", "cache.only"), what, f"give {option(f'cache.{field}_to_disk')}")
+    if cache.only and cache.preload:
+        what = "has no effect with --cache_only: nothing is read that could be kept in memory"
+        yield Finding(("cache.preload", "cache.only"), what, note=True)
 
 
 def once(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

@@ -111,7 +111,7 @@ class OnDisk:
         self._metadata = metadata
         self._source = self._remote.segments if self._remote else Segments(self.folder)
         self._entries = metadata
-        if self._section.preload:
+        if self._section.preload and not self._section.only:
             addresses = np.concatenate([np.asarray(each.wanted.addresses) for each in self.listed])
             where = on_each_machine(
                 self._ranks,

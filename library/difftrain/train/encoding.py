@@ -98,7 +98,9 @@ def encode(
                 found = encoder.encode(device.to_device(piece.batch))
                 made = {name: found[name].detach().cpu() for name in encoder.features}
                 _check_shapes(job, piece, made)
-            job.passed |= _passed(job, piece)
+            passed = _passed(job, piece)
+            job.passed |= passed
+            progress.passed += len(passed)
             writing.put(partial(_commit, job, piece, made, sink, progress))
 
 
@@ -225,6 +227,7 @@ class Progress:
         self._began = self._said = time.monotonic()
         self._waited = 0.0
         self.done = 0  # of this rank
+        self.passed = 0  # of them, what could not be read now
 
     def timed(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Hand pieces through, and measure how long they are waited for."""
@@ -253,10 +256,13 @@ class Progress:
         took = max(time.monotonic() - self._began, 1e-9)
         done = self._tally(0)
         waited = f", {self._waited / took:.0%} of this rank's time waiting for what is decoded" if self.done else ""
+        if self.passed:
+            waited += f"; {self.passed:,} of this rank's could not be read, and are tried again by the next start"
         log.info(
-            "cache of %s: %s entries encoded in %s, %.1f a second%s",
+            "cache of %s: %s entries %s in %s, %.1f a second%s",
             self._name,
             f"{done:,}",
+            "looked at" if self.passed else "encoded",
             duration(took),
             done / took,
             waited,
