@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("difftrain")
 
 SPARE = 16  # neighbours that are tried for a record whose file is gone, before the data is called unreadable
+_LOOK_S = 1.0  # between two looks at workers that are waited for
 _PREFETCH = 2  # micro batches a worker keeps ready
 
 
@@ -156,16 +159,16 @@ class WorkersSilent(TrainingFault):
 
 
 def data_loader(
-    dataset: Dataset[Any], items: Iterable[int], workers: int, forks: bool = True, *, patience_s: float = 0
+    dataset: Dataset[Any], items: Iterable[int], workers: int, forks: bool = True, *, watched: bool = False
 ) -> DataLoader[Any]:
     """Make a loader over items in their order, that neither reads nor moves the process's random state.
 
     forks: workers need nothing that is lost in a fork; else they are started anew, which takes seconds.
-    patience_s: how long an item is waited for; 0: for as long as its worker lives.
+    watched: its workers are looked after while an item is waited for (see items_of).
     """
     more: dict[str, Any] = {}
     if workers:
-        more = {"prefetch_factor": _PREFETCH, "worker_init_fn": _start_worker, "timeout": patience_s}
+        more = {"prefetch_factor": _PREFETCH, "worker_init_fn": _start_worker, "timeout": _LOOK_S if watched else 0}
         if not forks:
             more["multiprocessing_context"] = "spawn"
     return DataLoader(
@@ -205,32 +208,59 @@ def _end_with(parent: int | None) -> None:
     os._exit(0)
 
 
-def items_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Iterate over a loader's items; raise the fault that a worker handed on, and name a worker's death."""
+def items_of(loader: DataLoader[Any], patience_s: float = 0) -> Iterator[Any]:
+    """Iterate over a loader's items; raise the fault that a worker handed on, and name a worker's death.
+
+    patience_s: how long an item is waited for, where the loader was made to look after its workers; 0: for ever.
+    """
     iterator = iter(loader)
-    try:
-        while True:
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                late = str(error).startswith("DataLoader timed out")
-                if not late and not str(error).startswith("DataLoader worker"):
-                    raise
+    with _deaths_noticed_here() if loader.timeout else contextlib.nullcontext():
+        try:
+            while True:
+                try:
+                    item = _next(iterator, loader, patience_s)
+                except StopIteration:
+                    return
+                if isinstance(item, DataFault | TrainingFault):
+                    raise item
+                yield item
+        finally:
+            del iterator  # ends the workers, even where a traceback keeps this frame
+
+
+def _next(iterator: Iterator[Any], loader: DataLoader[Any], patience_s: float) -> Any:
+    """Return the next item. Raises: WorkerDied, WorkersSilent."""
+    began = time.monotonic()
+    while True:
+        try:
+            return next(iterator)
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader timed out"):
+                if time.monotonic() - began < patience_s:
+                    continue
                 _end_workers(iterator)
-                if late:
-                    what = f"nothing came from the processes that load data for {loader.timeout:g} s"
-                    raise WorkersSilent(what) from error
-                raise WorkerDied(
-                    f"{error}. A process that loads data was killed, most often for memory: "
-                    f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
-                ) from error
-            if isinstance(item, DataFault | TrainingFault):
-                raise item
-            yield item
+                what = f"nothing came from the processes that load data for {patience_s:g} s"
+                raise WorkersSilent(what) from error
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            _end_workers(iterator)
+            raise WorkerDied(
+                f"{error}. A process that loads data was killed, most often for memory: "
+                f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _deaths_noticed_here() -> Iterator[None]:
+    """Let a worker's death be noticed where its item is waited for; torch's handler raises wherever this process is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
     finally:
-        del iterator  # ends the workers, even where a traceback keeps this frame
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _end_workers(iterator: Any) -> None:

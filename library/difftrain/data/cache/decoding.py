@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from difftrain.data.prepare import Data
 
 CHANGED_SINCE = "changed since"
+_SMALL = 1 << 20  # bytes
 # kinds of reasons that lie in this moment or this machine, not in the picture's bytes
 _PASSING = (*PASSING, UNREADABLE, CHANGED_SINCE, "unsupported format")
 
@@ -47,6 +49,30 @@ class Piece:
     metas: list[dict[str, Any]]
     rejected: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     passed: tuple[Reject, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = [getattr(self, each.name) for each in dataclasses.fields(self)]
+        if self.batch is not None:
+            fields[2] = replace(
+                self.batch,
+                record_id=_sent(self.batch.record_id),
+                occurrence=_sent(self.batch.occurrence),
+                features={name: _sent(each) for name, each in self.batch.features.items()},
+            )
+        return _received, tuple(fields)
+
+
+def _sent(value: torch.Tensor) -> Any:
+    """Make a small tensor part of the message: one in shared memory of its own takes a connection, a millisecond."""
+    return value.numpy() if value.nbytes < _SMALL else value
+
+
+def _received(*fields: Any) -> Piece:
+    piece = Piece(*fields)
+    if (batch := piece.batch) is not None:
+        batch.record_id, batch.occurrence = torch.as_tensor(batch.record_id), torch.as_tensor(batch.occurrence)
+        batch.features = {name: torch.as_tensor(each) for name, each in batch.features.items()}
+    return piece
 
 
 class Decoding(Dataset[Any]):

@@ -62,9 +62,9 @@ def pieces_of(decoding: Decoding, handed: HandedOut, workers: int) -> Iterator[P
     """
     tries = 0
     while True:
-        loader = data_loader(decoding, handed, workers, decoding.forks, patience_s=PATIENCE_S)
+        loader = data_loader(decoding, handed, workers, decoding.forks, watched=True)
         try:
-            for piece in items_of(loader):
+            for piece in items_of(loader, PATIENCE_S):
                 tries = 0
                 handed.received(piece.number)
                 yield piece
