@@ -6,7 +6,7 @@ Both sides run the tiny SDXL's encoders in this process with one thread. The bar
 keeps nothing. The build does all that a start does: it tells the encoders by their weights, lists what is wanted, plans,
 decodes in one loader worker, encodes, writes and syncs segments, and merges them; the data's index is made before. The
 encoder must be fast (at most 20 ms a picture), else nothing is measured. Then a start with a complete cache of --entries
-entries is timed. Judged by the smallest times of the rounds. Exit code 1 where a limit is passed.
+entries is timed. Judged by the median of the rounds' ratios. Exit code 1 where a limit is passed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -161,7 +162,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=360)
     parser.add_argument("--resolution", type=int, default=240)
     parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--entries", type=int, default=100_000)
     parser.add_argument("--verbose", action="store_true", help="print what a start says")
     options = parser.parse_args()
@@ -183,11 +184,12 @@ def main() -> int:
             took.append((built, bare, pictures))
             print(f"build {built:.2f} s, bare {bare:.2f} s: {built / bare:.3f}")
         again = recheck(bench, options.entries)
-    built, bare, pictures = map(min, zip(*took))  # other work on the machine can only add
-    ratio, each = built / bare, 1000 * pictures / count
+    ratio = statistics.median(built / bare for built, bare, _ in took)  # pairs: the machine's own pace drifts
+    built, bare, pictures = map(min, zip(*took))
+    each = 1000 * pictures / count
     good = ratio <= LIMIT and each <= MOST_MS and again < RECHECK_S
     print(
-        f"building over the bare encoders: {ratio:.3f} (limit {LIMIT}; {built:.2f} against {bare:.2f} s), {count} JPEGs of one megapixel"
+        f"building over the bare encoders: {ratio:.3f} (limit {LIMIT}; smallest {built:.2f} against {bare:.2f} s), {count} JPEGs of one megapixel"
     )
     print(f"encoder: {each:.1f} ms a picture (limit {MOST_MS:g})")
     print(f"a start with a complete cache of {options.entries:,} entries: {again:.2f} s (limit {RECHECK_S:g})")

@@ -273,7 +273,8 @@ def _widen_pipe(iterator: Any) -> None:
     """Let a whole batch lie in the pipe that it comes by: it is read in one go, not in turns with its writer."""
     if isinstance(iterator, _MultiProcessingDataLoaderIter) and hasattr(fcntl, "F_SETPIPE_SZ"):
         with contextlib.suppress(OSError, AttributeError):  # the system allows less, or it is no pipe
-            fcntl.fcntl(iterator._worker_result_queue._reader.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            results: Any = iterator._worker_result_queue
+            fcntl.fcntl(results._reader.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _end_workers(iterator: Any) -> None:
