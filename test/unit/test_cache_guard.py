@@ -46,8 +46,8 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     space: dict[str, Any] = {}
     exec(HOSTILE, space)
     monkeypatch.setattr(samples, "decode_for", space["decoder"](samples.decode_for))
-    monkeypatch.setattr(guard, "LIMIT_S", 2.0)
-    monkeypatch.setattr(guard, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(guard, "LIMIT_S", 3.0)
+    monkeypatch.setattr(guard, "PATIENCE_S", 5.0)
     return data
 
 
