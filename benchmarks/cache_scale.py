@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 import numpy as np
+from figures import Report
 
 from difftrain.data.cache.folder import BIN, IDX, CacheFolder
 from difftrain.data.cache.format import ROW, header_block, row_crcs
@@ -115,23 +116,6 @@ def merging(root: Path, answers: multiprocessing.Queue[dict[str, float]]) -> Non
     merged = merge(folder)
     took = time.perf_counter() - start
     answers.put({"s": took, "added": merged.added, "entries": merged.entries, "most": resident_mib("VmHWM")})
-
-
-class Report:
-    """Print figures against limits and remember whether one was missed."""
-
-    def __init__(self) -> None:
-        self.failed = False
-
-    def check(self, name: str, value: float, limit: float, unit: str, note: str = "") -> None:
-        """Print one figure."""
-        good = value <= limit
-        self.failed |= not good
-        print(f"{'PASS' if good else 'FAIL'}  {name:<48} {value:10.3f} {unit:<4} limit {limit:g}  {note}", flush=True)
-
-    def say(self, name: str, value: float, unit: str, note: str = "") -> None:
-        """Print a figure that has no limit."""
-        print(f"      {name:<48} {value:10.3f} {unit:<4} {note}", flush=True)
 
 
 def check_presence(report: Report, metadata: Metadata, records: int) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 import numpy as np
+from figures import Report
 
 from difftrain.config import TrainConfig
 from difftrain.data.index import Index
@@ -88,19 +89,6 @@ def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-class Report:
-    """Print figures against limits and remember whether one was missed."""
-
-    def __init__(self) -> None:
-        self.failed = False
-
-    def check(self, name: str, value: float, limit: float, unit: str, note: str = "") -> None:
-        """Print one figure."""
-        good = value <= limit
-        self.failed |= not good
-        print(f"{'PASS' if good else 'FAIL'}  {name:<44} {value:10.3f} {unit:<4} limit {limit:g}  {note}", flush=True)
 
 
 def check_plan(report: Report, name: str, plan: EpochPlan, limit_far: float) -> None:

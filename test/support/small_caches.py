@@ -15,6 +15,7 @@ from difftrain.data.cache import database, uses
 from difftrain.data.cache.folder import BIN, CacheFolder
 from difftrain.data.cache.format import Item, Stored, pack, reject
 from difftrain.data.cache.metadata import merge
+from difftrain.data.cache.verify import verify
 from difftrain.data.cache.writer import SegmentWriter
 
 HEADER = {"encoder": "latents", "fingerprint": "f", "features": {"moments": "uint8"}, "storage": "fp32"}
@@ -95,3 +96,26 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << bit
     path.write_bytes(content)
+
+
+# of partly_wanted: most of the first segment, some of the next two, none of the last
+WANTED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 20}
+
+
+def partly_wanted(path: Path) -> CacheFolder:
+    """Make a cache of which two uses want some entries."""
+    folder = make(path, segments=4, entries=10)
+    uses.remove(folder, "all")
+    want(folder, "a", range(9))
+    want(folder, "b", [10, 11, 20])
+    return folder
+
+
+def assert_whole(folder: CacheFolder, numbers: set[int], originals: dict[bytes, bytes]) -> None:
+    """Compare what is served of some entries with what was written, after a look at everything."""
+    report = verify(folder)
+    assert not report.damages, [str(damage) for damage in report.damages]
+    merge(folder)
+    found = served(folder)
+    for number in numbers:
+        assert found[address(number)] == originals[address(number)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_caches import address, flip, interrupted, make, served, want, write
+from small_caches import WANTED, address, assert_whole, flip, interrupted, make, partly_wanted, served, want, write
 
 from difftrain.contracts import ConfigFault, DataFault
 from difftrain.data.cache import alive, collect, drops, uses
@@ -17,28 +17,9 @@ from difftrain.data.cache.metadata import Metadata, merge
 from difftrain.data.cache.repair import repair
 from difftrain.data.cache.verify import verify
 
-WANTED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 20}  # most of the first segment, some of the next two, none of the last
-
-
-def partly_wanted(path: Path) -> CacheFolder:
-    folder = make(path, segments=4, entries=10)
-    uses.remove(folder, "all")
-    want(folder, "a", range(9))
-    want(folder, "b", [10, 11, 20])
-    return folder
-
 
 def collected(folder: CacheFolder, **words: Any) -> str:
     return "\n".join(collect.collect(folder, **words))
-
-
-def assert_whole(folder: CacheFolder, numbers: set[int], originals: dict[bytes, bytes]) -> None:
-    report = verify(folder)
-    assert not report.damages, [str(damage) for damage in report.damages]
-    merge(folder)
-    found = served(folder)
-    for number in numbers:
-        assert found[address(number)] == originals[address(number)]
 
 
 def test_what_nothing_wants_goes(tmp_path: Path) -> None:
