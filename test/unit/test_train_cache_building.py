@@ -21,6 +21,7 @@ from difftrain.data import prepare as preparing
 from difftrain.data.cache.folder import CacheFolder
 from difftrain.data.cache.guard import HandedOut
 from difftrain.data.cache.metadata import Metadata
+from difftrain.data.cache.uses import mark_whole
 from difftrain.data.cache.writer import SegmentWriter
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.train import encoding
@@ -138,6 +139,18 @@ def test_a_regeneration_that_was_interrupted_goes_on(
     assert 0 < sum(calls) < FLIPPED + 2 * CAPTIONS and use_of(own).whole
     calls.clear()
     make(anew)  # that one was finished: this is another wish
+    assert sum(calls) == FLIPPED + 2 * CAPTIONS
+
+
+@pytest.mark.flags("regenerate_cache")
+def test_a_regeneration_that_ended_is_over_even_where_entries_are_lost_later(
+    pictures: Path, own: Path, calls: list[int]
+) -> None:
+    anew = config(pictures, own, {**ON_DISK, "regenerate": True})
+    make(anew)
+    mark_whole(CacheFolder.open(own), use_of(own).id, whole=False)  # as repair does where it drops something
+    calls.clear()
+    make(anew)
     assert sum(calls) == FLIPPED + 2 * CAPTIONS
 
 

@@ -236,6 +236,8 @@ class Disk:
                     f"{self.folder.path}: {lacking:,} entries of {each.wish.name} were just encoded and do not "
                     "count: was the cache cleaned or repaired meanwhile? Start again"
                 )
+        if (use := self._known()) is not None and use.facts.get(REGENERATING):
+            self._write_use(self.facts)  # it is over: the next --regenerate_cache is another wish
         if not passed:
             uses.mark_whole(self.folder, self.use)
         return count
