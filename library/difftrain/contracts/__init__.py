@@ -3,6 +3,8 @@
 from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats
 from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
 from difftrain.contracts.family import (
+    EVERY,
+    METRIC,
     DrawSpec,
     Encoder,
     Family,
@@ -18,6 +20,8 @@ from difftrain.contracts.family import (
 from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
 
 __all__ = [
+    "EVERY",
+    "METRIC",
     "Batch",
     "Bucket",
     "ConfigFault",

@@ -60,18 +60,32 @@ class NoiseMix:
 
 @dataclass(frozen=True)
 class DrawSpec:
-    """Ask for one host draw a sample: normal of a latent shape, an integer in [low, high), or uniform in [0, 1)."""
+    """Ask for one host draw a sample: normal of a latent shape, an integer in [low, high), uniform in [0, 1), or a
+    choice of cells of a picture, factor pixels wide and high: those that stay where `share` of them go, in order.
 
-    kind: str  # "normal" | "integer" | "uniform"
+    through: what a uniform draw becomes, in fp64 on the host, before it is rounded once; growing, so that evaluation
+    can ask for its quantiles. Picklable. trains: made in training only; evaluation's batches are without it.
+    """
+
+    kind: str  # "normal" | "integer" | "uniform" | "choice"
     channels: int = 0  # normal: shape (channels, height / factor, width / factor), see Feature; 0 = a scalar
     factor: int = 1  # 0: one value a channel
     high: int = 0
     low: int = 0
     mix: NoiseMix | None = None  # normal: not white
     frames: int = 0  # normal: over the clip, as Feature.frames
+    through: Callable[[float, Bucket], float] | None = None
+    trains: bool = False
+    share: float = 0.0  # choice: of the cells that go; one stays at least
+
+    def cells(self, bucket: Bucket) -> int:
+        """Return among how many cells a choice is made."""
+        return (bucket.height // self.factor) * (bucket.width // self.factor)
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample's draw in a bucket; () for a scalar."""
+        if self.kind == "choice":
+            return (max(1, self.cells(bucket) - round(self.share * self.cells(bucket))),)
         if not self.channels:
             return ()
         if not self.factor:
@@ -88,6 +102,16 @@ class FeatureSpec:
     size_multiple: int = 8
 
 
+class _Every(frozenset[str]):
+    """Contain every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+EVERY: Collection[str] = _Every()  # load(lazy=EVERY): as much as may sleep does
+METRIC = "metric/"  # what loss_sums names so is measured, and no term of the loss: sums over samples too
+
 # captions -> {"input_ids_1": (B, L) int64, ...}; picklable, runs in loader workers
 Tokenize = Callable[[list[str]], "dict[str, Tensor]"]
 
@@ -96,7 +120,8 @@ Tokenize = Callable[[list[str]], "dict[str, Tensor]"]
 class Parts:
     """Hold the modules of a family: root has ALL trained parameters under plain names, frozen the rest.
 
-    A part in `lazy` has names, shapes and dtypes but no weights (it is on the meta device) until something wakes it.
+    A part in `lazy` has no weights (it is on the meta device) until something wakes it, and another module may stand in
+    its place until then: look parts up by name after they are woken.
     """
 
     root: nn.Module
@@ -106,11 +131,17 @@ class Parts:
     notes: list[str] = field(default_factory=list)  # sentences to print at start: what is frozen, and why
     resting: set[str] = field(default_factory=set)  # frozen parts that no step needs: they stay on the host
     lazy: dict[str, Callable[[], None]] = field(default_factory=dict)  # frozen part -> fills its module, on the host
+    on_build: list[Callable[[nn.Module], Any]] = field(default_factory=list)  # done to what takes a stand-in's place
+    training_only: set[str] = field(default_factory=set)  # frozen parts that neither evaluation nor a picture needs
 
     def wake(self, name: str) -> None:
-        """Give a lazy part its weights, on the host; every other part has them."""
+        """Give a lazy part its weights, on the host; every other part has them. Raises ConfigFault where they do not fit."""
         if name in self.lazy and self.sleeps(name):
+            before = self.frozen[name]
             self.lazy[name]()
+            if self.frozen[name] is not before:
+                for action in self.on_build:
+                    action(self.frozen[name])
 
     def rest(self, name: str) -> None:
         """Bring a frozen part back to the host; a lazy one gives its memory back."""
@@ -148,7 +179,8 @@ class Encoder:
 class Inputs:
     """One micro batch after encoding and noising, on the device, fp32 where floating.
 
-    Shapes: x_t, target (B, C, H, W); timestep (B,) int64; weight (B,); mask (B, 1, H, W) in 0..1.
+    Shapes: x_t, target (B, C, H, W); timestep (B,), int64 steps or fp32 in 0..1000 of a flow; weight (B,); mask
+    (B, 1, H, W) in 0..1. aims: what further terms of the loss compare outputs with.
     """
 
     x_t: Tensor
@@ -157,16 +189,21 @@ class Inputs:
     target: Tensor
     weight: Tensor
     mask: Tensor | None = None
+    aims: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Group:
-    """One optimizer parameter group, with names so that its state can be stored by name."""
+    """One optimizer parameter group, with names so that its state can be stored by name.
+
+    matrices: names of those that Muon updates; None leaves it to the rule of optim/muon.py.
+    """
 
     name: str
     named_params: list[tuple[str, nn.Parameter]]
     lr: float
     weight_decay: float | None = None
+    matrices: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +227,9 @@ class Family(Protocol):
 
     @property
     def features(self) -> FeatureSpec: ...
-    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts: ...  # lazy: of the frozen parts
+    def load(
+        self, *, meta: bool = False, lazy: Collection[str] = ()
+    ) -> Parts: ...  # lazy: of the frozen parts, or EVERY
     def comes_without(self) -> dict[str, str]: ...  # field of a part that the weights lack -> its id on a hub
     def tokenizer(self, parts: Parts) -> Tokenize: ...
     def encoders(self, parts: Parts) -> dict[str, Encoder]: ...  # by what a configuration may ask to be cached

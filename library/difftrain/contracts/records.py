@@ -74,6 +74,7 @@ class Batch:
 
     Shapes: record_id, occurrence (B,) int64; features and draws (B, ...).
     counts: this rank's host-known share of each normaliser, here the number of samples under "samples".
+    step: the update that it is for, counted from 0; None: none, as in evaluation.
     """
 
     bucket: Bucket
@@ -85,6 +86,7 @@ class Batch:
     counts: dict[str, float] = field(default_factory=dict)
     keys: tuple[bytes, ...] = ()
     rejects: tuple[Reject, ...] = ()  # items that failed only when they were decoded, and were replaced
+    step: int | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor under one flat name, for pinning and moving."""
