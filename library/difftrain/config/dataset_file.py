@@ -33,6 +33,7 @@ class Resolved:
     """The data sets of a file, what went wrong, and what is worth saying.
 
     overridden: "section.field" of the command line's values that no data set takes, since the file sets all.
+    masked: the masks that the file names count, whatever loss.masked says.
     """
 
     datasets: tuple[DatasetSection, ...] = ()
@@ -40,6 +41,7 @@ class Resolved:
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     overridden: set[str] = field(default_factory=set)
+    masked: bool = False
 
 
 def resolve(path: Path, cfg: TrainConfig) -> Resolved:
@@ -68,6 +70,7 @@ def applied(cfg: TrainConfig, found: Resolved) -> TrainConfig:
     largest = max((each.resolution or (0, 0) for each in datasets), key=lambda size: size[0] * size[1])
     seed = cfg.validation.seed if found.validation_seed is None else found.validation_seed
     changes: dict[str, dict[str, Any]] = {
+        "loss": {"masked": cfg.loss.masked or found.masked},
         "data": {"datasets": datasets, "resolution": largest if all(largest) else None},
         "training": {"batch_size": max(each.batch_size for each in datasets)},
         "validation": {"split": max(each.validation_split for each in datasets), "seed": seed},
@@ -86,7 +89,10 @@ class _Resolver:
         self.seeds: set[int | None] = set()
 
     def take(self, tables: Table) -> None:
-        for name in tables.keys() - {"general", "datasets"}:
+        for name in sorted(tables.keys() - {"general", "datasets"}):
+            if name == "directory":
+                self.fault(name, "is of diffusion-pipe's data set TOML", "train.py takes such files: --dataset")
+                continue
             self.fault(name, "no such table", did_you_mean(name, ("general", "datasets")) or "[general], [[datasets]]")
         general = self.checked(tables.get("general", {}), "[general]", "[general]")
         datasets = self.listed(tables.get("datasets"), "[[datasets]]")

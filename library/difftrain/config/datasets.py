@@ -33,10 +33,16 @@ def has_buckets(cfg: TrainConfig) -> bool:
     return any(dataset.enable_bucket for dataset in datasets_of(cfg.data, cfg.captions))
 
 
-def draws_captions(cfg: TrainConfig) -> bool:
-    """Tell whether uses of one record may have different words, dropped captions aside."""
-    sections = [subset.captions for subset in subsets_of(cfg)]
-    return any(each.shuffle or each.enable_wildcard or each.tag_dropout_rate > 0 for each in sections)
+def draws_captions(cfg: TrainConfig, *, told: bool = True) -> bool:
+    """Tell whether uses of one record may have different words, dropped captions aside.
+
+    told: also where a source says itself how many captions are drawn of a record.
+    """
+    sections = [subset.captions for subset in subsets_of(cfg) if told or subset.captions.variants is None]
+    return any(
+        each.shuffle or each.enable_wildcard or each.tag_dropout_rate > 0 or each.shuffle_capitalization
+        for each in sections
+    )
 
 
 def _subsets(data: DataSection, captions: CaptionSection) -> list[SubsetSection]:

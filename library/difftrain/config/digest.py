@@ -23,19 +23,20 @@ FREE = frozenset({
     "model.vae_batch_size", "model.disable_mmap", "cache", "model.tokenizer_cache_dir",
     # the folders' own names count, see identity; the records themselves are in the plan's digest
     "data.dirs", "data.reg_dirs", "data.datasets", "data.dataset_config",
-    "data.workers", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
+    "data.workers", "data.prefetch", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
     "training.gradient_checkpointing", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
-    "training.fused_attention", "training.attention", "training.max_skipped_steps",
+    "training.fused_attention", "training.attention", "training.max_skipped_steps", "training.only_warn",
     "training.engine", "deepspeed", "training.device", "training.threads", "training.performance",
     "training.ddp_timeout_min", "training.ddp_bucket_view", "training.ddp_static_graph",
     "validation.every_n_steps", "validation.every_n_epochs", "validation.max_steps",
-    "demo.score", "ema.snapshot_precision",
+    "demo.score", "demo.make", "ema.snapshot_precision", "eval",
     "save", "hub", "sample", "logging", "metadata",
 })  # fmt: skip
 # fields whose value is a path or an id: a path is known by its last name, since machines mount things elsewhere
 NAMED = frozenset({
-    "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.init_from_config",
+    "model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3", "model.init_from_config",
+    "model.transformer", "model.text_encoder1", "model.text_encoder2", "model.text_encoder3", "repa.encoder", "demo.folder",
     "data.conditioning_dir", "data.in_json",
 })  # fmt: skip
 
@@ -59,7 +60,7 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
     out |= _cached(cfg)
     batches = [size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes]
     out["global batch"] = batches if cfg.data.datasets else batches[0]
-    if cfg.training.max_epochs:
+    if cfg.training.max_epochs and not cfg.training.first_limit:
         del out["training.max_steps"]  # epochs win
     return out
 
@@ -85,7 +86,7 @@ def _told(name: str, dataset: DatasetSection) -> dict[str, Any]:
     told = {f"{name}: {field}": value for field, value in found.items()}
     for number, subset in enumerate(dataset.subsets, 1):
         for field, value in subset.model_dump(mode="json", exclude={"custom_attributes"}).items():
-            is_path = value and field in ("image_dir", "metadata_file", "conditioning_dir")
+            is_path = value and field in ("image_dir", "metadata_file", "conditioning_dir", "default_mask")
             told[f"{name}, subset {number}: {field}"] = _last_name(value) if is_path else value
     return told
 

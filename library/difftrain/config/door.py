@@ -18,6 +18,14 @@ from difftrain.config.secrets import redact_text
 from difftrain.contracts.errors import ConfigFault, DifftrainError
 
 _WAIT_FOR_FIRST_S = 10.0
+# what no run can do without: module -> what pip calls it
+REQUIRED = {
+    **{name: name for name in (
+        "torch", "diffusers", "transformers", "safetensors", "scipy", "huggingface_hub", "numpy", "simplejpeg",
+        "imagecodecs", "pyarrow", "fsspec", "tqdm",
+    )},
+    "PIL": "Pillow", "google_crc32c": "google-crc32c",
+}  # fmt: skip
 
 
 def open_door(prog: str, argv: list[str], work: Callable[[Parsed], int], rules: Sequence[Rule] = ()) -> int:
@@ -78,8 +86,12 @@ def guard(prog: str, work: Callable[[], int]) -> int:
     except BrokenPipeError:  # somebody closed our output: `... --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception:  # a bug of ours: the traceback is the message, and tokens stay out of it
-        print(redact_text(f"{_who(prog)}: {traceback.format_exc()}"), file=sys.stderr, flush=True)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in REQUIRED:
+            said = f"needs the package {REQUIRED[error.name]}, which is not installed (pip install -r requirements.txt)"
+        else:  # a bug of ours: the traceback is the message, and tokens stay out of it
+            said = traceback.format_exc()
+        print(redact_text(f"{_who(prog)}: {said}"), file=sys.stderr, flush=True)
         return 1
 
 

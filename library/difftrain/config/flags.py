@@ -199,7 +199,7 @@ KOHYA: tuple[Flag, ...] = (
     on("use_safetensors", "switch", "save.model_as", "safetensors, unless --save_model_as is given", sets="safetensors", weak=True),
     # optimizer and schedule
     on("optimizer_type", "str", "optimizer.type",
-       f"{', '.join(OPTIMIZERS)} (oss: AdamW with its state sharded over ranks); of torch.optim {', '.join(TORCH_OPTIMIZERS)};"
+       f"{', '.join(OPTIMIZERS)} (oss: AdamW with its state sharded over ranks; Muon: with AdamW for what is no matrix); of torch.optim {', '.join(TORCH_OPTIMIZERS)};"
        " or package.module.Class", kohya="", same=("",)),
     on("use_8bit_adam", "switch", "optimizer.type", "the same as --optimizer_type=AdamW8bit", sets="AdamW8bit"),
     on("use_lion_optimizer", "switch", "optimizer.type", "the same as --optimizer_type=Lion", sets="Lion"),
@@ -249,7 +249,7 @@ OURS: tuple[Flag, ...] = (
     on("config", "str", "", "sectioned TOML of this package: a file of configs/, or a run's own config.toml; flags win"),
     on("dry_run", "switch", "", "print configuration, steps, memory and FLOP estimates; touch no device"),
     on("family", "str", "model.family", "what is trained"),
-    on("init_from_config", "str", "model.init_from_config", "random weights of a size: base, tiny, demo or FILE.json"),
+    on("init_from_config", "str", "model.init_from_config", "random weights of a size: base, tiny, demo (of sd3: light, medium, tiny) or FILE.json"),
     on("tokenizer1_path", "str", "model.tokenizer1", "folder of the first tokenizer (CLIP-L), or a hub id"),
     on("tokenizer2_path", "str", "model.tokenizer2", "folder of the second tokenizer (OpenCLIP bigG), or a hub id"),
     on("half_vae", "switch", "model.vae_fp32", "the VAE computes in the mixed precision", sets=False),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-INIT_CONFIGS = ("base", "tiny", "demo")
+INIT_CONFIGS = {"sdxl": ("base", "tiny", "demo"), "sd3": ("light", "medium", "tiny", "demo")}
 
 EIGHT_BIT = (
     "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "PagedLion8bit", "SGDNesterov8bit",
@@ -20,14 +20,23 @@ D_ADAPTATION = (
 ADAPTIVE = (*D_ADAPTATION, "Prodigy")  # they estimate the rate: --learning_rate is a factor of it
 FIRST_RATE = ("DAdaptAdaGrad", "DAdaptAdan", "DAdaptAdanIP")  # of these, those that look at the first group's rate only
 SCHEDULE_FREE = ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")
-ASCEND = ("NpuFusedAdamW",)  # kohya's scripts have the others
+ASCEND = ("NpuFusedAdamW",)
+OURS = ("Muon",)  # with AdamW for what is no matrix; kohya's scripts have all others
 OPTIMIZERS = (
-    "AdamW", "oss", "Lion", "SGDNesterov", "Adafactor", *EIGHT_BIT, *ADAPTIVE, *SCHEDULE_FREE, *ASCEND,
+    "AdamW", "oss", "Lion", "SGDNesterov", "Adafactor", *EIGHT_BIT, *ADAPTIVE, *SCHEDULE_FREE, *ASCEND, *OURS,
 )  # fmt: skip
 # torch.optim's own, without a dotted path as in kohya's scripts; what needs the loss again or sparse gradients is not here
 TORCH_OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
+# of other trainers: known and not built yet -> what to take; and those that mean one of ours -> it, and why
+OPTIMIZERS_LATER = {
+    "adamw8bitkahan": "AdamW8bit, whose weights are fp32 masters here, or AdamW with master_weights = 'kahan'",
+    "stableadamw": "AdamW", "automagic": "Prodigy", "genericoptim": "Muon", "came": "Adafactor", "offload": "AdamW8bit",
+}  # fmt: skip
+OPTIMIZERS_NEAR = {
+    "adamw_optimi": ("AdamW", "on fp32 weights, which need no summation of Kahan's (master_weights = 'kahan' has that)"),
+}  # fmt: skip
 # optimizer -> (module, what pip calls it)
 PACKAGES = (
     {name: ("bitsandbytes", "bitsandbytes") for name in EIGHT_BIT}
@@ -43,12 +52,28 @@ SCHEDULERS = (
 )  # fmt: skip
 
 CACHE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
-TEXT_FEATURES = {"sdxl": ("hidden_1", "hidden_2", "pooled")}  # what frozen text encoders of a family make of captions
+TEXT_FEATURES = {  # what frozen text encoders of a family make of captions
+    "sdxl": ("hidden_1", "hidden_2", "pooled"),
+    "sd3": ("hidden_1", "pooled_1", "hidden_2", "pooled_2", "hidden_3"),
+}
+CLIP_FAMILIES: tuple[str, ...] = ()  # that make clips
+CONTROL_FAMILIES: tuple[str, ...] = ()  # that are shown another picture
+FOLDER_EXPORTS = ("sd3",)  # exported as a diffusers folder whatever layout is asked for
+# families that are known and not built yet, as [model] type spells them
+FAMILIES_LATER = (
+    "flux", "ltx-video", "hunyuan-video", "cosmos", "lumina_2", "wan", "chroma", "hidream", "cosmos_predict2", "omnigen2",
+    "qwen_image", "hunyuan_image", "auraflow", "z_image", "hunyuan_video_15", "flux2", "ernie_image", "ltx2", "anima",
+)  # fmt: skip
 
 SAMPLERS = (
     "ddim", "pndm", "lms", "euler", "euler_a", "heun", "dpm_2", "dpm_2_a", "dpmsolver", "dpmsolver++", "dpmsingle",
     "k_lms", "k_euler", "k_euler_a", "k_dpm_2", "k_dpm_2_a",
 )  # fmt: skip
+
+SIZE_MULTIPLES = {"sdxl": 8, "sd3": 16}  # of sides of pictures, by family
+
+FLOW_SAMPLERS = ("flow_euler", "flow_heun")
+FLOW_FAMILIES = ("sd3",)  # that learn a flow, and have samplers of their own
 
 COMPILE_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "tvm", "openxla")
 COMPILE_BACKENDS_GONE = ("aot_ts_nvfuser", "nvprims_nvfuser", "ofi", "fx2trt", "onnxrt", "tensort", "ipex")

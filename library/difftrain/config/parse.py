@@ -5,7 +5,7 @@ Precedence: field default < --config TOML < --config_file < flag.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from difftrain.config import (
     rules_cache,
     rules_data,
     rules_engine,
+    rules_eval,
+    rules_flow,
     rules_hub,
     rules_names,
     rules_objective,
@@ -23,6 +25,8 @@ from difftrain.config import (
     rules_paths,
     rules_precision,
     rules_samples,
+    rules_saving,
+    rules_speedups,
     toml,
 )
 from difftrain.config import rules as together
@@ -30,6 +34,7 @@ from difftrain.config.datasets import draws_captions
 from difftrain.config.finding import Rule, check, value_of
 from difftrain.config.flag import Flag, convert
 from difftrain.config.flags import FLAGS, flag_of
+from difftrain.config.names import FLOW_FAMILIES, FLOW_SAMPLERS
 from difftrain.config.scan import scan
 from difftrain.config.secrets import keep_in_environment, redact
 from difftrain.config.sections import TrainConfig
@@ -39,6 +44,8 @@ from difftrain.contracts.errors import ConfigFault, Fault
 RULES = (
     *together.RULES,
     *rules_objective.RULES,
+    *rules_flow.RULES,
+    *rules_speedups.RULES,
     *rules_names.RULES,
     *rules_optimizer.RULES,
     *rules_paths.RULES,
@@ -47,7 +54,9 @@ RULES = (
     *rules_engine.RULES,
     *rules_cache.RULES,
     *rules_data.RULES,
+    *rules_eval.RULES,
     *rules_samples.RULES,
+    *rules_saving.RULES,
 )
 SHUFFLE_NUM = 10  # captions of a record that are cached where their parts are drawn
 
@@ -65,6 +74,7 @@ class Parsed:
     bare: dict[str, str]
     argv: tuple[str, ...]
     words: dict[str, list[str]] = field(default_factory=dict)
+    tell: Callable[[str], str] = str  # puts a sentence that names flags into the words of the door
 
     @property
     def dry_run(self) -> bool:
@@ -112,7 +122,8 @@ def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -
         path = f"{section}.{key}"
         src.bad.add(path)
         src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
-    cfg = _with_variants(_with_engine(_with_data_sets(cfg, src), src), src)
+    cfg = _with_sampler(_with_engine(_with_data_sets(cfg, src), src), src)
+    cfg = with_variants(cfg, src.bad, src.notes)
     asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
     faults, notes = check(cfg, rules, asked, src.bad, src.origins)
     if faults := [*src.faults, *faults]:
@@ -129,12 +140,19 @@ def _with_engine(cfg: TrainConfig, src: _Sources) -> TrainConfig:
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"engine": "accelerate"})})
 
 
-def _with_variants(cfg: TrainConfig, src: _Sources) -> TrainConfig:
+def _with_sampler(cfg: TrainConfig, src: _Sources) -> TrainConfig:
+    """Take a flow's own sampler where nobody has chosen one, so that what a run records of itself can be read again."""
+    if cfg.model.family not in FLOW_FAMILIES or "sample.sampler" in src.origins:
+        return cfg
+    return cfg.model_copy(update={"sample": cfg.sample.model_copy(update={"sampler": FLOW_SAMPLERS[0]})})
+
+
+def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainConfig:
     """Settle how many captions of a record are cached, where they are drawn and nobody has said it."""
     cached = cfg.cache.text or cfg.cache.text_to_disk
-    if not (cached and draws_captions(cfg)) or cfg.cache.shuffle_num or "cache.shuffle_num" in src.bad:
+    if not (cached and draws_captions(cfg, told=False)) or cfg.cache.shuffle_num or "cache.shuffle_num" in bad:
         return cfg
-    src.notes.append(
+    notes.append(
         f"--cache_shuffle_num: {SHUFFLE_NUM} captions of each record are drawn and cached, and each use takes one of them"
     )
     return cfg.model_copy(update={"cache": cfg.cache.model_copy(update={"shuffle_num": SHUFFLE_NUM})})

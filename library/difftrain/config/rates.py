@@ -9,6 +9,7 @@ from typing import Any
 from difftrain.config import names
 from difftrain.config.sections import OptimizerSection, TrainConfig
 
+DENOISERS = {"sdxl": "unet", "sd3": "transformer"}
 UNET_BLOCKS = 23  # of SDXL, as --block_lr counts them
 ENCODERS = ("text_encoder_1", "text_encoder_2")
 ADAFACTOR = "adafactor"
@@ -18,8 +19,11 @@ def part_rates(cfg: TrainConfig) -> dict[str, float]:
     """Return the rate of every part that is trained, without those that a rate of 0 freezes.
 
     As kohya: an encoder's rate defaults to --learning_rate; --learning_rate=0 freezes the UNet whatever its blocks say.
+    Families other than SDXL train their denoiser alone, at --learning_rate.
     """
-    section = cfg.optimizer
+    section, denoiser = cfg.optimizer, DENOISERS[cfg.model.family]
+    if denoiser != "unet":
+        return {denoiser: section.learning_rate} if section.learning_rate > 0 else {}
     unet = section.learning_rate if section.unet_lr is None else section.unet_lr
     if section.block_lr and not any(section.block_lr):
         unet = 0.0

@@ -50,12 +50,13 @@ NEEDS: tuple[Need, ...] = (
     Need("validation.every_n_epochs", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("validation.max_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
     Need("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs --max_train_epochs"),
-    Need("save.last_n_steps", lambda c: c.save.every_n_steps, "needs --save_every_n_steps"),
-    Need("save.last_n_steps_state", lambda c: c.save.every_n_steps, "needs --save_every_n_steps"),
+    Need("save.last_n_steps", lambda c: _saves_steps(c), "needs --save_every_n_steps"),
+    Need("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs --save_every_n_steps"),
     Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs --save_every_n_epochs or --save_n_epoch_ratio"),
-    Need("save.last_n_epochs_state", lambda c: _saves_epochs(c), "needs --save_every_n_epochs or --save_n_epoch_ratio"),
-    Need("save.last_n_steps_state", lambda c: c.save.state, "needs --save_state"),
-    Need("save.last_n_epochs_state", lambda c: c.save.state, "needs --save_state"),
+    Need("save.last_n_epochs_state", lambda c: _saves_epochs(c) or c.save.checkpoint_every_n_epochs,
+         "needs --save_every_n_epochs or --save_n_epoch_ratio"),
+    Need("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs --save_state"),
+    Need("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs --save_state"),
     Need("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS),
     Need("hub.repo_type", lambda c: c.hub.repo_id, _SENDS, note=True),
     Need("hub.visibility", lambda c: c.hub.repo_id, _SENDS, note=True),
@@ -80,6 +81,10 @@ NEEDS: tuple[Need, ...] = (
 
 def _skips(cfg: TrainConfig) -> object:
     return cfg.training.skip_until_initial_step
+
+
+def _saves_steps(cfg: TrainConfig) -> object:
+    return cfg.save.every_n_steps or cfg.save.every_n_examples
 
 
 def _saves_epochs(cfg: TrainConfig) -> object:
@@ -116,7 +121,11 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Weights come from one place."""
-    if not cfg.model.pretrained and not cfg.model.init_from_config:
+    elsewhere = cfg.model.family == "sd3" and any(
+        value_of(cfg, f"model.{part}")
+        for part in ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3")
+    )
+    if not cfg.model.pretrained and not cfg.model.init_from_config and not elsewhere:
         remedy = "give weights, or --init_from_config=base|tiny|FILE.json for random ones"
         yield Finding(("model.pretrained", "model.init_from_config"), "is missing", remedy)
     if cfg.model.pretrained and cfg.model.init_from_config:
@@ -136,7 +145,7 @@ def data_counts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def cadence(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Say which of two counts holds where kohya lets both be given."""
-    if {"training.max_epochs", "training.max_steps"} <= asked:
+    if {"training.max_epochs", "training.max_steps"} <= asked and not cfg.training.first_limit:
         yield Finding(("training.max_steps",), "has no effect: --max_train_epochs wins", note=True)
     training, resume = cfg.training, cfg.save.resume
     if {"training.initial_step", "training.initial_epoch"} <= asked:

@@ -14,6 +14,8 @@ from difftrain.config.there import expanded, is_file, is_there
 NEEDS: tuple[Need, ...] = (
     Need("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
          "has no effect without regularisation pictures: --reg_data_dir, or is_reg in the data set TOML", note=True),
+    Need("data.shard_size", lambda c: c.data.tar_order == "sequential",
+         "has no effect: data are not read in sequence (--tar_order=sequential)", note=True),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"
@@ -65,7 +67,7 @@ def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     for number, dataset in enumerate(data.datasets, 1):
         for subset in dataset.subsets:
             pictures = subset.image_dir if subset.image_dir and hub_ids.missing(subset.image_dir) else None
-            for path in (pictures, subset.metadata_file, subset.conditioning_dir):
+            for path in (pictures, subset.metadata_file, subset.conditioning_dir, subset.default_mask):
                 if path and not is_there(expanded(path)):
                     yield Finding(("data.datasets",), f"[[datasets]] {number}: no such file or folder: {path!r}")
 
@@ -82,6 +84,11 @@ def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def _misfits(size: SizeSection) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Find (fields, what is wrong, what would be right); the first field is the one to name."""
+    for width, height in size.sizes:
+        if width % 8 or height % 8:
+            yield ("sizes",), f"must be multiples of 8, got {width},{height}", "the family's own multiple"
+    if size.sizes:
+        return
     width, height = size.resolution or (8, 8)
     if width % 8 or height % 8:
         yield ("resolution",), f"must be multiples of 8, got {width},{height}", "1024,1024 for SDXL"

@@ -35,8 +35,16 @@ def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 
 def sampler(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """The samplers of kohya's prompt files."""
-    yield from _name("sample.sampler", cfg.sample.sampler, names.SAMPLERS)
+    """The samplers of kohya's prompt files; a flow has its own."""
+    given, family = cfg.sample.sampler, cfg.model.family
+    flow = family in names.FLOW_FAMILIES
+    known, others = (names.FLOW_SAMPLERS, names.SAMPLERS) if flow else (names.SAMPLERS, names.FLOW_SAMPLERS)
+    if given in others:
+        if "sample.sampler" in asked:
+            what = f"{given!r} is no sampler of {family}, which learns {'a flow' if flow else 'no flow'}"
+            yield Finding(("sample.sampler",), what, f"known are {', '.join(known)}")
+    else:
+        yield from _name("sample.sampler", given, known)
 
 
 def backend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

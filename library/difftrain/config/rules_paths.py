@@ -10,6 +10,7 @@ from pathlib import Path
 
 from difftrain.config import hub_ids, names
 from difftrain.config.finding import Finding, Rule, value_of
+from difftrain.config.rules_saving import can_be_resumed
 from difftrain.config.sections import TrainConfig
 from difftrain.config.stores import why_not
 from difftrain.config.there import expanded, is_file, is_folder, is_there, is_url
@@ -17,9 +18,15 @@ from difftrain.config.there import expanded, is_file, is_folder, is_there, is_ur
 _HUB = "give a path, or a hub id: organisation/name, hf://organisation/name/file where a folder here has the same name"
 
 
+_WEIGHTS = (
+    "model.pretrained", "model.vae", "model.transformer", "model.text_encoder1", "model.text_encoder2",
+    "model.text_encoder3", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3",
+)  # fmt: skip
+
+
 def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Weights and tokenizers are files or folders of this machine, or may be on a hub."""
-    for field in ("model.pretrained", "model.vae", "model.tokenizer1", "model.tokenizer2"):
+    for field in _WEIGHTS:
         value = value_of(cfg, field)
         if value and (what := hub_ids.missing(value)):
             yield Finding((field,), what, _HUB)
@@ -27,10 +34,10 @@ def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """A size of random weights is one of ours, or a file."""
-    given = cfg.model.init_from_config
-    if given is None or given in names.INIT_CONFIGS:
+    given, shipped = cfg.model.init_from_config, names.INIT_CONFIGS[cfg.model.family]
+    if given is None or given in shipped:
         return
-    remedy = names.did_you_mean(given, names.INIT_CONFIGS) or f"{', '.join(names.INIT_CONFIGS)} or a JSON file"
+    remedy = names.did_you_mean(given, shipped) or f"{', '.join(shipped)} or a JSON file"
     if not given.endswith(".json"):
         yield Finding(("model.init_from_config",), f"no such size: {given!r}", remedy)
     elif not is_file(given):
@@ -43,16 +50,24 @@ def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         if hub_ids.missing(folder):
             remedy = "give a folder of pictures, tars or parquet, or a hub id of such: organisation/name"
             yield Finding(("data.dirs",), f"no such folder: {folder!r}", remedy)
-    resume = cfg.save.resume
-    if resume and resume != "auto" and not cfg.hub.resume and not is_folder(resume):
-        yield Finding(("save.resume",), f"no such folder: {resume!r}", "give the folder of a state, or auto")
+    resume, save = cfg.save.resume, cfg.save
+    if resume and not cfg.hub.resume and not can_be_resumed(save):
+        remedy = (
+            "give a run directory, a folder global_stepN or a step"
+            if save.run_dirs
+            else "give the folder of a state, or auto"
+        )
+        yield Finding(("save.resume",), f"no such folder: {resume!r}", remedy)
 
 
 def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """The package that reads from an object store is installed."""
-    url = cfg.data.cache_dir
-    if url and is_url(url) and (fault := why_not(url)):
-        yield Finding(("data.cache_dir",), *fault)
+    """The package that reads from an object store is installed; a cache of this machine is a folder."""
+    given = cfg.data.cache_dir
+    if given and is_url(given):
+        if fault := why_not(given):
+            yield Finding(("data.cache_dir",), *fault)
+    elif given and is_file(given):  # a folder that can't be written to may do: a whole cache is only read
+        yield Finding(("data.cache_dir",), f"{given!r} is a file, not a folder", "choose another folder")
 
 
 def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from difftrain.config.there import expanded, is_folder
 _UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
 
 NEEDS: tuple[Need, ...] = (
-    Need("loss.masked", lambda c: any(each.alpha_mask or each.conditioning_dir for each in subsets_of(c)),
+    Need("loss.masked", lambda c: any(each.alpha_mask or each.conditioning_dir or each.default_mask for each in subsets_of(c)),
          "has no effect: there are no masks (--conditioning_data_dir, --alpha_mask)", note=True),
 )  # fmt: skip
 

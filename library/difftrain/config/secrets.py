@@ -13,6 +13,10 @@ SECRET_FLAGS = {f"--{flag.name}": flag.secret for flag in FLAGS.values() if flag
 SECRET_VARIABLES = (*SECRET_FLAGS.values(), "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
 _SHAPES = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})")
 
+_NAMES = re.compile(r"(?:^|[._])(?:key|token|secret|password)$", re.IGNORECASE)
+_KNOWN = {"hf_token": "HF_TOKEN", "huggingface_token": "HF_TOKEN", "wandb_api_key": "WANDB_API_KEY"}
+_kept: set[str] = set()  # variables that this process moved something to
+
 
 def redact(argv: Iterable[str]) -> list[str]:
     """Return a command line without its tokens: what records of a run may hold."""
@@ -22,17 +26,24 @@ def redact(argv: Iterable[str]) -> list[str]:
         name, equals, _ = word.partition("=")
         if hidden and not word.startswith("--"):
             out.append(REDACTED)
-        elif name in SECRET_FLAGS and equals:
+        elif equals and is_secret(name):
             out.append(f"{name}={REDACTED}")
         else:
             out.append(redact_text(word))
-        hidden = word in SECRET_FLAGS
+        hidden = is_secret(word)
     return out
+
+
+def is_secret(option: str) -> bool:
+    """Tell an option that holds a token: --monitoring.wandb_api_key, or what is meant by --wandb_api_key."""
+    return option.startswith("--") and (
+        option[2:] in _KNOWN or option in SECRET_FLAGS or ("." in option and bool(_NAMES.search(option)))
+    )
 
 
 def redact_text(text: str) -> str:
     """Return text without any token that this process knows of, or that looks like one."""
-    for variable in SECRET_VARIABLES:
+    for variable in (*SECRET_VARIABLES, *_kept):
         value = os.environ.get(variable, "")
         if len(value) >= 8:  # a shorter one would blank out ordinary words
             text = text.replace(value, REDACTED)
@@ -42,3 +53,14 @@ def redact_text(text: str) -> str:
 def keep_in_environment(variable: str, value: str) -> None:
     """Move a token to where the libraries that use it look for it."""
     os.environ[variable] = value
+    _kept.add(variable)
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Tell whether a key that nobody knows holds something that is not to be written down."""
+    return bool(_NAMES.search(name) or _SHAPES.search(value))
+
+
+def variable_of(name: str) -> str:
+    """Return the variable of the environment that an unknown key's secret moves to."""
+    return _KNOWN.get(name.lower(), name.upper())

@@ -6,33 +6,92 @@ Field names are the ones users see in TOML; `flags.py` maps kohya's spelling ont
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-IntOrShare = Annotated[float, Field(ge=0)]  # below 1 and written as a float: a share of all steps
-CacheDtype = Literal["fp32", "bf16", "fp16", "fp8"]
-EmaWidth = Annotated[float, Field(ge=0.001, le=0.28)]  # a flat average has 0.2887
+from difftrain.config.section import IntOrShare, NonNegative, PositiveInt, Section, Share
+from difftrain.config.sections_data import (
+    CacheSection,
+    CaptionSection,
+    DataSection,
+    DatasetSection,
+    EvalSection,
+    EvalSetSection,
+    PictureSection,
+    SizeSection,
+    SubsetSection,
+    ValidationSection,
+)
+from difftrain.config.sections_objective import (
+    EmaSection,
+    FlowSection,
+    LossSection,
+    NoiseSection,
+    PatchMaskingSection,
+    RepaSection,
+    TreadSection,
+)
 
-
-class Section(BaseModel):
-    """Refuse unknown keys; every section is frozen once resolved."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+__all__ = [
+    "CacheSection",
+    "CaptionSection",
+    "DataSection",
+    "DatasetSection",
+    "DeepSpeedSection",
+    "DemoSection",
+    "EmaSection",
+    "EvalSection",
+    "EvalSetSection",
+    "FlowSection",
+    "HubSection",
+    "LoggingSection",
+    "LossSection",
+    "MetadataSection",
+    "ModelSection",
+    "NoiseSection",
+    "OptimizerSection",
+    "PatchMaskingSection",
+    "PictureSection",
+    "RepaSection",
+    "SampleSection",
+    "SaveSection",
+    "Section",
+    "SizeSection",
+    "SubsetSection",
+    "TrainConfig",
+    "TrainingSection",
+    "TreadSection",
+    "ValidationSection",
+]
 
 
 class ModelSection(Section):
     """Which model, from where."""
 
-    family: Literal["sdxl"] = "sdxl"
-    init_from_config: str | None = Field(None, description="random weights: base, tiny, demo or a JSON file")
+    family: Literal["sdxl", "sd3"] = "sdxl"
+    train_type: Literal["normal_training", "sd3_light_pretrain"] = "normal_training"
+    num_layers: PositiveInt | None = Field(
+        None, description="joint blocks; unset: those of the weights, 15 in SD3-Light"
+    )
+    init_from_config: str | None = Field(None, description="random weights: a size by name, or a JSON file")
     pretrained: str | None = Field(None, description="diffusers folder or single .safetensors/.ckpt file")
     vae: str | None = None
+    transformer: str | None = Field(None, description="the transformer from elsewhere: its folder, or a whole model's")
+    text_encoder1: str | None = Field(
+        None, description="that text encoder from elsewhere: its folder, or a whole model's"
+    )
+    text_encoder2: str | None = Field(None, description="the same for the second")
+    text_encoder3: str | None = Field(None, description="the same for T5")
     tokenizer1: str | None = None
     tokenizer2: str | None = None
+    tokenizer3: str | None = Field(None, description="folder of the third tokenizer (T5), or a hub id")
+    t5_max_length: PositiveInt = 256
+    t5_attention_mask: bool = Field(False, description="T5 reads with the mask; rows at its pad positions are zeros")
+    enable_uncond_text_dropout: bool = Field(
+        False, description="zeros in place of a text encoder's outputs, drawn for each"
+    )
+    uncond_text_dropout_prob: Share = 0.464
     tokenizer_cache_dir: str | None = Field(None, description="where tokenizers fetched from a hub are kept")
     max_token_length: Literal[75, 77, 150, 225] = 77
     clip_skip: PositiveInt | None = Field(None, description="hidden_states[-n] of both text encoders; unset: 2, SDXL's")
@@ -44,117 +103,6 @@ class ModelSection(Section):
     disable_mmap: bool = Field(False, description="read weights without a memory map, for network disks")
 
 
-class CaptionSection(Section):
-    """How the caption of a draw is made from a record's caption."""
-
-    extension: str | None = None  # None: .caption, then .txt
-    separator: str = ","
-    shuffle: bool = False
-    keep_tokens: Annotated[int, Field(ge=0)] = 0
-    keep_tokens_separator: str | None = None
-    secondary_separator: str | None = None
-    enable_wildcard: bool = False
-    prefix: str | None = None
-    suffix: str | None = None
-    token_warmup_min: Annotated[int, Field(ge=0)] = 1
-    token_warmup_step: IntOrShare = 0
-    weighted: bool = False
-    dropout_rate: Share = 0.0
-    dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
-    tag_dropout_rate: Share = 0.0
-    allow_empty: bool = False
-
-
-class SizeSection(Section):
-    """Which shapes pictures get."""
-
-    resolution: tuple[PositiveInt, PositiveInt] | None = None  # width, height as kohya spells it
-    enable_bucket: bool = False
-    min_bucket_reso: PositiveInt = 256
-    max_bucket_reso: PositiveInt = 1024
-    bucket_reso_steps: PositiveInt = 64
-    bucket_no_upscale: bool = False
-
-
-class PictureSection(Section):
-    """How a picture becomes pixels, and what masks its loss."""
-
-    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = None
-    flip: bool = False
-    random_crop: bool = False
-    color_aug: bool = False
-    face_crop_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = None
-    alpha_mask: bool = False
-    conditioning_dir: str | None = Field(None, description="masks of the loss, by the pictures' names")
-
-
-class SubsetSection(PictureSection):
-    """One source of a data set, every setting resolved: a table of [[datasets.subsets]], or a folder of the flags."""
-
-    image_dir: str | None = None
-    metadata_file: str | None = None  # kohya's json: captions and tags by picture
-    dataset_class: str | None = None  # package.module.Class
-    is_reg: bool = False
-    class_tokens: str | None = None  # the caption of pictures without a caption file
-    repeats: PositiveInt = 1
-    flat: bool = Field(False, description="only what lies in the folder itself, as in kohya's image_dir")
-    custom_attributes: dict[str, Any] = Field({}, description="the user's own words, kept with the run")
-    captions: CaptionSection = CaptionSection()
-
-
-class DatasetSection(SizeSection):
-    """One table of [[datasets]], every setting resolved: sources that share buckets and a batch size."""
-
-    batch_size: PositiveInt = 1
-    validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    subsets: tuple[SubsetSection, ...] = ()
-
-
-class DataSection(SizeSection, PictureSection):
-    """Where samples come from and which shape they get."""
-
-    dirs: tuple[str, ...] = ()
-    repeats: tuple[PositiveInt, ...] = (1,)
-    reg_dirs: tuple[str, ...] = ()
-    in_json: str | None = None
-    dataset_class: str | None = None  # package.module.Class
-    dataset_config: str | None = None  # the file that `datasets` came from
-    tar_order: Literal["random", "sequential"] = "random"
-    tar_streams: PositiveInt = 64
-    tar_window: PositiveInt = Field(4, description="shards whose records are shuffled together")
-    image_column: str | None = None
-    caption_column: str | None = None
-    verify: Literal["auto", "full", "quick"] = "auto"
-    max_rejected_share: Share = 0.5
-    workers: Annotated[int, Field(ge=0)] = 8
-    image_decoder: Literal["host", "device"] = Field("host", description="device: of JPEG, by torchvision_npu")
-    cache_dir: str | None = None
-    datasets: tuple[DatasetSection, ...] = ()  # in place of the folders above
-
-
-class CacheSection(Section):
-    """What is encoded once, at the start, and read from then on."""
-
-    latents: bool = Field(False, description="in memory, for the length of the run")
-    latents_to_disk: bool = Field(False, description="in the cache's folder, for other runs too")
-    text: bool = Field(False, description="outputs of frozen text encoders: in memory")
-    text_to_disk: bool = False
-    latents_as: Literal["moments", "mean", "sample"] = Field("moments", description="moments: every use draws anew")
-    latents_dtype: CacheDtype = "fp32"
-    text_dtype: Literal["auto", CacheDtype] = Field("auto", description="auto: what the encoder computes in")
-    dtypes: dict[str, str] = Field({}, description="feature -> CacheDtype, for one feature; wins")
-    shuffle_num: PositiveInt | None = Field(None, description="captions that are drawn of a record, once")
-    skip_check: bool = Field(False, description="checksums are not compared where entries are read first")
-    trust: bool = Field(False, description="the index and the list of what is cached are taken as they are")
-    regenerate: bool = Field(False, description="encode all of this run's entries anew")
-    only: bool = Field(False, description="stop when the cache is whole")
-    preload: bool = Field(False, description="copy a cache on disk into memory that all processes share")
-    batch_size: PositiveInt = Field(32, description="captions that a text encoder takes at once")
-    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="while building; None: data.workers")
-    segment_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="size at which the next segment is begun")
-    copy_gib: Annotated[float, Field(gt=0)] = Field(50.0, description="bound of what is kept of an object store")
-
-
 class TrainingSection(Section):
     """Batch arithmetic, length, precision and memory."""
 
@@ -162,6 +110,10 @@ class TrainingSection(Section):
     accumulation: PositiveInt = 1
     max_steps: PositiveInt = 1600
     max_epochs: PositiveInt | None = None  # wins over max_steps
+    first_limit: bool = Field(False, description="of max_epochs and max_steps what comes first ends the run")
+    only_warn: bool = Field(
+        False, description="data that changed since a checkpoint, and too many rejected, are no faults"
+    )
     initial_step: Annotated[int, Field(ge=0)] = Field(0, description="steps of the data that a fresh run leaves out")
     initial_epoch: PositiveInt = Field(1, description="the epoch, counted from 1, in which a fresh run begins")
     skip_until_initial_step: bool = False
@@ -230,55 +182,6 @@ class OptimizerSection(Section):
     schedulefree_wrapper_args: tuple[str, ...] = ()  # key=value, literals
 
 
-class LossSection(Section):
-    """How an error is measured, and what a sample's weighs."""
-
-    type: Literal["l1", "l2", "huber", "smooth_l1"] = "l2"
-    huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
-    huber_c: Annotated[float, Field(gt=0)] = 0.1
-    huber_scale: Annotated[float, Field(gt=0)] = 1.0
-    masked: bool = Field(False, description="masks of data.conditioning_dir count; those of alpha_mask always do")
-    prior_weight: NonNegative = Field(1.0, description="what a regularisation picture's loss is multiplied by")
-    min_snr_gamma: NonNegative | None = None  # 0: off, here and below
-    scale_v_pred_like_noise_pred: bool = False
-    v_pred_like: NonNegative | None = None
-    debiased_estimation: bool = False
-
-
-class NoiseSection(Section):
-    """What is mixed into the latents, and how far."""
-
-    offset: NonNegative | None = None  # 0: off, as with every strength here
-    offset_random_strength: bool = False
-    adaptive_scale: float | None = None
-    multires_iterations: Annotated[int, Field(ge=0)] | None = None
-    multires_discount: NonNegative = 0.3
-    ip_gamma: NonNegative | None = None
-    ip_gamma_random_strength: bool = False
-    zero_terminal_snr: bool = False
-    min_timestep: Annotated[int, Field(ge=0, le=999)] | None = None
-    max_timestep: Annotated[int, Field(ge=1, le=1000)] | None = None
-
-
-class EmaSection(Section):
-    """A moving average of the trained weights."""
-
-    enable: bool = False
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
-    profiles: tuple[EmaWidth, ...] = Field((), description="relative widths of power-function averages")
-    snapshot_precision: Literal["float", "fp16"] = "fp16"
-
-
-class ValidationSection(Section):
-    """Loss on records that are never trained on, with fixed draws."""
-
-    split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    seed: int | None = None
-    every_n_steps: PositiveInt | None = None
-    every_n_epochs: PositiveInt | None = None
-    max_steps: PositiveInt | None = None
-
-
 class SaveSection(Section):
     """What is written, when, and how much of it is kept."""
 
@@ -288,6 +191,11 @@ class SaveSection(Section):
     precision: Literal["float", "fp16", "bf16"] | None = None
     every_n_steps: PositiveInt | None = None
     every_n_epochs: PositiveInt | None = None
+    every_n_examples: PositiveInt | None = None
+    checkpoint_every_n_minutes: Annotated[float, Field(gt=0)] | None = None
+    checkpoint_every_n_epochs: PositiveInt | None = None
+    naming: Literal["kohya", "steps"] = Field("kohya", description="steps: epochN/ stepN/ and global_stepN/")
+    run_dirs: bool = Field(False, description="every run in a folder of output_dir, named by its start in UTC")
     n_epoch_ratio: PositiveInt | None = None
     last_n_steps: PositiveInt | None = None
     last_n_epochs: PositiveInt | None = None
@@ -295,7 +203,12 @@ class SaveSection(Section):
     last_n_epochs_state: PositiveInt | None = None
     state: bool = False
     state_on_train_end: bool = False
-    resume: str | None = None  # FOLDER or auto
+    resume: str | None = None  # FOLDER or auto; with run_dirs latest, FOLDER or a step
+    reset_dataloader: bool = Field(False, description="a resume begins an epoch anew")
+    reset_optimizer: bool = Field(False, description="a resume begins with a new optimizer and schedule")
+    reset_optimizer_params: bool = Field(
+        False, description="a resume takes rate, decay and betas from the configuration"
+    )
     no_metadata: bool = False
 
 
@@ -318,13 +231,15 @@ class SampleSection(Section):
     every_n_steps: PositiveInt | None = None
     every_n_epochs: PositiveInt | None = None
     at_first: bool = False
-    sampler: str = "ddim"
+    test_only: bool = Field(False, description="draw once from the model as it stands, and stop")
+    sampler: str = Field("ddim", description="flow models have their own: flow_euler, flow_heun")
 
 
 class LoggingSection(Section):
     """Where numbers go."""
 
     log_every: PositiveInt = 1
+    x_axis_examples: bool = Field(False, description="trackers count examples in place of steps")
     logging_dir: str | None = None
     log_with: Literal["tensorboard", "wandb", "all"] | None = None
     log_prefix: str | None = None
@@ -359,6 +274,10 @@ class DemoSection(Section):
 
     dataset: Literal["shapes", "emoji"] | None = None
     score: bool = False
+    make: Literal["tiny", "shapes", "emoji"] | None = Field(
+        None, description="model and data that are made before training, where the folder lacks what the run names"
+    )
+    folder: str | None = Field(None, description="where they are made")
 
 
 class TrainConfig(Section):
@@ -373,8 +292,13 @@ class TrainConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     loss: LossSection = LossSection()
     noise: NoiseSection = NoiseSection()
+    flow: FlowSection = FlowSection()
+    repa: RepaSection = RepaSection()
+    tread: TreadSection = TreadSection()
+    patch_masking: PatchMaskingSection = PatchMaskingSection()
     ema: EmaSection = EmaSection()
     validation: ValidationSection = ValidationSection()
+    eval: EvalSection = EvalSection()
     save: SaveSection = SaveSection()
     hub: HubSection = HubSection()
     sample: SampleSection = SampleSection()

@@ -32,3 +32,19 @@ def is_folder(path: str | Path) -> bool:
 def is_url(place: str | None) -> bool:
     """Tell a place on an object store, s3://bucket/folder, from a folder of this machine."""
     return "://" in (place or "")
+
+
+def settled(path: str, folder: str | Path) -> tuple[str, str]:
+    """Settle a path of a file in `folder`: from the working directory, else from that folder.
+
+    Returns: the path as it is used, and what is wrong with it, or "". What is in neither stays as it is written.
+    """
+    here = expanded(path)
+    if os.path.isabs(here) or is_url(path):  # noqa: PTH117
+        return path, ""
+    beside = os.path.join(folder, here)  # noqa: PTH118 - the path stays as it is written
+    if not is_there(beside):
+        return path, ""
+    if is_there(here) and not os.path.samefile(here, beside):  # noqa: PTH121
+        return path, f"{path!r} is both in {Path.cwd()} and in {Path(folder).resolve()}, and these are two"
+    return (path, "") if is_there(here) else (beside, "")

@@ -1,0 +1,230 @@
+"""diffusion-pipe's data set TOML, strictly, into data sets with every setting resolved.
+
+What counts, highest first: the directory, what stands above all directories, the run's own configuration. kohya's data
+set TOML is told by its tables and read by dataset_file.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from difftrain.config import dataset_file, hub_ids
+from difftrain.config.dataset_file import Resolved
+from difftrain.config.dataset_toml_read import Directory, directories_of, is_kohyas, tables_of
+from difftrain.config.dataset_toml_sizes import Sizes, sizes_of
+from difftrain.config.names import CLIP_FAMILIES, CONTROL_FAMILIES
+from difftrain.config.sections import CaptionSection, DatasetSection, SubsetSection, TrainConfig
+from difftrain.config.there import expanded, is_file, is_folder, settled
+from difftrain.contracts.errors import Fault
+
+BatchOf = Callable[[int], int]  # side of a resolution -> images of a micro batch
+
+CAPTIONS_FILE = "captions.json"
+_MANY_RESOLUTIONS = 3
+_PATHS = ("path", "mask_path", "default_mask_file", "control_path")
+_DATA = (".tar", ".parquet", ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
+# what the file sets for every data set, whatever the run's configuration says of it
+_OVERRIDDEN = frozenset({
+    "data.enable_bucket", "data.min_bucket_reso", "data.max_bucket_reso", "data.bucket_reso_steps",
+    "data.bucket_no_upscale", "data.sizes", "data.repeats", "data.conditioning_dir", "captions.shuffle", "captions.separator",
+})  # fmt: skip
+
+
+def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | None = None) -> Resolved:
+    """Read a file of data sets, of either kind, and settle every setting of its data sets.
+
+    cfg: what the run says otherwise. multiple: of which the family's sizes are. batch_of: None takes the run's batch.
+    """
+    out = Resolved()
+    tables = tables_of(path, out.faults)
+    if tables is None:
+        return out
+    if is_kohyas(tables):
+        out = dataset_file.resolve(path, cfg)
+        if batch_of is not None:
+            out.notes.append(
+                f"{path}: batch sizes by resolution have no effect on kohya's data sets, which have batch_size"
+            )
+        return out
+    directories = directories_of(path, tables, out.faults)
+    _Resolver(path, cfg, out, multiple, batch_of or (lambda side: cfg.training.batch_size)).take(directories)
+    return out
+
+
+class _Resolver:
+    """One reading of one file."""
+
+    def __init__(self, path: Path, cfg: TrainConfig, out: Resolved, multiple: int, batch_of: BatchOf) -> None:
+        self.path, self.cfg, self.out, self.multiple, self.batch_of = path, cfg, out, multiple, batch_of
+
+    def take(self, directories: list[Directory]) -> None:
+        grouped: dict[tuple[Sizes, int], list[SubsetSection]] = {}
+        for each in directories:
+            subset = self.subset(each)
+            for size in self.sizes(each):
+                if subset is not None:
+                    grouped.setdefault((size, self.batch(each, size)), []).append(subset)
+        split = self.cfg.validation.split
+        self.out.datasets = tuple(
+            DatasetSection(
+                resolution=size.nominal,
+                enable_bucket=len(size.sizes) > 1,
+                sizes=size.sizes,
+                batch_size=batch,
+                validation_split=split,
+                subsets=tuple(subsets),
+            )
+            for (size, batch), subsets in grouped.items()
+        )
+        every = [subset for dataset in self.out.datasets for subset in dataset.subsets]
+        self.out.masked = any(subset.conditioning_dir or subset.default_mask for subset in every)
+        self.out.overridden = set(_OVERRIDDEN)
+
+    def fault(self, place: str, what: str, remedy: str = "") -> None:
+        found = Fault(f"{self.path} {place}", what, remedy)
+        if found not in self.out.faults:
+            self.out.faults.append(found)
+
+    def note(self, place: str, what: str) -> None:
+        said = f"{self.path} {place}: {what}"
+        if said not in self.out.notes:
+            self.out.notes.append(said)
+
+    def batch(self, directory: Directory, size: Sizes) -> int:
+        """Return the batch of a list of buckets: of buckets of several areas the smallest one."""
+        found = {self.batch_of(round((w * h) ** 0.5)) for w, h in size.sizes if directory.values.get("size_buckets")}
+        return min(found) if found else self.batch_of(size.side)
+
+    def sizes(self, directory: Directory) -> list[Sizes]:
+        """Return the buckets of each resolution of a directory; none where something about them is wrong."""
+        place, values, bad = directory.place, dict(directory.values), directory.faulted
+        if values.get("size_buckets"):
+            for name in sorted(values.keys() & {"resolutions", "ar_buckets", "min_ar", "max_ar", "num_ar_buckets"}):
+                self.note(directory.where(name), "has no effect: size_buckets names the buckets")
+            return sizes_of(values, self.multiple)
+        if "resolutions" not in values and not bad & {"resolutions", "size_buckets"}:
+            if self.cfg.data.resolution is None:
+                self.fault(place, "resolutions is missing", "give a list of sides, such as [512, 1024]")
+            else:
+                values["resolutions"] = [list(self.cfg.data.resolution)]
+        ranged = ("min_ar", "max_ar", "num_ar_buckets")
+        if values.get("enable_ar_bucket") and not values.get("ar_buckets"):
+            missing = [name for name in ranged if name not in values and name not in bad]
+            if missing:
+                remedy = "with enable_ar_bucket give min_ar, max_ar and num_ar_buckets, or ar_buckets"
+                self.fault(place, f"{', '.join(missing)}: missing", remedy)
+            elif not bad & set(ranged) and values["min_ar"] > values["max_ar"]:
+                what = f"is above max_ar: {values['min_ar']:g} > {values['max_ar']:g}"
+                self.fault(directory.where("min_ar"), what, "width / height of the narrowest bucket comes first")
+                bad = bad | {"min_ar"}
+            if missing or bad & {*ranged, "ar_buckets"}:
+                return []
+        elif not values.get("enable_ar_bucket"):
+            for name in sorted(values.keys() & {"ar_buckets", *ranged}):
+                self.note(directory.where(name), "has no effect: enable_ar_bucket is not true")
+        if "resolutions" not in values:
+            return []
+        if len(values["resolutions"]) > _MANY_RESOLUTIONS:
+            many = (
+                f"every picture is used at each of {len(values['resolutions'])} resolutions: an epoch is as much longer"
+            )
+            self.note(directory.where("resolutions"), many)
+        return sizes_of(values, self.multiple)
+
+    def subset(self, directory: Directory) -> SubsetSection | None:
+        """Resolve what is read of a directory; None where it cannot be used."""
+        place, values = directory.place, directory.values
+        self.refuse(directory)
+        paths = {name: self.settled(directory, name) for name in _PATHS if name in values}
+        if "path" not in values:
+            if "path" not in directory.faulted:
+                self.fault(f"{place} path", "is missing", "give the folder of the pictures")
+            return None
+        folder = paths["path"]
+        json_there = is_file(Path(expanded(folder)) / CAPTIONS_FILE)
+        if values.get("online_captions") and not json_there:
+            self.fault(
+                directory.where("online_captions"), f"{folder} holds no {CAPTIONS_FILE}", "write one, or leave it out"
+            )
+        if values.get("shuffle_metadata") is False:
+            self.note(
+                directory.where("shuffle_metadata"),
+                "false has no effect: the order of every epoch is drawn from the seed",
+            )
+        repeats = Fraction(str(values.get("num_repeats", 1)))
+        return SubsetSection(
+            image_dir=folder,
+            repeats=repeats.numerator if repeats.denominator == 1 else float(repeats),
+            share=values.get("subsample_ratio", 1.0),
+            conditioning_dir=paths.get("mask_path"),
+            default_mask=paths.get("default_mask_file"),
+            masks_optional=True,
+            captions_file=CAPTIONS_FILE if json_there else None,
+            flat=_holds_data(folder),
+            captions=self.captions(directory),
+        )
+
+    def settled(self, directory: Directory, name: str) -> str:
+        """Settle a path of the file, and see whether it is there."""
+        path, wrong_with = settled(directory.values[name], self.path.parent)
+        if wrong_with:
+            self.fault(directory.where(name), wrong_with, "write the whole path of one of them")
+        elif name == "path" and not is_folder(expanded(path)) and (missing := hub_ids.missing(path)):
+            self.fault(directory.where(name), missing.replace("file or folder", "folder"), "give a folder of pictures")
+        elif name == "default_mask_file" and not is_file(expanded(path)):
+            self.fault(directory.where(name), f"no such file: {path!r}", "give a picture: white is trained on")
+        elif name == "mask_path" and not is_folder(expanded(path)):
+            self.fault(directory.where(name), f"no such folder: {path!r}", "give a folder of masks")
+        return path
+
+    def refuse(self, directory: Directory) -> None:
+        """Name what needs a family that is not built yet."""
+        values, family = directory.values, self.cfg.model.family
+        if "control_path" in values and family not in CONTROL_FAMILIES:
+            what = f"training on control pictures is not built yet, for the family {family!r} or any other"
+            self.fault(directory.where("control_path"), what, "leave it out")
+        if family in CLIP_FAMILIES:
+            return
+        if values.get("support_video"):
+            what = f"clips are not built yet for the family {family!r}, which makes pictures"
+            self.fault(directory.where("support_video"), what, "leave this directory out, or name one of pictures")
+        if any(frames > 1 for _, _, frames in values.get("size_buckets", ())):
+            what = f"clips are not built yet for the family {family!r}: every third number must be 1"
+            self.fault(directory.where("size_buckets"), what, "[width, height, 1]")
+        if any(frames > 1 for frames in values.get("frame_buckets", ())):
+            said = f"pictures go to 1, the others stay empty: the family {family!r} makes no clips"
+            self.note(directory.where("frame_buckets"), said)
+        for name in ("framerate", "video_clip_mode"):
+            if name in values and not values.get("support_video"):
+                self.note(directory.where(name), "has no effect: there are no clips")
+
+    def captions(self, directory: Directory) -> CaptionSection:
+        """Resolve how captions are made of what is written."""
+        values, base = directory.values, self.cfg.captions
+        count, tags = values.get("cache_shuffle_num", 0), values.get("shuffle_tags", False)
+        change = values.get("shuffle_capitalization", base.shuffle_capitalization)
+        cached = self.cfg.cache.text or self.cfg.cache.text_to_disk
+        drawn = (count or int(tags) or 2) if tags or count or (change and cached) else None
+        told: dict[str, Any] = {
+            "dialect": "diffusion_pipe",
+            "prefix": values.get("caption_prefix", base.prefix or "") or None,
+            "extension": values.get("caption_extension", base.extension),
+            "separator": values.get("cache_shuffle_delimiter", ", "),
+            "shuffle": bool(tags or count),
+            "variants": drawn if cached or count else None,
+            "shuffle_capitalization": change,
+            "allow_empty": not values.get("skip_empty_caption", not base.allow_empty),
+        }
+        return base.model_copy(update=told)
+
+
+def _holds_data(folder: str) -> bool:
+    """Tell whether a folder itself holds pictures or shards: then nothing below it is read, such as its masks."""
+    with suppress(OSError), os.scandir(expanded(folder)) as entries:
+        return any(entry.name.lower().endswith(_DATA) and not entry.name.startswith(".") for entry in entries)
+    return False

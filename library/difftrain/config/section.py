@@ -1,0 +1,20 @@
+"""What every section of the configuration is, and the kinds of numbers in them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+IntOrShare = Annotated[float, Field(ge=0)]  # below 1 and written as a float: a share of all steps
+CacheDtype = Literal["fp32", "bf16", "fp16", "fp8"]
+EmaWidth = Annotated[float, Field(ge=0.001, le=0.28)]  # a flat average has 0.2887
+
+
+class Section(BaseModel):
+    """Refuse unknown keys; every section is frozen once resolved."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)

@@ -1,0 +1,131 @@
+"""What can be said of every key of train.py, for --help, docs/train_toml.md and the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from difftrain.config.flags import flag_of
+from difftrain.config.sections import TrainConfig
+from difftrain.config.toml import value_text
+from difftrain.config.toml_key import Key
+from difftrain.config.toml_keys import KEYS, TABLES, key_of
+from difftrain.config.train_settle import DOOR_DEFAULTS, EMA_DEFAULTS
+from difftrain.config.train_words import in_own_words
+from difftrain.config.validate import choices_of, default_of, section_class
+
+# fields that are written by what reads the files, and never by hand
+WRITTEN = frozenset({"data.datasets", "eval.sets"})
+_DEFAULTS = {
+    "?batch": 1,
+    "?checkpointing": False,
+    "?stages": 1,
+    "?masters": True,
+    "?wandb": False,
+    "?caching_batch": 32,
+}
+_CHOICES = {"?family": ("sdxl", "sd3"), "?engine": ("native", "accelerate", "deepspeed")}
+_KINDS = {"bool": "true|false", "int": "N", "number": "X", "str": "TEXT", "any": "..."}
+_SAYS = {
+    "output": "Where a run goes, and what it reads.",
+    "optimization": "Memory and speed; keys of [training] may stand here, and the other way round.",
+    "adapter": "Adapters: known, and not built yet.",
+    "monitoring": "Where numbers go.",
+    "engine": "What runs the steps, on what.",
+}
+
+
+class Row(NamedTuple):
+    """One key: the table that it is written in, other places, its values, meaning and default, and the field."""
+
+    table: str
+    name: str
+    others: tuple[str, ...]
+    values: str
+    help: str
+    default: str
+    field: str
+
+
+def says(table: str) -> str:
+    """Return one line about a table."""
+    if table in _SAYS:
+        return _SAYS[table]
+    return (section_class(table).__doc__ or "").splitlines()[0]
+
+
+def rows(table: str) -> Iterator[Row]:
+    """Yield what may be written in a table: its keys, then the fields that have none."""
+    for key in KEYS:
+        if key.home == table and key.status == "offered" and table != "adapter":
+            yield _of_key(key)
+    if table not in TrainConfig.model_fields:
+        return
+    for name in section_class(table).model_fields:
+        path = f"{table}.{name}"
+        if (
+            key_of(path) is None
+            and path not in WRITTEN
+            and not any(key.name == name and key.home == table for key in KEYS)
+        ):
+            yield Row(table, name, (), _values(path), _meaning(path), _default(path), path)
+
+
+def not_built() -> list[Key]:
+    """Return the keys that are known and not built yet."""
+    return [key for key in KEYS if key.status == "later"]
+
+
+def nearest() -> list[Key]:
+    """Return the keys that mean the nearest thing here."""
+    return [key for key in KEYS if key.status == "nearest"]
+
+
+def every_table() -> tuple[str, ...]:
+    """Return the tables that have rows, canonical ones first."""
+    return tuple(table for table in TABLES if any(True for _ in rows(table)))
+
+
+def _of_key(key: Key) -> Row:
+    field = "" if key.to.startswith("?") else key.to
+    others = tuple(table for table in key.tables if table != key.home)
+    values = "|".join(map(_spelt, key.words)) if key.words else _values(field) if field else _KINDS.get(key.kind, "...")
+    values = "|".join(_CHOICES[key.to]) if key.to in _CHOICES else values
+    default = _default(field) if field else _spelt(_DEFAULTS[key.to]) if key.to in _DEFAULTS else ""
+    if key.words and field:
+        default = next((_spelt(word) for word, mine in key.words.items() if mine == default_of(field)), "")
+    return Row(key.home, key.name, others, values, in_own_words(key.help), default, field)
+
+
+def _spelt(value: object) -> str:
+    return value if isinstance(value, str) else value_text(value)
+
+
+def _meaning(path: str) -> str:
+    section, _, name = path.partition(".")
+    flag = flag_of(path)
+    told = section_class(section).model_fields[name].description
+    return in_own_words(told or (flag.help if flag else ""))
+
+
+def _values(path: str) -> str:
+    if choices := choices_of(path):
+        return "|".join(map(str, choices))
+    default, annotation = (
+        default_of(path),
+        str(section_class(path.partition(".")[0]).model_fields[path.partition(".")[2]].annotation),
+    )
+    if isinstance(default, bool):
+        return "true|false"
+    if isinstance(default, tuple):
+        return "[...]"
+    if isinstance(default, dict):
+        return "{...}"
+    if isinstance(default, str) or "str" in annotation:
+        return "TEXT"
+    return "N" if "int" in annotation and "float" not in annotation else "X"
+
+
+def _default(path: str) -> str:
+    value = {**DOOR_DEFAULTS, **EMA_DEFAULTS}.get(path, default_of(path))
+    return "" if value in (None, "", (), {}) else _spelt(value)
