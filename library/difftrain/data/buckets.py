@@ -78,7 +78,8 @@ class BucketTable:
     """Choose buckets for one resolution. Picklable.
 
     sizes: those to choose from, in order; empty with no_upscale, where every picture is only ever made smaller and its
-    bucket is what is left of it in whole steps.
+    bucket is what is left of it in whole steps. listed: they were given one by one, and the nearest is that whose aspect
+    ratio is nearest in log space, the first of several.
     """
 
     sizes: tuple[Size, ...]
@@ -86,6 +87,7 @@ class BucketTable:
     steps: int
     no_upscale: bool = False
     notes: tuple[str, ...] = ()
+    listed: bool = False
 
     @classmethod
     def of(cls, data: SizeSection) -> BucketTable:
@@ -93,6 +95,8 @@ class BucketTable:
 
         Raises: ConfigFault for limits that contradict the resolution.
         """
+        if data.sizes:
+            return cls(data.sizes, max(width * height for width, height in data.sizes), 1, listed=True)
         if data.resolution is None:
             raise ConfigFault([Fault("--resolution", "is missing", "give width,height or one number")])
         width, height = data.resolution
@@ -122,6 +126,15 @@ class BucketTable:
     def _ratios(self) -> np.ndarray:
         return np.array([width / height for width, height in self.sizes])
 
+    def _far(self, ratio: np.ndarray | float) -> np.ndarray:
+        """Return how far each bucket is from aspect ratios, in numbers that are only compared. Exact on every machine.
+
+        Listed ones by the factor between the ratios, which grows with their distance in log space. Shape: (sizes, N).
+        """
+        ratios = self._ratios[:, None]
+        found: np.ndarray = np.maximum(ratios / ratio, ratio / ratios) if self.listed else np.abs(ratios - ratio)
+        return found
+
     def fits(self, size_wh: Size) -> bool:
         """Tell whether there is a bucket: with no_upscale, not for a picture that is narrower than one step."""
         if not self.no_upscale:
@@ -143,7 +156,8 @@ class BucketTable:
             if not min(reso):
                 raise ValueError(f"{width} x {height} px: no bucket in steps of {self.steps} without enlarging")
         else:
-            reso = size_wh if size_wh in self.sizes else self.sizes[int(np.abs(self._ratios - ratio).argmin())]
+            same = size_wh in self.sizes and not self.listed
+            reso = size_wh if same else self.sizes[int(self._far(ratio)[:, 0].argmin())]
             scale = reso[1] / height if ratio > reso[0] / reso[1] else reso[0] / width
             resized = (int(width * scale + 0.5), int(height * scale + 0.5))
         crop = ((resized[0] - reso[0]) // 2, (resized[1] - reso[1]) // 2)
@@ -160,8 +174,10 @@ class BucketTable:
         for start in range(0, len(widths), _CHUNK):
             width = np.asarray(widths[start : start + _CHUNK], dtype=np.int64)
             height = np.asarray(heights[start : start + _CHUNK], dtype=np.int64)
-            nearest = np.abs(self._ratios[:, None] - width / height).argmin(axis=0)
-            for ordinal, (w, h) in enumerate(self.sizes):  # a picture of a bucket's very size goes there
+            nearest = self._far(width / height).argmin(axis=0)
+            for ordinal, (w, h) in (
+                () if self.listed else enumerate(self.sizes)
+            ):  # a picture of its very size goes there
                 nearest[(width == w) & (height == h)] = ordinal
             ordinals[start : start + _CHUNK] = nearest
         return list(self.buckets), ordinals

@@ -44,7 +44,7 @@ def caption_of(
 
 def varies(section: CaptionSection) -> bool:
     """Tell whether a caption comes in several forms, dropping it as a whole aside: variants of it can be cached."""
-    return section.shuffle or section.enable_wildcard or section.tag_dropout_rate > 0
+    return section.shuffle or section.enable_wildcard or section.tag_dropout_rate > 0 or section.shuffle_capitalization
 
 
 def is_dropped(record: Record, stream: Draws, section: CaptionSection, epoch: int) -> bool:
@@ -76,13 +76,22 @@ def _drops(stream: Draws, section: CaptionSection, epoch: int) -> bool:
 
 
 def _made(caption: str, stream: Draws, section: CaptionSection, step: int, total_steps: int) -> str:
-    caption = _one_line(_framed(caption, section), stream, section)
+    pipes = section.dialect == "diffusion_pipe"  # there the prefix stands before the tags, whatever their order
+    caption = _one_line(caption if pipes else _framed(caption, section), stream, section)
     mark = section.keep_tokens_separator
     if section.shuffle or section.tag_dropout_rate > 0 or section.token_warmup_step > 0 or (mark and mark in caption):
         caption = _arranged(caption, stream, section, step, total_steps)
     if section.secondary_separator:
         caption = caption.replace(section.secondary_separator, section.separator)
-    return caption
+    if pipes:
+        caption = f"{section.prefix or ''}{caption}{section.suffix or ''}"
+    return _capitalized(caption, stream) if section.shuffle_capitalization else caption
+
+
+def _capitalized(caption: str, stream: Draws) -> str:
+    """Make the first letter large or small, as likely the one as the other."""
+    first = caption[:1].upper() if stream.integer(2) else caption[:1].lower()
+    return first + caption[1:]
 
 
 def _framed(caption: str, section: CaptionSection) -> str:
@@ -111,14 +120,14 @@ def _one_line(caption: str, stream: Draws, section: CaptionSection) -> str:
 
 
 def _arranged(caption: str, stream: Draws, section: CaptionSection, step: int, total_steps: int) -> str:
-    """Cut a caption into tags, let it grow, shuffle and drop what is loose, and join it by commas."""
+    """Cut a caption into tags, let it grow, shuffle and drop what is loose, and join it: by commas, as kohya does."""
     kept, loose, last = _parts(caption, section)
     loose = loose[: num_tags(len(loose), section, step, total_steps)]
     if section.shuffle:
         loose = [loose[i] for i in stream.permutation(len(loose))]
     if section.tag_dropout_rate > 0:
         loose = [tag for tag in loose if stream.uniform() >= section.tag_dropout_rate]
-    return ", ".join(kept + loose + last)
+    return (section.separator if section.dialect == "diffusion_pipe" else ", ").join(kept + loose + last)
 
 
 def _parts(caption: str, section: CaptionSection) -> tuple[list[str], list[str], list[str]]:
@@ -136,7 +145,8 @@ def _parts(caption: str, section: CaptionSection) -> tuple[list[str], list[str],
 
 
 def _tags(text: str, section: CaptionSection) -> list[str]:
-    return [tag.strip() for tag in text.split(section.separator)]
+    tags = text.split(section.separator)
+    return tags if section.dialect == "diffusion_pipe" else [tag.strip() for tag in tags]
 
 
 def num_tags(count: int, section: CaptionSection, step: int, total_steps: int) -> int:

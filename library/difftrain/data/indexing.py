@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import DataFault
 from difftrain.data.index import FORMAT, LONG_CAPTION, Index, IndexSummary, newest
@@ -34,6 +34,7 @@ from difftrain.data.scan import (
     unread_size,
 )
 from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.captions_file import digest_of
 from difftrain.data.sources.configured import Configured, configured_sources
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ _ITEMS_A_WORKER = 50  # below this, starting another process costs more than it 
 _OUTSIDE = "outside the <repeats>_<class> folders: kohya's layout has no place for it"
 _QUICK_MEANS = "headers and file ends are read, pictures are not decoded, and duplicates are not looked for"
 _EXAMPLES = 3
+_CAPTIONLESS = ("no caption", "empty caption")  # kinds of reasons
 _INSPECT = "difftrain.data.inspection:inspect"
 _JOB_FILES = {FULL: 32, QUICK: 512}
 _EVERY_S = 10.0
@@ -85,7 +87,7 @@ def build_index(
     configured = configured_sources(data, captions)
     previous = _previous(Path(folder), log)
     while True:
-        builder = _Builder(data, captions, configured, Path(folder), log, decode_limit_s, workers)
+        builder = _Builder(data, configured, Path(folder), log, decode_limit_s, workers)
         try:
             summary = builder.build(previous)
             break
@@ -117,14 +119,13 @@ class _Builder:
     def __init__(
         self,
         data: DataSection,
-        captions: CaptionSection,
         configured: Configured,
         folder: Path,
         log: Log,
         decode_limit_s: float,
         workers: int | None,
     ) -> None:
-        self.data, self.allow_empty, self.configured = data, captions.allow_empty, configured
+        self.data, self.configured = data, configured
         self.infos = configured.infos
         self.log, self.decode_limit_s, self.workers = log, decode_limit_s, workers
         self.writer = IndexWriter(folder)
@@ -173,14 +174,16 @@ class _Builder:
 
     def _stamp(self, info: SourceInfo) -> str:
         """Return what, besides the file itself, decides what its items become."""
-        parts = (
+        parts: tuple[Any, ...] = (
             FORMAT,
             MEDIA_VERSION,
-            int(self.allow_empty),
+            int(info.allow_empty),
             info.words,
             info.image_column,
             info.caption_column,
         )
+        if info.whole_text or info.captions_file:
+            parts += (int(info.whole_text), digest_of(info))
         return ".".join(map(str, parts))
 
     def _level(self) -> tuple[int, str]:
@@ -233,10 +236,10 @@ class _Builder:
             if open_source(info).sharded:
                 for entry in files:
                     for part in range(parts):
-                        yield Job(Files(info, (entry,), level, self.allow_empty, part, parts))
+                        yield Job(Files(info, (entry,), level, part, parts))
             else:
                 while chunk := tuple(islice(files, _JOB_FILES[level])):
-                    yield Job(Files(info, chunk, level, self.allow_empty))
+                    yield Job(Files(info, chunk, level))
 
 
 def _equal_but_for_notes(previous: IndexSummary, new: IndexSummary) -> bool:
@@ -287,7 +290,9 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
     for kind, count in summary.reasons.items():
         lines += [f"  {count:,} x {kind}", *examples[kind]]
     remedy = "Mend or remove them, or raise --max_rejected_share."
-    if any(kind in ("no caption", "empty caption") for kind in summary.reasons):
+    if not summary.count and set(summary.reasons) <= set(_CAPTIONLESS):
+        lines.insert(0, f"none of {items:,} pictures has a caption:")
+    if any(kind in _CAPTIONLESS for kind in summary.reasons):
         remedy += " --allow_empty_caption accepts pictures without a caption."
     raise TooManyRejects("\n".join([*lines, remedy]), Path(summary.folder))
 

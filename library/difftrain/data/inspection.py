@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from difftrain.data.cache.address import content_of
-from difftrain.data.masks import NO_MASK, find_mask
+from difftrain.data.masks import NO_MASK, Masks
 from difftrain.data.media import Unusable, check_size, decode, probe
 from difftrain.data.pool import Beat, Job
 from difftrain.data.sources import SourceInfo, open_source
@@ -29,7 +29,6 @@ class Files:
     source: SourceInfo
     files: tuple[tuple[int, FileRef], ...]  # row in the index, file
     level: int
-    allow_empty: bool
     part: int = 0
     parts: int = 1
 
@@ -98,14 +97,14 @@ def _accept(work: Files, number: int, file: FileRef, item: Item | Bad, position:
     if isinstance(item, Bad):
         kind, _, detail = item.reason.partition(": ")
         raise Unusable(kind, detail)
-    captions = item.captions
+    source, captions = work.source, item.captions
     if not captions:
-        if not work.allow_empty:
+        if not source.allow_empty:
             kind, _, detail = item.lacking.partition(": ")
             raise Unusable(kind, detail)
         captions = ("",)
-    if work.source.masks:
-        find_mask(Path(work.source.masks), item.path or item.member or file.path)  # as masks.name_of
+    masks = Masks(source.masks, source.default_mask, source.masks_optional)
+    masks.find(item.path or item.member or file.path)  # as masks.name_of
     (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
     check_size(width, height)
     return Accepted(

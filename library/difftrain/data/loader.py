@@ -23,6 +23,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
+from difftrain.data.length import total_steps
+from difftrain.data.parcel import opened, parcelled
 from difftrain.data.plan import EpochPlan, Uses
 from difftrain.data.readahead import Readahead
 from difftrain.data.recipe import recipes_of
@@ -81,16 +83,19 @@ class MicroBatches(Dataset[Any]):
         draws = self._plan.draws(uses.rows, uses.occurrences)
         epoch, _ = self._plan.locate(step)
         try:
-            return self._maker.batch(uses.bucket.bucket, draws, epoch, lambda place: self._spare(uses, place), step)
+            return self._maker.batch(
+                uses.bucket.bucket, draws, epoch, lambda place: neighbours(self._plan, uses, place), step
+            )
         except (DataFault, TrainingFault) as fault:
             return fault  # raised by the parent, without the worker's traceback around it
 
-    def _spare(self, uses: Uses, place: int) -> list[int]:
-        """Return the ids of the next records of the bucket in the order of its table: by key, or by key in a shard."""
-        bucket, row = uses.bucket, int(uses.rows[place])
-        after = row - bucket.first + 1 + np.arange(min(SPARE, bucket.records - 1))
-        ids, _ = self._plan.tables.take(bucket.first + after % bucket.records)
-        return ids
+
+def neighbours(plan: EpochPlan, uses: Uses, place: int) -> list[int]:
+    """Return the ids of the next records of the bucket in the order of its table: by key, or by key in a shard."""
+    bucket, row = uses.bucket, int(uses.rows[place])
+    after = row - bucket.first + 1 + np.arange(min(SPARE, bucket.records - 1))
+    ids, _ = plan.tables.take(bucket.first + after % bucket.records)
+    return ids
 
 
 class Steps:
@@ -132,13 +137,12 @@ def make_loader(
     if share.global_batches != plan.global_batches:
         raise ValueError(f"a plan of global batch {plan.global_batches} for ranks that take {share.global_batches}")
     check_sizes(data.tables, features)
-    epochs = cfg.training.max_epochs
-    total = plan.total_steps(epochs) if epochs else cfg.training.max_steps
+    total = total_steps(cfg.training, plan)
     recipes = recipes_of(cfg, data.index.sources)
     maker = SampleMaker(data.index, recipes, features, tokenize, plan.seed, data.store, total)
     items = range(first_step * share.accumulation, last_step * share.accumulation)
     workers = num_workers(cfg.data.workers, local_size)
-    loader = data_loader(MicroBatches(maker, plan, share), items, workers, maker.forks)
+    loader = data_loader(MicroBatches(maker, plan, share), items, workers, maker.forks, ahead=cfg.data.prefetch)
     return Steps(loader, share.accumulation)
 
 
@@ -163,16 +167,27 @@ class WorkersSilent(TrainingFault):
 
 
 def data_loader(
-    dataset: Dataset[Any], items: Iterable[int], workers: int, forks: bool = True, *, watched: bool = False
+    dataset: Dataset[Any],
+    items: Iterable[int],
+    workers: int,
+    forks: bool = True,
+    *,
+    watched: bool = False,
+    ahead: int | None = None,
 ) -> DataLoader[Any]:
     """Make a loader over items in their order, that neither reads nor moves the process's random state.
 
     forks: workers need nothing that is lost in a fork; else they are started anew, which takes seconds.
-    watched: its workers are looked after while an item is waited for (see items_of).
+    watched: its workers are looked after while an item is waited for (see items_of). ahead: items that a worker keeps
+    ready.
     """
     more: dict[str, Any] = {}
     if workers:
-        more = {"prefetch_factor": _PREFETCH, "worker_init_fn": _start_worker, "timeout": _LOOK_S if watched else 0}
+        more = {
+            "prefetch_factor": ahead or _PREFETCH,
+            "worker_init_fn": _start_worker,
+            "timeout": _LOOK_S if watched else 0,
+        }
         if not forks:
             more["multiprocessing_context"] = "spawn"
     return DataLoader(
@@ -180,7 +195,7 @@ def data_loader(
         batch_size=None,
         sampler=items,
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=parcelled if workers else _as_it_is,
         generator=torch.Generator(),  # else the loader seeds its workers from the global generator, and moves it
         **more,
     )
@@ -224,7 +239,7 @@ def items_of(loader: DataLoader[Any], patience_s: float = 0) -> Iterator[Any]:
         try:
             while True:
                 try:
-                    item = _next(iterator, loader, patience_s)
+                    item = opened(_next(iterator, loader, patience_s))
                 except StopIteration:
                     return
                 if isinstance(item, DataFault | TrainingFault):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,17 +46,46 @@ def name_of(record: Record) -> str:
     return record.name.partition(f"{record.media.path}!")[2] if record.media.length else record.media.path
 
 
-def read_mask(folder: Path, record: Record) -> np.ndarray:
-    """Read the red channel of a record's mask; alpha is dropped (kohya). Shape: (h, w) uint8.
+@dataclass(frozen=True)
+class Masks:
+    """Where the masks of a source lie. folder: by the pictures' names; default: of those that have none there.
 
-    Raises: Unusable or OSError where it is missing, no picture, or of another shape than its picture.
+    optional: a picture without any counts as a whole.
     """
-    path = find_mask(folder, name_of(record))
-    return decode_mask(path, path.read_bytes(), record.size_hw)
+
+    folder: str = ""
+    default: str = ""
+    optional: bool = False
+
+    def find(self, name: str) -> Path | None:
+        """Find the mask of an item; None where it counts as a whole. Raises Unusable where it must have one."""
+        try:
+            if self.folder:
+                return find_mask(Path(self.folder).expanduser(), name)
+        except Unusable:
+            if not (self.default or self.optional):
+                raise
+        return Path(self.default).expanduser() if self.default else None
+
+    def decode(self, path: Path, data: bytes, size_hw: tuple[int, int]) -> np.ndarray:
+        """Decode the bytes of a mask: the red channel; alpha is dropped (kohya). Shape: (h, w) uint8.
+
+        size_hw: of its picture, whose shape it must have; one for all pictures is stretched. Raises Unusable.
+        """
+        is_default = bool(self.default) and path == Path(self.default).expanduser()
+        return decode_rgba(data).pixels[..., 0] if is_default else decode_mask(path, data, size_hw)
+
+    def read(self, record: Record) -> np.ndarray | None:
+        """Read the mask of a record; None where it counts as a whole. Shape: (h, w) uint8.
+
+        Raises: Unusable or OSError where it is missing, no picture, or of another shape than its picture.
+        """
+        path = self.find(name_of(record))
+        return None if path is None else self.decode(path, path.read_bytes(), record.size_hw)
 
 
 def decode_mask(path: Path, data: bytes, size_hw: tuple[int, int]) -> np.ndarray:
-    """Decode the bytes of a mask, as read_mask does. size_hw: of its picture. Raises: Unusable."""
+    """Decode the bytes of a picture's own mask: the red channel. size_hw: of the picture. Raises: Unusable."""
     mask = decode_rgba(data).pixels[..., 0]
     (height, width), (mask_h, mask_w) = size_hw, mask.shape
     if abs(mask_w * height / (mask_h * width) - 1) > _SAME_SHAPE:

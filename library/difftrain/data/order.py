@@ -7,69 +7,28 @@ slot q of local batch i reads stream v = q mod S at P0 + v c g + i g + q // S. S
 run of shards, rank r (slots r mod dp_size) reads its own streams where dp_size divides S, and world size appears
 nowhere. Batches of all buckets are merged by their share of the epoch, so that the buckets pass the shards together.
 
-A folder of plain files, or any source without shards, counts as one shard: shuffled within its window as a whole.
+A folder of plain files, or any source without shards, counts as one shard, shuffled within its window as a whole;
+with data.shard_size, so many files in the order of their paths are one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from difftrain.data.tables import BucketRows, Tables
+from difftrain.data.passes import Passes, Segments, bucket_key
+from difftrain.data.recent import Recent
+from difftrain.data.tables import Tables
 from difftrain.diffusion.keys import key_of
 from difftrain.diffusion.permutation import Permutation
-
-T = TypeVar("T")
-
-
-class Recent:
-    """Keep the last few values that were asked for."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept: dict[Any, Any] = {}
-
-    def get(self, key: Any, make: Callable[[], T]) -> T:
-        """Return the value of a key, made where it is not kept."""
-        value = self._kept.pop(key, None)
-        if value is None:
-            value = make()
-            if len(self._kept) >= self._limit:
-                self._kept.pop(next(iter(self._kept)))
-        self._kept[key] = value
-        return value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Recent, (self._limit,)
-
-
-def bucket_key(rows: BucketRows) -> tuple[int, ...]:
-    """Identify a bucket in keys: by its size and data set, so that another bucket more reshuffles nothing."""
-    size = rows.bucket.height, rows.bucket.width, rows.bucket.frames
-    return (*size, rows.dataset) if rows.dataset else size
-
-
-class UseMap:
-    """Find row and repeat of the uses of segments: a segment of m rows with r repeats has r m uses."""
-
-    def __init__(self, first: np.ndarray, records: np.ndarray, repeats: np.ndarray) -> None:
-        self._first, self._repeats = np.array(first), np.array(repeats)
-        self._starts = np.concatenate([[0], np.cumsum(records * repeats)])
-
-    def __call__(self, pass_: int, uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows and occurrences of uses in a pass: occurrence = pass * repeats + repeat."""
-        segment = np.searchsorted(self._starts, uses, side="right") - 1
-        repeats = self._repeats[segment]
-        row, repeat = np.divmod(uses - self._starts[segment], repeats)
-        return self._first[segment] + row, pass_ * repeats + repeat
 
 
 class Windows(NamedTuple):
     """One pass of one bucket: its uses by keyed shard order, and where the shuffling windows begin."""
 
-    uses: UseMap
+    uses: Segments
     starts: np.ndarray  # (windows + 1,) in uses
     numbers: np.ndarray  # (windows,) of all shards' windows: those without a record of the bucket are left out
     key: bytes  # of the shuffles inside windows
@@ -97,6 +56,7 @@ class SequentialOrder:
     def __init__(self, tables: Tables, seed: int, batches: Sequence[int], streams: int, window: int) -> None:
         self.buckets, self._shards, self._seed, self.window = tables.training, tables.shards, seed, window
         self.slots = [Slots.of(global_batch, streams) for global_batch in batches]  # of each bucket
+        self._laid = [Passes(rows) for rows in self.buckets]
         self._passes = Recent(2 * len(self.buckets) + 2)
         self._shard_orders = Recent(4)
         self._shuffles = Recent(4 * self.streams * len(self.buckets))
@@ -122,7 +82,7 @@ class SequentialOrder:
         windows = self.windows(bucket, pass_)
         which = (np.searchsorted(windows.starts, offsets, side="right") - 1).tolist()
         uses = [self._shuffled(bucket, pass_, windows, w, o) for w, o in zip(which, offsets.tolist(), strict=True)]
-        return windows.uses(pass_, np.array(uses, dtype=np.int64))
+        return windows.uses.find(pass_, np.array(uses, dtype=np.int64))
 
     def _shuffled(self, bucket: int, pass_: int, windows: Windows, w: int, offset: int) -> int:
         start, stop = int(windows.starts[w]), int(windows.starts[w + 1])
@@ -144,18 +104,22 @@ class SequentialOrder:
 
     def window_at(self, bucket: int, place: int) -> tuple[int, int]:
         """Return the places at which the window around a place of the endless stream begins and ends."""
-        pass_, offset = divmod(place, self.buckets[bucket].uses)
+        pass_, offset = self._where(bucket, place)
         starts = self.windows(bucket, pass_).starts
         w = int(np.searchsorted(starts, offset, side="right"))
         return place - offset + int(starts[w - 1]), place - offset + int(starts[w])
 
     def shards_at(self, bucket: int, place: int) -> list[int]:
         """Return the shards of the window around a place of the endless stream."""
-        pass_, offset = divmod(place, self.buckets[bucket].uses)
+        pass_, offset = self._where(bucket, place)
         windows = self.windows(bucket, pass_)
         number = int(windows.numbers[int(np.searchsorted(windows.starts, offset, side="right")) - 1])
         shards: list[int] = self.shard_order(pass_)[number * self.window : (number + 1) * self.window].tolist()
         return shards
+
+    def _where(self, bucket: int, place: int) -> tuple[int, int]:
+        passes, offsets = self._laid[bucket].split(np.array([place]))
+        return int(passes[0]), int(offsets[0])
 
     def _lay_out(self, bucket: int, pass_: int) -> Windows:
         segments = self.buckets[bucket].segments
@@ -163,10 +127,9 @@ class SequentialOrder:
         place[self.shard_order(pass_)] = np.arange(self._shards)
         places = place[segments["shard"]]
         order = np.argsort(places)
-        segments, numbers = segments[order], places[order] // self.window
-        ends = np.cumsum(segments["records"] * segments["repeats"])
+        numbers, uses = places[order] // self.window, self._laid[bucket].ordered(order)
+        ends = np.cumsum(uses.counts(pass_))
         last = np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True))
-        uses = UseMap(segments["first"], segments["records"], segments["repeats"])
         key = key_of(self._seed, "windows", *bucket_key(self.buckets[bucket]), pass_)
         return Windows(uses, np.append(0, ends[last]), numbers[last], key)
 

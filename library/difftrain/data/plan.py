@@ -11,13 +11,16 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from difftrain.contracts import Bucket, DataFault, Draw
-from difftrain.data.order import Recent, SequentialOrder, UseMap, bucket_key
-from difftrain.data.tables import BucketRows, Tables
+from difftrain.data.order import SequentialOrder
+from difftrain.data.passes import Passes, bucket_key
+from difftrain.data.recent import Recent
+from difftrain.data.tables import BucketRows, Tables, total_uses
 from difftrain.diffusion.keys import STREAM_VERSION
 from difftrain.diffusion.permutation import Permutation
 
@@ -30,6 +33,10 @@ class Uses(NamedTuple):
     bucket: BucketRows
     rows: np.ndarray
     occurrences: np.ndarray
+
+    def part(self, which: slice) -> Uses:
+        """Return some of them."""
+        return Uses(self.bucket, self.rows[which], self.occurrences[which])
 
 
 class Order(Protocol):
@@ -48,7 +55,7 @@ class RandomOrder:
     def __init__(self, tables: Tables, seed: int, batches: Sequence[int]) -> None:
         self._seed, self._batches = seed, batches
         self._buckets = tables.training
-        self._maps = [UseMap(b.segments["first"], b.segments["records"], b.segments["repeats"]) for b in self._buckets]
+        self._laid = [Passes(rows) for rows in self._buckets]
         self._permutations = Recent(256)
 
     def pick(self, epoch: int, index: int, counts: np.ndarray) -> tuple[int, int]:
@@ -67,11 +74,11 @@ class RandomOrder:
 
     def rows(self, bucket: int, pass_: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows and occurrences at places of one pass."""
-        rows = self._buckets[bucket]
+        rows, laid = self._buckets[bucket], self._laid[bucket]
         permutation = self._permutations.get(
-            (bucket, pass_), lambda: Permutation(rows.uses, self._seed, "pass", *bucket_key(rows), pass_)
+            (bucket, pass_), lambda: Permutation(laid.uses(pass_), self._seed, "pass", *bucket_key(rows), pass_)
         )
-        return self._maps[bucket](pass_, permutation(offsets))
+        return laid.segments.find(pass_, permutation(offsets))
 
 
 class EpochPlan:
@@ -96,13 +103,19 @@ class EpochPlan:
         if min(self.global_batches) < 1 or tables.layout != {"random": "key", "sequential": "shard"}[order]:
             raise ValueError(f"order {order!r} over tables by {tables.layout}, global batch {global_batch}")
         self.tables, self.seed, self.order = tables, seed, order
+        self.offset = 0  # of the run's steps in the data: not 0 where a resume began an epoch anew
         self.buckets = tables.training
-        self._uses = np.array([rows.uses for rows in self.buckets], dtype=np.int64)
+        self._passes = [Passes(rows) for rows in self.buckets]
+        self._whole = np.array([0 if p.fractional else int(p.rate) for p in self._passes], dtype=np.int64)
+        self._fractional = [number for number, each in enumerate(self._passes) if each.fractional]
         batches = [self.global_batches[rows.dataset] for rows in self.buckets]
         self._batches = np.array(batches, dtype=np.int64)
         # batches an epoch, on average, as a fraction of whole numbers
         self._per = math.lcm(*batches)
-        self._share = sum(rows.uses * (self._per // batch) for rows, batch in zip(self.buckets, batches, strict=True))
+        shares = (each.rate * (self._per // batch) for each, batch in zip(self._passes, batches, strict=True))
+        share = sum(shares, Fraction(0))
+        self._share = share.numerator if share.denominator == 1 else share
+        self._uneven = sum(each.fractional for each in self._passes)
         self._settings: dict[str, Any] = {"order": order}
         self.arrangement: Order
         if order == "sequential":
@@ -112,14 +125,14 @@ class EpochPlan:
             self.arrangement = RandomOrder(tables, seed, batches)
 
     @property
-    def uses(self) -> int:
+    def uses(self) -> int | float:
         """Return how many draws an epoch has on average, repeats counted."""
-        return int(self._uses.sum())
+        return total_uses(self.buckets)
 
     @property
     def mean_batch(self) -> float:
         """Return how many draws a step has on average."""
-        return self.uses * self._per / self._share
+        return float(sum((each.rate for each in self._passes), Fraction(0)) * self._per / self._share)
 
     @property
     def starved(self) -> list[BucketRows]:
@@ -128,11 +141,18 @@ class EpochPlan:
 
     def served(self, epoch: int) -> np.ndarray:
         """Return how many batches of each bucket come before an epoch."""
-        return epoch * self._uses // self._batches
+        uses = epoch * self._whole
+        for bucket in self._fractional:
+            uses[bucket] = self._passes[bucket].before(epoch)
+        return uses // self._batches
 
     def total_steps(self, epochs: int) -> int:
         """Return how many steps the first `epochs` epochs have: also the first step of epoch number `epochs`."""
-        return int(self.served(epochs).sum())
+        return int(self.served(epochs).sum()) - self.offset
+
+    def begin_epoch_at(self, epoch: int, step: int) -> None:
+        """Let an epoch begin at a step of the run, wherever in the data that step was."""
+        self.offset += self.total_steps(epoch) - step
 
     def steps(self, epoch: int) -> int:
         """Return the number of global batches of an epoch; it varies by at most the number of buckets."""
@@ -140,11 +160,13 @@ class EpochPlan:
 
     def locate(self, step: int) -> tuple[int, int]:
         """Return (epoch, place within it) of a step."""
-        if step < 0:
-            raise IndexError(f"step {step} is below 0")
-        # total_steps(e) lies within one batch a bucket below e * (sum of uses / G), so that the bracket is narrow.
-        low = step * self._per // self._share
-        high = (step + len(self.buckets) + 1) * self._per // self._share + 2
+        place = step + self.offset
+        if place < 0:
+            raise IndexError(f"step {step} is below {-self.offset}")
+        # total_steps(e) lies within one batch a bucket of e * (sum of uses / G), and one use for every segment with a
+        # fraction of repeats, so that the bracket is narrow.
+        low = max(0, (place - self._uneven) * self._per // self._share)
+        high = (place + len(self.buckets) + 1 + self._uneven) * self._per // self._share + 2
         while high - low > 1:
             middle = (low + high) // 2
             if self.total_steps(middle) <= step:
@@ -161,8 +183,7 @@ class EpochPlan:
         bucket, k = self.arrangement.pick(epoch, index, counts)
         first = int(served[bucket]) * int(self._batches[bucket])
         places = self.arrangement.positions(bucket, k, first, int(counts[bucket]))[part]
-        passes = places // self._uses[bucket]
-        offsets = places - passes * self._uses[bucket]
+        passes, offsets = self._passes[bucket].split(places)
         rows, occurrences = np.empty_like(places), np.empty_like(places)
         for pass_ in np.unique(passes).tolist():
             own = passes == pass_
@@ -220,7 +241,7 @@ class EpochPlan:
         said = [
             f"{self.uses} draws an epoch (repeats counted) in {buckets} bucket{'s'[: buckets > 1]}, "
             f"global batch {batch}{'' if self._single else ' by data set'}: "
-            f"{self.steps(0)} steps in the first epoch, {self._share / self._per:.2f} on average"
+            f"{self.steps(0)} steps in the first epoch, {float(self._share / self._per):.2f} on average"
         ]
         for rows in self.starved:
             needed = self.global_batches[rows.dataset]

@@ -22,13 +22,15 @@ from difftrain.contracts import Bucket, ConfigFault, DataFault, Fault, Reject
 from difftrain.data.buckets import BucketTable
 from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
 from difftrain.data.held_out import held_out, overlaps
-from difftrain.data.index import Index, newest
+from difftrain.data.index import Columns, Index, newest
 from difftrain.data.index_writer import disk_faults
 from difftrain.data.indexing import build_index
+from difftrain.data.plain_shards import with_plain_shards
 from difftrain.data.plan import EpochPlan
 from difftrain.data.recipe import Recipe, recipes_of
+from difftrain.data.sources import SourceInfo
 from difftrain.data.table_build import Origin, Split, build_tables
-from difftrain.data.tables import VERSION, Layout, Tables
+from difftrain.data.tables import VERSION, Layout, Tables, total_uses
 
 Say = Callable[[str], None]
 NO_BUCKET = "no bucket"
@@ -68,7 +70,7 @@ class Data:
             "rejected": self.index.summary.rejected + self.tables.unplaced,
             "rejected_by_reason": self.reasons,
             "duplicates": self.index.duplicates,
-            "draws_per_epoch": sum(rows.uses for rows in self.tables.training),
+            "draws_per_epoch": total_uses(self.tables.training),
             "reg_draws_per_epoch": self.tables.reg_uses,
             "held_out": sum(rows.records for rows in self.tables.validation),
             "buckets": {self.tables.name(rows): rows.uses for rows in self.tables.training},
@@ -176,8 +178,21 @@ def _reading(subset: SubsetSection) -> list[Any]:
     """Return what decides the items of a subset."""
     paths = [subset.image_dir, subset.metadata_file, subset.conditioning_dir]
     captions = [subset.captions.extension, subset.captions.separator, subset.captions.enable_wildcard]
+    later = [subset.captions_file, subset.default_mask, subset.masks_optional, subset.captions.dialect]
+    more = later if later != [None, None, False, "kohya"] else []
+    if subset.captions.allow_empty:
+        more.append("empty captions")
     real = [path and os.path.realpath(expanded(str(path))) for path in paths]
-    return [*real, subset.dataset_class, subset.is_reg, subset.class_tokens, subset.repeats, subset.flat, captions]
+    return [
+        *real,
+        subset.dataset_class,
+        subset.is_reg,
+        subset.class_tokens,
+        subset.repeats,
+        subset.flat,
+        captions,
+        *more,
+    ]
 
 
 def make_tables(cfg: TrainConfig, index: Index) -> bool:
@@ -190,16 +205,25 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
     with disk_faults(index.folder):
         build_tables(
             folder,
-            index.columns(),
+            _columns(cfg, index),
             buckets,
             ordinals,
-            [Origin(source.repeats, source.dataset, source.is_reg) for source in index.sources],
+            [_origin(source) for source in index.sources],
             split=Split(cfg.validation.split, seed),
             layout=_layout(cfg),
             fingerprint=folder.name,
             held_out=None if by_key else held_out(index, _shares(cfg, index), seed),
         )
     return True
+
+
+def _origin(source: SourceInfo) -> Origin:
+    return Origin(source.repeats, source.dataset, source.is_reg, source.share)
+
+
+def _columns(cfg: TrainConfig, index: Index) -> Columns:
+    in_shards = cfg.data.shard_size and _layout(cfg) == "shard"
+    return with_plain_shards(index, cfg.data.shard_size or 1) if in_shards else index.columns()
 
 
 def _placed(cfg: TrainConfig, index: Index) -> tuple[list[Bucket], np.ndarray]:
@@ -237,6 +261,12 @@ def tables_folder(cfg: TrainConfig, index: Index) -> Path:
     for dataset in data.datasets:
         sizes = [getattr(dataset, field) for field in SizeSection.model_fields]
         parts.append([*sizes, dataset.validation_split, len(dataset.subsets)])
+    if any(source.share < 1 for source in index.sources):
+        parts.append(["share", *(source.share for source in index.sources)])
+    if data.sizes:
+        parts.append(["sizes", data.sizes])
+    if data.shard_size and _layout(cfg) == "shard":
+        parts.append(["plain files of a shard", data.shard_size])
     if any(source.is_reg for source in index.sources):
         parts.append([source.is_reg for source in index.sources])
     if apart and overlaps(index.sources):
@@ -262,9 +292,9 @@ def lines(cfg: TrainConfig, data: Data) -> list[str]:
 
     Raises: DataFault where that is nothing, or too little.
     """
-    _refuse(cfg, data)
+    refuse(cfg, data)
     training, held = data.tables.training, data.tables.validation
-    records, uses = sum(rows.records for rows in training), sum(rows.uses for rows in training)
+    records, uses = sum(rows.records for rows in training), total_uses(training)
     said = [f"data: {note}" for note in dict.fromkeys(note for recipe in data.recipes for note in recipe.buckets.notes)]
     if data.tables.unplaced:
         said.append(f"data: rejected, {NO_BUCKET}: {data.tables.unplaced:,}")
@@ -273,18 +303,23 @@ def lines(cfg: TrainConfig, data: Data) -> list[str]:
             f"data: {data.tables.surplus:,} regularisation pictures are not used: with the others there are as many "
             "draws an epoch as to train on"
         )
+    if data.tables.left_out:
+        said.append(f"data: {data.tables.left_out:,} records are left out: subsample_ratio")
     said.append(f"data: {records:,} records to train on, {uses:,} draws an epoch with repeats")
     if held:
         said.append(f"data: {sum(rows.records for rows in held):,} records held out for validation")
     if cfg.data.tar_order == "sequential":
+        size = cfg.data.shard_size
+        plain = f"{size:,} plain files are one shard" if size else "a folder of plain files counts as one shard"
         said.append(
             f"data: shards are read in sequence: {data.tables.shards} in all, windows of {cfg.data.tar_window}, up to "
-            f"{cfg.data.tar_streams} streams; a folder of plain files counts as one shard"
+            f"{cfg.data.tar_streams} streams; {plain}"
         )
     return said + _bucket_lines(data.tables)
 
 
-def _refuse(cfg: TrainConfig, data: Data) -> None:
+def refuse(cfg: TrainConfig, data: Data) -> None:
+    """Turn data away that nothing can be made of. Raises DataFault."""
     tables, share = data.tables, cfg.validation.split
     rejected = data.index.summary.rejected + tables.unplaced
     limit, items = cfg.data.max_rejected_share, data.index.summary.rejected + tables.count
@@ -310,5 +345,5 @@ def _bucket_lines(tables: Tables, most: int = 40) -> list[str]:
     ordered = sorted(tables.training, key=lambda rows: (-rows.uses, rows.bucket))
     said = [f"bucket {tables.name(rows)}: {rows.uses:,}" for rows in ordered[:most]]
     if len(ordered) > most:
-        said.append(f"and {len(ordered) - most} smaller buckets: {sum(rows.uses for rows in ordered[most:]):,}")
+        said.append(f"and {len(ordered) - most} smaller buckets: {total_uses(ordered[most:]):,}")
     return said

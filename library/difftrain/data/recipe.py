@@ -10,11 +10,13 @@ from difftrain.config.sections import CaptionSection
 from difftrain.data.buckets import BucketTable
 from difftrain.data.captions import varies
 from difftrain.data.decoders import HOST
+from difftrain.data.masks import Masks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from difftrain.config.sections import DatasetSection, TrainConfig
+    from difftrain.config.sections import DatasetSection, SubsetSection, TrainConfig
+    from difftrain.contracts import Record
     from difftrain.data.sources import SourceInfo
 
 
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 class Recipe:
     """Say how a record of one source becomes a sample. Picklable.
 
-    batch_size: images a rank takes in one micro batch. face_crop_range: lowest and highest zoom. conditioning_dir: where
-    the masks lie, by the pictures' names. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
+    batch_size: images a rank takes in one micro batch. face_crop_range: lowest and highest zoom. masks: where
+    those of the loss lie that are files of their own. loss_weight: multiplies the loss of every use; is_reg: a regularisation picture.
     num_variants: captions of a record, of which each use draws one; None: each use has one of its own.
     """
 
@@ -35,7 +37,7 @@ class Recipe:
     color_aug: bool = False
     face_crop_range: tuple[float, float] | None = None
     alpha_mask: bool = False
-    conditioning_dir: str | None = None
+    masks: Masks | None = None
     interpolation: str | None = None
     loss_weight: float = 1.0
     is_reg: bool = False
@@ -45,7 +47,18 @@ class Recipe:
     @property
     def has_masks(self) -> bool:
         """Tell whether every picture has a mask of the loss."""
-        return self.alpha_mask or bool(self.conditioning_dir)
+        return self.alpha_mask or self.masks is not None
+
+    def variants_of(self, record: Record) -> int:
+        """Return how many captions a record is drawn with: in diffusion-pipe's data sets, so many of each that is written."""
+        assert self.num_variants is not None
+        return self.num_variants * (len(record.captions) if self.captions.dialect == "diffusion_pipe" else 1)
+
+    def of_variant(self, record: Record, variant: int) -> Record:
+        """Return a record with the captions that a variant is made of."""
+        if self.captions.dialect != "diffusion_pipe":
+            return record
+        return replace(record, captions=(record.captions[variant % len(record.captions)],))
 
     def plain(self) -> Recipe:
         """Return the recipe of validation: no augmentation, and the caption as it stands."""
@@ -55,6 +68,7 @@ class Recipe:
             "dropout_every_n_epochs": 0,
             "tag_dropout_rate": 0.0,
             "token_warmup_step": 0,
+            "shuffle_capitalization": False,
         }
         captions = self.captions.model_copy(update=told)
         return replace(
@@ -89,10 +103,20 @@ def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: Bu
         color_aug=subset.color_aug,
         face_crop_range=None if dataset.enable_bucket else subset.face_crop_range,  # kohya's buckets know no faces
         alpha_mask=subset.alpha_mask,
-        conditioning_dir=subset.conditioning_dir if cfg.loss.masked else None,
+        masks=_masks(subset) if cfg.loss.masked else None,
         interpolation=subset.resize_interpolation,
         loss_weight=cfg.loss.prior_weight if subset.is_reg else 1.0,
         is_reg=subset.is_reg,
         decoder=cfg.data.image_decoder,
-        num_variants=cfg.cache.shuffle_num if varies(subset.captions) else None,
+        num_variants=_variants(subset.captions, cfg),
     )
+
+
+def _variants(captions: CaptionSection, cfg: TrainConfig) -> int | None:
+    return (captions.variants or cfg.cache.shuffle_num) if varies(captions) else None
+
+
+def _masks(subset: SubsetSection) -> Masks | None:
+    if not (subset.conditioning_dir or subset.default_mask):
+        return None
+    return Masks(subset.conditioning_dir or "", subset.default_mask or "", subset.masks_optional)

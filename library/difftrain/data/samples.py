@@ -6,8 +6,7 @@ Runs in loader workers. No random state is read or left behind: every choice is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +18,10 @@ from difftrain.data.captions import caption_of, is_dropped, variant_of, varies, 
 from difftrain.data.colour import recoloured
 from difftrain.data.decoders import HOST
 from difftrain.data.framing import Place, place_of
-from difftrain.data.masks import fit_mask, read_mask
+from difftrain.data.masks import fit_mask
 from difftrain.data.media import Unusable, decode_for, decode_rgba, fit
 from difftrain.data.recipe import Recipe
-from difftrain.diffusion.draws import Stream, integer, normal, uniform
+from difftrain.diffusion.draws import Stream, choice, integer, normal, uniform
 from difftrain.diffusion.noise import mixed
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class SampleMaker:
         Raises: DataFault, with the paths, where no spare one can be decoded either.
         """
         samples, _, rejects = self.samples(bucket, draws, epoch, spare, step)
-        return self.collate(bucket, samples, draws, rejects)
+        return replace(self.collate(bucket, samples, draws, rejects), step=step)
 
     def samples(
         self, bucket: Bucket, draws: Sequence[Draw], epoch: int, spare: Spare | None, step: int = 0
@@ -114,7 +113,7 @@ class SampleMaker:
         """Make one sample. Raises Unusable or OSError where its file, or its mask's, is not what was indexed."""
         recipe, place, store = self.recipes[record.media.source], self.place(record, draw), self.store
         pixels = mask = layers = None
-        by_alpha = store.masks is None and recipe.alpha_mask and not recipe.conditioning_dir  # the latter wins (kohya)
+        by_alpha = store.masks is None and recipe.alpha_mask and recipe.masks is None  # files win (kohya)
         if store.pictures is not None:
             store.pictures.check(record.id, place.flip)
         if store.masks is not None:
@@ -125,8 +124,9 @@ class SampleMaker:
             pixels = cut_pixels(layers, recipe, place)
             if recipe.color_aug:
                 pixels = recoloured(pixels, Stream(self.seed, draw.key, draw.occurrence, "colour"))
-        if store.masks is None and recipe.conditioning_dir:
-            mask = fit_mask(read_mask(Path(recipe.conditioning_dir).expanduser(), record), place, recipe.interpolation)
+        if store.masks is None and recipe.masks is not None:
+            read = recipe.masks.read(record)
+            mask = None if read is None else fit_mask(read, place, recipe.interpolation)
         elif by_alpha and layers is not None:
             mask = fit_mask(layers[..., 3], place, recipe.interpolation)
         return Sample(record, pixels, self.caption(record, draw, epoch, step), *place.sizes, mask, place.flip)
@@ -143,8 +143,9 @@ class SampleMaker:
             return caption_of(record, stream, recipe.captions, epoch, step, self.total_steps)
         if is_dropped(record, stream, recipe.captions, epoch):
             return ""
-        variant = integer(self.seed, draw.key, draw.occurrence, "caption variant", recipe.num_variants)
-        return variant_of(record, variant_stream(record, variant), recipe.captions, step, self.total_steps)
+        variant = integer(self.seed, draw.key, draw.occurrence, "caption variant", recipe.variants_of(record))
+        chosen = recipe.of_variant(record, variant)
+        return variant_of(chosen, variant_stream(record, variant), recipe.captions, step, self.total_steps)
 
     def collate(
         self, bucket: Bucket, samples: Sequence[Sample], draws: Sequence[Draw], rejects: Sequence[Reject]
@@ -211,8 +212,10 @@ def captions_of(record: Record, recipe: Recipe) -> list[str]:
     Raises: ValueError where there is no end of them.
     """
     if recipe.num_variants is not None:
-        variants = range(recipe.num_variants)
-        return [variant_of(record, variant_stream(record, each), recipe.captions) for each in variants]
+        return [
+            variant_of(recipe.of_variant(record, each), variant_stream(record, each), recipe.captions)
+            for each in range(recipe.variants_of(record))
+        ]
     if varies(recipe.captions) or recipe.captions.token_warmup_step:
         raise ValueError("captions that are made anew at every use cannot be listed: num_variants is not set")
     return written(record, variant_stream(record, 0), recipe.captions)
@@ -242,7 +245,7 @@ def host_draws(name: str, spec: DrawSpec, bucket: Bucket, draws: Sequence[Draw],
     """Draw for each sample what a family asks for; the draw's name is its purpose.
 
     Shapes: normal (B, *spec.shape(bucket)) fp32; integer (B,) int64 in [low, high); uniform (B,) fp32 in [0, 1], from
-    fp64 and rounded once.
+    fp64 and rounded once; choice (B, *spec.shape(bucket)) int64.
     """
     if spec.kind == "normal":
         out = torch.empty((len(draws), *spec.shape(bucket)), dtype=torch.float32)
@@ -253,10 +256,17 @@ def host_draws(name: str, spec: DrawSpec, bucket: Bucket, draws: Sequence[Draw],
             else:
                 rows[place] = mixed(seed, draw.key, draw.occurrence, name, shape, spec.mix)
         return out
+    if spec.kind == "choice":
+        cells, (kept,) = spec.cells(bucket), spec.shape(bucket)
+        chosen = [choice(seed, draw.key, draw.occurrence, name, cells, kept) for draw in draws]
+        return torch.from_numpy(np.stack(chosen))
     if spec.kind == "integer":
         span = spec.high - spec.low
         whole = [spec.low + integer(seed, draw.key, draw.occurrence, name, span) for draw in draws]
         return torch.tensor(whole, dtype=torch.int64)
     if spec.kind == "uniform":
-        return torch.tensor([uniform(seed, draw.key, draw.occurrence, name) for draw in draws], dtype=torch.float32)
+        found = [uniform(seed, draw.key, draw.occurrence, name) for draw in draws]
+        if spec.through is not None:
+            found = [spec.through(each, bucket) for each in found]
+        return torch.tensor(found, dtype=torch.float64).float()
     raise ValueError(f"draw {name!r} is of unknown kind {spec.kind!r}")

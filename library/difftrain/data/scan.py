@@ -19,6 +19,7 @@ from difftrain.data.index_writer import IndexWriter, disk_faults
 from difftrain.data.inspection import PASSING
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import FileRef, printable, split_suffix
+from difftrain.data.sources.captions_file import check
 
 _FOREIGN_CACHES = ("_sdxl.npz", "_sd.npz", "_sd3.npz", "_flux.npz", "_te_outputs.npz", "_sd3_te.npz", "_flux_te.npz")
 _PAGE = 4096
@@ -155,6 +156,8 @@ def name_files(
             writer.db.execute(_FILES.format(shard=shard), (stamps[info.ordinal], level, info.ordinal))
             if info.suffixes:
                 _count_captions(writer, info, listing)
+            elif info.captions_file:
+                listing.captions[f"from {info.captions_file}"] += check(info)
 
 
 def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> None:

@@ -64,7 +64,7 @@ def _parts(data: Data) -> tuple[np.ndarray, np.ndarray]:
     """Read part and repeats of every record off the planning tables."""
     tables = data.tables
     ids = tables.ids()
-    part, repeats = np.full(tables.count, SURPLUS, np.int8), np.zeros(tables.count, np.int64)
+    part, repeats = np.full(tables.count, SURPLUS, np.int8), np.zeros(tables.count, np.float64)
     part[ids[tables.count - tables.unplaced :]] = UNPLACED
     for rows in tables.validation:
         part[ids[rows.first : rows.first + rows.records]] = HELD_OUT
@@ -72,7 +72,7 @@ def _parts(data: Data) -> tuple[np.ndarray, np.ndarray]:
         part[ids[rows.first : rows.first + rows.records]] = TRAINED
         for segment in rows.segments:
             own = ids[int(segment["first"]) : int(segment["first"] + segment["records"])]
-            repeats[own] = segment["repeats"]
+            repeats[own] = segment["repeats"] + segment["extra"] / segment["of"]
     return part, repeats
 
 

@@ -9,6 +9,7 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -39,12 +40,12 @@ class Split:
     share: float = 0.0
     seed: int = 0
 
-    def held_out(self, keys: np.ndarray) -> np.ndarray:
+    def held_out(self, keys: np.ndarray, purpose: str = "validation") -> np.ndarray:
         """Return a mask over keys (N, 16) uint8. A record's fate never depends on which others there are."""
         mask = np.zeros(len(keys), dtype=bool)
         if not self.share:
             return mask
-        a, b = (np.uint64(word) for word in words_of("validation", self.seed, count=2))
+        a, b = (np.uint64(word) for word in words_of(purpose, self.seed, count=2))
         limit = np.uint64(int(self.share * 2.0**64))
         for start in range(0, len(keys), _CHUNK):
             words = np.ascontiguousarray(keys[start : start + _CHUNK]).view("<u8").astype(np.uint64)
@@ -59,15 +60,25 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ x >> np.uint64(31)
 
 
-TRAINING, VALIDATION, SURPLUS, UNPLACED = range(4)  # parts of the rows, in this order
+TRAINING, VALIDATION, SURPLUS, LEFT_OUT, UNPLACED = range(5)  # parts of the rows, in this order
+
+
+MOST_OF = 10_000  # epochs after which a fraction of repeats comes out even, at most
 
 
 class Origin(NamedTuple):
-    """What planning needs of a source: how often an epoch uses its records, and for what."""
+    """What planning needs of a source: how often an epoch uses its records, which of them, and for what."""
 
-    repeats: int = 1
+    repeats: int | float = 1
     dataset: int = 0
     is_reg: bool = False  # regularisation pictures: used as often as there are training draws in their data set
+    share: float = 1.0  # of its records that are used at all, by the hash of their keys: always the same
+
+    @property
+    def fraction(self) -> Fraction:
+        """Return the repeats exactly: 0.1 is a tenth, 0.333333 a third. Regularisation pictures have whole ones."""
+        found = Fraction(str(self.repeats)).limit_denominator(MOST_OF)
+        return Fraction(max(1, round(found))) if self.is_reg else found
 
 
 class Cell(NamedTuple):
@@ -77,6 +88,17 @@ class Cell(NamedTuple):
     bucket: Bucket
 
 
+class Piece(NamedTuple):
+    """A row of SEGMENT."""
+
+    shard: int
+    first: int
+    records: int
+    repeats: int
+    extra: int = 0
+    of: int = 1
+
+
 @dataclass(frozen=True)
 class _Arrangement:
     """One entry a record (by id), and the order of the rows."""
@@ -84,8 +106,10 @@ class _Arrangement:
     part: np.ndarray
     bucket: np.ndarray  # rank of its cell
     shard: np.ndarray  # counted through all sources
-    repeats: np.ndarray
+    repeats: np.ndarray  # whole ones
+    fraction: np.ndarray  # place among `fractions` of what comes to them
     order: np.ndarray  # row -> id
+    fractions: Sequence[Fraction] = (Fraction(0),)
 
 
 def build_tables(
@@ -93,7 +117,7 @@ def build_tables(
     columns: Columns,
     buckets: Sequence[Bucket],
     ordinals: np.ndarray,
-    sources: Sequence[int] | Sequence[Origin],
+    sources: Sequence[float] | Sequence[Origin],
     *,
     split: Split,
     layout: Layout,
@@ -154,14 +178,24 @@ def _arrange(
 ) -> _Arrangement:
     """Decide part, repeats and order."""
     part = np.where(held_out, VALIDATION, TRAINING)
+    for number, origin in enumerate(origins):
+        if origin.share < 1:
+            own = np.flatnonzero(np.asarray(columns.source) == number)
+            part[own[~Split(origin.share, 0).held_out(columns.keys[own], "subsample")]] = LEFT_OUT
     part[place < 0] = UNPLACED
-    repeats = np.array([origin.repeats for origin in origins], dtype=np.int64)
-    times = np.where(part == TRAINING, repeats[columns.source], 1)  # held-out records serve once
+    given = [origin.fraction for origin in origins]
+    fractions = sorted({each % 1 for each in given} | {Fraction(0)})
+    repeats = np.array([each // 1 for each in given], dtype=np.int64)
+    over = np.array([fractions.index(each % 1) for each in given], dtype=np.int64)
+    trained = part == TRAINING
+    times = np.where(trained, repeats[columns.source], 1)  # held-out records serve once
+    fraction = np.where(trained, over[columns.source], 0)
     for dataset in sorted({origin.dataset for origin in origins if origin.is_reg}):
         _balance(dataset, columns, origins, part, times)
     place = np.where(part == UNPLACED, 0, place)
     group = np.where(part == TRAINING, times if layout == "key" else shard, 0)
-    return _Arrangement(part, place, shard, times, _sorted_by(group, place, part))
+    rows = _sorted_by(*((fraction,) if len(fractions) > 1 else ()), group, place, part)
+    return _Arrangement(part, place, shard, times, fraction, rows, fractions)
 
 
 def _balance(dataset: int, columns: Columns, origins: Sequence[Origin], part: np.ndarray, times: np.ndarray) -> None:
@@ -169,7 +203,7 @@ def _balance(dataset: int, columns: Columns, origins: Sequence[Origin], part: np
     ours = np.array([origin.dataset == dataset for origin in origins])
     regs = np.array([origin.is_reg for origin in origins])
     trained = part == TRAINING
-    draws = int(times[trained & (ours & ~regs)[columns.source]].sum())
+    draws = int(times[trained & (ours & ~regs)[columns.source]].sum())  # of fractions of repeats the whole part
     found = np.flatnonzero(trained & (ours & regs)[columns.source])  # ids follow the keys
     if not len(found):
         return
@@ -223,7 +257,7 @@ def _write(
 ) -> None:
     order = arranged.order
     np.save(folder / "ids.npy", order.astype("<u4"))
-    segments: list[tuple[int, int, int, int]] = []
+    segments: list[Piece] = []
     parts: dict[int, list[dict[str, Any]]] = {TRAINING: [], VALIDATION: []}
     for first, stop in _runs((arranged.bucket + len(cells) * arranged.part)[order]):
         id_ = order[first]
@@ -236,13 +270,14 @@ def _write(
             "bucket": list(bucket),
             "first": first,
             "records": stop - first,
-            "uses": sum(records * repeats for _, _, records, repeats in own),
+            "uses": _average(own),
             "digest": _digest(keys, order, own),
             "segments": [len(segments), len(segments) + len(own)],
         }
         parts[int(arranged.part[id_])].append(entry)
         segments += own
-    left = {name: int((arranged.part == which).sum()) for name, which in (("surplus", SURPLUS), ("unplaced", UNPLACED))}
+    counted = (("surplus", SURPLUS), ("left_out", LEFT_OUT), ("unplaced", UNPLACED))
+    left = {name: int((arranged.part == which).sum()) for name, which in counted}
     header |= {"training": parts[TRAINING], "validation": parts[VALIDATION], **left}
     np.save(folder / "segments.npy", np.array(segments, dtype=SEGMENT))
     (folder / "header.json").write_text(json.dumps(header, indent=1))
@@ -251,15 +286,24 @@ def _write(
             os.fsync(file.fileno())
 
 
-def _segments(arranged: _Arrangement, first: int, stop: int, layout: Layout) -> list[tuple[int, int, int, int]]:
-    """Cut the rows of one bucket into runs of (shard, first row, records, repeats)."""
+def _segments(arranged: _Arrangement, first: int, stop: int, layout: Layout) -> list[Piece]:
+    """Cut the rows of one bucket into runs of one shard and one number of repeats."""
     ids = arranged.order[first:stop]
     shards = arranged.shard[ids] if layout == "shard" else np.zeros(len(ids), dtype=np.int64)
     if arranged.part[ids[0]] == VALIDATION:
-        return [(0, first, len(ids), 1)]
-    times = arranged.repeats[ids]
-    changes = np.column_stack([shards, times])
-    return [(int(shards[a]), first + a, b - a, int(times[a])) for a, b in _runs(changes)]
+        return [Piece(0, first, len(ids), 1)]
+    times, over = arranged.repeats[ids], arranged.fraction[ids]
+    made = []
+    for a, b in _runs(np.column_stack([shards, times, over])):
+        fraction = arranged.fractions[int(over[a])]
+        made.append(Piece(int(shards[a]), first + a, b - a, int(times[a]), fraction.numerator, fraction.denominator))
+    return made
+
+
+def _average(segments: Sequence[Piece]) -> int | float:
+    """Return the uses of an epoch on average."""
+    found = sum((each.records * (each.repeats + Fraction(each.extra, each.of)) for each in segments), Fraction(0))
+    return found.numerator if found.denominator == 1 else round(float(found), 6)
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -269,10 +313,12 @@ def _runs(values: np.ndarray) -> list[tuple[int, int]]:
     return list(zip([0, *edges], [*edges, len(values)], strict=True))
 
 
-def _digest(keys: np.ndarray, order: np.ndarray, segments: Sequence[tuple[int, int, int, int]]) -> str:
+def _digest(keys: np.ndarray, order: np.ndarray, segments: Sequence[Piece]) -> str:
     state = hashlib.blake2b(digest_size=16)
-    for _, first, records, repeats in segments:
-        state.update(b"%d x %d;" % (records, repeats))
+    for _, first, records, repeats, extra, of in segments:
+        state.update(
+            b"%d x %d;" % (records, repeats) if not extra else b"%d x %d+%d/%d;" % (records, repeats, extra, of)
+        )
         for start in range(first, first + records, _CHUNK):
             state.update(np.ascontiguousarray(keys[order[start : min(start + _CHUNK, first + records)]]).tobytes())
     return state.hexdigest()

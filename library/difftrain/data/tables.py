@@ -7,6 +7,7 @@ and worker reads them in place, in constant memory.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,9 @@ import numpy as np
 from difftrain.contracts import Bucket, DataFault
 from difftrain.data.columns import Column
 
-VERSION = 1
-SEGMENT = np.dtype([("shard", "<i8"), ("first", "<i8"), ("records", "<i8"), ("repeats", "<i8")])
+VERSION = 2
+# repeats: whole ones; and extra / of of one more
+SEGMENT = np.dtype([(name, "<i8") for name in ("shard", "first", "records", "repeats", "extra", "of")])
 
 Layout = Literal["key", "shard"]  # rows of a bucket by (repeats, key), or by (shard, key) to read tars in sequence
 
@@ -29,10 +31,16 @@ class BucketRows:
     bucket: Bucket
     first: int
     records: int
-    uses: int  # records with repeats counted
+    uses: int | float  # with repeats counted, in an epoch on average
     digest: str  # of keys, repeats and their order
     segments: np.ndarray  # SEGMENT, memory-mapped
     dataset: int = 0  # of several [[datasets]]: each has buckets and a batch size of its own
+
+
+def total_uses(rows: Iterable[BucketRows]) -> int | float:
+    """Sum the uses of buckets; a whole number where it is one."""
+    found = round(sum(each.uses for each in rows), 6)
+    return int(found) if found == int(found) else found
 
 
 class Tables:
@@ -65,6 +73,7 @@ class Tables:
         self.validation = tuple(_bucket_rows(entry, segments) for entry in header["validation"])
         self.unplaced: int = header["unplaced"]  # records that fit no bucket: the last rows
         self.reg_uses: int = header.get("reg_uses", 0)  # of regularisation pictures, among all of the training
+        self.left_out: int = header.get("left_out", 0)  # by subsample_ratio: the rows before those
         self.surplus: int = header.get("surplus", 0)  # regularisation pictures that no epoch uses: the rows before
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -39,6 +40,11 @@ class Chunks:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def records(self) -> int:
+        """Return how many records all chunks have."""
+        return sum(len(self.rows(n)[1]) for n in range(len(self)))
+
     def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
         """Return bucket and table rows of chunk n."""
         assert self._order is not None
@@ -50,17 +56,35 @@ class Chunks:
         return held, np.arange(held.first + start, held.first + stop)
 
 
-class HeldOut(Dataset[Any]):
-    """Item n is micro batch n % accumulation of chunk n // accumulation; where nothing is left of it, its rejects."""
+class Pick(Protocol):
+    """Say what the items of a rank are made of."""
 
-    def __init__(self, maker: SampleMaker, tables: Tables, chunks: Chunks, share: Share) -> None:
-        self._maker, self._tables, self._chunks, self._share = maker, tables, chunks, share
+    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]: ...
+
+
+class Slices:
+    """This rank's micro batches of chunks: item n is micro batch n % accumulation of chunk n // accumulation."""
+
+    def __init__(self, chunks: Chunks, share: Share) -> None:
+        self._chunks, self._share = chunks, share
+
+    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
+        """Return bucket and table rows of item n."""
+        chunk, micro = divmod(n, self._share.accumulation)
+        held, rows = self._chunks.rows(chunk)
+        return held, rows[self._share.part(micro, held.dataset)]
+
+
+class HeldOut(Dataset[Any]):
+    """Item n is a micro batch of the rows that are picked for it; where nothing is left of it, its rejects."""
+
+    def __init__(self, maker: SampleMaker, tables: Tables, pick: Pick) -> None:
+        self._maker, self._tables, self._pick = maker, tables, pick
         self.forks = maker.forks
 
     def __getitem__(self, n: int) -> Batch | list[Reject] | DataFault:
-        chunk, micro = divmod(n, self._share.accumulation)
-        held, rows = self._chunks.rows(chunk)
-        ids, keys = self._tables.take(rows[self._share.part(micro, held.dataset)])
+        held, rows = self._pick.rows(n)
+        ids, keys = self._tables.take(rows)
         draws = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
         samples, kept, rejects = self._maker.samples(held.bucket, draws, 0, spare=None)
         try:
@@ -70,16 +94,14 @@ class HeldOut(Dataset[Any]):
 
 
 class ValidationBatches:
-    """Iterate over this rank's part, as often as wanted. Ranks may have different numbers of batches, or none."""
+    """Iterate over this rank's part, as often as wanted. Ranks may have different numbers of batches, or none.
 
-    def __init__(self, dataset: HeldOut, chunks: Chunks, accumulation: int, workers: int) -> None:
-        self._dataset, self._chunks, self._items = dataset, chunks, range(len(chunks) * accumulation)
-        self._workers = min(workers, len(self._items))
+    items: of the data set, that are this rank's. records: that all ranks look at together, as long as all can be read.
+    """
 
-    @property
-    def records(self) -> int:
-        """Return how many records all ranks look at together, as long as all can still be read."""
-        return sum(len(self._chunks.rows(n)[1]) for n in range(len(self._chunks)))
+    def __init__(self, dataset: HeldOut, items: range, records: int, workers: int) -> None:
+        self._dataset, self._items, self.records = dataset, items, records
+        self._workers = min(workers, len(items))
 
     def __iter__(self) -> Iterator[Batch]:
         for item in items_of(data_loader(self._dataset, self._items, self._workers, self._dataset.forks)):
@@ -88,6 +110,13 @@ class ValidationBatches:
                 log.warning("left out of the validation: %s: %s", reject.path, reject.reason)
             if batch is not None:
                 yield batch
+
+
+def plain_maker(data: Data, tokenize: Tokenize, features: FeatureSpec, cfg: TrainConfig) -> SampleMaker:
+    """Return what makes samples as they stand: occurrence 0, no flip, centre crop, and no draw that only trains."""
+    plain = tuple(recipe.plain() for recipe in recipes_of(cfg, data.index.sources))
+    kept = {name: spec for name, spec in features.draws.items() if not spec.trains}
+    return SampleMaker(data.index, plain, replace(features, draws=kept), tokenize, validation_seed(cfg), data.store)
 
 
 def validation_batches(
@@ -102,9 +131,8 @@ def validation_batches(
 ) -> ValidationBatches:
     """Return this rank's part of the held-out records: occurrence 0, no flip, centre crop, the caption as it stands."""
     share = Share(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
-    seed = validation_seed(cfg)
-    plain = tuple(recipe.plain() for recipe in recipes_of(cfg, data.index.sources))
-    maker = SampleMaker(data.index, plain, features, tokenize, seed, data.store)
-    chunks = Chunks(data.tables, seed, share.global_batches, cfg.validation.max_steps)
-    dataset = HeldOut(maker, data.tables, chunks, share)
-    return ValidationBatches(dataset, chunks, share.accumulation, num_workers(cfg.data.workers, local_size))
+    maker = plain_maker(data, tokenize, features, cfg)
+    chunks = Chunks(data.tables, validation_seed(cfg), share.global_batches, cfg.validation.max_steps)
+    dataset = HeldOut(maker, data.tables, Slices(chunks, share))
+    items = range(len(chunks) * share.accumulation)
+    return ValidationBatches(dataset, items, chunks.records, num_workers(cfg.data.workers, local_size))

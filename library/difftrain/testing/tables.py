@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from difftrain.contracts import Bucket
-from difftrain.data.table_build import Split, build_tables
+from difftrain.data.table_build import Origin, Split, build_tables
 from difftrain.data.tables import Layout, Tables
 
 
@@ -59,7 +59,7 @@ class MemoryIndex:
 def make_tables(
     folder: Path,
     items: Sequence[Item],
-    repeats: Sequence[int] = (1,),
+    repeats: Sequence[float] | Sequence[Origin] = (1,),
     *,
     split: Split | None = None,
     layout: Layout = "key",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Draw, MediaRef, Record
@@ -27,8 +28,11 @@ def plain(recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
 def settings_of(recipe: Recipe) -> list[Any]:
     """Return what a recipe says of the pixels of its pictures and of their masks, as JSON values."""
     table = recipe.buckets
-    sizes = [list(table.sizes), table.max_area, table.steps, table.no_upscale]
-    return [*sizes, recipe.interpolation, recipe.alpha_mask, recipe.conditioning_dir, recipe.decoder, recipe.flip]
+    sizes = [list(table.sizes), table.max_area, table.steps, table.no_upscale, *(["listed"] if table.listed else [])]
+    masks = recipe.masks and (
+        astuple(recipe.masks) if recipe.masks.optional or recipe.masks.default else recipe.masks.folder
+    )
+    return [*sizes, recipe.interpolation, recipe.alpha_mask, masks, recipe.decoder, recipe.flip]
 
 
 class Cuts:
@@ -70,6 +74,6 @@ class Cuts:
         words = [MEDIA_VERSION, *shape, bool(flip), recipe.interpolation, recipe.decoder]
         if not self._masks:
             return [*words, "over alpha" if recipe.alpha_mask else "over white"]
-        if recipe.conditioning_dir:
+        if recipe.masks is not None:
             return [*words, MASK_VERSION, "red", list(size_hw)]
         return [*words, MASK_VERSION, "alpha"]

@@ -22,7 +22,7 @@ from difftrain.data.cache.wanted import NOBODY, Wanted
 from difftrain.data.cache.work import MASKS
 from difftrain.data.decoders import HOST
 from difftrain.data.inspection import PASSING
-from difftrain.data.masks import cut_mask, decode_mask, find_mask, name_of
+from difftrain.data.masks import Masks, cut_mask, name_of
 from difftrain.data.media import Unusable
 from difftrain.data.samples import captions_of, cut_pixels, decode_layers
 
@@ -162,12 +162,13 @@ class Decoding(Dataset[Any]):
         """
         source = record.media.source
         recipe, place = self._plain[source], self._cuts.place(source, record.size_hw)
-        path = _mask_of(record, recipe.conditioning_dir) if self._masks and recipe.conditioning_dir else None
+        masks = recipe.masks if self._masks else None
+        path = _mask_of(record, masks) if masks else None
         data = path.read_bytes() if path else self._index.read(record.media)
         if address is not None and self._cuts.address(source, record.size_hw, flip, content_of(data)) != address:
             raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when it was indexed")
-        if path:
-            return cut_mask(decode_mask(path, data, record.size_hw), place, recipe.interpolation)
+        if path and masks:
+            return cut_mask(masks.decode(path, data, record.size_hw), place, recipe.interpolation)
         layers = decode_layers(record, recipe, place, data)
         if self._masks:
             return cut_mask(layers[..., 3], place, recipe.interpolation)
@@ -206,8 +207,11 @@ def _batch(bucket: Bucket, keys: Sequence[tuple[int, bytes]], features: dict[str
     return Batch(bucket, ids, torch.zeros_like(ids), features, {}, keys=tuple(address for _, address in keys))
 
 
-def _mask_of(record: Record, folder: str) -> Path:
+def _mask_of(record: Record, masks: Masks) -> Path:
     try:
-        return find_mask(Path(folder).expanduser(), name_of(record))
+        found = masks.find(name_of(record))
     except Unusable as error:  # it was there when its address was made
         raise Unusable(UNREADABLE, str(error)) from None
+    if found is None:
+        raise Unusable(UNREADABLE, "its mask is gone")
+    return found

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +14,14 @@ import numpy as np
 from difftrain.contracts import Reject
 from difftrain.data.cache.address import BYTES
 from difftrain.data.cache.contents import FOLDER, Bytes, Known, Say, hash_all, picture_contents, save
-from difftrain.data.masks import find_mask
 from difftrain.data.media import Unusable
 
 if TYPE_CHECKING:
     from difftrain.data.index import Index
     from difftrain.data.recipe import Recipe
+
+
+WHOLE = np.ones(BYTES, np.uint8)  # content of the mask of a picture that has none, and counts as a whole
 
 
 def mask_contents(
@@ -28,9 +30,9 @@ def mask_contents(
     """Return the content of every record's mask, and which of the wanted ones have none and why.
 
     wanted: ids, ascending, of records that have a mask. look: see whether the files are what they were; else what is
-    known of them counts. Shape: (N, 16) uint8, zeros where it is not known.
+    known of them counts. Shape: (N, 16) uint8, zeros where it is not known, WHOLE where there is none.
     """
-    apart = np.array([bool(recipe.conditioning_dir) for recipe in recipes])[np.asarray(index.columns().source)[wanted]]
+    apart = np.array([recipe.masks is not None for recipe in recipes])[np.asarray(index.columns().source)[wanted]]
     contents, rejects = np.zeros((index.count, BYTES), np.uint8), list[Reject]()
     if not apart.all():
         found, rejects = picture_contents(index, wanted[~apart], look=look, say=say)
@@ -45,7 +47,7 @@ def mask_contents(
 def _of_files(
     index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, look: bool, say: Say
 ) -> tuple[np.ndarray, list[Reject]]:
-    folders = json.dumps([recipe.conditioning_dir for recipe in recipes]).encode()
+    folders = json.dumps([recipe.masks and astuple(recipe.masks) for recipe in recipes]).encode()
     column = index.folder / f"masks-{hashlib.blake2b(folders, digest_size=6).hexdigest()}.npy"
     if not look:
         with contextlib.suppress(OSError, ValueError):
@@ -57,36 +59,43 @@ def _of_files(
     contents, stamps, rejects = np.zeros((index.count, BYTES), np.uint8), np.zeros((index.count, BYTES), np.uint8), []
     mine = np.zeros(index.count, dtype=bool)
     mine[wanted] = True
+    whole = []
     for place in _masks(index, recipes, mine):
         if isinstance(place, Reject):
             rejects.append(place)
+        elif isinstance(place, int):
+            whole.append(place)
         else:
             stamps[place.record_id] = np.frombuffer(place.stamp, np.uint8)
     known = Known(index.folder.parent / FOLDER)
     contents[wanted] = known.lookup(stamps[wanted])
+    contents[whole] = WHOLE
     mine &= stamps.any(axis=1) & ~contents.any(axis=1)
     if mine.any():
         work = (place for place in _masks(index, recipes, mine) if isinstance(place, Bytes))
         rejects += hash_all(index, work, int(mine.sum()), known, contents, look=look, say=say)
-    here = wanted[contents[wanted].any(axis=1)]
+    here = wanted[contents[wanted].any(axis=1) & stamps[wanted].any(axis=1)]
     known.close(stamps[here], contents[here])
     save(column, contents)
     return contents, rejects
 
 
-def _masks(index: Index, recipes: Sequence[Recipe], wanted: np.ndarray) -> Iterator[Bytes | Reject]:
-    """Iterate over the mask files of records. Shape: wanted (N,) bool."""
+def _masks(index: Index, recipes: Sequence[Recipe], wanted: np.ndarray) -> Iterator[Bytes | Reject | int]:
+    """Iterate over the mask files of records; of one that counts as a whole, its id. Shape: wanted (N,) bool."""
     rows = np.asarray(index.columns().row)
     ids = np.zeros(int(rows.max(initial=0)) + 1, dtype=np.uint32)
     ids[rows] = np.arange(len(rows), dtype=np.uint32)
-    folders = [Path(recipe.conditioning_dir or "").expanduser() for recipe in recipes]
-    sources = [info.ordinal for info in index.sources if recipes[info.ordinal].conditioning_dir]
+    sources = [info.ordinal for info in index.sources if recipes[info.ordinal].masks]
     for row, source, path, member in index.places(sources):
         record_id = int(ids[row])
-        if not wanted[record_id]:
+        masks = recipes[source].masks
+        if not wanted[record_id] or masks is None:
             continue
         try:
-            file = find_mask(folders[source], path if member is None else member)
+            file = masks.find(path if member is None else member)
+            if file is None:
+                yield record_id
+                continue
             found = file.stat()
             yield Bytes(record_id, None, str(file), found.st_size, found.st_mtime_ns)
         except (Unusable, OSError) as error:

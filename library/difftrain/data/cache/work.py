@@ -22,7 +22,7 @@ from difftrain.contracts import Bucket, Encoder, Feature, Reject, Tokenize
 from difftrain.data.cache.address import BYTES, V16
 from difftrain.data.cache.contents import Say, picture_contents
 from difftrain.data.cache.cuts import MASK_VERSION, Cuts, settings_of
-from difftrain.data.cache.mask_contents import mask_contents
+from difftrain.data.cache.mask_contents import WHOLE, mask_contents
 from difftrain.data.cache.texts import identity_of, words_of, write_captions
 from difftrain.data.cache.wanted import FACTS, LOST, ROW, VERSION, Facts, use_rows, write
 from difftrain.data.index_writer import disk_faults
@@ -144,6 +144,7 @@ def _pictures(data: Data, asked: Asked, look: bool, say: Say) -> List:
     ids = np.flatnonzero(wanted)
     if masks:
         contents, passed = mask_contents(index, recipes, ids, look=look, say=say)
+        ids = ids[(contents[ids] != WHOLE).any(axis=1)]
     else:
         contents, passed = picture_contents(index, ids, look=look, say=say)
     known = hashlib.blake2b(contents[ids].tobytes(), digest_size=BYTES).hexdigest()

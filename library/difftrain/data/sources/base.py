@@ -22,7 +22,7 @@ class SourceInfo:
     name: str  # what stands in the keys: the configured folder's ordinal, so that a copy elsewhere draws the same
     kind: str  # a name of the registry
     root: str  # absolute; paths are relative to it
-    repeats: int = 1
+    repeats: int | float = 1
     prefix: str = ""  # only what lies in this sub-folder of root: "10_cat/"
     words: str = ""  # caption where there is no caption file
     only: str = ""  # a single tar, parquet or metadata file of root; what a class is made with
@@ -36,6 +36,12 @@ class SourceInfo:
     is_reg: bool = False
     flat: bool = False  # nothing of its sub-folders
     separator: str = ""  # between caption and tags of a metadata file
+    share: float = 1.0  # of its records that are used
+    allow_empty: bool = False  # a picture without a caption has an empty one
+    whole_text: bool = False  # of a caption file all lines count, as one
+    captions_file: str = ""  # JSON of captions by file name, in place of caption files; relative to root
+    default_mask: str = ""  # of pictures without a mask of their own
+    masks_optional: bool = False  # a picture without a mask counts as a whole
 
     @property
     def label(self) -> str:

@@ -6,11 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.config.datasets import datasets_of
 from difftrain.contracts import ConfigFault, DataFault, Fault
+from difftrain.data.media import Unusable, decode_rgba
 from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, printable, split_suffix
 from difftrain.data.sources.kohya import KohyaFolder, kohya_folders, outside
 
@@ -81,15 +83,36 @@ def _place(given: str) -> Path:
     return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
 
+def _mask(path: Path) -> Path:
+    """Look at a mask that many pictures share before any of them is. Raises DataFault where it is none."""
+    try:
+        decode_rgba(path.read_bytes())
+    except (OSError, Unusable) as error:
+        raise DataFault(f"{path}: cannot be used as a mask ({error}); give a picture: white is trained on") from None
+    return path
+
+
+def repeats(given: float, times: int = 1) -> int | float:
+    """Return how often an epoch uses a picture: a whole number as such, 0.1 exactly a tenth."""
+    found = Fraction(str(given)) * times
+    return found.numerator if found.denominator == 1 else float(found)
+
+
 def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data: DataSection) -> None:
     """Add the sources of one subset, of which some facts are known already."""
     extension = subset.captions.extension
-    suffixes = (_suffix(extension),) if extension else CAPTION_SUFFIXES
+    suffixes: tuple[str, ...] = (_suffix(extension),) if extension else CAPTION_SUFFIXES
     known |= {"is_reg": subset.is_reg, "multi_line": subset.captions.enable_wildcard, "flat": subset.flat}
+    of_file: dict[str, Any] = {"captions_file": subset.captions_file} if subset.captions_file else {}
+    if of_file:
+        suffixes = ()  # caption files beside it are passed over
     known["masks"] = str(_place(subset.conditioning_dir)) if subset.conditioning_dir else ""
+    known["default_mask"] = str(_mask(_place(subset.default_mask))) if subset.default_mask else ""
+    known |= {"masks_optional": subset.masks_optional, "share": subset.share}
+    known |= {"allow_empty": subset.captions.allow_empty, "whole_text": subset.captions.dialect == "diffusion_pipe"}
 
-    def add(kind: str, root: Path | str, repeats: int = subset.repeats, **more: object) -> None:
-        facts = {"ordinal": len(made.infos), "kind": kind, "root": str(root), "repeats": repeats}
+    def add(kind: str, root: Path | str, times: int = 1, **more: object) -> None:
+        facts = {"ordinal": len(made.infos), "kind": kind, "root": str(root), "repeats": repeats(subset.repeats, times)}
         made.infos.append(SourceInfo(**(known | facts | more)))  # type: ignore[arg-type]
 
     if subset.dataset_class:
@@ -117,12 +140,14 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         more = f" and {len(folders) - 8} more" if len(folders) > 8 else ""
         made.notes[-1] = f"{place}: kohya's <repeats>_<class> folders: {listed}{more}"
         for folder in folders:
-            times = subset.repeats * folder.repeats
-            add("folder", place, times, prefix=f"{folder.name}/", words=folder.words, suffixes=suffixes)
+            name = f"{folder.name}/"
+            add("folder", place, folder.repeats, prefix=name, words=folder.words, suffixes=suffixes, **of_file)
     elif kind == "folder":
-        add(kind, place, suffixes=suffixes, words=subset.class_tokens or "")
+        add(kind, place, suffixes=suffixes, words=subset.class_tokens or "", **of_file)
     else:
-        add(kind, place, **(columns if kind == "parquet" else {}))
+        add(kind, place, **(columns if kind == "parquet" else of_file))
+        if of_file and kind == "parquet":
+            made.notes.append(f"{place}: {subset.captions_file} has no effect: parquet files bring their captions")
         if subset.class_tokens:
             made.notes.append(f"{place}: class_tokens have no effect: {kind} files bring their captions")
 

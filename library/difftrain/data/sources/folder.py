@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from difftrain.contracts import MediaRef
+from difftrain.data.sources import captions_file
 from difftrain.data.sources.base import IMAGE_SUFFIXES, Bad, FileRef, Item, Listed, Source, split_suffix
-from difftrain.data.sources.texts import BadCaption, all_lines, decode_text, first_line
+from difftrain.data.sources.texts import BadCaption, all_lines, decode_text, first_line, one_line
 
 MAX_CAPTION_BYTES = 1 << 20
 
@@ -39,13 +40,18 @@ class FolderSource(Source):
         def open_file() -> BinaryIO:
             return path.open("rb")
 
-        lacking = f"empty caption: {file.caption} holds nothing" if file.caption else self._no_caption()
-        yield Item(None, 0, 0, path.stat().st_size, captions, open_file, lacking)
+        yield Item(None, 0, 0, path.stat().st_size, captions, open_file, "" if captions else self._lacking(file))
 
-    def _no_caption(self) -> str:
+    def _lacking(self, file: FileRef) -> str:
+        if self.info.captions_file:
+            return captions_file.lacking(self.info, file.path)
+        if file.caption:
+            return f"empty caption: {file.caption} holds nothing"
         return f"no caption: no {' or '.join(self.info.suffixes)} file of its name beside it"
 
     def _captions(self, file: FileRef) -> tuple[str, ...]:
+        if self.info.captions_file:
+            return captions_file.captions_in(self.info, file.path)
         if file.caption is None:
             return (self.info.words,) if self.info.words else ()
         path = self.root / file.caption
@@ -54,7 +60,8 @@ class FolderSource(Source):
         if len(data) > MAX_CAPTION_BYTES:
             raise BadCaption(f"caption too long: {file.caption} has more than {MAX_CAPTION_BYTES} bytes")
         whole = decode_text(data, file.caption)
-        text = all_lines(whole) if self.info.multi_line else first_line(whole)
+        shaped = all_lines if self.info.multi_line else one_line if self.info.whole_text else first_line
+        text = shaped(whole)
         return (text,) if text else ()
 
     def read(self, media: MediaRef) -> bytes:

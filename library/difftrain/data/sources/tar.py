@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from difftrain.contracts import MediaRef
+from difftrain.data.sources import captions_file
 from difftrain.data.sources.base import (
     IMAGE_SUFFIXES,
     Bad,
@@ -51,7 +52,7 @@ class TarSource(Source):
         stems = {split_suffix(picture.name)[0] for picture in shard.pictures}
         opened = self._files.get(self.root / file.path)
         for picture in shard.pictures:
-            yield _item(opened, picture, shard, self.info.multi_line)
+            yield _item(opened, picture, shard, self.info)
         yield from shard.bad
         for stem, sidecar in shard.sidecars.items():
             if stem not in stems:
@@ -125,13 +126,18 @@ def _refuse(member: Member, suffix: str) -> str:
     return ""
 
 
-def _item(opened: io.FileIO, picture: Member, shard: _Shard, multi_line: bool) -> Item | Bad:
+def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -> Item | Bad:
     stem = split_suffix(picture.name)[0]
     try:
-        captions = _captions(opened, shard.texts.get(stem), shard.sidecars.get(stem), multi_line)
+        if info.captions_file:
+            captions = captions_file.captions_in(info, picture.name)
+        else:
+            captions = _captions(opened, shard.texts.get(stem), shard.sidecars.get(stem), info.multi_line)
     except BadCaption as error:
         return Bad(picture.name, str(error))
-    if stem in shard.texts:
+    if info.captions_file:
+        lacking = "" if captions else captions_file.lacking(info, picture.name)
+    elif stem in shard.texts:
         lacking = f"empty caption: {shard.texts[stem].name} holds nothing"
     elif stem in shard.sidecars:
         lacking = f"empty caption: {shard.sidecars[stem].name} has no caption"

@@ -1,0 +1,76 @@
+"""One JSON file with the captions of a whole folder, `{"picture.jpg": ["one caption", "another"]}`, as diffusion-pipe has it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from difftrain.contracts import DataFault
+from difftrain.data.sources.base import SourceInfo
+from difftrain.data.sources.texts import BadCaption, captions_of, decode_text
+
+
+def digest_of(info: SourceInfo) -> str:
+    """Return what changes with the file, or "" where a source has none."""
+    if not info.captions_file:
+        return ""
+    return hashlib.blake2b(_bytes(_path(info)), digest_size=8).hexdigest()
+
+
+def check(info: SourceInfo) -> int:
+    """Read the file of a source and return how many pictures it names. Raises DataFault where that cannot be done."""
+    return len(_entries(info))
+
+
+def captions_in(info: SourceInfo, name: str) -> tuple[str, ...]:
+    """Return the captions of a picture: by its path in the source, else by its bare name. Raises BadCaption."""
+    entries = _entries(info)
+    value = entries.get(name, entries.get(name.rpartition("/")[2]))
+    return captions_of(value, f"{info.captions_file}, {name!r},", multi_line=info.multi_line)
+
+
+def lacking(info: SourceInfo, name: str) -> str:
+    """Say why a picture has no caption."""
+    bare = name.rpartition("/")[2]
+    there = bool(_entries(info).keys() & {name, bare})
+    what = (
+        f"{info.captions_file} has an empty one for {bare!r}"
+        if there
+        else f"{info.captions_file} does not name {bare!r}"
+    )
+    return f"{'empty' if there else 'no'} caption: {what}"
+
+
+def _path(info: SourceInfo) -> Path:
+    return Path(info.root) / info.captions_file
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataFault(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _entries(info: SourceInfo) -> dict[str, Any]:
+    path = _path(info)
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataFault(f"{path}: cannot be read ({error.strerror})") from None
+    return _parsed(path, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
+    """Read a file once a process, as long as it stays as it is."""
+    try:
+        entries = json.loads(decode_text(_bytes(path), "it"))
+    except (ValueError, RecursionError, BadCaption) as error:
+        raise DataFault(f"{path}: no JSON in UTF-8 ({error})") from None
+    if not isinstance(entries, dict):
+        raise DataFault(f'{path}: must be an object, {{"picture.jpg": ["caption", ...]}}')
+    return entries
