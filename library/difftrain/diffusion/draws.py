@@ -18,7 +18,7 @@ import numpy as np
 
 from difftrain.diffusion.keys import STREAM_VERSION, key_of, words_of
 
-__all__ = ["STREAM_VERSION", "Stream", "integer", "key_of", "normal", "uniform"]
+__all__ = ["STREAM_VERSION", "Stream", "choice", "integer", "key_of", "normal", "uniform"]
 
 _BINS = 1 << 16
 _GRID = 1 << 20  # table entries are multiples of 2^-20: exact in fp32, and so is the sum of two of them
@@ -109,6 +109,18 @@ class Stream:
 def integer(seed: int, key: bytes, occurrence: int, purpose: str, high: int) -> int:
     """Draw one integer in [0, high): the first of the stream."""
     return Stream(seed, key, occurrence, purpose).integer(high)
+
+
+def choice(seed: int, key: bytes, occurrence: int, purpose: str, places: int, kept: int) -> np.ndarray:
+    """Draw `kept` of so many places, each set as likely as any other. Shape: (kept,) int64, ascending.
+
+    The places with the lowest of as many 64-bit words of a Philox stream stay.
+    """
+    if not 0 <= kept <= places:
+        raise ValueError(f"{kept} of {places} places cannot be chosen")
+    bits = np.random.Philox(key=np.frombuffer(key_of(seed, key, occurrence, purpose), dtype="<u8").astype(np.uint64))
+    order = np.argsort(bits.random_raw(places), kind="stable")
+    return np.sort(order[:kept]).astype(np.int64)
 
 
 def uniform(seed: int, key: bytes, occurrence: int, purpose: str) -> float:

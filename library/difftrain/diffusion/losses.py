@@ -1,7 +1,8 @@
-"""Losses of one sample: l2, l1, and the two pseudo-Huber ones, whose threshold may follow the timestep.
+"""Losses of one sample: l2, l1, pseudo-Huber ones, whose threshold may follow the timestep, and torch's own.
 
 Source: kohya's definitions. Its huber is 2 c (sqrt(e^2 + c^2) - c), about e^2 for small errors e and 2 c |e| for large
-ones; its smooth_l1 is the same over c, about e^2 / c and 2 |e|.
+ones; its smooth_l1 is the same over c, about e^2 / c and 2 |e|. huber_delta and smooth_l1_beta are torch's: e^2 / 2, and
+linear beyond the threshold; the second is the first over the threshold.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import math
 import torch
 from torch import Tensor
 
+from difftrain.config import LossSection
 from difftrain.diffusion.ddpm import STEPS, Tables
 
-TYPES = ("l2", "l1", "huber", "smooth_l1")
+TYPES = ("l2", "l1", "huber", "smooth_l1", "pseudo_huber", "huber_delta", "smooth_l1_beta")
 SCHEDULES = ("constant", "exponential", "snr")
 _SMALLEST_MASK = 1e-6  # of a sample's sum: below any mask of 8 bits, and a division by nothing gives nothing
 
@@ -34,6 +36,13 @@ def threshold(table: Tables, t: Tensor, schedule: str, c: float, scale: float) -
     raise ValueError(f"a threshold's schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
 
 
+def fixed_threshold(section: LossSection) -> float | None:
+    """Return the threshold of a loss whose threshold is the same at all times, or nothing for the others."""
+    bend = 1.0 if section.bend is None else section.bend
+    c = section.pseudo_huber_c or section.huber_c
+    return {"pseudo_huber": c, "huber_delta": bend, "smooth_l1_beta": bend}.get(section.type)
+
+
 def elementwise(prediction: Tensor, target: Tensor, kind: str, c: Tensor | None = None) -> Tensor:
     """Return the loss of every element. Shapes: prediction, target (B, ...), c (B,) for huber and smooth_l1."""
     error = prediction - target
@@ -42,24 +51,36 @@ def elementwise(prediction: Tensor, target: Tensor, kind: str, c: Tensor | None 
     if kind == "l1":
         return error.abs()
     if kind not in TYPES or c is None:
-        raise ValueError(f"a loss is one of {', '.join(TYPES)}, the last two with a threshold; got {kind!r}")
+        raise ValueError(f"a loss is one of {', '.join(TYPES)}, all but l2 and l1 with a threshold; got {kind!r}")
     c = c.view(-1, *(1,) * (error.ndim - 1))
-    bent = 2.0 * ((error.square() + c.square()).sqrt() - c)
-    return c * bent if kind == "huber" else bent
+    if kind in ("huber_delta", "smooth_l1_beta"):
+        size = error.abs()
+        straight = torch.where(size < c, 0.5 * error.square(), c * (size - 0.5 * c))
+        return straight if kind == "huber_delta" else straight / c
+    bent = (error.square() + c.square()).sqrt() - c
+    return bent if kind == "pseudo_huber" else 2.0 * c * bent if kind == "huber" else 2.0 * bent
 
 
-def per_sample(loss: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return each sample's own mean, over its mask where there is one; a mask of zeros gives 0.
+def per_sample(loss: Tensor, mask: Tensor | None = None, over: str = "mask") -> Tensor:
+    """Return each sample's own mean: of a masked one over its mask, or over all its elements.
 
     Shapes: loss (B, C, H, W), mask (B, 1, H, W) -> (B,). The mean is the sample's own, so that no split of the batch
-    changes it.
+    changes it. over: "mask" divides by the mask's sum, and a mask of zeros gives 0; "all" by the number of elements,
+    so that a sample counts by how much of it the mask keeps.
     """
     if mask is None:
         return loss.flatten(1).mean(1)
-    weighed = (loss.mean(1, keepdim=True) * mask).flatten(1).sum(1)
-    return weighed / mask.flatten(1).sum(1).clamp(min=_SMALLEST_MASK)
+    weighed = loss.mean(1, keepdim=True) * mask
+    if over == "all":
+        return weighed.flatten(1).mean(1)
+    return weighed.flatten(1).sum(1) / mask.flatten(1).sum(1).clamp(min=_SMALLEST_MASK)
 
 
 def mask_at(mask: Tensor, size_hw: tuple[int, int]) -> Tensor:
     """Bring a mask to another size: the share of each cell that it covers. Shapes: (B, 1, H, W) -> (B, 1, h, w)."""
     return torch.nn.functional.interpolate(mask.float(), size=size_hw, mode="area")
+
+
+def mask_nearest(mask: Tensor, size_hw: tuple[int, int]) -> Tensor:
+    """Bring a mask to another size: the value at the middle of each cell. Shapes: (B, 1, H, W) -> (B, 1, h, w)."""
+    return torch.nn.functional.interpolate(mask.float(), size=size_hw, mode="nearest-exact")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from difftrain.config import names
 from difftrain.config.held import let_in
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
 
 TYPE, ARGS = "--optimizer_type", "--optimizer_args"
@@ -25,7 +25,7 @@ class Order:
 
     name: as the registry spells it. tables: parameter groups in torch's form. lr: of groups without one. given: the
     user's arguments. fused_ok: the device runs torch's fused kernels. trial: the update will be made where the
-    parameters are now, so a package that may not know that device is tried there.
+    parameters are now, so a package that may not know that device is tried there. groups: what the tables are made of.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Order:
     dp_size: int = 1
     fused_ok: bool = True
     trial: bool = True
+    groups: tuple[Group, ...] = ()
 
 
 def construct(

@@ -23,6 +23,7 @@ REGISTRY = {
     "NpuFusedAdamW": "difftrain.optim.npu_adamw:make",
     "SGDNesterov": "difftrain.optim.torchs:make_sgd_nesterov",
     "Lion": "difftrain.optim.lion:make",
+    "Muon": "difftrain.optim.muon:make",
     "Adafactor": "difftrain.optim.adafactor:make",
     "AdamW8bit": "difftrain.optim.eight_bit:make",
     "PagedAdamW": "difftrain.optim.eight_bit:make",
@@ -59,7 +60,8 @@ def make_optimizer(
     tables = [_table(group) for group in groups]
     given = arguments.parse(ARGS, section.args)
     name = names.proper(section.type, REGISTRY)
-    order = Order(name or section.type, tables, section.learning_rate or groups[0].lr, given, dp_size, fused_ok, trial)
+    lr = section.learning_rate or groups[0].lr
+    order = Order(name or section.type, tables, lr, given, dp_size, fused_ok, trial, tuple(groups))
     optimizer = _maker(name)(order) if name else _any_class(order)
     if section.schedulefree_wrapper and not is_schedule_free(section):
         optimizer = wrap(optimizer, arguments.parse(_WRAPPER_ARGS, section.schedulefree_wrapper_args))
