@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "sdxl": "difftrain.models.sdxl.family:SDXLFamily",
+    "sd3": "difftrain.models.sd3.family:SD3Family",
 }
 
 

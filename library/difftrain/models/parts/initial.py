@@ -23,13 +23,18 @@ Scale = Callable[[str, torch.Size], float]  # standard deviation of a parameter 
 DRAW_VERSION = 1
 
 
-def initial_weights(module: nn.Module, part: str, seed: int, scale: Scale) -> Iterator[tuple[str, Tensor]]:
+def initial_weights(
+    module: nn.Module, part: str, seed: int, scale: Scale, only: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of a module (which may be on the meta device) as fp32: N(0, scale^2), or ones for a norm.
 
+    only: tells which names are wanted; the others are not drawn.
     Scales of exactly 0 give zeros; the part's name is part of the key, so equal names in two parts differ.
     """
     norms = {name for name, child in module.named_modules() if "Norm" in type(child).__name__}
-    for name, param in module.named_parameters():
+    for name, param in list(module.named_parameters()):  # filled while they are given
+        if not only(name):
+            continue
         owner, _, kind = name.rpartition(".")
         if owner in norms:
             value = torch.ones(param.shape) if kind == "weight" else torch.zeros(param.shape)
@@ -70,6 +75,10 @@ def clip_scale(num_layers: int, width: int) -> Scale:
         (r"text_projection\.weight$", width**-0.5),
     ]
 
+    return _by_rules(rules)
+
+
+def _by_rules(rules: list[tuple[str, float]]) -> Scale:
     def scale(name: str, shape: torch.Size) -> float:
         for pattern, std in rules:
             if re.search(pattern, name):
@@ -77,3 +86,17 @@ def clip_scale(num_layers: int, width: int) -> Scale:
         raise KeyError(f"no scale for {name}")
 
     return scale
+
+
+def t5_scale(width: int, head: int, heads: int, inner: int) -> Scale:
+    """Give T5's scales (Mesh TensorFlow's, as transformers has them): attention is not divided by sqrt(head)."""
+    rules = [
+        (r"(^|\.)(shared|embed_tokens)\.weight$", 1.0),
+        (r"\.SelfAttention\.q\.weight$", (width * head) ** -0.5),
+        (r"\.SelfAttention\.(k|v)\.weight$", width**-0.5),
+        (r"\.SelfAttention\.o\.weight$", (heads * head) ** -0.5),
+        (r"\.relative_attention_bias\.weight$", width**-0.5),
+        (r"\.(wi|wi_0|wi_1)\.weight$", width**-0.5),
+        (r"\.wo\.weight$", inner**-0.5),
+    ]
+    return _by_rules(rules)

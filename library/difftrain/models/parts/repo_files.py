@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 INDEX = "model_index.json"  # of diffusers: which folders make up the model
+OURS, WHOLE = "difftrain.json", "transformer_full"  # of an SD3 that difftrain exported
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 _WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".onnx_data", ".xml")
 _VOCABULARY = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -33,6 +34,9 @@ def weights(files: Sequence[str], path: str, read: Read) -> Files:
     chosen = [_join(path, INDEX)]
     for folder in _components(read(_join(path, INDEX))):
         chosen += [_join(path, folder, name) for name in _component(_inside(files, _join(path, folder)), folder)]
+    if OURS in inside:  # written by difftrain: what diffusers' index does not name
+        whole = _inside(files, _join(path, WHOLE))
+        chosen += [_join(path, OURS), *(_join(path, WHOLE, name) for name in _component(whole, WHOLE))]
     return chosen, path
 
 
@@ -59,6 +63,16 @@ def tokenizer(files: Sequence[str], path: str, read: Read) -> Files:
         )
         there = f"; tokenizers there: {', '.join(others)}" if others else ""
         raise Unfit(f"has neither vocab.json and merges.txt nor tokenizer.json{there}")
+    return [_join(path, name) for name in chosen], path
+
+
+def t5_tokenizer(files: Sequence[str], path: str, read: Read) -> Files:
+    """Choose the files of a T5 tokenizer: a file that is named, or a folder's."""
+    if path in files:
+        return [path], path
+    chosen = [name for name in ("tokenizer.json", "spiece.model") if name in _inside(files, path)]
+    if not chosen:
+        raise Unfit("has neither tokenizer.json nor spiece.model")
     return [_join(path, name) for name in chosen], path
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +35,25 @@ class WeightFile(Protocol):
 
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
     def get(self, key: str) -> Tensor: ...
+
+
+def dtypes_of(path: Path) -> set[torch.dtype]:
+    """Return the dtypes of the tensors in a safetensors file, from its header. Raises UnreadableWeights."""
+    return {dtype for dtype, *_ in _ReadSafetensors(path).places()}
+
+
+class Renamed:
+    """Give some tensors of a file under other keys."""
+
+    def __init__(self, file: WeightFile, names: Mapping[str, str]) -> None:
+        self._file, self._names, self.metadata = file, names, file.metadata
+        self._back = {new: old for old, new in names.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self._names.get(key, key): shape for key, shape in self._file.shapes().items()}
+
+    def get(self, key: str) -> Tensor:
+        return self._file.get(self._back.get(key, key))
 
 
 class _Safetensors:
@@ -79,6 +99,9 @@ class _ReadSafetensors:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {key: shape for key, (_, shape, _, _) in self._places.items()}
+
+    def places(self) -> Iterable[tuple[torch.dtype, tuple[int, ...], int, int]]:
+        return self._places.values()
 
     def get(self, key: str) -> Tensor:
         dtype, shape, start, stop = self._places[key]

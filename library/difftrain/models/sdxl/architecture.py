@@ -6,11 +6,11 @@ import inspect
 import json
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.contracts.family import DrawSpec, Feature, FeatureSpec
+from difftrain.models.parts.sizes_file import read_sizes
 
 FLAVORS = ("base", "tiny", "demo")
 PARTS = ("unet", "vae", "text_encoder_1", "text_encoder_2")
@@ -153,17 +153,7 @@ def read_architecture(choice: str, where: str = "--init_from_config") -> Archite
     """Resolve base, tiny, demo or the path of a JSON file. Raises ConfigFault."""
     if choice in FLAVORS:
         return named(choice)
-    path = Path(choice)
-    remedy = f"give {', '.join(FLAVORS)} or a JSON file with the sections {', '.join(_KEYS)}"
-    if not path.is_file():
-        raise ConfigFault([Fault(where, f"there is no file {choice!r}", remedy)])
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigFault([Fault(where, f"{choice} is not JSON: {error}", remedy)]) from None
-    if not isinstance(content, dict):
-        raise ConfigFault([Fault(where, f"{choice} holds a {type(content).__name__}, not an object", remedy)])
-    return Architecture.from_dict(content, choice)
+    return Architecture.from_dict(read_sizes(choice, where, FLAVORS, _KEYS), choice)
 
 
 def _faults(content: dict[str, Any], where: str) -> list[Fault]:

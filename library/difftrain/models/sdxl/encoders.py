@@ -7,13 +7,11 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from difftrain.contracts import Batch, Encoder, Feature, Parts
-from difftrain.diffusion.draws import normal
 from difftrain.models.parts.fingerprints import hashed
-from difftrain.models.parts.vae import posterior
+from difftrain.models.parts.latents import latents_encoder
 from difftrain.models.sdxl.load import DTYPES, clip_skip_of, storage_dtype
 from difftrain.models.sdxl.text import encode_first, encode_second
 from difftrain.models.sdxl.tokens import CHUNK
@@ -25,30 +23,8 @@ if TYPE_CHECKING:
     from difftrain.models.parts.clip_vocabulary import ClipVocabulary
     from difftrain.models.sdxl.sources import Source
 
-MOMENTS = "moments"  # mean and standard deviation of the posterior, one after the other: (2 C, h, w) fp32
-LATENTS = "latents"  # one latent a picture, not scaled: (C, h, w) fp32
 OUTPUTS = {"text_encoder_1": ("hidden_1",), "text_encoder_2": ("hidden_2", "pooled")}
 VERSION = 1  # raise it where equal weights, settings and inputs come to be encoded otherwise
-SAMPLE_SEED = 0  # of latents that are drawn once: by the picture alone, for every run
-
-
-def raw_latents(cfg: TrainConfig, batch: Batch, parts: Parts) -> Tensor:
-    """Return latents as the VAE makes them, (B, C, h, w) fp32: from the cache, or encoded.
-
-    Of a posterior each use draws its own, by the draw "moments"; with latents_as "mean" its mean is taken.
-    """
-    features = batch.features
-    if LATENTS in features:
-        return features[LATENTS]
-    mean, std = features[MOMENTS].chunk(2, dim=1) if MOMENTS in features else _posterior(cfg, batch, parts)
-    return mean if cfg.cache.latents_as == "mean" else mean + std * batch.draws[MOMENTS]
-
-
-def _posterior(cfg: TrainConfig, batch: Batch, parts: Parts) -> tuple[Tensor, Tensor]:
-    model = cfg.model
-    return posterior(
-        parts.frozen["vae"], batch.features["pixels"], fp32=model.vae_fp32, batch_size=model.vae_batch_size
-    )
 
 
 @torch.no_grad()
@@ -94,42 +70,16 @@ def encoders(
     source: of the weights. pair, num_chunks: what makes the ids of a caption.
     """
     ids = f"tokens {_digest(pair)} in {num_chunks}"
-    found = {"latents": _latents(cfg, parts, source)}
+    latents, dtype = source.architecture.features.features["latents"], storage_dtype(cfg, "vae", {})
+
+    def of_vae(settings: str) -> str:
+        return _fingerprint(settings, "vae", parts, source)()
+
+    found = {"latents": latents_encoder(cfg, parts, latents, dtype, of_vae)}
     for part in OUTPUTS:
         if part in parts.frozen:
             found[part] = _text(cfg, part, parts, source, ids, CHUNK * num_chunks + 2)
     return found
-
-
-def _latents(cfg: TrainConfig, parts: Parts, source: Source) -> Encoder:
-    latents, how = source.architecture.features.features["latents"], cfg.cache.latents_as
-    name, channels = (MOMENTS, 2 * latents.channels) if how == "moments" else (LATENTS, latents.channels)
-    settings = f"{how} of the posterior in {storage_dtype(cfg, 'vae', {})}"
-    if how == "sample":
-        settings += f", drawn with seed {SAMPLE_SEED}"
-
-    @torch.no_grad()
-    def encode(batch: Batch) -> dict[str, Tensor]:
-        mean, std = _posterior(cfg, batch, parts)
-        if how == "moments":
-            return {name: torch.cat((mean, std), dim=1)}
-        return {name: mean if how == "mean" else mean + std * _noise(batch.keys, mean)}
-
-    return Encoder(
-        source="pixels",
-        features={name: Feature(channels, latents.factor)},
-        modules=("vae",),
-        settings=settings,
-        encode=encode,
-        fingerprint=_fingerprint(settings, "vae", parts, source),
-    )
-
-
-def _noise(keys: tuple[bytes, ...], like: Tensor) -> Tensor:
-    """Draw normals of the shape of `like`, each sample's by its key."""
-    assert len(keys) == len(like), f"{len(keys)} keys for {len(like)} samples"
-    drawn = np.stack([normal(SAMPLE_SEED, key, 0, MOMENTS, like.shape[1:]) for key in keys])
-    return torch.from_numpy(drawn).to(like.device)
 
 
 def _text(cfg: TrainConfig, part: str, parts: Parts, source: Source, ids: str, length: int) -> Encoder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Parts
-from difftrain.models.parts.weight_writers import Shapes, WeightWriter, aside_of, safetensors_writer, torch_writer
+from difftrain.models.parts.folder_export import new_folder
+from difftrain.models.parts.places import Place
+from difftrain.models.parts.weight_writers import Shapes, WeightWriter, safetensors_writer, torch_writer
 from difftrain.models.sdxl.architecture import PARTS, Architecture
-from difftrain.models.sdxl.convert import LOGIT_SCALE, POSITION_IDS, Place, diffusers_places, original_places
+from difftrain.models.sdxl.convert import LOGIT_SCALE, POSITION_IDS, diffusers_places, original_places
 from difftrain.models.sdxl.file_source import ARCHITECTURE_KEY
 from difftrain.models.sdxl.folder_source import SUBFOLDERS
 
@@ -95,13 +96,9 @@ def export_folder(
 ) -> Path:  # fmt: skip
     """Write a diffusers folder: safetensors, or torch's .bin as kohya's plain `diffusers`. An older one is replaced."""
     path = target(path, layout)
-    aside = aside_of(path)
-    try:
+    with new_folder(path) as aside:
         _write_folder(weights, parts, aside, layout, dtype, metadata)
         _write_configs(parts, aside, scheduler)
-        _swap_in(aside, path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return path
 
 
@@ -147,21 +144,6 @@ def _write_configs(parts: Parts, folder: Path, scheduler: SchedulerConfig) -> No
     # dropped captions are trained as the encoded empty text (kohya), so that is what "no prompt" means here, not zeros
     index |= {"force_zeros_for_empty_prompt": False}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _swap_in(aside: Path, path: Path) -> None:
-    """Put a finished folder in place; an older one of that name goes only when the new one is whole."""
-    if not path.exists():
-        aside.rename(path)
-        return
-    old = aside.with_suffix(".old")
-    path.rename(old)
-    try:
-        aside.rename(path)
-    except OSError:
-        old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _put(writer: WeightWriter, place: Place, value: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from difftrain.contracts import Batch, Bucket, Encoder, FeatureSpec, Group, Inputs, Parts, RunFacts
 from difftrain.diffusion import ddpm
+from difftrain.models.parts.latents import raw_latents
 from difftrain.models.sdxl import encoders, objective
 from difftrain.models.sdxl.export import export_file, export_folder
 from difftrain.models.sdxl.flops import flops_per_sample
@@ -106,7 +107,7 @@ class SDXLFamily:
     def latents(self, batch: Batch, parts: Parts) -> Tensor:
         """Sample the VAE's posterior with the draw "moments", or take its mean, scaled to the UNet's range."""
         config: Any = parts.frozen["vae"].config
-        return encoders.raw_latents(self.cfg, batch, parts) * config.scaling_factor
+        return raw_latents(self.cfg, batch, parts) * config.scaling_factor
 
     def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return conditions: size ids, and of each text encoder its output where frozen, else the ids for it."""

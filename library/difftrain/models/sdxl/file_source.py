@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.parts.fingerprints import Stamp, hashed, of_files, of_tensors, stamp
+from difftrain.models.parts.fingerprints import Stamp, of_files, stamp
 from difftrain.models.parts.recognise import Shapes, differences, looks_like
-from difftrain.models.parts.weight_files import UnreadableWeights, WeightFile, open_weights
+from difftrain.models.parts.stored_part import of_part, opened, part_of
+from difftrain.models.parts.weight_files import WeightFile
 from difftrain.models.sdxl.architecture import Architecture, named
 from difftrain.models.sdxl.convert import EXTRA_KEYS, LOGIT_SCALE, PREFIXES, canonical, original_places
 
@@ -28,14 +29,6 @@ _IGNORED = re.compile(
     r"^(betas|alphas_cumprod.*|sqrt_.*|log_one_minus_.*|posterior_.*|logvar|model_ema\..*|denoiser\.sigmas"
     r"|v_pred|ztsnr|edm_vpred\..*|edm_(mean|std)|difftrain\..*)$"
 )
-
-
-def opened(path: Path, flag: str, *, mmap: bool = True) -> WeightFile:
-    """Open a file of weights. Raises ConfigFault that names the flag."""
-    try:
-        return open_weights(path, mmap=mmap)
-    except UnreadableWeights as error:
-        raise ConfigFault([Fault(flag, f"{path} {error}")]) from None
 
 
 class SingleFileSource:
@@ -108,15 +101,8 @@ class SingleFileSource:
 
     def fingerprint(self, part: str, module: nn.Module) -> str:
         return of_files(
-            [self.path], part_of(part, module), lambda: of_part(part, self.weights(part, module)), self._opened[0]
+            [self.path],
+            part_of(part, module, canonical),
+            lambda: of_part(part, self.weights(part, module), canonical),
+            self._opened[0],
         )
-
-
-def part_of(part: str, module: nn.Module) -> str:
-    """Name a part and the tensors that it has."""
-    return hashed(part, sorted(canonical(part, name) for name in module.state_dict()))
-
-
-def of_part(part: str, weights: Iterator[tuple[str, Tensor]]) -> str:
-    """Hash the weights of a part by names that do not depend on the layout or on transformers' version."""
-    return of_tensors((canonical(part, name), value) for name, value in weights)

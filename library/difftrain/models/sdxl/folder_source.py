@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.parts.fingerprints import of_files
-from difftrain.models.parts.recognise import differences, looks_like
+from difftrain.models.parts.places import Place
+from difftrain.models.parts.stored_part import MODEL_STEMS, TEXT_STEMS, StoredPart, find_weights, read_json
 from difftrain.models.parts.weight_files import WeightFile
 from difftrain.models.sdxl.architecture import Architecture, known_keys
-from difftrain.models.sdxl.convert import Place, diffusers_places, original_places
-from difftrain.models.sdxl.file_source import FLAG, of_part, opened, part_of
+from difftrain.models.sdxl.convert import canonical, diffusers_places, original_places
+from difftrain.models.sdxl.file_source import FLAG
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from difftrain.models.sdxl.sources import Modules
 
 SUBFOLDERS = {"unet": "unet", "vae": "vae", "text_encoder_1": "text_encoder", "text_encoder_2": "text_encoder_2"}
-_STEMS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
-_TEXT_STEMS = ("model", "pytorch_model")
+STEMS = {"unet": MODEL_STEMS, "vae": MODEL_STEMS}
 # AutoencoderKL's attention before diffusers 0.17
 _OLD_VAE_NAMES = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
@@ -39,7 +37,7 @@ class FolderSource:
 
     @cached_property
     def architecture(self) -> Architecture:
-        kind = _read_json(self.path / "model_index.json").get("_class_name", "nothing")
+        kind = read_json(self.path / "model_index.json").get("_class_name", "nothing")
         if not kind.startswith("StableDiffusionXL"):
             remedy = "a diffusers folder of SDXL has a model_index.json that says StableDiffusionXLPipeline"
             raise ConfigFault([Fault(FLAG, f"{self.path} holds {kind}, not SDXL", remedy)])
@@ -54,7 +52,7 @@ class FolderSource:
 
     @property
     def prediction_type(self) -> str | None:
-        return _read_json(self.path / "scheduler" / "scheduler_config.json").get("prediction_type")
+        return read_json(self.path / "scheduler" / "scheduler_config.json").get("prediction_type")
 
     def faults(self, modules: Modules) -> list[Fault]:
         return [f for part, module in modules.items() for f in self._reader(part).faults(module)]
@@ -112,39 +110,11 @@ class VaeSource:
         return _VaeFile(self.path, "--vae", self._mmap)
 
 
-class _Weights:
-    """Some files that hold one part, and the key of every tensor in them."""
+class _Weights(StoredPart):
+    """A part in its files, by the names that SDXL's files have."""
 
     def __init__(self, path: Path, flag: str, mmap: bool) -> None:
-        self.path, self.flag, self._mmap = path, flag, mmap
-
-    def _paths(self) -> list[Path]:
-        raise NotImplementedError
-
-    def _files(self) -> list[WeightFile]:
-        return [opened(path, self.flag, mmap=self._mmap) for path in self._paths()]
-
-    def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
-        raise NotImplementedError
-
-    def _located(self) -> dict[str, WeightFile]:
-        return {key: file for file in self._files() for key in file.shapes()}
-
-    def faults(self, module: nn.Module) -> list[Fault]:
-        found = {key: shape for file in self._files() for key, shape in file.shapes().items() if not _is_extra(key)}
-        tensors = module.state_dict()
-        wanted = {p.key: p.stored_shape(tensors[n].shape) for n, p in self._places(module, set(found)).items()}
-        lines = differences(wanted, found)
-        text = f"{self.path} looks like {looks_like(found)}; tensors {'; '.join(lines)}"
-        return [Fault(self.flag, text, "weights and config.json must belong together")] if lines else []
-
-    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        located = self._located()
-        for name, place in self._places(module, set(located)).items():
-            yield name, place.restored(located[place.key].get(place.key))
-
-    def fingerprint(self, part: str, module: nn.Module) -> str:
-        return of_files(self._paths(), part_of(part, module), lambda: of_part(part, self.weights(module)))
+        super().__init__(path, flag, mmap, canonical)
 
 
 class _Folder(_Weights):
@@ -155,7 +125,7 @@ class _Folder(_Weights):
         self.part = part
 
     def _paths(self) -> list[Path]:
-        return find_weights(self.path, self.part, self.flag)
+        return find_weights(self.path, STEMS.get(self.part, TEXT_STEMS), self.flag)
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
         places = diffusers_places(self.part, module)
@@ -208,41 +178,12 @@ def _old_vae_name(name: str) -> str:
     return name
 
 
-def _is_extra(key: str) -> bool:
-    """Tell buffers and training helpers that old files carry beside the weights."""
-    return key.endswith("embeddings.position_ids") or key.startswith(("loss.", "model_ema."))
-
-
-def find_weights(folder: Path, part: str, flag: str) -> list[Path]:
-    """List the files with a part's weights: whole or in shards, fp16 variants where nothing else is there.
-
-    Raises ConfigFault that names what was looked for.
-    """
-    stems = (_STEMS[part],) if part in _STEMS else _TEXT_STEMS
-    names = [f"{stem}{variant}{end}" for variant in ("", ".fp16") for end in (".safetensors", ".bin") for stem in stems]
-    for name in names:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return [folder / shard for shard in sorted(set(_read_json(index)["weight_map"].values()))]
-    raise ConfigFault([Fault(flag, f"{folder} has no weights", f"looked for {', '.join(names)} and their .index.json")])
-
-
 def read_config(folder: Path, part: str, flag: str) -> dict[str, Any]:
     """Read config.json of a part, without what its class does not take. Raises ConfigFault where it is missing."""
-    content = _read_json(folder / "config.json")
+    content = read_json(folder / "config.json")
     if not content:
         raise ConfigFault(
             [Fault(flag, f"{folder / 'config.json'} is missing or is not JSON", "give a diffusers folder")]
         )
     known = known_keys(part)
     return {key: value for key, value in content.items() if key in known}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

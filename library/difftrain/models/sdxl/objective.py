@@ -119,5 +119,7 @@ def sample_losses(section: LossSection, table: ddpm.Tables, prediction: Tensor, 
     c = None
     if section.type in ("huber", "smooth_l1"):
         c = losses.threshold(table, inputs.timestep, section.huber_schedule, section.huber_c, section.huber_scale)
+    elif (fixed := losses.fixed_threshold(section)) is not None:
+        c = torch.full(inputs.timestep.shape, fixed, device=inputs.timestep.device)
     error = losses.elementwise(prediction.float(), inputs.target.float(), section.type, c)
-    return losses.per_sample(error, inputs.mask)
+    return losses.per_sample(error, inputs.mask, section.mask_mean)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +15,7 @@ from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.keys import STREAM_VERSION
 from difftrain.models.parts.fingerprints import hashed, of_tensors
 from difftrain.models.parts.initial import DRAW_VERSION, Scale, by_fan_in, clip_scale, initial_weights
+from difftrain.models.parts.small_vae import shipped_vae
 from difftrain.models.sdxl.architecture import Architecture, named, read_architecture
 
 if TYPE_CHECKING:
@@ -108,16 +108,6 @@ class RandomSource:
             return of_tensors(shipped_vae(module))
         sizes = sorted(getattr(self.architecture, part).items())
         return hashed("random", STREAM_VERSION, DRAW_VERSION, self.seed, part, sizes)
-
-
-def shipped_vae(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Give the weights of tiny's VAE: trained by us (models/sdxl/make_tiny_vae.py). Absent tensors are zeros."""
-    import torch
-    from safetensors.torch import load
-
-    stored = load(resources.files(__package__).joinpath("tiny_vae.safetensors").read_bytes())
-    for name, param in module.state_dict().items():
-        yield name, stored[name].float() if name in stored else torch.zeros(param.shape)
 
 
 @dataclass(frozen=True)
