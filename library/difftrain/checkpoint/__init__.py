@@ -2,9 +2,9 @@
 
 from difftrain.checkpoint.claim import Claim, claim_together
 from difftrain.checkpoint.commit import SaveFault, commit
-from difftrain.checkpoint.find import clean, newest, newest_everywhere, open_given
+from difftrain.checkpoint.find import clean, clean_exports, newest, newest_everywhere, open_given
 from difftrain.checkpoint.manifest import Manifest, Torn, load_meta, verify
-from difftrain.checkpoint.names import SaveName
+from difftrain.checkpoint.names import STEPS, Naming, SaveName, naming_of
 from difftrain.checkpoint.record import (
     Empty,
     Finished,
@@ -17,11 +17,13 @@ from difftrain.checkpoint.record import (
 from difftrain.checkpoint.retain import retain_exports, retain_states
 
 __all__ = [
+    "STEPS",
     "Claim",
     "Empty",
     "Finished",
     "Foreign",
     "Manifest",
+    "Naming",
     "RunRecord",
     "SaveFault",
     "SaveName",
@@ -30,9 +32,11 @@ __all__ = [
     "choose_start",
     "claim_together",
     "clean",
+    "clean_exports",
     "commit",
     "inspect",
     "load_meta",
+    "naming_of",
     "newest",
     "newest_everywhere",
     "open_given",

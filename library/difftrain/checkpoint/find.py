@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from difftrain.checkpoint.commit import OLD, TRASH, WORK
 from difftrain.checkpoint.files import MANIFEST, fsync_folder, remove
 from difftrain.checkpoint.manifest import Manifest, Torn, verify
-from difftrain.checkpoint.names import parse
+from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ class Found(NamedTuple):
     manifest: Manifest
 
 
-def candidates(parent: Path, output_name: str | None = None, say: Say | None = None) -> list[Found]:
+def candidates(parent: Path, output_name: Naming | None = None, say: Say | None = None) -> list[Found]:
     """List the checkpoints of a folder by their manifests, the newest first; files are not looked at yet.
 
-    output_name: only NAME-step…-state, NAME-00…-state and NAME-state; None: any folder with a manifest.
+    output_name: only NAME-step…-state, NAME-00…-state and NAME-state, or STEPS: global_step…; None: any folder with a
+    manifest.
     say: is told of folders that are named like checkpoints and have no good manifest.
     """
     found = []
@@ -52,7 +54,7 @@ def candidates(parent: Path, output_name: str | None = None, say: Say | None = N
     return sorted(found, key=lambda each: (each.manifest.step, each.manifest.created, each.path.name), reverse=True)
 
 
-def newest(parent: Path, output_name: str | None = None, say: Say | None = None) -> Path | None:
+def newest(parent: Path, output_name: Naming | None = None, say: Say | None = None) -> Path | None:
     """Return the newest checkpoint that is whole to the last byte, or None; torn ones are named and passed over."""
     for path, _ in candidates(parent, output_name, say):
         try:
@@ -65,7 +67,7 @@ def newest(parent: Path, output_name: str | None = None, say: Say | None = None)
     return None
 
 
-def newest_everywhere(parent: Path, output_name: str | None, ranks: Ranks, say: Say | None = None) -> Path | None:
+def newest_everywhere(parent: Path, output_name: Naming | None, ranks: Ranks, say: Say | None = None) -> Path | None:
     """Return the newest checkpoint that is whole on every machine's disk; every rank calls it.
 
     One rank a machine reads. Each rank gets the path below its own parent.
@@ -99,8 +101,11 @@ def _fault(path: Path) -> str:
     return ""
 
 
-def open_given(path: Path, flag: str = "--resume") -> Path:
-    """Check the checkpoint folder that a user named. Raises ConfigFault that says what is wrong with it."""
+def open_given(path: Path, flag: str = "--resume", *, deep: bool = True) -> Path:
+    """Check the checkpoint folder that a user named. Raises ConfigFault that says what is wrong with it.
+
+    deep: to the last byte; not where that has just been done.
+    """
     if not path.is_dir():
         raise ConfigFault([Fault(flag, f"{path} is not a folder", "give a folder ...-state, or auto")])
     if not (path / MANIFEST).is_file():
@@ -108,7 +113,7 @@ def open_given(path: Path, flag: str = "--resume") -> Path:
         remedy = f"the newest one in it is {inside[0].path.name}" if inside else "give a folder ...-state, or auto"
         raise ConfigFault([Fault(flag, f"{path} is not a checkpoint: it has no {MANIFEST}", remedy)])
     try:
-        verify(path)
+        verify(path, deep=deep)
     except Torn as torn:
         others = [each.path.name for each in candidates(path.parent) if each.path.name != path.name]
         remedy = f"others beside it: {', '.join(others[:3])}" if others else "there is no other beside it"
@@ -134,6 +139,17 @@ def clean(parent: Path, say: Say | None = None) -> None:
             continue  # somebody else was quicker: all machines of a run may look after a disk that they share
         if say is not None:
             say(message)
+
+
+def clean_exports(parent: Path, naming: Naming, say: Say | None = None) -> None:
+    """Put away what a dead run left in folders of exports; those that are empty then go too. As `clean`."""
+    if naming is not STEPS or not parent.is_dir():
+        return
+    for path in sorted(parent.iterdir()):
+        if path.is_dir() and parse_export(path, naming) is not None:
+            clean(path, say)
+            with contextlib.suppress(OSError):  # it holds an export
+                path.rmdir()
 
 
 def _put_away(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from difftrain.checkpoint.files import write_json
 from difftrain.checkpoint.find import Say, newest
-from difftrain.checkpoint.names import parse, parse_export
+from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
 
 RUN_FILE = "run.json"
@@ -38,7 +38,13 @@ class RunRecord:
     hub: dict[str, str] = field(
         default_factory=dict
     )  # commits of what was fetched: a run that goes on takes them again
+    naming: str = "kohya"  # or steps, of --save.naming
     format: int = 1
+
+    @property
+    def names(self) -> Naming:
+        """Return how the saves of this run are called."""
+        return STEPS if self.naming == STEPS.value else self.output_name
 
     def begun(self, from_step: int, world_size: int) -> RunRecord:
         """Return the record with one more session; a run that goes on is not finished."""
@@ -101,17 +107,17 @@ class Finished:
 State = Empty | Foreign | Unfinished | Finished
 
 
-def inspect(output_dir: Path, output_name: str, say: Say | None = None) -> State:
+def inspect(output_dir: Path, output_name: Naming, say: Say | None = None) -> State:
     """Say what an output folder holds."""
     record = RunRecord.read(output_dir) if output_dir.is_dir() else None
     if record is None:
         files = tuple(_files_of_a_run(output_dir, output_name))
         return Foreign(files, newest(output_dir, output_name, say)) if files else Empty()
-    found = newest(output_dir, record.output_name, say)
+    found = newest(output_dir, record.names, say)
     return Unfinished(record, found) if record.finished_step is None else Finished(record, found)
 
 
-def _files_of_a_run(output_dir: Path, output_name: str) -> list[str]:
+def _files_of_a_run(output_dir: Path, output_name: Naming) -> list[str]:
     def is_one(path: Path) -> bool:
         if path.name in _OF_A_RUN or parse(path.name, output_name, state=True):
             return True
@@ -139,7 +145,7 @@ def choose_start(state: State, resume: str | None, config_digest: str, output_di
         raise ConfigFault([_another_run(state, output_dir)])
     if state.newest is not None:
         return state.newest
-    if state.record.config_digest == config_digest or not any(_files_of_a_run(output_dir, state.record.output_name)):
+    if state.record.config_digest == config_digest or not any(_files_of_a_run(output_dir, state.record.names)):
         return None  # nothing to continue from; the same configuration writes the same files again
     what = f"{output_dir} holds a run of another configuration that left no checkpoint to continue from"
     raise ConfigFault([Fault("--output_dir", what, "give another folder, or move this one away")])

@@ -3,6 +3,9 @@
 kohya's meaning: --save_last_n_steps=N keeps the step saves of the last N steps (a window, not a count);
 --save_last_n_epochs=N keeps the last N epoch saves; the _state flags say the same of checkpoints, and where they are
 absent the others hold for checkpoints too. The save at the end is never deleted.
+
+Saves of steps beyond the present one belong to a branch that a resume from before them has left: they stay, and are
+none of the last two.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from difftrain.checkpoint.commit import TRASH
 from difftrain.checkpoint.files import remove
 from difftrain.checkpoint.find import Say
 from difftrain.checkpoint.manifest import Manifest, Torn, verify
-from difftrain.checkpoint.names import SaveName, parse, parse_export
+from difftrain.checkpoint.names import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, parse, parse_export
 
 if TYPE_CHECKING:
     from difftrain.config.sections import SaveSection
@@ -64,7 +67,7 @@ class Window:
 
 
 def retain_states(
-    parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
+    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
 ) -> list[str]:
     """Delete checkpoints that the flags no longer keep, after a save at `step`; return the names of the deleted.
 
@@ -74,8 +77,8 @@ def retain_states(
     saves: dict[SaveName, list[Path]] = {}
     for path in parent.iterdir():
         name = parse(path.name, output_name, state=True)
-        if name is not None and path.is_dir():
-            saves.setdefault(name, []).append(path)
+        if name is not None and path.is_dir() and not _is_beyond(name, step):
+            saves.setdefault(_made_for(name, path, output_name), []).append(path)
 
     def age(name: SaveName) -> tuple[int, str]:
         manifest = _manifest(saves[name][0])
@@ -85,13 +88,13 @@ def retain_states(
 
 
 def retain_exports(
-    parent: Path, output_name: str, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
+    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
 ) -> list[str]:
     """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
     saves: dict[SaveName, list[Path]] = {}
     for path in parent.iterdir():
         name = parse_export(path, output_name)
-        if name is not None:
+        if name is not None and not _is_beyond(name, step):
             saves.setdefault(name, []).append(path)
 
     def age(name: SaveName) -> tuple[int, str]:
@@ -101,6 +104,10 @@ def retain_exports(
         return all(export_is_whole(path) for path in saves[name])
 
     return _retain(saves, Window.of_exports(save), step, age, whole, say, held)
+
+
+def _is_beyond(name: SaveName, step: int) -> bool:
+    return name.kind == "step" and name.number > step
 
 
 def _retain(
@@ -142,6 +149,12 @@ def _delete(path: Path) -> None:
     remove(path)
 
 
+def _made_for(name: SaveName, path: Path, output_name: Naming) -> SaveName:
+    """Tell checkpoints of epochs from those of steps where their names do not."""
+    manifest = _manifest(path) if output_name is STEPS else None
+    return SaveName("epoch", name.number) if manifest and manifest.meta.get("kind") == "epoch" else name
+
+
 def _manifest(path: Path) -> Manifest | None:
     try:
         return Manifest.read(path)
@@ -162,8 +175,9 @@ def _whole_state(path: Path) -> bool:
 def export_is_whole(path: Path) -> bool:
     """Tell whether an export has all the bytes that its own header promises."""
     if path.is_dir():
-        weights = [each for each in path.rglob("*") if each.suffix in (".safetensors", ".bin")]
-        return (path / "model_index.json").is_file() and bool(weights) and all(map(export_is_whole, weights))
+        weights = [each for each in path.rglob("*") if each.suffix in (".safetensors", ".bin", ".ckpt")]
+        told = ["model_index.json", *(f"{ONE_FILE}{suffix}" for suffix in EXPORT_SUFFIXES)]
+        return any((path / name).is_file() for name in told) and bool(weights) and all(map(export_is_whole, weights))
     try:
         if path.suffix == ".safetensors":
             return _safetensors_is_whole(path)

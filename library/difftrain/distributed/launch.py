@@ -86,11 +86,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """Ask the kernel for SIGTERM when torchrun dies: ranks it leaves behind would train on, or wait for one another.
+    """Ask the kernel for SIGTERM when the launcher dies: ranks it leaves behind would train on, or wait for one another.
 
-    Linux only, elsewhere nothing; nothing either for a process that torchrun did not start.
+    Linux only, elsewhere nothing; nothing either for a process that neither torchrun nor deepspeed started.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "CROSS_RANK" not in os.environ:
         return
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.config.datasets import has_buckets
-from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
+from difftrain.contracts import METRIC, Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
 from difftrain.device import fp8
 from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.keys import module_seed
@@ -83,13 +83,13 @@ class BaseEngine:
         """
         self.family, self.parts = family, parts
         self.root = self._placed(parts.root).train()
-        for name, module in parts.frozen.items():
-            module.eval()
+        for name in parts.frozen:
+            parts.frozen[name].eval()
             if name in parts.resting:
                 parts.rest(name)
             else:
                 parts.wake(name)
-                module.to(self.device.torch_device)
+                parts.frozen[name].to(self.device.torch_device)
         self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
         if not self._trained:
             raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])
@@ -143,7 +143,8 @@ class BaseEngine:
         return optimizer
 
     def _dummy_backward(self, batch: Batch) -> None:
-        _sum(self._forward(batch, self._wrapped).values()).backward()
+        terms = self._forward(batch, self._wrapped)
+        _sum(value for name, value in terms.items() if _counts(name)).backward()
         _check_gradients(self._masters.without_gradient())
 
     # ------------------------------------------------------------------ stepping
@@ -162,7 +163,7 @@ class BaseEngine:
             with nullcontext() if last else self._unsynchronised():
                 self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, place, self.dp_rank))
                 terms = self._forward(batch, self._wrapped)
-                loss = _sum(terms[name] / counts.get(name, counts[COUNT]) for name in self._terms)
+                loss = _sum(terms[name] / counts.get(name, counts[COUNT]) for name in self._terms if _counts(name))
                 sums.append(self._vector(terms))
                 if last:
                     self._update.ready(lambda: means()[TOTAL])
@@ -183,7 +184,7 @@ class BaseEngine:
         """Return the global mean of every term, and their total."""
         total = self.ranks.sum_(torch.stack(sums).sum(0))
         means = {name: total[i] / counts.get(name, counts[COUNT]) for i, name in enumerate(self._terms)}
-        means[TOTAL] = _sum(means.values())
+        means[TOTAL] = _sum(value for name, value in means.items() if _counts(name))
         return means
 
     def _forward(self, batch: Batch, root: nn.Module) -> dict[str, Tensor]:
@@ -195,7 +196,8 @@ class BaseEngine:
             outputs = self.family.forward(root, inputs)
         terms = self.family.loss_sums(tuple(each.float() for each in outputs), inputs)
         if not self._terms:
-            assert TOTAL not in terms or len(terms) == 1, f"{TOTAL} is the total of the terms {sorted(terms)}"
+            told = [name for name in terms if _counts(name)]
+            assert TOTAL not in told or len(told) == 1, f"{TOTAL} is the total of the terms {sorted(told)}"
             self._terms = sorted(terms)
         return terms
 
@@ -212,14 +214,29 @@ class BaseEngine:
     @torch.no_grad()
     def evaluate(self, micro: list[Batch]) -> dict[str, Tensor]:
         """Return the global sums of the loss terms, and their total; ranks may have different shares, or none."""
+        sums = self._evaluated(micro)
+        return {} if sums is None else self._named(self.ranks.sum_(sums))
+
+    @torch.no_grad()
+    def own_sums(self, micro: list[Batch]) -> dict[str, Tensor]:
+        """Return what `evaluate` does of this rank's share alone; collective as that is.
+
+        Sums over ranks in fp32 depend on who had what: whoever wants the same bits on any number adds up these.
+        """
+        sums = self._evaluated(micro)
+        return {} if sums is None else self._named(sums)
+
+    def _evaluated(self, micro: list[Batch]) -> Tensor | None:
+        """Return this rank's sums of the terms; None where it is the only one and has nothing to evaluate."""
         with self._evaluating():
             sums = [self._vector(self._forward(batch, self.root)) for batch in micro]
-        if not self._terms:  # one rank, and nothing to evaluate
-            return {}
-        empty = torch.zeros(len(self._terms), device=self.device.torch_device)
-        total = self.ranks.sum_(torch.stack(sums).sum(0) if sums else empty)
-        found = {name: total[i] for i, name in enumerate(self._terms)}
-        return {**found, TOTAL: _sum(found.values())}
+        if not self._terms:
+            return None
+        return torch.stack(sums).sum(0) if sums else torch.zeros(len(self._terms), device=self.device.torch_device)
+
+    def _named(self, sums: Tensor) -> dict[str, Tensor]:
+        found = {name: sums[i] for i, name in enumerate(self._terms)}
+        return {**found, TOTAL: _sum(value for name, value in found.items() if _counts(name))}
 
     @torch.no_grad()
     def predict(self, inputs: Inputs) -> Tensor:
@@ -352,26 +369,35 @@ class BaseEngine:
         }
 
     @torch.no_grad()
-    def restore(self, path: Path) -> None:
-        """Take everything back from a checkpoint folder. Raises ConfigFault, changing nothing, where it does not fit."""
+    def restore(self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0) -> None:
+        """Take everything back from a checkpoint folder. Raises ConfigFault, changing nothing, where it does not fit.
+
+        optimizer: its state too, else it begins anew. params: with it what it changed in its own groups, and where a
+        schedule without a formula was. schedule_from: the position at which the schedule began.
+        """
         self._must_not_be_swapped()
         told = self.ranks.gather(engine_file(path))
         about = next((each for each in told if each is not None), None)
         if about is None:
             raise ConfigFault([Fault("--resume", f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
-        weights, optimizer = Shelf(path, WEIGHTS, self.ranks), Shelf(path, OPTIMIZER, self.ranks)
-        states = merge_states(optimizer.metadata)
+        weights, stored = Shelf(path, WEIGHTS, self.ranks), Shelf(path, OPTIMIZER, self.ranks)
+        states = merge_states(stored.metadata)
         own = self.root.state_dict()
-        check_fits(path, about, weights, states, self._masters.shapes(own), self._trained, self._state.kind)
+        fitting = states if optimizer else None
+        check_fits(path, about, weights, fitting, self._masters.shapes(own), self._trained, self._state.kind)
         for name, tensor in weights.tensors(lambda name: True):
             self._masters.take(name, tensor, own[name])
         self._masters.taken()
         fp8.refresh(self.root)
-        owned = set(self._state.owned)
-        tensors = optimizer.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned)
-        self._state.load(states, about["groups"], tensors)
+        if optimizer:
+            owned = set(self._state.owned)
+            tensors = stored.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned)
+            groups = about["groups"] if params else [{} for _ in about["groups"]]
+            self._state.load(states, groups, tensors)
         self._restore_scaler(about)
-        self._go_to(int(about["position"]), about)
+        if not (optimizer and params):
+            about = {**about, "schedule": {}}
+        self._go_to(int(about["position"]), about, schedule_from)
 
     def _restore_scaler(self, about: dict[str, Any]) -> None:
         if self._scaler is not None and about["scaler"] is not None:
@@ -380,14 +406,19 @@ class BaseEngine:
         if was != now and self.is_logger:
             log.warning("the checkpoint was trained in mixed precision %s, this run in %s", was, now)
 
-    def _go_to(self, position: int, about: dict[str, Any]) -> None:
+    def _go_to(self, position: int, about: dict[str, Any], schedule_from: int) -> None:
         """Bring the schedule to a position, and say where it gives other rates than the checkpoint's."""
-        self._place.go_to(position, about.get("schedule", {}), about["lrs"])
+        self._place.go_to(position - schedule_from, about.get("schedule", {}), about["lrs"])
         self.position = position
         for group, before in zip(self.optimizer.param_groups, about["lrs"]):
             if float(group["lr"]) != before and self.is_logger:
                 name = group.get("name", "all")
                 log.warning("learning rate of %s is %g, the checkpoint's was %g", name, float(group["lr"]), before)
+
+
+def _counts(name: str) -> bool:
+    """Tell whether a term belongs to the loss."""
+    return not name.startswith(METRIC)
 
 
 def _sum(values: Iterable[Tensor]) -> Tensor:

@@ -28,27 +28,28 @@ def check_fits(
     path: Path,
     about: Mapping[str, Any],
     weights: Shelf,
-    states: Mapping[str, Any],
+    states: Mapping[str, Any] | None,
     own: Mapping[str, tuple[int, ...]],
     trained: Iterable[str],
     optimizer: str,
 ) -> None:
     """Raise ConfigFault with every way in which a checkpoint is not of this model and this optimizer.
 
-    own: the shapes of this model's weights.
+    own: the shapes of this model's weights. states: None where the optimizer begins anew.
     """
     if about["format"] > FORMAT:
         raise ConfigFault([Fault("--resume", f"{path} is of a later version (format {about['format']})")])
-    faults = _parted("weights", own, weights.shapes)
-    if about["optimizer"] != optimizer:
-        faults.append(f"it was trained with {about['optimizer']}, this run uses {optimizer}")
-    elif not faults:
-        faults = _parted("optimizer states", dict.fromkeys(trained), dict.fromkeys(states))
+    parted = _parted("weights", own, weights.shapes)
+    same = states is None or about["optimizer"] == optimizer
+    if states is not None and same and not parted:
+        parted = _parted("optimizer states", dict.fromkeys(trained), dict.fromkeys(states))
+    remedy = "give a folder of this model and this optimizer"
+    faults = [Fault("--resume", f"{path} is a resume folder of another model: {each}", remedy) for each in parted]
+    if not same:
+        what = f"{path} was trained with {about['optimizer']}, this run uses {optimizer}"
+        faults.append(Fault("--resume", what, "take that one; train.py --reset_optimizer goes on with a new one"))
     if faults:
-        remedy = "give a folder of this model and this optimizer"
-        raise ConfigFault(
-            [Fault("--resume", f"{path} is a resume folder of another model: {each}", remedy) for each in faults]
-        )
+        raise ConfigFault(faults)
 
 
 def _parted(what: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 # Packages whose optimizers update each parameter from its own gradient and state alone. Others (Prodigy, D-Adaptation,
 # schedule-free) measure something over all gradients, or count updates in their groups: they are stepped whole.
-_APART = frozenset({"torch", "bitsandbytes", "transformers", "lion_pytorch"})
+_APART = frozenset({"torch", "bitsandbytes", "transformers", "lion_pytorch"})  # one of ours says it itself
 
 
 def steps_apart(optimizer: Optimizer) -> bool:
     """Tell whether stepping on parts, one after another, is stepping on the whole."""
-    return type(inner(optimizer)).__module__.partition(".")[0] in _APART
+    kind = type(inner(optimizer))
+    return kind.__module__.partition(".")[0] in _APART or getattr(kind, "steps_apart", False)
 
 
 @contextmanager
