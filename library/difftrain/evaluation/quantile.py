@@ -7,22 +7,30 @@ A validation loss mixes all noise levels. Here every record is looked at nine ti
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from difftrain.contracts import Batch, DrawSpec
-from difftrain.evaluation.validation import Evaluates, Gather, alone, mean, rounds
+from difftrain.contracts import METRIC, Batch, Bucket, DrawSpec
+from difftrain.evaluation.validation import Gather, alone, rounds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TENTHS = range(1, 10)
+LOSS = "loss"
+
+
+class Sums(Protocol):
+    """The part of an engine that is needed here."""
+
+    def own_sums(self, micro: list[Batch]) -> dict[str, Tensor]: ...
 
 
 def quantile_losses(
-    engine: Evaluates,
+    engine: Sums,
     batches: Iterable[Batch],
     draws: Mapping[str, DrawSpec],
     *,
@@ -32,30 +40,55 @@ def quantile_losses(
     """Return a row (quantile, value of the draw, loss, samples) for each of 0.1 ... 0.9. Collective.
 
     draws: of the family's FeatureSpec. draw: the one that places a sample along the noise; where it is an integer in
-    [low, high), the quantile q is floor(q n) of its n values, where it is uniform, q itself: the family turns it into
-    its own time.
-    Every batch is loaded once.
+    [low, high), the quantile q is floor(q n) of its n values, where it is uniform, q itself, or what the family makes
+    of it. What a family measures beside the loss stands in the row's "metrics".
+    Every batch is loaded once. The sums of single batches are added up exactly, so that where the ranks' batches are
+    the same ones together, so is every bit of the result, whoever had which.
     """
     if draw not in draws:
         raise ValueError(f"this family has no draw {draw!r}, only {', '.join(draws)}")
-    values = [value_at(draws[draw], tenth) for tenth in TENTHS]
     pending: list[list[dict[str, Tensor]]] = [[] for _ in TENTHS]
     samples = 0
     for micro, count in rounds(batches, gather):
         samples += count
-        for value, sums in zip(values, pending):
-            sums.append(engine.evaluate([with_draw(batch, draw, value) for batch in micro]))
+        for tenth, sums in zip(TENTHS, pending):
+            at = [with_draw(batch, draw, value_at(draws[draw], tenth, batch.bucket)) for batch in micro]
+            sums.append(engine.own_sums(at))
+    shares = gather([_read(sums) for sums in pending])
     rows = []
-    for tenth, value, sums in zip(TENTHS, values, pending):
-        found = mean({"loss": sum(float(each["loss"]) for each in sums)}, samples)
-        rows.append({"quantile": tenth / 10, draw: value, "loss": found.loss, "samples": samples})
+    for place, tenth in enumerate(TENTHS):
+        means = _means([batch for share in shares for batch in share[place]], samples)
+        row: dict[str, Any] = {"quantile": tenth / 10, LOSS: means.pop(LOSS, math.nan), "samples": samples}
+        if draws[draw].through is None:  # one value, whatever the bucket
+            row[draw] = value_at(draws[draw], tenth)
+        rows.append(row | ({"metrics": means} if means else {}))
     return rows
 
 
-def value_at(spec: DrawSpec, tenth: int) -> float | int:
+def _read(sums: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Bring the loss and what is measured beside it to the host: one wait for all."""
+    kept = [{name: value for name, value in each.items() if name == LOSS or name.startswith(METRIC)} for each in sums]
+    flat = [value for each in kept for value in each.values()]
+    values = iter(torch.stack(flat).tolist() if flat else [])
+    return [{name: next(values) for name in each} for each in kept]
+
+
+def _means(batches: list[dict[str, float]], samples: int) -> dict[str, float]:
+    """Divide global sums by the global count; no samples, no number."""
+    names = dict.fromkeys(name for each in batches for name in each)
+    return {
+        name.removeprefix(METRIC): math.fsum(each.get(name, 0.0) for each in batches) / samples if samples else math.nan
+        for name in names
+    }
+
+
+def value_at(spec: DrawSpec, tenth: int, bucket: Bucket | None = None) -> float | int:
     """Return what a draw is at a quantile of tenth / 10, by integer arithmetic where it is an integer."""
     if spec.kind == "integer":
         return spec.low + tenth * (spec.high - spec.low) // 10
+    if spec.kind == "uniform" and spec.through is not None:
+        assert bucket is not None
+        return spec.through(tenth / 10, bucket)
     if spec.kind == "uniform":
         return tenth / 10
     raise ValueError(f"a draw of kind {spec.kind!r} has no place along the noise")

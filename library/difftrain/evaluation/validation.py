@@ -11,7 +11,7 @@ from difftrain.contracts import Batch
 if TYPE_CHECKING:
     from torch import Tensor
 
-Gather = Callable[[float], list[float]]
+Gather = Callable[[Any], list[Any]]  # every rank's value, on every rank
 
 
 class Evaluates(Protocol):
@@ -34,7 +34,7 @@ class Validation:
         return {"step": step, "loss": self.loss, "samples": self.samples, **({"terms": terms} if terms else {})}
 
 
-def alone(value: float) -> list[float]:
+def alone(value: Any) -> list[Any]:
     """Gather where there is one rank."""
     return [value]
 

@@ -17,12 +17,21 @@ MOST_POINTS = 600  # a curve: two (lowest and highest) for every pixel pair, so 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart; points whose y is no number are left out. style: a class of the page's style sheet."""
+    """One line of a chart; points whose y is no number are left out.
+
+    style: a class of the page's style sheet. hue: of a curve among many, in degrees; its style is "hue".
+    """
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float | None]
     style: str = "c1"
+    hue: int | None = None
+
+    @property
+    def attributes(self) -> str:
+        """Return what follows the other attributes of its elements."""
+        return "" if self.hue is None else f' style="--hue: {self.hue}"'
 
     def points(self) -> list[tuple[float, float]]:
         """Return the points that can be drawn."""
@@ -53,9 +62,11 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, marks: Sequence[float] 
     for curve, points in drawn:
         placed = [place(*point) for point in thinned(points, MOST_POINTS)]
         if len(placed) == 1:
-            parts.append(f'<circle class="dot {curve.style}" cx="{placed[0][0]:.1f}" cy="{placed[0][1]:.1f}" r="3"/>')
+            parts.append(
+                f'<circle class="dot {curve.style}" cx="{placed[0][0]:.1f}" cy="{placed[0][1]:.1f}" r="3"{curve.attributes}/>'
+            )
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        parts.append(f'<polyline class="curve {curve.style}" points="{path}"/>')
+        parts.append(f'<polyline class="curve {curve.style}" points="{path}"{curve.attributes}/>')
     legend = _legend([curve for curve, _ in drawn]) if len(drawn) > 1 else ""
     return legend + _svg(parts, f"{', '.join(curve.name for curve, _ in drawn)} over {x_label}")
 
@@ -149,7 +160,8 @@ def label(value: float) -> str:
 
 
 def _legend(curves: Sequence[Curve]) -> str:
-    return '<p class="legend">' + "".join(f'<span class="{c.style}">{escape(c.name)}</span>' for c in curves) + "</p>"
+    spans = "".join(f'<span class="{c.style}"{c.attributes}>{escape(c.name)}</span>' for c in curves)
+    return f'<p class="legend">{spans}</p>'
 
 
 def _svg(parts: list[str], description: str) -> str:

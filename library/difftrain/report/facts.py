@@ -37,7 +37,28 @@ DEFINITIONS: dict[str, str] = {
     "matmul_utilisation": "model FLOPs per second and card / the rate of a large matmul of the dtype, measured on this "
     "device at the end of the run",
     "quantile_losses": "loss on fixed images and noise at fixed quantiles of the timestep",
+    "evaluation": "loss on evaluation sets at nine quantiles of the timestep (of a flow, of the time as it is drawn in "
+    "training), with fixed noise, no dropout, centre crops and the captions as they stand, by the weights as trained and, "
+    "as ema_..., by the averaged ones; the mean over all records, the same bits on any number of ranks",
+    "kid_efflite0": "unbiased squared kernel distance ((x.y/d + 1)^3) between features of drawn pictures and of the held-out "
+    "pictures whose captions they were drawn for; features: the pooled last layer of EfficientNet-Lite0, so it is no FID "
+    "and no KID by Inception, and compares with figures of this trainer only. Lower is better; alike sets give 0 on average, "
+    "so it may be negative. The error is a standard error over disjoint blocks of pictures; ..._vae is the distance of the held-out "
+    "pictures themselves after encoding and decoding: what the VAE costs by itself",
 }
+
+
+def _of_family(cfg: TrainConfig) -> dict[str, bool]:
+    """Return what only some models can have."""
+    if cfg.model.family != "sd3":
+        return {"min-SNR weighting": bool(cfg.loss.min_snr_gamma)}
+    return {
+        "text reconstruction": cfg.loss.text_recon_gamma > 0,
+        "dropping the texts' encodings (unconditional zeros)": cfg.model.enable_uncond_text_dropout,
+        "alignment with an image encoder (REPA)": bool(cfg.repa.encoder),
+        "token routing (TREAD)": cfg.tread.share > 0,
+        "deferred patch masking": cfg.patch_masking.share > 0,
+    }
 
 
 def not_enabled(cfg: TrainConfig) -> list[str]:
@@ -54,8 +75,8 @@ def not_enabled(cfg: TrainConfig) -> list[str]:
         "training of the text encoders": cfg.model.train_text_encoder,
         "sharded optimizer state (--optimizer_type=oss)": cfg.optimizer.type.lower() == "oss",
         "averaged weights (EMA)": cfg.ema.enable or bool(cfg.ema.profiles),
-        "min-SNR weighting": bool(cfg.loss.min_snr_gamma),
-        "validation on held-out records": cfg.validation.split > 0,
+        **_of_family(cfg),
+        "evaluation on held-out records": cfg.validation.split > 0 or bool(cfg.eval.sets),
         "aspect buckets": has_buckets(cfg),
         "caption dropout": any(each.dropout_rate > 0 or each.dropout_every_n_epochs > 0 for each in captions),
         "cached latents (they are computed online)": cache.latents or cache.latents_to_disk,

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import DataFault
+from difftrain.report import evaluations
 from difftrain.report.chart import Curve, bar_chart, line_chart
 from difftrain.report.files import write_whole
-from difftrain.report.line import fixed
+from difftrain.report.line import MEASURED, fixed
 from difftrain.report.metrics import METRICS, read_lines
 from difftrain.report.pictures import data_address, sample_pictures
 from difftrain.report.report import REPORT
@@ -160,6 +161,12 @@ def _curves(report: dict[str, Any], lines: list[dict[str, Any]]) -> str:
         ("Learning rate", _rates(lines, steps), True),
         ("Waiting for data, seconds a step", [curve("data wait", "data_wait_s")], True),
     ]
+    for key in lines[-1] if lines else ():  # what a family measures beside its loss
+        if key.startswith(MEASURED):
+            label = key.removeprefix(MEASURED).replace("_", " ")
+            charts.append(
+                (label.capitalize(), [curve("each line's step", key, "faint"), _running_mean(curve(label, key))], False)
+            )
     if held_out.points():
         charts.insert(1, ("Validation loss", [curve("averaged training loss", "avr_loss", "faint"), held_out], False))
     body = "".join(
@@ -222,6 +229,9 @@ def _evaluation(report: dict[str, Any]) -> str:
     validation = report.get("validation") or []
     if validation:
         parts.append(_panel(rows(validation[-12:]), "Validation on held-out records"))
+    if measured := report.get("evaluation"):
+        resumed = [s["from_step"] for s in report.get("sessions", []) if s.get("from_step")]
+        parts.append(evaluations.section(measured, resumed))
     return f'<div class="grid2">{"".join(parts)}</div>' if parts else ""
 
 

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from typing import Any
 
+MEASURED = "train/"  # tags of what a family measures
+
 
 def fixed(value: float, significant: int = 6) -> str:
     """Write a number with so many significant digits in fixed-point, without needless zeros."""
@@ -64,6 +66,7 @@ class StepMetrics:
     lrs: dict[str, float] = field(default_factory=dict)
     d: float | None = None
     terms: dict[str, float] = field(default_factory=dict)  # parts of the loss, where it has more than one
+    measures: dict[str, float] = field(default_factory=dict)  # what a family measures beside, by name, as step_loss is
     skipped: int = 0
     session: int = 1
     elapsed_s: float = 0.0
@@ -80,14 +83,21 @@ class StepMetrics:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the line of metrics.jsonl; groups and terms only where there is more than one, d where there is one."""
+        """Return the line of metrics.jsonl; groups and terms only where there is more than one, d where there is one.
+
+        Measures stand in it by the tags that they have in trackers.
+        """
         record = asdict(self)
+        del record["measures"]
         for name in ("lrs", "terms"):
             if len(record[name]) < 2:
                 del record[name]
         if self.d is None:
             del record["d"]
-        return record
+        return record | self._tagged()
+
+    def _tagged(self) -> dict[str, float]:
+        return {f"{MEASURED}{name}": value for name, value in self.measures.items()}
 
     def scalars(self) -> dict[str, float]:
         """Return what trackers plot, by kohya's tags where it has one."""
@@ -107,4 +117,5 @@ class StepMetrics:
         if self.d is not None:
             values |= {f"lr/d*lr/{name}": self.d * value for name, value in lrs.items()}
         values |= {f"loss/{name}": value for name, value in self.terms.items()}
+        values |= self._tagged()
         return {name: value for name, value in values.items() if math.isfinite(value)}

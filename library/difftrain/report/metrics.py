@@ -1,4 +1,4 @@
-"""metrics.jsonl and validation.jsonl: a line a step, each step once, whatever was killed in between."""
+"""metrics.jsonl, validation.jsonl and evaluation.jsonl: a line a step, each step once, whatever was killed in between."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from difftrain.report.line import exact_json
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
+EVALUATION = "evaluation.jsonl"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -39,7 +40,8 @@ class JsonLines:
         """Open for writing. resume_step: the last step that is kept; 0 keeps none."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = {r["step"]: r for r in read_lines(path) if isinstance(r.get("step"), int) and r["step"] <= resume_step}
+        known = read_lines(path) if resume_step else ()  # what came before the first step is made again, too
+        kept = {r["step"]: r for r in known if isinstance(r.get("step"), int) and r["step"] <= resume_step}
         aside = path.with_name(path.name + ".tmp")
         with aside.open("w", encoding="utf-8") as file:
             file.writelines(exact_json(kept[step]) + "\n" for step in sorted(kept))

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftrain.report import environment
-from difftrain.report.baselines import LABEL, PUBLISHED
+from difftrain.report import environment, evaluations
+from difftrain.report.baselines import LABEL, published
 from difftrain.report.casename import case_name
 from difftrain.report.facts import DEFINITIONS, not_enabled
 from difftrain.report.files import write_whole
-from difftrain.report.metrics import METRICS, VALIDATION, read_lines
+from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, read_lines
 from difftrain.report.peaks import vendor_peak
 from difftrain.report.sessions import read_sessions
 
@@ -104,7 +104,7 @@ def make_report(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
         "versions": environment.versions(facts.device),
         "config": environment.redacted(cfg.model_dump(mode="json")),
         "definitions": DEFINITIONS,
-        "published_baselines": {"label": LABEL, "rows": [row._asdict() for row in PUBLISHED]},
+        "published_baselines": {"label": LABEL, "rows": [row._asdict() for row in published(cfg.model.family)]},
         "notes": facts.notes,
     }
 
@@ -120,7 +120,7 @@ def _identity(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
         "network": facts.network,
         "case_name": case_name(
             facts.network,
-            training.batch_size,
+            max(cfg.batch_sizes),
             facts.world_size,
             performance=training.performance,
             max_epochs=training.max_epochs,
@@ -138,7 +138,7 @@ def _identity(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
         "seed": training.seed,
         "precision": training.mixed_precision,
         "world_size": facts.world_size,
-        "batch_size": training.batch_size,
+        "batch_size": max(cfg.batch_sizes),  # of data sets with several, the largest
         "accumulation": training.accumulation,
         "global_batch": facts.global_batch,
         "steps": facts.steps,
@@ -184,6 +184,8 @@ def _losses(run_dir: Path) -> dict[str, Any]:
         "loss_std": statistics.stdev(window) if len(window) > 1 else None,
         "loss_window": len(window),
         "validation": list(read_lines(run_dir / VALIDATION)),
+        "evaluation": (evaluation := list(read_lines(run_dir / EVALUATION))),
+        "evaluation_summary": evaluations.summary(evaluation),
     }
 
 

@@ -18,6 +18,7 @@ log = logging.getLogger("difftrain")
 
 DEFAULT_NAME = "finetuning"  # kohya's, so that boards over old and new runs line up
 ONLINE_TIMEOUT_S = 20.0
+BOARDS = "tensorboard_logs"  # of a run directory
 
 
 class Tracker(Protocol):
@@ -124,18 +125,22 @@ def open_trackers(
 ) -> list[Tracker]:
     """Open the trackers that the configuration asks for.
 
-    With a logging_dir and no log_with: TensorBoard, as at kohya's. started names the folder and is the first session's
+    With a logging_dir and no log_with: TensorBoard, as at kohya's; in a run directory always, in tensorboard_logs of
+    it, unless another folder is given. started names the folder and is the first session's
     start, so that a resumed run goes on in its own curves. config: resolved and without secrets; recorded where
     --log_config is given. Raises ConfigFault where the folder cannot be written to.
     """
     section = cfg.logging
-    wanted = section.log_with or ("tensorboard" if section.logging_dir else None)
+    own = cfg.save.run_dirs and not section.logging_dir
+    wanted = section.log_with or ("tensorboard" if section.logging_dir or own else None)
+    if own and wanted == "wandb":
+        wanted = "all"
     folder = Path(section.logging_dir or out / "logs") / f"{section.log_prefix or ''}{started}"
     recorded = config if section.log_config else None
     name = section.tracker_name or DEFAULT_NAME
 
     def board() -> Tracker:
-        return TensorBoard(folder / name, step, recorded)
+        return TensorBoard(out / BOARDS if own else folder / name, step, recorded)
 
     def wandb() -> Tracker:
         options: dict[str, Any] = {"project": name} | tracker_options(section.tracker_config, "wandb")

@@ -55,7 +55,8 @@ def draw_pictures(pipeline: Any, prompts: Sequence[Prompt], *, sampler: str, see
     try:
         with evaluating(pipeline), torch.no_grad():
             for prompt in prompts:
-                pipeline.scheduler = make_sampler(prompt.sample_sampler or sampler, kept.config)
+                name, tokens = prompt.sample_sampler or sampler, tokens_of(pipeline, *size_of(pipeline, prompt))
+                pipeline.scheduler = make_sampler(name, kept.config, tokens)
                 chosen = prompt.seed if prompt.seed is not None else (seed or 0)
                 pictures.append(Picture(_draw(pipeline, prompt, chosen), chosen))
     finally:
@@ -67,7 +68,7 @@ def _draw(pipeline: Any, prompt: Prompt, seed: int) -> Image:
     """Draw one prompt. The caller may hold autocast: the VAE is decoded outside of it, in its own dtype."""
     height, width = size_of(pipeline, prompt)
     generator = torch.Generator("cpu").manual_seed(seed)
-    factor, channels = pipeline.vae_scale_factor, pipeline.unet.config.in_channels
+    factor, channels = pipeline.vae_scale_factor, denoiser_of(pipeline).config.in_channels
     noise = torch.randn((1, channels, height // factor, width // factor), generator=generator)
     latents = pipeline(
         prompt.prompt,
@@ -83,21 +84,42 @@ def _draw(pipeline: Any, prompt: Prompt, seed: int) -> Image:
     return decode(pipeline, latents)
 
 
+def denoiser_of(pipeline: Any) -> Any:
+    """Return the network of a pipeline that is trained."""
+    return pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
+
+
+def patch_of(pipeline: Any) -> int:
+    """Return how many latent pixels lie along the side of one token; 1 for a UNet."""
+    return int(getattr(denoiser_of(pipeline).config, "patch_size", None) or 1)
+
+
+def tokens_of(pipeline: Any, height: int, width: int) -> int:
+    """Count the tokens of a picture."""
+    unit = pipeline.vae_scale_factor * patch_of(pipeline)
+    return (height // unit) * (width // unit)
+
+
 def decode(pipeline: Any, latents: Tensor) -> Image:
     """Turn scaled latents (1, C, h, w) into a picture."""
     vae = pipeline.vae
     with torch.autocast(latents.device.type, enabled=False):
         dtype = next(vae.parameters()).dtype
-        pixels = vae.decode(latents.to(dtype) / vae.config.scaling_factor, return_dict=False)[0].float()
+        raw = latents / vae.config.scaling_factor + (getattr(vae.config, "shift_factor", None) or 0.0)
+        pixels = vae.decode(raw.to(dtype), return_dict=False)[0].float()
     return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
 
 
 def size_of(pipeline: Any, prompt: Prompt) -> tuple[int, int]:
-    """Return (height, width): the prompt's, else the model's native size up to 512; multiples of 8 (kohya)."""
+    """Return (height, width): the prompt's, else that of the training where the pipeline knows it, else the model's own.
+
+    The model's own size counts up to 512. Sides are multiples of 8 (kohya), or of what the model needs.
+    """
     factor = pipeline.vae_scale_factor
-    native = min(LARGEST_DEFAULT, pipeline.unet.config.sample_size * factor)
-    height, width = prompt.height or native, prompt.width or native
-    unit = max(UNIT, factor)
+    own = min(LARGEST_DEFAULT, denoiser_of(pipeline).config.sample_size * factor)
+    native = getattr(pipeline, "native_size", None) or (own, own)
+    height, width = prompt.height or native[0], prompt.width or native[1]
+    unit = math.lcm(UNIT, factor * patch_of(pipeline)) if patch_of(pipeline) > 1 else max(UNIT, factor)
     return max(unit, height - height % unit), max(unit, width - width % unit)
 
 

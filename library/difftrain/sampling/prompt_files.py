@@ -26,17 +26,21 @@ class PromptFile:
     notes: tuple[str, ...] = ()
 
 
-def read_prompts(path: Path, sampler: str = "ddim") -> PromptFile:
+def read_prompts(path: Path, sampler: str = "ddim", *, flow: bool = False) -> PromptFile:
     """Read a file of prompts by its suffix.
 
-    sampler: that of prompts that name none. Raises: ConfigFault with every fault of the file, where there is nothing
+    sampler: that of prompts that name none. flow: whether the model learns a flow. Raises: ConfigFault with every fault of the file, where there is nothing
     to draw, or where the sampler cannot be used: at the start of a run, not at its first picture.
     """
     entries, faults = _entries(path)
     faults += [Fault(where, what) for where, entry in entries for what in entry.faults]
     if not entries and not faults:
         faults.append(Fault(FLAG, f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))
-    unusable = sampler_fault(sampler)
+    for where, entry in entries:
+        own = entry.fields.get("sample_sampler")
+        if own and (fault := sampler_fault(own, flow=flow)):
+            faults.append(Fault(where, fault))
+    unusable = sampler_fault(sampler, flow=flow)
     if unusable:
         faults.append(Fault("--sample_sampler", unusable))
     if faults:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +33,11 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "k_dpm_2": ("KDPM2DiscreteScheduler", {}),
     "k_dpm_2_a": ("KDPM2AncestralDiscreteScheduler", {}),
 }
+# of models that learn a rectified flow: the times that these walk through are shifted as the model's own scheduler says
+FLOW_SAMPLERS: dict[str, str] = {
+    "flow_euler": "FlowMatchEulerDiscreteScheduler",
+    "flow_heun": "FlowMatchHeunDiscreteScheduler",
+}
 _SHARED = (
     "num_train_timesteps",
     "beta_start",
@@ -44,22 +50,35 @@ _SHARED = (
 )
 
 
-def sampler_fault(name: str) -> str | None:
-    """Say why a sampler cannot be used here; None where it can. Imports nothing."""
-    if name not in SAMPLERS:
-        return f"there is no sampler {name!r}; one of {', '.join(SAMPLERS)}"
-    if SAMPLERS[name][0] == "LMSDiscreteScheduler" and importlib.util.find_spec("scipy") is None:
+def sampler_fault(name: str, *, flow: bool | None = None) -> str | None:
+    """Say why a sampler cannot be used here; None where it can. Imports nothing.
+
+    flow: whether the model learns a flow; None: not known yet.
+    """
+    known = {None: (*SAMPLERS, *FLOW_SAMPLERS), True: (*FLOW_SAMPLERS,), False: (*SAMPLERS,)}[flow]
+    if name not in known:
+        there = name in SAMPLERS or name in FLOW_SAMPLERS
+        learns = "learns a flow" if flow else "learns no flow"
+        what = f"{name} is no sampler of a model that {learns}" if there else f"there is no sampler {name!r}"
+        return f"{what}; one of {', '.join(known)}"
+    if SAMPLERS.get(name, ("",))[0] == "LMSDiscreteScheduler" and importlib.util.find_spec("scipy") is None:
         return f"{name} needs the package scipy, which is not installed (pip install scipy, or choose another sampler)"
     return None
 
 
-def make_sampler(name: str, config: Mapping[str, Any]) -> Any:
-    """Make a sampler from the configuration of a pipeline's scheduler. Raises ConfigFault where it cannot be used."""
-    fault = sampler_fault(name)
+def make_sampler(name: str, config: Mapping[str, Any], tokens: int | None = None) -> Any:
+    """Make a sampler from the configuration of a pipeline's scheduler. Raises ConfigFault where it cannot be used.
+
+    tokens: of the picture, where the shift of a flow's times follows it.
+    """
+    flow = is_flow(config)
+    fault = sampler_fault(name, flow=flow)
     if fault:
         raise ConfigFault([Fault("--sample_sampler", fault)])
     import diffusers
 
+    if flow:
+        return _flow_sampler(getattr(diffusers, FLOW_SAMPLERS[name]), config, tokens)
     class_name, extra = SAMPLERS[name]
     made_from = getattr(diffusers, class_name)
     known = inspect.signature(made_from.__init__).parameters
@@ -69,3 +88,18 @@ def make_sampler(name: str, config: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # "dpmsolver" will go one day; kohya's users have it
         return made_from(**shared, **extra)
+
+
+def is_flow(config: Mapping[str, Any]) -> bool:
+    """Tell from its scheduler whether a model learns a flow: it has shifts in place of betas."""
+    return "shift" in config and "beta_schedule" not in config
+
+
+def _flow_sampler(made_from: Any, config: Mapping[str, Any], tokens: int | None) -> Any:
+    """Make a flow's sampler with one shift: where it follows the size, that of this picture."""
+    shift = config["shift"]
+    if config.get("use_dynamic_shifting"):
+        low, high = config["base_image_seq_len"], config["max_image_seq_len"]
+        rise = (config["max_shift"] - config["base_shift"]) / (high - low)
+        shift = math.exp(config["base_shift"] + rise * ((tokens or low) - low))
+    return made_from(num_train_timesteps=config["num_train_timesteps"], shift=shift)
