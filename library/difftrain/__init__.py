@@ -1,3 +1,8 @@
 """Pretrain and fine-tune diffusion models on Ascend NPU, CUDA and CPU with one code path."""
 
-__version__ = "0.4.0"
+import logging
+
+# diffusers imports a bitsandbytes that is there, and that misses a kernel of 4 bits on CPUs at every start; nothing here has it
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+__version__ = "0.5.0"

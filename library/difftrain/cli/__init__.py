@@ -15,6 +15,7 @@ from difftrain.contracts.errors import ConfigFault, Fault
 
 # name -> ("module:function" of argv, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("difftrain.cli.init:main", "sd3_light: a folder to begin SD3-Light with, its transformer random"),
     "export": ("difftrain.cli.export:main", "write weights in another layout or precision, or random ones"),
     "dataset": ("difftrain.cli.dataset:main", "inspect: a page of a data set as training will see it"),
     "cache": ("difftrain.cli.cache:main", "build, info, verify, repair, gc, export: what was encoded once"),
@@ -22,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schema": ("difftrain.cli.schema:main", "print the JSON schema of the TOML, for editors"),
     "doctor": ("difftrain.cli.doctor:main", "say what is installed, which devices are there, and check them"),
 }
-LATER = ("init", "generate", "compare")
+LATER = ("generate", "compare")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +46,11 @@ def usage() -> str:
     """Return the help of the command."""
     lines = ["usage: difftrain COMMAND ...", ""]
     lines += [f"  {name:<8}  {says}" for name, (_, says) in COMMANDS.items()]
-    lines += ["", f"not built yet: {', '.join(LATER)}", "training: sd_scripts_xl/sdxl_pretrain.py --help"]
+    lines += [
+        "",
+        f"not built yet: {', '.join(LATER)}",
+        "training: sd_scripts_xl/train.py --help, sdxl_pretrain.py --help",
+    ]
     return "\n".join(lines)
 
 

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from difftrain.cli.words import run_folder as run_folder_of
 from difftrain.cli.writing import writing
-from difftrain.config import rules, rules_paths
+from difftrain.config import rules, rules_flow, rules_paths
 from difftrain.config.door import enter
 from difftrain.config.flag import Flag, on
 from difftrain.config.flags import FLAGS, KOHYA
 from difftrain.config.help import entries
+from difftrain.config.names import FOLDER_EXPORTS
 from difftrain.config.parse import Parsed, resolve
 from difftrain.config.validate import build_section
 from difftrain.contracts.errors import ConfigFault, Fault
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
 SUFFIXES = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "diffusers_safetensors": ""}
 OUTPUT = on("output", "str", "", "file or folder to write; a file's suffix is added where it lacks it")
 WIDTH = on("ema_width", "float", "", "with RUN_FOLDER: weights averaged over this share of the run, from its snapshots")
+T5 = on("tokenizer3_path", "str", "model.tokenizer3", "of sd3: T5's tokenizer.json, or a folder with it")
 RUN_CONFIG = "config.toml"
 TABLE: dict[str, Flag] = {
     "output": OUTPUT,
     "ema_width": WIDTH,
+    "tokenizer3_path": T5,
     **{
         name: FLAGS[name]
         for name in (
@@ -70,7 +74,9 @@ def read(argv: list[str]) -> Parsed:
         argv = [f"--config={folder / RUN_CONFIG}", *argv]
     judged = () if faults and WIDTH.option in given else (rules.model,)  # a run's own configuration names its model
     try:
-        parsed = resolve(argv, table, (*judged, rules.no_metadata, rules_paths.weights, rules_paths.size))
+        parsed = resolve(
+            argv, table, (*judged, rules.no_metadata, rules_flow.layout, rules_paths.weights, rules_paths.size)
+        )
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None
     faults = faults or [*_width_faults(parsed), *_target_faults(parsed)]
@@ -93,9 +99,15 @@ def _run_faults(folder: Path | None) -> Iterator[Fault]:
     if folder is None:
         yield Fault(WIDTH.option, "needs RUN_FOLDER", "difftrain export --ema_width=0.08 RUN_FOLDER --output=FILE")
     elif not (folder / RUN_CONFIG).is_file():
-        yield Fault(
-            "RUN_FOLDER", f"{str(folder)!r} is no run's folder: it has no {RUN_CONFIG}", "give its --output_dir"
-        )
+        yield Fault("RUN_FOLDER", f"{str(folder)!r} is no run's folder: it has no {RUN_CONFIG}", _remedy(folder))
+
+
+def _remedy(folder: Path) -> str:
+    try:
+        run_folder_of(folder, RUN_CONFIG)
+    except ConfigFault as told:
+        return told.faults[0].remedy
+    return "give its --output_dir"
 
 
 def _width_faults(parsed: Parsed) -> Iterator[Fault]:
@@ -114,7 +126,8 @@ def width_of(parsed: Parsed) -> float:
 
 def layout_of(parsed: Parsed) -> str:
     """Return the layout that is asked for; safetensors where none is."""
-    return parsed.config.save.model_as or "safetensors"
+    given = parsed.config.save.model_as or "safetensors"
+    return "diffusers_safetensors" if parsed.config.model.family in FOLDER_EXPORTS and given != "ckpt" else given
 
 
 def _stem(parsed: Parsed) -> Path:

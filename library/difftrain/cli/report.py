@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from difftrain.cli.words import exactly
+from difftrain.cli.words import exactly, run_folder
 from difftrain.config.door import guard
 
 
@@ -14,8 +12,9 @@ def main(argv: list[str]) -> int:
     def work() -> int:
         (folder,) = exactly("report", argv, "RUN_DIR")
         from difftrain.report.html import build_html
+        from difftrain.report.report import REPORT
 
-        print(build_html(Path(folder)))
+        print(build_html(run_folder(folder, REPORT)))
         return 0
 
     return guard("difftrain report", work)

@@ -1,4 +1,4 @@
-"""`difftrain schema`: the JSON schema of the sectioned TOML."""
+"""`difftrain schema`: the JSON schema of the sectioned TOML; with --train that of every key of train.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ def main(argv: list[str]) -> int:
     """Print the schema."""
 
     def work() -> int:
-        exactly("schema", argv)
-        print(json.dumps(TrainConfig.model_json_schema(), indent=2))
+        exactly("schema", [word for word in argv if word != "--train"])
+        schema = TrainConfig.model_json_schema()
+        if "--train" in argv:
+            from difftrain.config.train_schema import schema_of_files
+
+            schema = schema_of_files()
+        print(json.dumps(schema, indent=2))
         return 0
 
     return guard("difftrain schema", work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from difftrain.contracts.errors import ConfigFault, Fault
 
 
@@ -17,3 +19,20 @@ def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
     if faults:
         raise ConfigFault(faults)
     return words
+
+
+def run_folder(given: str | Path, wanted: str) -> Path:
+    """Return a run's folder, which holds a file; of a folder of run directories those that hold it are named.
+
+    Raises: ConfigFault where it is one of those.
+    """
+    folder = Path(given)
+    if (folder / wanted).is_file() or not folder.is_dir():
+        return folder
+    from difftrain.train.run_dir import run_dirs
+
+    runs = [run.name for run in run_dirs(folder) if (run / wanted).is_file()]
+    if runs:
+        what = f"{str(folder)!r} holds run directories and is none"
+        raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, {folder / runs[0]} is the newest")])
+    return folder

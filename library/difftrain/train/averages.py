@@ -42,13 +42,19 @@ def start_averages(section: EmaSection, engine: Engine) -> tuple[Ema | None, lis
 
 def update_averages(run: Run) -> None:
     """Take in the weights after an update."""
-    averages: list[Ema | PowerEma] = [*([run.ema] if run.ema is not None else []), *run.profiles]
+    due = (run.progress.step + 1) % run.cfg.ema.update_every == 0  # by the step's number: a resume keeps the rhythm
+    averages: list[Ema | PowerEma] = [*([run.ema] if run.ema is not None and due else []), *run.profiles]
     for average in averages:
         average.update((name, shard) for name, shard, _ in run.engine.shards())
 
 
-def announce(section: EmaSection, profiles: list[PowerEma]) -> Iterator[str]:
-    """Say what power-function averages cost."""
+def announce(section: EmaSection, profiles: list[PowerEma], steps: int) -> Iterator[str]:
+    """Say what power-function averages cost, and where a run ends before its average ever moves."""
+    if section.enable and steps < section.update_every:
+        yield (
+            f"the average of the weights takes them in every {section.update_every} steps, and the run has {steps}: it stays "
+            "what the run began with ([ema] update_every)"
+        )
     if not profiles:
         return
     count = sum(tensor.numel() for tensor in profiles[0].weights.values())

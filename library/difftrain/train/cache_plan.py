@@ -70,8 +70,13 @@ def wanted(cfg: TrainConfig) -> bool:
     return any(getattr(cfg.cache, field) for _, *_, memory, disk in _SOURCES for field in (memory, disk))
 
 
-def wishes(cfg: TrainConfig, family: Family, parts: Parts, data: Data | None = None) -> list[Wish]:
-    """List what is asked for, in the order in which it is encoded. data: None leaves masks out."""
+def wishes(
+    cfg: TrainConfig, family: Family, parts: Parts, data: Data | None = None, *, trains: bool = True
+) -> list[Wish]:
+    """List what is asked for, in the order in which it is encoded. data: None leaves masks out.
+
+    trains: these data are trained on; else what only training needs is left out.
+    """
     found = []
     described = family.encoders(parts) if wanted(cfg) else {}
     for source, flag, memory, disk in _SOURCES:
@@ -80,7 +85,7 @@ def wishes(cfg: TrainConfig, family: Family, parts: Parts, data: Data | None = N
             continue
         size = cfg.model.vae_batch_size or max(cfg.batch_sizes) if source == "pixels" else cfg.cache.batch_size
         for name, encoder in described.items():
-            if encoder.source == source:
+            if encoder.source == source and (trains or not parts.training_only.issuperset(encoder.modules)):
                 found.append(Wish(name, flag, to_disk, encoder, dtypes_of(cfg, encoder), size))
         masks = mask_encoder(data.recipes) if source == "pixels" and data is not None else None
         if masks is not None:
@@ -91,7 +96,8 @@ def wishes(cfg: TrainConfig, family: Family, parts: Parts, data: Data | None = N
 def dtypes_of(cfg: TrainConfig, encoder: Encoder) -> dict[str, str]:
     """Return the dtype in which each feature is stored."""
     section = cfg.cache
-    general = section.latents_dtype if encoder.source == "pixels" else section.text_dtype
+    of_pictures = section.latents_dtype if encoder.modules == ("vae",) else "auto"
+    general = of_pictures if encoder.source == "pixels" else section.text_dtype
     asked = {name: section.dtypes.get(name, general) for name in encoder.features}
     return {name: CHOICES.get(asked[name], each.dtype) for name, each in encoder.features.items()}
 

@@ -14,7 +14,7 @@ import numpy as np
 from difftrain.config import TrainConfig
 from difftrain.config.there import expanded, is_url
 from difftrain.config.user_cache import user_cache
-from difftrain.contracts import ConfigFault, DataFault, Family, Parts, Reject, Tokenize
+from difftrain.contracts import EVERY, ConfigFault, DataFault, Family, Fault, Parts, Reject, Tokenize
 from difftrain.data.cache.decoding import Decoding
 from difftrain.data.cache.guard import HandedOut
 from difftrain.data.cache.reader import Reader
@@ -22,7 +22,7 @@ from difftrain.data.cache.wanted import Wanted
 from difftrain.data.cache.work import build_wanted
 from difftrain.data.loader import num_workers
 from difftrain.data.prepare import Data
-from difftrain.device import Device
+from difftrain.device import Device, choose
 from difftrain.device.memory import during
 from difftrain.train import encoding
 from difftrain.train.cache_disk import Listed
@@ -48,10 +48,12 @@ class Cached:
     rejects: list[Reject] = dataclasses.field(default_factory=list)
 
 
-def with_cache(cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, parts: Parts, data: Data) -> Cached:
+def with_cache(
+    cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, parts: Parts, data: Data, *, trains: bool = True
+) -> Cached:
     """Encode what is asked for and not there yet, and return the data that read it. Every rank calls it.
 
-    parts: on the host, or lazy; encoders that no step needs any more rest.
+    parts: on the host, or lazy; encoders that no step needs any more rest. trains: these data are trained on.
     Raises: ConfigFault where it does not fit or must not be written, DataFault where too much cannot be decoded,
     TrainingFault for a full disk or a damaged cache.
     """
@@ -59,11 +61,11 @@ def with_cache(cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, p
         return Cached(data)
     tokenize = family.tokenizer(parts)
     asked: list[Wish] = []
-    for_all(ranks, True, lambda: asked.extend(wishes(cfg, family, parts, data)))
+    for_all(ranks, True, lambda: asked.extend(wishes(cfg, family, parts, data, trains=trains)))
     listed = _listed(cfg, ranks, data, asked, tokenize)
     places = _places(cfg, ranks, data, listed)
     _make_sure_of_room(ranks, places)
-    work = _Work(cfg, device, ranks, family, parts, data, tokenize)
+    work = _Work(cfg, encoding_device(cfg, device, ranks), ranks, family, parts, data, tokenize)
     for place in places:
         for each in place.listed:
             work.encode(each, place)
@@ -75,13 +77,33 @@ def with_cache(cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, p
     return Cached(dataclasses.replace(data, store=store_of(listed, readers, passed)), rejects)
 
 
+def encoding_device(cfg: TrainConfig, device: Device, ranks: Ranks) -> Device:
+    """Return the device that encodes what is cached: that of training, or of the kind that is asked for.
+
+    Raises ConfigFault where there is none of it.
+    """
+    kind = cfg.cache.device
+    if kind is None or kind == device.kind:
+        return device
+    try:
+        found = choose(kind, ranks.local_rank, ranks.local_size)
+    except ConfigFault as fault:
+        remedy = "leave it out: the device of training encodes"
+        raise ConfigFault([Fault("--cache.device", each.what, remedy) for each in fault.faults]) from None
+    log.info("what is cached is encoded on %s, training is on %s", found.kind, device.kind)
+    return found
+
+
 def awake(parts: Parts, device: Device) -> AbstractContextManager[None]:
     """Bring the resting encoders to the device for a while: pictures are drawn with them."""
-    return encoding.awake(parts, parts.resting, device)
+    return encoding.awake(parts, parts.resting - parts.training_only, device)
 
 
-def lazy_parts(cfg: TrainConfig, family: Family, parts: Parts) -> frozenset[str]:
-    """Return the frozen parts that are needed only where something is to be encoded. parts: without weights will do."""
+def lazy_parts(cfg: TrainConfig, family: Family) -> frozenset[str]:
+    """Return the frozen parts that are needed only where something is to be encoded. Raises ConfigFault."""
+    if not wanted(cfg):
+        return frozenset()
+    parts = family.load(meta=True, lazy=EVERY)
     return frozenset(name for wish in wishes(cfg, family, parts) for name in wish.encoder.modules)
 
 
@@ -217,7 +239,10 @@ def _rejects(
 
 def _let_rest(parts: Parts, asked: Sequence[Wish]) -> None:
     """Say which parts no step needs any more."""
-    parts.resting |= {name for wish in asked for name in wish.encoder.modules}
+    fresh = {name for wish in asked for name in wish.encoder.modules} - parts.resting
+    if not fresh:  # an evaluation set's cache follows the training set's
+        return
+    parts.resting |= fresh
     names = sorted(parts.resting)
     size = sum(each.numel() * each.element_size() for name in names for each in parts.frozen[name].parameters())
     asleep = [name for name in names if parts.sleeps(name)]

@@ -13,6 +13,7 @@ from difftrain.contracts import ConfigFault, Family, Fault, Parts
 from difftrain.data.decoders import HOST
 from difftrain.data.sources import own_class
 from difftrain.device import Device, fp8, jpeg
+from difftrain.train.caching import lazy_parts
 from difftrain.train.drawing import prompts_of
 
 _WEIGHTS = frozenset({"model.pretrained", "model.vae"})
@@ -30,11 +31,12 @@ def check_device(cfg: TrainConfig, device: Device) -> None:
         raise ConfigFault(faults)
 
 
-def check(cfg: TrainConfig, family: Family, away: Collection[str] = ()) -> Parts:
+def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole: bool = True) -> Parts:
     """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers.
 
-    away: fields of which something is still to be fetched, and which are left out. Returns the parts without weights.
-    Raises ConfigFault with every fault.
+    away: fields of which something is still to be fetched, and which are left out. whole: False leaves out the weights of
+    encoders that a cache may save, where the family can; they are looked at when they are woken. Returns the parts
+    without weights. Raises ConfigFault with every fault.
     """
     faults: list[Fault] = optim.faults(cfg.optimizer, cfg.training.max_steps)
 
@@ -45,12 +47,12 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = ()) -> Parts
             faults.extend(found.faults)
             return None
 
-    attempt(lambda: prompts_of(cfg.sample))
+    attempt(lambda: prompts_of(cfg))
     if cfg.data.dataset_class:
         attempt(lambda: own_class.make(str(cfg.data.dataset_class), *cfg.data.dirs[:1]))
     parts = Parts(root=nn.Module())
     if not _WEIGHTS.intersection(away):
-        parts = attempt(lambda: family.load(meta=True)) or parts
+        parts = attempt(lambda: family.load(meta=True, lazy=() if whole else lazy_parts(cfg, family))) or parts
     if not any(field.startswith("model.") for field in away):
         attempt(lambda: family.tokenizer(parts))
     if faults:

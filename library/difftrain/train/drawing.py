@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.config import SampleSection
+from difftrain.config import TrainConfig
+from difftrain.config.names import FLOW_FAMILIES, FLOW_SAMPLERS
 from difftrain.device.memory import during
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
 from difftrain.train.caching import awake
@@ -22,17 +23,25 @@ log = logging.getLogger("difftrain")
 FOLDER = "sample"
 
 
-def prompts_of(section: SampleSection) -> PromptFile:
+def prompts_of(cfg: TrainConfig) -> PromptFile:
     """Read the prompts that are asked for. Raises ConfigFault with everything that cannot be drawn."""
-    return read_prompts(Path(section.prompts), section.sampler) if section.prompts else PromptFile()
+    if not cfg.sample.prompts:
+        return PromptFile()
+    return read_prompts(Path(cfg.sample.prompts), sampler_of(cfg), flow=cfg.model.family in FLOW_FAMILIES)
+
+
+def sampler_of(cfg: TrainConfig) -> str:
+    """Return the sampler of prompts that name none; a flow has one of its own where the default is no flow's."""
+    flow = cfg.model.family in FLOW_FAMILIES
+    return FLOW_SAMPLERS[0] if flow and cfg.sample.sampler not in FLOW_SAMPLERS else cfg.sample.sampler
 
 
 class Drawing:
     """Draw the prompts every n steps or epochs, before the first step where asked for, and at the end."""
 
-    def __init__(self, run: Run, outputs: Outputs) -> None:
+    def __init__(self, run: Run, outputs: Outputs | None = None) -> None:
         section = run.cfg.sample
-        file = prompts_of(section)
+        file = prompts_of(run.cfg)
         self._prompts = file.prompts
         for note in file.notes:
             log.info("samples: %s", note)
@@ -53,6 +62,10 @@ class Drawing:
 
     def after_training(self, run: Run) -> None:
         """The last step has drawn."""
+
+    def once(self, run: Run) -> None:
+        """Draw from the weights as they stand."""
+        self._draw(run)
 
     def _draw(self, run: Run) -> None:
         """Draw on the logger rank, while the others wait at the next step."""
@@ -79,8 +92,9 @@ class Drawing:
                 run.out / FOLDER,
                 run.name,
                 when,
-                sampler=run.cfg.sample.sampler,
+                sampler=sampler_of(run.cfg),
                 seed=run.cfg.training.seed,
             )
-        self._outputs.picture(run.progress.step, "samples", grid)
+        if self._outputs is not None:
+            self._outputs.picture(run.progress.step, "samples", grid)
         log.info("samples at step %d: %s", run.progress.step, grid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 from difftrain.config import TrainConfig
 from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, ConfigFault, Family, Group, Parts
+from difftrain.data.evaluation_sets import config_of, open_set
+from difftrain.data.length import total_steps, why
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import global_batches, make_plan, open_data, prepare
@@ -20,14 +22,19 @@ from difftrain.distributed.launch import Launch
 from difftrain.engine.fused import parts_of
 from difftrain.engine.halves import weights_kept
 from difftrain.engine.masters import DTYPES
+from difftrain.evaluation.features import INSTALL, NAME
+from difftrain.evaluation.features import missing as packages_missing
+from difftrain.evaluation.quantile import TENTHS
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
+from difftrain.optim.muon import is_matrix
 from difftrain.train.cache_plan import foreseen, wishes
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
 from difftrain.train.hub.client import endpoint
 from difftrain.train.hub.fetch import looked_up
 from difftrain.train.hub.ids import TOKENIZERS, Wanted
+from difftrain.train.run_dir import foreseen as foreseen_folder
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
@@ -50,12 +57,13 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
     if parts is None:
         say("dry run: figures of what is not here are left out; nothing was fetched, and no device was touched")
         return 0
-    for note in prompts_of(cfg.sample).notes:
+    say(foreseen_folder(cfg, ranks))
+    for note in prompts_of(cfg).notes:
         say(f"samples: {note}")
     data = open_data(cfg, prepare(cfg, log=say))
     check_sizes(data.tables, family.features)
     plan = make_plan(data, _seeded(cfg), global_batches(cfg, ranks))
-    total = total_steps(cfg, plan)
+    total = total_steps(cfg.training, plan)
     caches = wishes(cfg, family, parts, data)
     parts.resting |= {name for wish in caches for name in wish.encoder.modules}
     for line in (
@@ -64,10 +72,27 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
         *parameters(parts),
         *memory(cfg, parts, ranks),
         *flops(family, parts, cfg, data, plan, total),
+        *evaluation(cfg, family, parts),
     ):
         say(line)
     say("dry run: nothing was trained and no device was touched")
     return 0
+
+
+def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
+    """Open every evaluation set, and say what looking at it takes. Raises DataFault where nothing can be made of one."""
+    for section in cfg.eval.sets:
+        name, said = f"evaluation set {section.name}", list[str]()
+        data = open_set(cfg, section, said.append)
+        yield from (f"{name}: {line}" for line in said)
+        check_sizes(data.tables, family.features)
+        records, weights = sum(rows.records for rows in data.tables.training), 1 + cfg.ema.enable
+        looks = f"{records:,} pictures x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
+        yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} images forward each time"
+        for wish in wishes(config_of(cfg, section), family, parts, data, trains=False):
+            yield f"{name}: {foreseen(wish, data).size_sentence()}"
+    if cfg.eval.kid and (lacking := packages_missing()):
+        yield f"{NAME}: {' and '.join(lacking)} not installed, so it would not be measured; {INSTALL}"
 
 
 def _checked(cfg: TrainConfig, family: Family, missing: list[Wanted]) -> Parts | None:
@@ -98,18 +123,11 @@ def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
     )
 
 
-def total_steps(cfg: TrainConfig, plan: EpochPlan) -> int:
-    """Return the steps of the whole run; epochs win."""
-    epochs = cfg.training.max_epochs
-    return plan.total_steps(epochs) if epochs else cfg.training.max_steps
-
-
 def length(cfg: TrainConfig, plan: EpochPlan, total: int) -> Iterator[str]:
     """Say how steps, epochs and repeats hang together here."""
     yield from plan.lines()
     epochs = plan.locate(total - 1)[0] + 1 if total else 0
-    asked = f"--max_train_epochs={cfg.training.max_epochs}" if cfg.training.max_epochs else "--max_train_steps"
-    yield f"length: {total} steps in {epochs} epochs (by {asked}), {total * plan.mean_batch:.0f} images seen"
+    yield f"length: {total} steps in {epochs} epochs ({why(cfg.training, plan)}), {total * plan.mean_batch:.0f} images seen"
 
 
 def modules(parts: Parts) -> dict[str, nn.Module]:
@@ -164,7 +182,8 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
         found.append(Need("casts of autocast", 2 * moving, "2 B a trained parameter"))
     if ranks > 1 and not training.ddp_bucket_view and alive == moving:
         found.append(Need("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views"))
-    each, shards = state_bytes(cfg), ranks if cfg.optimizer.type.lower() == "oss" else 1
+    each = state_bytes(cfg, matrix_share(parts))
+    shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
     formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
     found.append(Need("optimizer state", each * moving / shards, formula))
     if cfg.ema.enable:
@@ -187,17 +206,32 @@ def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
     return max(sum(sizes[name] for name in names) for names in together), what
 
 
-def state_bytes(cfg: TrainConfig) -> float:
-    """Return the bytes of state that the optimizer keeps for a parameter: counted on one small matrix after a step."""
+def matrix_share(parts: Parts) -> float:
+    """Return the share of the trained numbers that are in matrices, as Muon takes them."""
+    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
+    return sum(each.numel() for name, each in named if is_matrix(name, each)) / sum(each.numel() for _, each in named)
+
+
+def state_bytes(cfg: TrainConfig, matrices: float = 1.0) -> float:
+    """Return the bytes of state that the optimizer keeps for a parameter: counted on small ones after a step.
+
+    matrices: the share of matrices within blocks, of which Muon keeps less.
+    """
     full = cfg.training.full_precision
     dtype = DTYPES[full] if full and weights_kept(cfg.training) == "none" else torch.float32
-    matrix = nn.Parameter(torch.full((256, 256), 1e-2, dtype=dtype))
-    group = Group("probe", [("probe", matrix)], cfg.optimizer.learning_rate or 1.0)
+    shares = {"blocks.0.probe": matrices, "probe": 1 - matrices}
+    probes = {name: nn.Parameter(torch.full((256, 256), 1e-2, dtype=dtype)) for name in shares}
+    group = Group("probe", list(probes.items()), cfg.optimizer.learning_rate or 1.0)
     optimizer = make_optimizer(cfg.optimizer, [group], dp_size=1, fused_ok=False)
-    matrix.grad = torch.full_like(matrix, 1e-3)
+    for probe in probes.values():
+        probe.grad = torch.full_like(probe, 1e-3)
     optimizer.step()
-    state = optimizer.state[matrix].values()
-    return sum(v.numel() * v.element_size() for v in state if torch.is_tensor(v) and v.numel() > 1) / matrix.numel()
+    return sum(share * _state_of(optimizer.state[probes[name]], probes[name]) for name, share in shares.items())
+
+
+def _state_of(state: dict[str, Any], probe: torch.Tensor) -> float:
+    kept = (each for each in state.values() if torch.is_tensor(each) and each.numel() > 1)
+    return sum(each.numel() * each.element_size() for each in kept) / probe.numel()
 
 
 def memory(cfg: TrainConfig, parts: Parts, ranks: int) -> Iterator[str]:

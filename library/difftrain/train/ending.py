@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Bucket, Parts
+from difftrain.data.length import why
 from difftrain.engine.halves import precision_of
 from difftrain.report.casename import final_lines, write_case_log
 from difftrain.report.html import build_html
@@ -19,11 +20,14 @@ from difftrain.train.state import Run
 from difftrain.train.together import company
 
 if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
     from difftrain.train.outputs import Outputs
     from difftrain.train.saving import Saving
 
 log = logging.getLogger("difftrain")
-NETWORKS = {"sdxl": "StableDiffusionXL"}  # as ModelZoo's logs call them
+# as ModelZoo's logs call them
+NETWORKS = {"sdxl": "StableDiffusionXL", "sd3": "StableDiffusion3", "sd3_light": "StableDiffusion3-Light"}
+PARTS_FROM_ELSEWHERE = ("vae", "transformer", "text_encoder1", "text_encoder2", "text_encoder3")
 
 
 def finish(run: Run, outputs: Outputs, saving: Saving, evaluating: Evaluating, start: Start) -> None:
@@ -54,14 +58,14 @@ def write_reports(run: Run, **late: Any) -> dict[str, Any]:
     last = run.meter.last
     facts = RunFacts(
         run_dir=run.out,
-        network=NETWORKS.get(run.cfg.model.family, run.cfg.model.family),
+        network=network_of(run.cfg),
         argv=run.argv,
         device=run.device.describe(),
         world_size=run.ranks.size,
         global_batch=run.global_batch,
         steps=run.progress.step,
         planned_steps=run.total_steps,
-        epochs=run.plan.locate(max(run.progress.step - 1, 0))[0] + 1,
+        epochs=run.epoch,
         samples_seen=run.progress.samples_seen,
         account=run.clock.total(),
         session=run.clock.session(),
@@ -86,15 +90,28 @@ def write_reports(run: Run, **late: Any) -> dict[str, Any]:
 
 def notes_of(run: Run) -> dict[str, Any]:
     """Return what else is to be known of a run: what failed, what was chosen, what came from a hub and went there."""
-    notes = {"failed_saves": run.facts.get("failed_saves", 0), "choices": run.choices}
+    notes = {
+        "failed_saves": run.facts.get("failed_saves", 0),
+        "choices": run.choices,
+        "model": list(dict.fromkeys(run.parts.notes)),
+    }
     hub = {"fetched": run.facts.get("hub"), "uploads": run.uploads.facts()}
     return notes | {key: value for key, value in hub.items() if value}
 
 
 def main_bucket(run: Run) -> Bucket:
-    """Return the bucket of --resolution, for figures that need one shape."""
-    width, height = run.cfg.data.resolution or (1024, 1024)
-    return Bucket(height, width)
+    """Return the bucket of --resolution, for figures that need one shape; else the one with most uses."""
+    if run.cfg.data.resolution:
+        width, height = run.cfg.data.resolution
+        return Bucket(height, width)
+    most = max(run.data.tables.training, key=lambda rows: (rows.uses, rows.bucket))
+    return most.bucket
+
+
+def network_of(cfg: TrainConfig) -> str:
+    """Return what reports and logs call the network."""
+    light = cfg.model.family == "sd3" and cfg.model.train_type == "sd3_light_pretrain"
+    return NETWORKS["sd3_light"] if light else NETWORKS.get(cfg.model.family, cfg.model.family)
 
 
 def parameter_counts(parts: Parts) -> dict[str, int]:
@@ -107,9 +124,9 @@ def parameter_counts(parts: Parts) -> dict[str, int]:
 def weights_of(run: Run) -> str:
     """Say where the weights at the start came from."""
     model = run.cfg.model
-    if model.pretrained:
-        return model.pretrained
-    return f"random ({model.init_from_config}), seed {run.cfg.training.seed}"
+    given = model.pretrained or f"random ({model.init_from_config}), seed {run.cfg.training.seed}"
+    elsewhere = [(name, getattr(model, name)) for name in PARTS_FROM_ELSEWHERE]
+    return "; ".join([given, *(f"{name} of {source}" for name, source in elsewhere if source)])
 
 
 def _scores(run: Run) -> tuple[dict[str, Any], list[Target]]:
@@ -138,7 +155,7 @@ def say_what_runs(run: Run) -> None:
         f"{_listed(run.plan.global_batches)} images a step{', by data set' if len(cfg.batch_sizes) > 1 else ''}",
         *run.plan.lines(),
         f"length: {run.total_steps} steps"
-        + (f" ({cfg.training.max_epochs} epochs; epochs win over steps)" if cfg.training.max_epochs else "")
+        + (f" ({why(cfg.training, run.plan)})" if cfg.training.max_epochs else "")
         + (f", {run.progress.step} of them done" if run.progress.step else ""),
         *run.parts.notes,
         *run.choices,

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 from difftrain.contracts import Batch
 from difftrain.train.averages import update_averages
+from difftrain.train.held import say_memory
 from difftrain.train.kernels import counted
 from difftrain.train.out_of_memory import in_step
 from difftrain.train.saving import Saving
-from difftrain.train.signals import NOTHING, STOP, Requests
+from difftrain.train.signals import EXPORT, NOTHING, QUIT, STOP, Requests
 from difftrain.train.state import Hook, Run
 
 log = logging.getLogger("difftrain")
@@ -19,8 +20,8 @@ log = logging.getLogger("difftrain")
 def train(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Saving, requests: Requests) -> bool:
     """Train until the last step, or until somebody asks to stop; return whether all steps are done.
 
-    A request (a signal to any one rank) is agreed on by all ranks at the same step boundary, so that they save the
-    same state and leave together.
+    A request (a signal to any one rank, a file that one rank sees) is agreed on by all ranks at the same step boundary,
+    so that they save the same state and leave together.
     """
     with requests.heeded():
         _steps(run, steps, hooks, saving, requests)
@@ -34,6 +35,7 @@ def _steps(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Sa
         images = run.plan.size(run.progress.step)
         with in_step(run.progress.step + 1, micro), counted(run, micro):
             stats = run.engine.step(micro, {"samples": float(images)})
+        say_memory(run)
         update_averages(run)
         run.progress.step += 1
         run.progress.samples_seen += images
@@ -41,10 +43,13 @@ def _steps(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Sa
         run.meter.after_step(run, micro, stats)
         for hook in hooks:
             hook.after_step(run)
-        request = run.ranks.agree(requests.take())
-        if request != NOTHING and not saving.save_now(run):
+        request = run.ranks.agree(max(requests.take(), saving.asked()))
+        if request != NOTHING and not saving.save_now(run, export=request in (EXPORT, QUIT)):
             log.error(
-                "what was asked for could not be saved; the newest checkpoint before it is where a resume goes on"
+                "what was asked for could not be saved; the newest checkpoint before it is where a resume goes on%s",
+                ". The run does not end without it: make room, and ask again" if request == QUIT else "",
             )
-        if request == STOP:
+        elif request == QUIT:
+            return
+        if request == STOP:  # who sends a signal does not wait for a disk
             return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from difftrain.contracts import Batch, Reject, Stats, TrainingFault
+from difftrain.contracts import METRIC, Batch, Reject, Stats, TrainingFault
 from difftrain.report.line import StepMetrics
 from difftrain.report.loss import AverageLoss
 
@@ -38,13 +38,14 @@ class Meter:
         self._average.load(run.progress.losses)
         self._pending: list[Pending] = []
         self._rejects: list[Reject] = []
+        self._measures: dict[str, float] = {}  # of the latest step that was read
         self.last: StepMetrics | None = None
 
     def after_step(self, run: Run, micro: list[Batch], stats: Stats) -> None:
         """Take a step's numbers; read them where a line is due."""
         self._pending.append(Pending(run.progress.step, stats))
         self._rejects += [reject for batch in micro for reject in batch.rejects]
-        self._outputs.advance(run.progress.step)
+        self._outputs.advance(run.progress.step, run.progress.samples_seen)
         if run.progress.step % run.cfg.logging.log_every == 0 or not run.steps_left:
             self.flush(run)
             self._write_line(run)
@@ -58,6 +59,7 @@ class Meter:
             for pending, (loss, grad_norm, skipped) in zip(self._pending, table):
                 self._judge(run, pending.step, loss, grad_norm, bool(skipped))
             self._latest = (self._pending[-1], *table[-1])
+            self._measures = measured(self._pending[-1].stats)
             self._pending.clear()
         self._hand_on_rejects(run)
 
@@ -123,11 +125,17 @@ class Meter:
             step_s=span.step_s,
             lrs=lrs,
             d=None if pending.stats.d is None else float(pending.stats.d),
+            measures=self._measures,
             skipped=run.progress.skipped,
             session=run.clock.total().sessions,
             elapsed_s=run.clock.session().e2e_s,
         )
         self._outputs.line(self.last)
+
+
+def measured(stats: Stats) -> dict[str, float]:
+    """Return what is measured beside the loss, over all ranks and micro batches of a step; the host waits."""
+    return {name.removeprefix(METRIC): float(value) for name, value in stats.sums.items() if name.startswith(METRIC)}
 
 
 def is_fused(section: OptimizerSection) -> bool:

@@ -79,6 +79,9 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
     ways = []
     if doing == SAMPLING:
         ways.append("smaller or fewer pictures in --sample_prompts")
+    at_once = [cfg.eval.batch_size or each.batch_size for held in cfg.eval.sets for each in held.datasets]
+    if doing in (EVALUATING, SAMPLING) and max(at_once, default=1) > 1:
+        ways.append(f"--eval.batch_size={max(at_once) // 2} (of evaluation sets)")
     if not training.gradient_checkpointing:
         ways.append("--gradient_checkpointing")
     if not (cache.latents or cache.latents_to_disk):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from difftrain.config import LoggingSection, TrainConfig
 from difftrain.contracts import ConfigFault, Fault, Reject
 from difftrain.report.console import Console
 from difftrain.report.line import StepMetrics
-from difftrain.report.metrics import METRICS, VALIDATION, JsonLines
+from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, JsonLines
 from difftrain.report.sessions import Sessions
 from difftrain.report.trackers import Tracker, open_trackers
 
@@ -95,23 +96,30 @@ class Outputs:
         *,
         is_logger: bool,
         step: int,
+        samples_seen: int,
         total_steps: int,
         earlier_s: float,
         facts: dict[str, Any],
         recorded: dict[str, Any],
     ) -> None:
-        """Open. step: where the session begins; lines beyond it are cut. recorded: the configuration without secrets."""
+        """Open. step: where the session begins; lines beyond it are cut. samples_seen: by then.
+
+        recorded: the configuration without secrets.
+        """
         self.out = cfg.output_dir
         self._on = is_logger
+        self._by_examples = cfg.logging.x_axis_examples
+        self._x = samples_seen if self._by_examples else step  # where trackers put what is recorded next
         self._trackers: list[Tracker] = []
         if not is_logger:
             return
         self.sessions = Sessions(self.out, step=step, earlier_s=earlier_s, **facts)
         self._metrics = JsonLines(self.out / METRICS, step)
         self._validation = JsonLines(self.out / VALIDATION, step) if cfg.validation.split else None
+        self._evaluation = JsonLines(self.out / EVALUATION, step) if cfg.eval.sets else None
         self._trackers = open_trackers(
             cfg,
-            step=step,
+            step=self._x,
             run_id=self.sessions.run_id,
             started=self.sessions.started,
             config=recorded,
@@ -120,8 +128,9 @@ class Outputs:
         self._console = Console(total_steps, step)
         self._named = set(_rejected_before(self.out / REJECTED))  # paths
 
-    def advance(self, _step: int) -> None:
-        """Move the progress bar."""
+    def advance(self, step: int, samples_seen: int) -> None:
+        """Move the progress bar; what is recorded from now on belongs to this step."""
+        self._x = samples_seen if self._by_examples else step
         if self._on:
             self._console.advance()
 
@@ -135,7 +144,7 @@ class Outputs:
         self._metrics.write(metrics.record())
         self._console.line(metrics.line())
         for tracker in self._trackers:
-            tracker.scalars(metrics.step, metrics.scalars())
+            tracker.scalars(self._x, metrics.scalars())
 
     def validated(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
         """Record a validation; record holds at least step and loss."""
@@ -144,12 +153,21 @@ class Outputs:
         if self._validation is not None:
             self._validation.write(record)
         for tracker in self._trackers:
-            tracker.scalars(record["step"], scalars)
+            tracker.scalars(self._x, scalars)
 
-    def picture(self, step: int, tag: str, path: Path) -> None:
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Record what was measured on evaluation sets: everything but step, epoch and samples_seen is a tracker's tag."""
+        if not self._on or self._evaluation is None:
+            return
+        self._evaluation.write(record)
+        scalars = {tag: value for tag, value in record.items() if isinstance(value, float) and math.isfinite(value)}
+        for tracker in self._trackers:
+            tracker.scalars(self._x, scalars)
+
+    def picture(self, _step: int, tag: str, path: Path) -> None:
         """Hand a sample grid to the trackers."""
         for tracker in self._trackers:
-            tracker.image(step, tag, path)
+            tracker.image(self._x, tag, path)
 
     def rejected(self, rejects: list[Reject]) -> None:
         """Name items that turned out bad only during training, each once."""
@@ -174,5 +192,7 @@ class Outputs:
         self._metrics.close()
         if self._validation is not None:
             self._validation.close()
+        if self._evaluation is not None:
+            self._evaluation.close()
         for tracker in self._trackers:
             tracker.close()

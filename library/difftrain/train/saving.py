@@ -1,12 +1,14 @@
-"""When checkpoints and exports are written, under kohya's names, and what of them is kept.
+"""When checkpoints and exports are written, under kohya's names or by step, and what of them is kept.
 
 Checkpoint: everything to resume, a folder `NAME-step00000004-state`, `NAME-000001-state` or `NAME-state`.
 Export: weights for inference, `NAME-step00000004`, `NAME-000001` or `NAME` in the layout of --save_model_as; with
 --use_ema the averaged weights beside it as `NAME-ema`, with --ema_profiles snapshots in ema_snapshots/.
+By step: checkpoints are global_step4; exports are folders step4 and epoch1, with step4-ema and epoch1-ema beside them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -17,11 +19,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from difftrain import checkpoint
+from difftrain.checkpoint import STEPS, Naming, SaveName
+from difftrain.checkpoint.names import ONE_FILE
+from difftrain.config.names import FOLDER_EXPORTS
 from difftrain.contracts import RunFacts
-from difftrain.train.averages import load_averages, store_snapshots, write_averages
-from difftrain.train.progress import PROGRESS_FILE, Progress
+from difftrain.train.averages import store_snapshots, write_averages
+from difftrain.train.signals import NOTHING
 from difftrain.train.state import Run
-from difftrain.train.together import company, for_all
+from difftrain.train.together import company
+from difftrain.train.watch import Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,54 +43,95 @@ class Saving:
     def __init__(self, run: Run) -> None:
         save = run.cfg.save
         self._saved_at = -1  # the step of the last checkpoint that this session has committed
+        self._exported_at = -1
+        self._by_step = save.naming == STEPS.value
+        self._names: Naming = STEPS if self._by_step else run.name
+        self._watch: Watch | None = None
         self.every_n_epochs = save.every_n_epochs
         epochs = run.cfg.training.max_epochs
         if save.n_epoch_ratio and epochs:
             self.every_n_epochs = max(1, epochs // save.n_epoch_ratio)
 
     def before_training(self, run: Run) -> None:
-        """Nothing is due before the first step."""
+        """Nothing is due before the first step; files and the time are looked at from here on, by one rank."""
+        if run.ranks.is_logger:
+            self._watch = Watch(run.out if self._by_step else None, run.cfg.save.checkpoint_every_n_minutes)
+
+    def asked(self) -> int:
+        """Return what a file or the time asks for, where this rank looks."""
+        return NOTHING if self._watch is None else self._watch.asked()
 
     def after_step(self, run: Run) -> None:
-        """Save where a step or an epoch is due; the last epoch is the end's."""
+        """Save where a step, a number of examples or an epoch is due; under kohya's names the last epoch is the end's."""
         save = run.cfg.save
-        if save.every_n_steps and run.progress.step % save.every_n_steps == 0:
-            self._save(run, f"{run.name}-step{run.progress.step:08d}", "step", state=save.state)
+        if self._step_is_due(run):
+            self._save(run, SaveName("step", run.progress.step), state=save.state)
         epoch = run.epoch_end()
-        if epoch and self.every_n_epochs and epoch % self.every_n_epochs == 0 and run.steps_left:
-            self._save(run, f"{run.name}-{epoch:06d}", "epoch", state=save.state)
+        if not epoch:
+            return
+        if self.every_n_epochs and epoch % self.every_n_epochs == 0 and (run.steps_left or self._by_step):
+            self._save(run, SaveName("epoch", epoch), state=save.state)
+        due = save.checkpoint_every_n_epochs and epoch % save.checkpoint_every_n_epochs == 0
+        if due and self._saved_at != run.progress.step:
+            self._checkpoint(run, SaveName("epoch", epoch))
 
-    def save_now(self, run: Run) -> bool:
-        """Write a checkpoint because somebody asked for one, unless this very step has one; return whether there is one."""
+    def _step_is_due(self, run: Run) -> bool:
+        save, step, seen = run.cfg.save, run.progress.step, run.progress.samples_seen
+        if save.every_n_steps and step % save.every_n_steps == 0:
+            return True
+        examples = save.every_n_examples
+        if not examples:
+            return False
+        return seen // examples > (seen - run.plan.size(step - 1)) // examples  # this step has passed a multiple
+
+    def save_now(self, run: Run, *, export: bool = False) -> bool:
+        """Write a checkpoint because somebody asked for one, unless this very step has one; return whether there is one.
+
+        export: weights for inference as well.
+        """
+        name = SaveName("step", run.progress.step)
         if self._saved_at != run.progress.step:
-            self._checkpoint(run, f"{run.name}-step{run.progress.step:08d}-state", "step")
+            self._checkpoint(run, name)
+        if export and self._exported_at != run.progress.step:
+            self._save(run, name, state=False)
         return self._saved_at == run.progress.step
 
     def after_training(self, run: Run) -> None:
-        """Write what a finished run leaves: the last export, and its checkpoint where asked for."""
-        save = run.cfg.save
-        if save.state or save.state_on_train_end:
-            self._checkpoint(run, f"{run.name}-state", "end", must=True)
+        """Write what a finished run leaves: the last export, and its checkpoint where asked for; by step, always both."""
+        save, step, epoch = run.cfg.save, run.progress.step, run.epoch_end() if self._by_step else None
+        if not self._by_step:
+            if save.state or save.state_on_train_end:
+                self._checkpoint(run, SaveName("end"), must=True)
+        elif self._saved_at != step:
+            self._checkpoint(run, SaveName("step", step), must=True)
+        if self._by_step and self._exported_at == step:
+            return
         with run.clock.paused("saving"):
-            self._export(run, run.name)
+            last = SaveName("epoch", epoch) if epoch else SaveName("step", step)
+            self._export(run, last if self._by_step else SaveName("end"))
 
-    def _save(self, run: Run, name: str, kind: str, *, state: bool) -> None:
-        if state:
-            self._checkpoint(run, f"{name}-state", kind)
+    def _save(self, run: Run, name: SaveName, *, state: bool) -> None:
+        if state and not (self._by_step and self._saved_at == run.progress.step):
+            self._checkpoint(run, name)
+        failed = False
         with run.clock.paused("saving"):
             try:
                 self._export(run, name)
             except OSError as error:  # a full disk: training goes on, what was saved before stays
-                log.error("export %s was not written: %s; earlier ones are untouched", name, error)
+                log.error("export %s was not written: %s; earlier ones are untouched", name.of(self._names), error)
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
+                failed = True
+            if not run.ranks.any(failed):
+                self._exported_at = run.progress.step
             with company(run.ranks, run.claim.owned):
                 if run.claim.owned:
                     checkpoint.retain_exports(
-                        run.out, run.name, run.cfg.save, run.progress.step, log.info, run.uploads.holds
+                        run.out, self._names, run.cfg.save, run.progress.step, log.info, run.uploads.holds
                     )
 
-    def _checkpoint(self, run: Run, name: str, kind: str, *, must: bool = False) -> None:
+    def _checkpoint(self, run: Run, save: SaveName, *, must: bool = False) -> None:
         """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
+        name = (SaveName("step", run.progress.step) if self._by_step else save).of(self._names, state=True)
         with run.clock.paused("saving"):
             run.claim.check()
             run.meter.settle(run)
@@ -100,14 +147,16 @@ class Saving:
                 return files
 
             try:
-                path = checkpoint.commit(run.out, name, write, run.ranks, self._meta(run, kind))
+                path = checkpoint.commit(run.out, name, write, run.ranks, self._meta(run, save.kind))
             except checkpoint.SaveFault as error:
                 if must:
                     raise checkpoint.SaveFault(f"checkpoint {name} was not written: {error}") from error
                 log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
+                self._time_begins()  # else each step would try
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
                 return
             self._saved_at = run.progress.step
+            self._time_begins()
             if run.ranks.is_logger:
                 log.info("checkpoint %s at step %d", path.name, run.progress.step)
             if run.cfg.hub.save_state:
@@ -115,8 +164,13 @@ class Saving:
             with company(run.ranks, run.claim.owned):
                 if run.claim.owned:
                     checkpoint.retain_states(
-                        run.out, run.name, run.cfg.save, run.progress.step, log.info, run.uploads.holds
+                        run.out, self._names, run.cfg.save, run.progress.step, log.info, run.uploads.holds
                     )
+
+    def _time_begins(self) -> None:
+        """Count the minutes to the next checkpoint from here."""
+        if self._watch is not None:
+            self._watch.saved()
 
     def _send(self, run: Run, path: Path) -> None:
         """Send a checkpoint to the hub where all of it lies on this machine."""
@@ -129,10 +183,14 @@ class Saving:
                 run.uploads.add(path, f"{path.name}, step {run.progress.step}")
 
     def _meta(self, run: Run, kind: str) -> dict[str, object]:
-        return {**run.facts["identity"], "step": run.progress.step, "kind": kind}
+        step = run.progress.step
+        place = {"epoch": run.plan.locate(step)[0], "data_offset": run.plan.offset}
+        schedule = {"schedule_from": run.facts.get("schedule_from", 0)}
+        return {**run.facts["identity"], "step": step, "kind": kind, **place, **schedule}
 
-    def _export(self, run: Run, name: str) -> None:
+    def _export(self, run: Run, save: SaveName) -> None:
         """Export the weights, and the averaged ones, and store snapshots; every rank takes part in gathering them."""
+        name = save.of(self._names)
         with company(run.ranks, run.ranks.is_logger):
             with run.engine.settled():
                 self._export_weights(run, name, run.engine.full_weights())
@@ -148,20 +206,42 @@ class Saving:
         save = run.cfg.save
         dtype = DTYPES[run.cfg.export_precision] if run.cfg.export_precision else None
         broken: list[str] = []
-        path = run.family.export(
-            _watched(weights, broken),
-            run.parts,
-            save.model_as or "safetensors",
-            run.out / name,
-            dtype=dtype,
-            metadata={} if save.no_metadata else run.family.metadata(name, time.time(), facts_of(run)),
-        )
-        log.info("export %s", path.name)
+        layout, path = save.model_as or "safetensors", run.out / name
+        with _folder_for(path, self._by_step and is_one_file(run.cfg.model.family, layout)) as target:
+            written = run.family.export(
+                _watched(weights, broken),
+                run.parts,
+                layout,
+                target,
+                dtype=dtype,
+                metadata={} if save.no_metadata else run.family.metadata(name, time.time(), facts_of(run)),
+            )
+        path = path if self._by_step else written
+        log.info("export %s", written.relative_to(run.out))
         if broken:
             said = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
             log.error("%s; a smaller rate, or --master_weights=fp32 with half weights", said)
             run.facts["not_finite"] = said
         run.uploads.add(path, f"{path.name}, step {run.progress.step}")
+
+
+def is_one_file(family: str, layout: str) -> bool:
+    """Tell whether an export in this layout is one file, not a folder."""
+    return family not in FOLDER_EXPORTS and layout in ("safetensors", "ckpt")
+
+
+@contextlib.contextmanager
+def _folder_for(path: Path, one_file: bool) -> Iterator[Path]:
+    """Give the path to export to: itself, or a file in a folder of its name, which goes where nothing was written."""
+    if not one_file:
+        yield path
+        return
+    path.mkdir(exist_ok=True)
+    try:
+        yield path / ONE_FILE
+    finally:
+        with contextlib.suppress(OSError):  # it holds an export
+            path.rmdir()
 
 
 def _watched(weights: Iterator[tuple[str, Tensor]], broken: list[str]) -> Iterator[tuple[str, Tensor]]:
@@ -176,24 +256,11 @@ def facts_of(run: Run) -> RunFacts:
     """Return what the header of an export says of this run."""
     return RunFacts(
         step=run.progress.step,
-        epoch=run.plan.locate(max(run.progress.step - 1, 0))[0] + 1,
+        epoch=run.epoch,
         total_steps=run.total_steps,
-        num_epochs=run.cfg.training.max_epochs or run.plan.locate(max(run.total_steps - 1, 0))[0] + 1,
+        num_epochs=run.cfg.training.max_epochs or run.epoch_of(run.total_steps),
         global_batch=run.global_batch,
         started_at=run.facts["started_at"],
         session_id=run.facts["session_id"],
         data=run.data.summary(),
     )
-
-
-def load_counters(run: Run, folder: Path) -> None:
-    """Take counters, clock and averaged weights from a checkpoint; the engine takes the rest. Every rank calls it.
-
-    The logger's disk has them; ranks of machines with disks of their own get them from there.
-    """
-    texts = for_all(
-        run.ranks, run.ranks.is_logger, lambda: [(folder / name).read_text() for name in (PROGRESS_FILE, CLOCK_FILE)]
-    )
-    run.progress = Progress.of(texts[0])
-    run.clock.load(json.loads(texts[1]))
-    load_averages(run, folder)

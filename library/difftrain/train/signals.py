@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 IMPATIENT_S = 5.0
-NOTHING, SAVE, STOP = 0, 1, 2  # ordered: over the ranks the largest request wins
+# ordered: over the ranks the largest request wins. Of a checkpoint; with an export; with one, and to end; and to end
+NOTHING, SAVE, EXPORT, QUIT, STOP = range(5)
 
 
 class Requests:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from difftrain.data.plan import EpochPlan, changes
 from difftrain.distributed.ranks import Ranks
 from difftrain.train.averages import SNAPSHOTS
 from difftrain.train.hub.fetch import fetch_state
+from difftrain.train.run_dir import resume_option
 from difftrain.train.together import for_all
 
 log = logging.getLogger("difftrain")
@@ -29,8 +31,8 @@ class Start:
     """Say from where a session begins.
 
     cfg: with a seed. claim: on the output folder. record: to be written once the run is put together; one that cannot
-    start leaves no trace. checkpoint: None at a fresh start. meta: what the checkpoint says of itself. auto:
-    --resume=auto, which promises the very same run.
+    start leaves no trace. checkpoint: None at a fresh start. meta: what the checkpoint says of itself. auto: it is the
+    very same run that is to go on, so its data must be the same.
     """
 
     cfg: TrainConfig
@@ -59,31 +61,34 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
     drawn_seed: taken by a new run that was given none. Raises ConfigFault where the folder must not be written to.
     """
     out, resume = cfg.output_dir, fetch_state(cfg, ranks)
-    ours = digest(cfg, ranks.size)
+    ours, names = digest(cfg, ranks.size), checkpoint.naming_of(cfg.save)
     with checkpoint.claim_together(out, ours, ranks, log.info) as claim:
         if claim.owned:
             for folder in (out, out / SNAPSHOTS):
                 checkpoint.clean(folder, log.info)
-        state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, cfg.save.output_name, log.warning))
-        finished = isinstance(state, Finished) and resume == "auto"
+            checkpoint.clean_exports(out, names, log.info)
+        state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, names, log.warning))
         found = for_all(ranks, ranks.is_logger, lambda: _chosen(cfg, resume, ranks, state, ours))
         if resume == "auto" and found is not None and ranks.size > ranks.local_size:
-            name = state.record.output_name if isinstance(state, Unfinished | Finished) else cfg.save.output_name
-            found = checkpoint.newest_everywhere(out, name, ranks, log.warning)
+            names = state.record.names if isinstance(state, Unfinished | Finished) else names
+            found = checkpoint.newest_everywhere(out, names, ranks, log.warning)
         meta = for_all(ranks, ranks.is_logger, lambda: checkpoint.load_meta(found) if found else {})
         known = state.record if isinstance(state, Unfinished | Finished) else None
         same = known if known and known.config_digest == ours else None
+        at = int(meta.get("step", 0))
+        ended_at = same.finished_step if same is not None else None
+        finished = ended_at is not None and (resume == "auto" or (cfg.save.run_dirs and ended_at == at))
         seed = cfg.training.seed
         if seed is None:
             earlier = meta.get("seed", same.seed if same else None)
             seed = ranks.broadcast(drawn_seed if earlier is None else int(earlier))
             log.info("seed %d, %s", seed, "drawn for this run" if earlier is None else "of the run that goes on")
         seeded = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": seed})})
-        record = same or _new_record(cfg, ours, seed, ranks)
+        record = same or _new_record(cfg, ours, seed, ranks, known if cfg.save.run_dirs else None)
         if found is not None:
             log.info("resuming from %s at step %d", found, meta["step"])
-        record = record.begun(int(meta.get("step", 0)), ranks.size)
-        yield Start(seeded, claim, record, found, meta, resume == "auto", finished)
+        auto = resume == "auto" or (cfg.save.run_dirs and known is not None)
+        yield Start(seeded, claim, record.begun(at, ranks.size), found, meta, auto, finished)
 
 
 def _chosen(
@@ -92,11 +97,15 @@ def _chosen(
     """Choose the checkpoint, or None for a fresh start; refuse what would mix two runs."""
     inside = resume == "auto"
     if resume and resume != "auto":
-        checkpoint.open_given(Path(resume))
+        checkpoint.open_given(Path(resume), resume_option(cfg.save), deep=not cfg.save.run_dirs)
         inside = Path(resume).resolve().parent == cfg.output_dir.resolve()
     # One folder, one configuration: else a later --resume=auto could not tell which checkpoint is whose.
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
         parted = differences(state.record.identity, config_identity(cfg, ranks.size))
+        if cfg.save.run_dirs:  # its own checkpoint was asked for; what must be equal is looked at by check_same
+            said = "the configuration is not the one that %s began with, and holds from here on: %s"
+            log.warning(said, cfg.output_dir, "; ".join(parted))
+            return Path(str(resume))
         raise ConfigFault(
             [
                 Fault(
@@ -109,14 +118,17 @@ def _chosen(
     return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
 
 
-def _new_record(cfg: TrainConfig, ours: str, seed: int, ranks: Ranks) -> RunRecord:
-    return RunRecord(
+def _new_record(cfg: TrainConfig, ours: str, seed: int, ranks: Ranks, before: RunRecord | None) -> RunRecord:
+    """Describe a run; before: the same one under another configuration."""
+    new = RunRecord(
         config_digest=ours,
         seed=seed,
         output_name=cfg.save.output_name,
         total_steps=cfg.training.max_steps,
         identity=config_identity(cfg, ranks.size),
+        naming=cfg.save.naming,
     )
+    return new if before is None else replace(new, started=before.started, sessions=before.sessions, hub=before.hub)
 
 
 def identity(cfg: TrainConfig, parts: Parts, plan: EpochPlan, ranks: Ranks, threads: int) -> dict[str, Any]:
@@ -139,20 +151,27 @@ def check_same(start: Start, now: dict[str, Any]) -> None:
     """Compare a checkpoint with the run that wants to continue it.
 
     Another model or another global batch is refused; other data too where exactness was promised (auto), else said.
+    Data that are begun anew need not be those of before.
     """
-    was = start.meta
+    was, save = start.meta, start.cfg.save
     if not was:
         return
-    faults = []
+    now = json.loads(json.dumps(now))  # as the checkpoint has been: a tuple is a list
+    faults, flag = [], resume_option(save)
     for key, word in (("family", "model family"), ("model", "model"), ("trained", "set of trained parts")):
         if was.get(key) != now[key]:
-            faults.append(_differs(word, was.get(key), now[key]))
-    if was.get("global_batch") != now["global_batch"]:
-        faults.append(_differs("global batch", was.get("global_batch"), now["global_batch"]))
+            faults.append(_differs(flag, word, was.get(key), now[key]))
+    if save.reset_dataloader:
+        pass
+    elif was.get("global_batch") != now["global_batch"]:
+        faults.append(_differs(flag, "global batch", was.get("global_batch"), now["global_batch"]))
     elif was.get("plan_digest") != now["plan_digest"]:
         parted = "; ".join(changes(was.get("plan", {}), now["plan"])[:6])
-        if start.auto:
-            remedy = "put the data back, or start from the checkpoint with --resume=FOLDER in another --output_dir"
+        if start.auto and not start.cfg.training.only_warn:
+            remedy = "start from the checkpoint with --resume=FOLDER in another --output_dir"
+            if save.run_dirs:
+                remedy = "--reset_dataloader begins the epoch anew with the data as they are"
+            remedy = f"put the data back, or {remedy}"
             faults.append(
                 Fault("--train_data_dir", f"the data or its order changed since the checkpoint: {parted}", remedy)
             )
@@ -173,10 +192,10 @@ def check_same(start: Start, now: dict[str, Any]) -> None:
         )
 
 
-def _differs(word: str, was: Any, now: Any) -> Fault:
+def _differs(flag: str, word: str, was: Any, now: Any) -> Fault:
     if isinstance(was, dict) and isinstance(now, dict):
-        return Fault("--resume", f"the checkpoint is of another {word}: {'; '.join(_parted(was, now)[:6])}")
-    return Fault("--resume", f"the checkpoint has another {word}: {was} there, {now} here", "they must be equal")
+        return Fault(flag, f"the checkpoint is of another {word}: {'; '.join(_parted(was, now)[:6])}")
+    return Fault(flag, f"the checkpoint has another {word}: {was} there, {now} here", "they must be equal")
 
 
 def _parted(was: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

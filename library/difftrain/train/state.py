@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from difftrain.diffusion.power_ema import PowerEma
     from difftrain.distributed.ranks import Ranks
     from difftrain.report.clock import Clock
+    from difftrain.train.evaluating_sets import EvaluationSet
     from difftrain.train.meter import Meter
 
 
@@ -47,6 +48,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers
     choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
     begins_at: int = 0  # the first step of a fresh run
+    sets: tuple[EvaluationSet, ...] = ()
     _meter: Meter | None = None
     _flops: dict[Bucket, float] = field(default_factory=dict)
 
@@ -67,7 +69,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the name that files of this run start with."""
+        """Return the name that files of this run start with, where they hold one."""
         return self.cfg.save.output_name
 
     @property
@@ -82,13 +84,22 @@ class Run:
             self._flops[bucket] = self.family.flops_per_sample(self.parts, bucket)
         return self._flops[bucket]
 
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch that the last step was of, from 1."""
+        return self.epoch_of(self.progress.step)
+
+    def epoch_of(self, steps: int) -> int:
+        """Return the number of the epoch that the last of so many steps is of; the first's, where these data have none."""
+        return self.plan.locate(max(steps - 1, -self.plan.offset))[0] + 1
+
     def epoch_end(self) -> int | None:
         """Return the number of epochs done where the last step ended one, else None.
 
         An epoch without a step (a data set smaller than a global batch) ends with the step before it.
         """
         step = self.progress.step
-        if step == 0:
+        if step + self.plan.offset == 0:  # no step of these data has been done
             return None
         epoch, _ = self.plan.locate(step - 1)
         after, _ = self.plan.locate(step)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from difftrain.config.held import hold_back
 from difftrain.contracts.errors import DifftrainError
 from difftrain.device.choice import calm_threads, hide_unusable_npu, hold_autoload
+from difftrain.train.demo.home import ALL, make
+from difftrain.train.demo.make import KINDS
 from difftrain.train.demo.prepare import prepare
 from difftrain.train.demo.recipe import SIZES
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def main() -> int:
@@ -17,12 +25,21 @@ def main() -> int:
     parser.add_argument("--dataset", choices=sorted(SIZES), default="shapes")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full demo")
     parser.add_argument("--data_only", action="store_true", help="make no model")
+    parser.add_argument(
+        "--make", choices=KINDS, help="SD3-Light's, in --folder, in place of SDXL's in the user's cache"
+    )
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--part", action="append", choices=ALL, help="of it: all unless given")
     asked = parser.parse_args()
     hold_autoload()
+    hold_back()
     calm_threads()
     hide_unusable_npu("cpu")
     try:
-        prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=lambda text: print(text, flush=True))
+        if asked.make and asked.folder:
+            make(asked.make, asked.folder, asked.scale, _say, tuple(asked.part or ALL))
+        else:
+            prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=_say)
     except DifftrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from PIL import Image
@@ -66,11 +66,14 @@ def _hex_code(text: str) -> str:
     return "-".join(part for part in parts if part != "fe0f")
 
 
-def _captions(labels: Path) -> dict[str, str]:
+def _captions(labels: Path, *, tones: bool = False) -> dict[str, str]:
     with tarfile.open(labels) as tar:
         member = tar.extractfile("package/en/data.json")
         assert member is not None
         entries = json.load(member)
+    if tones:
+        every = [each for entry in entries for each in (entry, *entry.get("skins", ()))]
+        return {_hex_code(each["hexcode"]): each["label"] for each in every}
     return {_hex_code(entry["hexcode"]): ", ".join([entry["label"], *entry.get("tags", ())]) for entry in entries}
 
 
@@ -80,15 +83,32 @@ def pictures(folder: Path) -> Iterator[Picture]:
     The files keep their alpha channel: the reader composites it, as it does for any picture.
     """
     captions = _captions(fetch(LABELS, folder))
+    yield from _joined(folder, captions, lambda name: not _SKIN_TONE.search(name))
+
+
+def _joined(folder: Path, captions: dict[str, str], wanted: Callable[[str], bool]) -> Iterator[Picture]:
     with tarfile.open(fetch(PICTURES, folder)) as tar:
         members: dict[str, tarfile.TarInfo] = {}
         for member in tar.getmembers():
             path = Path(member.name)
-            if path.suffix == ".webp" and not _SKIN_TONE.search(path.stem):
+            if path.suffix == ".webp" and wanted(path.stem):
                 members.setdefault(_hex_code(path.stem), member)
-        for code in sorted(members.keys() & captions.keys()):
-            stream = tar.extractfile(members[code])
-            assert stream is not None
-            content = stream.read()
-            width, height = Image.open(io.BytesIO(content)).size
-            yield Picture(content, "webp", captions[code], width, height)
+        contents = {code: _content(tar, members[code]) for code in members if code in captions}  # in the tar's order
+    for code in sorted(contents):
+        width, height = Image.open(io.BytesIO(contents[code])).size
+        yield Picture(contents[code], "webp", captions[code], width, height)
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    stream = tar.extractfile(member)
+    assert stream is not None
+    return stream.read()
+
+
+def toned(folder: Path) -> Iterator[Picture]:
+    """Yield every emoji that has a label, once, in all its skin tones; the label alone is the caption.
+
+    So captions are made of parts that recur: "woman firefighter: dark skin tone".
+    """
+    captions = _captions(fetch(LABELS, folder), tones=True)
+    yield from _joined(folder, captions, lambda name: True)

@@ -28,10 +28,10 @@ def prepare(dataset: str, scale: float, *, data_only: bool = False, say: Say = p
     """
     home = recipe.folder(dataset, scale)
     try:
-        _whole(home / "data", lambda aside: _write_data(dataset, scale, aside, say))
+        whole(home / "data", lambda aside: _write_data(dataset, scale, aside, say))
         _write_prompts(home / "prompts.txt", dataset)
         if not data_only:
-            _whole(recipe.model_folder(home), lambda aside: _write_model(dataset, scale, home / "data", aside, say))
+            whole(recipe.model_folder(home), lambda aside: _write_model(dataset, scale, home / "data", aside, say))
     except OSError as error:
         raise DataFault(
             f"the demo's folder cannot be written: {error} (set XDG_CACHE_HOME to a folder with room)"
@@ -39,7 +39,7 @@ def prepare(dataset: str, scale: float, *, data_only: bool = False, say: Say = p
     return home
 
 
-def _whole(place: Path, write: Callable[[Path], None]) -> None:
+def whole(place: Path, write: Callable[[Path], None]) -> None:
     """Write a folder beside its place and rename it; another process may have been faster, and its folder stays."""
     if place.is_dir():
         return

@@ -55,6 +55,10 @@ TARGETS: dict[str, tuple[tuple[str, float, bool], ...]] = {
 
 def score_run(run: Run) -> tuple[dict[str, Any], list[Target]]:
     """Score the averaged weights; every rank calls it and takes its share. Return scores, and targets of a full demo."""
+    if run.cfg.model.family != "sdxl":
+        from difftrain.train.demo.flow_score import score_flow
+
+        return score_flow(run)
     dataset = run.cfg.demo.dataset
     assert dataset is not None
     with averaged(run):
@@ -125,6 +129,7 @@ def _wiener_loss(run: Run, looks: list[Batch]) -> float:
 
 def _moments(run: Run) -> tuple[int, Tensor, Tensor]:
     """Sum the training latents of the first epoch, and their outer products, over all ranks."""
+    first = run.plan.total_steps(0)  # not 0 where a resume began an epoch anew
     steps = make_loader(
         run.data,
         run.plan,
@@ -133,8 +138,8 @@ def _moments(run: Run) -> tuple[int, Tensor, Tensor]:
         run.cfg,
         dp_rank=run.engine.dp_rank,
         dp_size=run.engine.dp_size,
-        first_step=0,
-        last_step=max(1, run.plan.steps(0)),
+        first_step=first,
+        last_step=first + max(1, run.plan.steps(0)),
     )
     batches = (run.device.to_device(batch) for step in steps for batch in step)
     flat = torch.cat([run.family.latents(batch, run.parts).flatten(1).double().cpu() for batch in batches])

@@ -21,16 +21,19 @@ Slot = tuple[str, str]  # a field of the configuration, and what is written ther
 Places = dict[Slot, str]  # -> path on this machine
 Choose = Callable[[Sequence[str], str, repo_files.Read], repo_files.Files]
 
-TOKENIZERS = ("model.tokenizer1", "model.tokenizer2")
+_CLIP = ("model.tokenizer1", "model.tokenizer2")
+TOKENIZERS = (*_CLIP, "model.tokenizer3")
 _CHOOSE: dict[str, Choose] = {
     "model.pretrained": repo_files.weights,
     "model.vae": repo_files.vae,
-    **dict.fromkeys(TOKENIZERS, repo_files.tokenizer),
+    **dict.fromkeys(_CLIP, repo_files.tokenizer),
+    "model.tokenizer3": repo_files.t5_tokenizer,
 }
 _PLACE = {
     "model.pretrained": "a diffusers folder or a .safetensors file",
     "model.vae": "a folder with config.json and its weights, or a .safetensors file",
-    **dict.fromkeys(TOKENIZERS, "a folder with CLIP's vocab.json and merges.txt"),
+    **dict.fromkeys(_CLIP, "a folder with CLIP's vocab.json and merges.txt"),
+    "model.tokenizer3": "a folder with T5's tokenizer.json or spiece.model",
 }
 _PICTURES = "a folder of pictures, tars or parquet"
 _IN_TABLES, _REGULAR, _TRAINED = "data.dataset_config", "data.reg_dirs", "data.dirs"

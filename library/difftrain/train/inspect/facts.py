@@ -100,7 +100,7 @@ def sources(look: Look, sizes: survey.Sizes) -> list[dict[str, Any]]:
                 "kind": "regularisation" if recipe.is_reg else info.kind,
                 "records": int(own.sum()),
                 "repeats": info.repeats,
-                "draws_per_epoch": int(sizes.repeats[own].sum()),
+                "draws_per_epoch": _number(sizes.repeats[own].sum()),
                 "held_out": int((part == survey.HELD_OUT).sum()),
                 "no_bucket": int((part == survey.UNPLACED).sum()),
                 "not_used": int((part == survey.SURPLUS).sum()),
@@ -110,6 +110,11 @@ def sources(look: Look, sizes: survey.Sizes) -> list[dict[str, Any]]:
             }
         )
     return out
+
+
+def _number(uses: float) -> int | float:
+    found = round(float(uses), 6)
+    return int(found) if found == int(found) else found
 
 
 def settings(recipe: Recipe) -> str:

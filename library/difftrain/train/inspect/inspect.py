@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import DataFault, Family, FeatureSpec, Parts, Tokenize
+from difftrain.data.length import total_steps
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan import EpochPlan
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
@@ -18,7 +19,6 @@ from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.registry import make_family
 from difftrain.report.files import write_whole
-from difftrain.train.dry_run import total_steps
 from difftrain.train.hub.fetch import fetch, looked_up
 from difftrain.train.inspect.facts import Look, gather
 from difftrain.train.inspect.page import page
@@ -95,7 +95,7 @@ def _maker(
 ) -> SampleMaker:
     """Make the loader's maker, but without a cache; without a model there are no tokens, which samples do without."""
     features = family.features if family else FeatureSpec({}, {})
-    total = total_steps(cfg, plan)
+    total = total_steps(cfg.training, plan)
     return SampleMaker(data.index, data.recipes, features, tokenize or _no_tokens, plan.seed, total_steps=total)
 
 

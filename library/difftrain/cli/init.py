@@ -1,0 +1,135 @@
+"""`difftrain init sd3_light`: a pipeline folder with a transformer of random weights, the same from the same seed.
+
+Its VAE and text encoders are those of another SD3 folder, by a second name of their files where the disk has such, or,
+of the size `tiny`, small ones that come with difftrain.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.cli.export import T5
+from difftrain.cli.writing import writing
+from difftrain.config import rules_paths
+from difftrain.config.door import enter
+from difftrain.config.flag import Flag, on
+from difftrain.config.flags import FLAGS
+from difftrain.config.help import entries
+from difftrain.config.names import INIT_CONFIGS, did_you_mean
+from difftrain.config.parse import Parsed, resolve
+from difftrain.contracts.errors import ConfigFault, Fault
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
+
+KINDS = ("sd3_light",)
+SIZES = INIT_CONFIGS["sd3"]
+SIZE = on("size", "str", "model.init_from_config", f"{', '.join(SIZES)} or a JSON file: how many blocks, how wide")
+OUTPUT = on("output", "str", "", "the folder to write")
+FROM = on("from", "str", "model.pretrained", "SD3 folder of diffusers: its VAE, encoders, tokenizers, and widths")
+TABLE: dict[str, Flag] = {
+    "size": SIZE,
+    "output": OUTPUT,
+    "from": FROM,
+    "seed": on("seed", "int", "training.seed", "seed of the random weights; 0 where none is given"),
+    **{name: FLAGS[name] for name in ("save_precision", "tokenizer1_path", "tokenizer2_path")},
+    "tokenizer3_path": T5,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Write the folder and print its path."""
+    prog = "difftrain init"
+    return enter(prog, argv, lambda: read(argv), work, lambda: _help(prog))
+
+
+def read(argv: list[str]) -> Parsed:
+    """Read the command line. Raises ConfigFault with every fault."""
+    kind, rest = _kind(argv)
+    faults = list(_kind_faults(kind))
+    try:
+        parsed = resolve(
+            [*rest, "--family=sd3"], TABLE | {"family": FLAGS["family"]}, (rules_paths.weights, rules_paths.size)
+        )
+    except ConfigFault as error:
+        raise ConfigFault([*faults, *error.faults]) from None
+    faults += _faults(parsed)
+    if faults:
+        raise ConfigFault(faults)
+    return parsed
+
+
+def _kind(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Take what is to be made out of a command line: its first word."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    return None, argv
+
+
+def _kind_faults(kind: str | None) -> Iterator[Fault]:
+    if kind is None:
+        yield Fault("KIND", "is missing", f"difftrain init {KINDS[0]} --size=tiny --output=FOLDER")
+    elif kind not in KINDS:
+        yield Fault(repr(kind), "is nothing that init makes", did_you_mean(kind, KINDS) or f"known: {', '.join(KINDS)}")
+
+
+def _faults(parsed: Parsed) -> Iterator[Fault]:
+    size, source = parsed.config.model.init_from_config, parsed.config.model.pretrained
+    if size is None:
+        yield Fault(SIZE.option, "is missing", SIZE.help)
+    elif size in SIZES and size != "tiny" and not source:
+        what = "is missing: the VAE and the text encoders of this size are pretrained ones"
+        yield Fault(FROM.option, what, f"{FROM.help}; --size=tiny needs none")
+    if "output" not in parsed.bare:
+        yield Fault(OUTPUT.option, "is missing", OUTPUT.help)
+        return
+    output = Path(parsed.bare["output"])
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        yield Fault(OUTPUT.option, f"{str(output)!r} is there already", "choose another name, or remove it")
+
+
+def work(parsed: Parsed) -> int:
+    """Stream the weights into the folder."""
+    from difftrain.device.choice import hide_unusable_npu, hold_autoload
+
+    hold_autoload()
+    hide_unusable_npu("cpu")
+    path = Path(parsed.bare["output"])
+    with writing(path):
+        make(parsed.config, path)
+    print(path)
+    return 0
+
+
+def make(cfg: TrainConfig, path: Path) -> Path:
+    """Write the folder of a configuration whose size says the depth, and whose folder, if any, the rest."""
+    import torch
+
+    from difftrain.models.sd3.assembled import LIGHT
+    from difftrain.models.sd3.family import SD3Family
+    from difftrain.models.sd3.sources import begun
+
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"train_type": LIGHT})})
+    family = SD3Family(cfg)
+    family.source = begun(cfg)
+    dtypes: dict[Any, torch.dtype | None] = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    parts = family.load(meta=True)
+    for note in parts.notes:
+        print(f"difftrain init: {note}", file=sys.stderr)
+    seed = f"seed {cfg.training.seed or 0}"
+    architecture = family.source.architecture
+    print(f"difftrain init: {architecture.num_layers} joint blocks {architecture.width} wide, {seed}", file=sys.stderr)
+    return family.export(
+        family.stream(parts), parts, "diffusers_safetensors", path, dtype=dtypes.get(cfg.save.precision)
+    )
+
+
+def _help(prog: str) -> str:
+    return (
+        f"usage: {prog} sd3_light --size=tiny --output=FOLDER [--seed=N]\n"
+        f"       {prog} sd3_light --size=light --from=SD3_FOLDER --output=FOLDER [--seed=N]\n\n"
+        + entries(TABLE.values())
+    )

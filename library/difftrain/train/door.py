@@ -1,0 +1,48 @@
+"""What every training door does once its command line is sound: describe the run, or train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from difftrain.config.door import say
+from difftrain.config.finding import Rule
+from difftrain.config.parse import Parsed
+from difftrain.config.rules_names import one_of
+from difftrain.device.choice import KINDS, calm_threads, hide_unusable_npu, hold_autoload
+from difftrain.distributed.launch import end_with_launcher
+
+RULES: tuple[Rule, ...] = (one_of("training.device", ("auto", *KINDS)),)
+
+
+def look(parsed: Parsed) -> int:
+    """Describe the run, the data set, or both; train nothing."""
+    if parsed.dry_run:
+        from difftrain.train.dry_run import dry_run
+
+        dry_run(parsed.config, lambda text: print(parsed.tell(text)))
+    if parsed.debug_dataset:
+        from difftrain.train.inspect import debug_dataset
+
+        debug_dataset(parsed.config)
+    if folder := parsed.bare.get("dump_dataset"):
+        from difftrain.train.dump import dump_dataset
+
+        dump_dataset(parsed.config, folder)
+    return 0
+
+
+def work(parsed: Parsed, prog: str, apply_for: Callable[[str, str], list[str]]) -> int:
+    """Train, or say what would be trained; torch is imported here, where the configuration is known to be sound.
+
+    apply_for: applies the patches of other people's packages that an engine needs with an optimizer, and says which.
+    """
+    hold_autoload()
+    calm_threads()
+    end_with_launcher()
+    hide_unusable_npu(parsed.config.training.device)
+    if parsed.dry_run or parsed.debug_dataset or "dump_dataset" in parsed.bare:
+        return look(parsed)
+    say(prog, apply_for(parsed.config.training.engine, parsed.config.optimizer.type))
+    from difftrain.train.run import run
+
+    return run(parsed.config, list(parsed.argv))

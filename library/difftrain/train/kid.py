@@ -1,0 +1,179 @@
+"""KID-efflite0 during training: pictures drawn for held-out captions, compared with the held-out pictures themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from difftrain.config.rules_eval import LEAST_PICTURES
+from difftrain.contracts import Bucket, Draw
+from difftrain.data.cache.store import NOTHING_CACHED
+from difftrain.data.evaluation_sets import SEED, set_maker
+from difftrain.device.memory import during
+from difftrain.diffusion.draws import normal
+from difftrain.diffusion.permutation import Permutation
+from difftrain.evaluation.features import INSTALL, NAME, EffLite0, missing
+from difftrain.evaluation.kid import kid
+from difftrain.sampling.batch import decoded, draw_batch
+from difftrain.train.caching import awake
+from difftrain.train.drawing import sampler_of
+from difftrain.train.evaluating import averaged
+from difftrain.train.out_of_memory import SAMPLING
+from difftrain.train.together import for_all
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difftrain.data.prepare import Data
+    from difftrain.train.evaluating_sets import EvaluationSet
+    from difftrain.train.state import Run
+
+log = logging.getLogger("difftrain")
+TAG = "kid_efflite0"
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Some held-out records of one bucket. real: their pictures' features, (N, 1280); through: after the VAE alone."""
+
+    bucket: Bucket
+    keys: tuple[bytes, ...]
+    captions: tuple[str, ...]
+    real: Tensor
+    through: Tensor
+
+
+class DrawnPictures:
+    """Draw the same captions from the same noise at every measurement, each rank its share."""
+
+    def __init__(self, run: Run) -> None:
+        """Look for the packages; without them on every rank, say so once, and measure nothing."""
+        self._network: EffLite0 | None = None
+        self._lots: dict[str, dict[int, Lot]] = {}  # of each set, this rank's by number
+        lacking = sorted({name for names in run.ranks.gather(missing()) for name in names})
+        self._on = not lacking
+        if lacking and run.ranks.is_logger:
+            log.warning("%s is not measured: %s not installed; %s", NAME, " and ".join(lacking), INSTALL)
+
+    def measure(self, run: Run, each: EvaluationSet) -> dict[str, Any]:
+        """Return the distance of a set, with its error. Every rank calls it."""
+        if not self._on:
+            return {}
+        drawn: dict[int, Tensor] = {}
+        with run.clock.paused("sampling"), during(SAMPLING):
+            for_all(run.ranks, True, lambda: drawn.update(self._work(run, each)))
+        lots = self._lots[each.name]
+        shares = run.ranks.gather(
+            {n: tuple(side.numpy() for side in (lot.real, lot.through, drawn[n])) for n, lot in lots.items()}
+        )
+        whole = [pair for _, pair in sorted(item for share in shares for item in share.items())]
+        count = sum(len(real) for real, *_ in whole)
+        if count < LEAST_PICTURES:
+            log.warning(
+                "%s of %s is not measured: %d pictures are too few, %d the least",
+                NAME,
+                each.name,
+                count,
+                LEAST_PICTURES,
+            )
+            return {}
+        real, through, ours = (torch.from_numpy(np.concatenate(side)) for side in zip(*whole, strict=True))
+        found, least = kid(ours, real, paired=True), kid(through, real, paired=True)
+        log.info(
+            "%s of %s at step %d: %.6f ± %.6f over %d pictures (%s weights, guidance %g, %d sampler steps; the VAE alone "
+            "%.6f)",
+            NAME,
+            each.name,
+            run.progress.step,
+            found.value,
+            found.error,
+            count,
+            "averaged" if run.ema is not None else "trained",
+            run.cfg.eval.kid_guidance,
+            run.cfg.eval.kid_steps,
+            least.value,
+        )
+        return {
+            f"{each.name}/{TAG}": found.value,
+            f"{each.name}/{TAG}_error": found.error,
+            f"{each.name}/{TAG}_vae": least.value,
+            f"{each.name}/{TAG}_pictures": count,
+        }
+
+    def _work(self, run: Run, each: EvaluationSet) -> Iterator[tuple[int, Tensor]]:
+        """Yield the features of what this rank draws, by the number of the lot."""
+        if self._network is None:
+            self._network = EffLite0(run.device.torch_device)
+        section = run.cfg.eval
+        with averaged(run), awake(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
+            pipeline = run.family.pipeline(run.parts)
+            if each.name not in self._lots:
+                numbered = enumerate(chosen(each.data, section.kid_pictures, each.cfg.batch_sizes))
+                mine = [(n, *lot) for n, lot in numbered if n % run.ranks.size == run.ranks.rank]
+                self._lots[each.name] = dict(self._looked_at(run, each, mine, pipeline.vae))
+            for number, lot in self._lots[each.name].items():
+                shape = run.family.features.draws["noise"].shape(lot.bucket)
+                noise = np.stack([normal(SEED, key, 0, "drawn", shape) for key in lot.keys])
+                pictures = draw_batch(
+                    pipeline,
+                    lot.captions,
+                    torch.from_numpy(noise).to(run.device.torch_device),
+                    size_hw=(lot.bucket.height, lot.bucket.width),
+                    steps=section.kid_steps,
+                    guidance=section.kid_guidance,
+                    sampler=sampler_of(run.cfg),
+                    seeds=[int.from_bytes(hashlib.blake2b(key, digest_size=6).digest()) for key in lot.keys],
+                )
+                yield number, self._features(pictures)
+
+    def _looked_at(
+        self, run: Run, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], vae: Any
+    ) -> Iterator[tuple[int, Lot]]:
+        """Read held-out pictures, as large as they will be drawn, and their captions."""
+        bare = dataclasses.replace(each.data, store=NOTHING_CACHED)  # pixels, not what is cached of them
+        maker = set_maker(bare, run.family.tokenizer(run.parts), run.family.features, each.cfg)
+        for number, bucket, rows in lots:
+            ids, keys = bare.tables.take(rows)
+            draws = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
+            samples, kept, rejects = maker.samples(bucket, draws, 0, spare=None)
+            for reject in rejects:
+                log.warning("left out of %s: %s: %s", NAME, reject.path, reject.reason)
+            pixels = [torch.from_numpy(sample.pixels) for sample in samples if sample.pixels is not None]
+            if pixels:
+                captions = tuple(sample.caption for sample in samples)
+                real = self._features(torch.stack(pixels) / 255)
+                batch = run.device.to_device(maker.collate(bucket, samples, kept, rejects))
+                with torch.no_grad():
+                    through = self._features(decoded(vae, run.family.latents(batch, run.parts)))
+                yield number, Lot(bucket, tuple(draw.key for draw in kept), captions, real, through)
+
+    def _features(self, pictures: Tensor) -> Tensor:
+        """Look at a lot's pictures by themselves: which lots a rank has changes no bit of them."""
+        assert self._network is not None
+        with torch.autocast(pictures.device.type, enabled=False):
+            return self._network(pictures)
+
+
+def chosen(data: Data, count: int, batch_sizes: tuple[int, ...]) -> Iterator[tuple[Bucket, np.ndarray]]:
+    """Choose so many records of a set, by chance but always the same, and cut them into lots of one bucket.
+
+    Yields buckets and rows of the tables.
+    """
+    buckets = data.tables.training
+    ends = np.cumsum([rows.records for rows in buckets])
+    order = Permutation(int(ends[-1]), SEED, "drawn")
+    slots = np.sort([order(n) for n in range(min(count, int(ends[-1])))])
+    which = np.searchsorted(ends, slots, side="right")
+    for place, held in enumerate(buckets):
+        begin = int(ends[place - 1]) if place else 0
+        rows = held.first + slots[which == place] - begin
+        size = batch_sizes[held.dataset]
+        for start in range(0, len(rows), size):
+            yield held.bucket, rows[start : start + size]

@@ -1,0 +1,305 @@
+"""A folder for every run: OUTPUT_DIR/YYYYmmdd_HH-MM-SS/, and which of them a resume goes on in.
+
+The time is that of the start, in UTC, as rank 0 sees it. All that a run writes lies in its folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from difftrain import checkpoint
+from difftrain.checkpoint import STEPS, RunRecord, Torn
+from difftrain.checkpoint.claim import FOLDER as CLAIM
+from difftrain.checkpoint.files import MANIFEST
+from difftrain.checkpoint.find import Found, candidates
+from difftrain.config import TrainConfig
+from difftrain.config.digest import digest
+from difftrain.config.sections import SaveSection
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.distributed.ranks import Ranks
+from difftrain.train.together import for_all, on_each_machine
+
+log = logging.getLogger("difftrain")
+FORM = "%Y%m%d_%H-%M-%S"
+_NAME = re.compile(r"\d{8}_\d\d-\d\d-\d\d")
+AUTO, LATEST = "auto", "latest"
+MOST_LISTED = 8
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Say where a run goes. name: its folder below OUTPUT_DIR. made: it is new; nameless until it is made.
+
+    resume: what it goes on from, for --resume. exact: that very step was asked for.
+    """
+
+    name: str
+    made: bool
+    resume: str | None = None
+    step: int | None = None  # of a checkpoint of that folder
+    exact: bool = False
+
+
+def resume_option(save: SaveSection) -> str:
+    """Return the flag that names a checkpoint, as the door that was used spells it."""
+    return "--resume_from_checkpoint" if save.run_dirs else "--resume"
+
+
+def how_to_go_on(save: SaveSection) -> str:
+    """Say how a run that was stopped goes on."""
+    flag = "--resume_from_checkpoint" if save.run_dirs else "--resume=auto"
+    return f"the same command with {flag} goes on"
+
+
+def settle(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Return cfg with the run's own folder for output_dir, and what it resumes from as a folder. Every rank calls it.
+
+    A new folder is made; two runs that start at once get two. Raises ConfigFault where what is to be resumed is not
+    there.
+    """
+    if not cfg.save.run_dirs:
+        return cfg
+    base = cfg.output_dir
+    choice = for_all(ranks, ranks.is_logger, lambda: _choose(cfg, base, ranks.size))
+    out = base / choice.name
+    if choice.made:
+        on_each_machine(ranks, lambda: out.mkdir(parents=True, exist_ok=True))  # machines may have disks of their own
+    resume = choice.resume
+    if choice.step is not None:
+        resume = str(_on_all(out, choice.step, choice.exact, ranks))
+    log.info("run directory %s%s", out, "" if choice.made else ", of the run that goes on")
+    save = cfg.save.model_copy(update={"output_dir": str(out), "resume": resume})
+    return cfg.model_copy(update={"save": save})
+
+
+def as_given(cfg: TrainConfig) -> TrainConfig:
+    """Return the configuration that begins another such run: without this one's folder, and what it went on from."""
+    if not cfg.save.run_dirs:
+        return cfg
+    left = {"output_dir": str(cfg.output_dir.parent), "resume": None}
+    resets = dict.fromkeys(("reset_dataloader", "reset_optimizer", "reset_optimizer_params"), False)
+    cache = cfg.cache.model_copy(update={"regenerate": False, "only": False})
+    return cfg.model_copy(update={"save": cfg.save.model_copy(update=left | resets), "cache": cache})
+
+
+@contextmanager
+def settled(cfg: TrainConfig, ranks: Ranks) -> Iterator[TrainConfig]:
+    """Do what settle does; a folder in which nothing came about is taken away again."""
+    here = settle(cfg, ranks)
+    try:
+        yield here
+    finally:
+        if here is not cfg and ranks.leads_node:
+            _forget(here.output_dir)
+
+
+def _forget(folder: Path) -> None:
+    """Remove a folder that holds nothing but a released claim."""
+    try:
+        if {path.name for path in folder.iterdir()} <= {CLAIM}:
+            for claim in (folder / CLAIM).glob("*"):
+                claim.unlink()
+            for empty in (folder / CLAIM, folder):
+                if empty.is_dir():
+                    empty.rmdir()
+    except OSError:
+        log.debug("%s stays", folder)
+
+
+# ------------------------------------------------------------------------------------------------ choosing
+
+
+def foreseen(cfg: TrainConfig, ranks: int) -> str:
+    """Say where a run would go; nothing is made. Raises ConfigFault as settle does."""
+    if not cfg.save.run_dirs:
+        return f"output folder: {cfg.output_dir}"
+    found = _look(cfg, cfg.output_dir, ranks)
+    where = f"a new one below {cfg.output_dir}" if found.made else str(cfg.output_dir / found.name)
+    goes_on = found.resume if found.step is None else _name(found.step)
+    return f"run directory: {where}" + (f", going on from {goes_on}" if goes_on else "")
+
+
+def _choose(cfg: TrainConfig, base: Path, ranks: int) -> _Choice:
+    found = _look(cfg, base, ranks)
+    return _made(base, found) if found.made else found
+
+
+def _look(cfg: TrainConfig, base: Path, ranks: int) -> _Choice:
+    resume = None if cfg.hub.resume else cfg.save.resume
+    if resume is None:
+        return _new(cfg.save.resume)
+    if resume == AUTO:
+        found = _of_auto(base, digest(cfg, ranks))
+    elif resume == LATEST:
+        found = _latest(base)
+    elif resume.isdecimal():
+        found = _of_step(base, int(resume))
+    else:
+        found = _of_folder(base, resume)
+    if not cfg.sample.test_only or found.made:
+        return found
+    # one look at a checkpoint is no part of the run that it is of
+    state = base / found.name / _name(found.step) if found.step is not None else None
+    return _new(str(state) if state else None)
+
+
+def _new(resume: str | None = None) -> _Choice:
+    return _Choice("", made=True, resume=resume)
+
+
+def _made(base: Path, choice: _Choice) -> _Choice:
+    """Make a folder named by the time; whoever finds his second taken goes on to the next one that is free."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        at = datetime.now(UTC)
+        while True:
+            name = at.strftime(FORM)
+            try:
+                (base / name).mkdir()
+                return replace(choice, name=name)
+            except FileExistsError:
+                at += timedelta(seconds=1)
+    except OSError as error:
+        what = f"{base}: {error.strerror or error}"
+        raise ConfigFault([Fault("--output.output_dir", what, "give a folder to write to")]) from None
+
+
+def run_dirs(base: Path) -> list[Path]:
+    """List the folders of runs, the newest first."""
+    if not base.is_dir():
+        return []
+    return sorted((path for path in base.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
+
+
+def checkpoints(folder: Path) -> list[Found]:
+    """List a run's checkpoints, the newest first, without those of a branch that was left.
+
+    Whoever goes back to an older step leaves what came after it: those files stay until they are made anew, but are
+    not what the run goes on from.
+    """
+    record = RunRecord.read(folder)
+    sessions = record.sessions if record is not None else ()
+    found = []
+    for each in candidates(folder, STEPS, log.warning):
+        later = [session for session in sessions if session["at"] > each.manifest.created]
+        if all(each.manifest.step <= int(session["from_step"]) for session in later):
+            found.append(each)
+    return found
+
+
+def _latest(base: Path) -> _Choice:
+    for folder in run_dirs(base):
+        if (step := _newest_whole(checkpoints(folder))) is not None:
+            return _Choice(folder.name, made=False, step=step)
+    what = f"no run below {base} has a checkpoint to go on from"
+    raise ConfigFault([_fault(what, "leave it out to begin a run")])
+
+
+def _of_auto(base: Path, ours: str) -> _Choice:
+    """Go on in the newest run where it is this one and not finished; else begin anew."""
+    for folder in run_dirs(base):
+        record = RunRecord.read(folder)
+        if record is None:  # it ended before there was anything to go on from
+            continue
+        if record.finished_step is not None or record.config_digest != ours:
+            break
+        step = _newest_whole(checkpoints(folder))
+        if step is None:  # the same configuration writes the same files again
+            return _Choice(folder.name, made=False, resume=AUTO)
+        return _Choice(folder.name, made=False, step=step)
+    return _new()
+
+
+def _of_step(base: Path, step: int) -> _Choice:
+    """Take the step of the newest run that has it whole."""
+    known: dict[str, list[int]] = {}
+    for folder in run_dirs(base):
+        there = candidates(folder, STEPS)
+        known[folder.name] = sorted({each.manifest.step for each in there})
+        if _newest_whole([each for each in there if each.path.name == _name(step)]) is not None:
+            return _Choice(folder.name, made=False, step=step, exact=True)
+    listed = [f"{name}: {_numbers(steps)}" for name, steps in known.items() if steps]
+    what = f"no run below {base} has a whole checkpoint of step {step}"
+    remedy = f"there are {'; '.join(listed[:MOST_LISTED])}" if listed else "there is none of any step; leave it out"
+    raise ConfigFault([_fault(what, remedy)])
+
+
+def _of_folder(base: Path, given: str) -> _Choice:
+    """Go on in a run of OUTPUT_DIR; a checkpoint from elsewhere is where a new run begins."""
+    folder = _found(base, given)
+    is_state = (folder / MANIFEST).is_file()
+    if not is_state and not checkpoints(folder):
+        inside = [run for run in run_dirs(folder) if checkpoints(run)]
+        remedy = f"a run in it: {inside[0]}" if inside else "give a run directory or a folder global_stepN"
+        raise ConfigFault([_fault(f"{given!r} is no checkpoint, and none is in it", remedy)])
+    if is_state:
+        checkpoint.open_given(folder, _FLAG)
+        home, step = folder.parent, checkpoint.Manifest.read(folder).step
+    else:
+        home, newest = folder, _newest_whole(checkpoints(folder))
+        if newest is None:
+            raise ConfigFault([_fault(f"no checkpoint of {given!r} is whole", "see what was said of each")])
+        step = newest
+    ours = home.resolve().parent == base.resolve() and _NAME.fullmatch(home.name)
+    if ours and (not is_state or folder.name == _name(step)):
+        return _Choice(home.name, made=False, step=step, exact=is_state)
+    return _new(str(folder if is_state else home / _name(step)))
+
+
+def _found(base: Path, given: str) -> Path:
+    """Find a folder against the working directory, then below OUTPUT_DIR, where a run's name alone is enough."""
+    here = [path for path in dict.fromkeys((Path(given), base / given)) if path.is_dir()]
+    if len(here) == 2 and not here[0].samefile(here[1]):
+        raise ConfigFault([_fault(f"{given!r} is {here[0].absolute()} and {here[1]}", "give the whole path")])
+    if not here:
+        runs = ", ".join(run.name for run in run_dirs(base)[:MOST_LISTED]) or "none"
+        raise ConfigFault([_fault(f"no such folder: {given!r}", f"runs below {base}: {runs}")])
+    return here[0]
+
+
+def _newest_whole(found: list[Found]) -> int | None:
+    for each in found:
+        try:
+            checkpoint.verify(each.path)
+        except Torn as torn:
+            log.warning("checkpoint %s is passed over: %s", each.path, torn)
+            continue
+        return each.manifest.step
+    return None
+
+
+def _on_all(out: Path, step: int, exact: bool, ranks: Ranks) -> Path:
+    """Return the checkpoint, which all machines must have where they have disks of their own; else the newest one."""
+    path = out / _name(step)
+    there = ranks.gather(path.is_dir())
+    if all(there):
+        return path
+    common = None if exact else checkpoint.newest_everywhere(out, STEPS, ranks, log.warning)
+    if common is None:
+        lack = ", ".join(str(rank) for rank, has in enumerate(there) if not has)
+        more = "" if exact else ", and no other checkpoint is"
+        raise ConfigFault([_fault(f"{path} is not on every machine{more}: ranks {lack} lack it", "copy it there")])
+    return common
+
+
+def _name(step: int | None) -> str:
+    assert step is not None
+    return checkpoint.SaveName("step", step).of(STEPS, state=True)
+
+
+def _numbers(steps: list[int]) -> str:
+    more = f" and {len(steps) - MOST_LISTED} before" if len(steps) > MOST_LISTED else ""
+    return ", ".join(map(str, steps[-MOST_LISTED:])) + more
+
+
+_FLAG = "--resume_from_checkpoint"
+
+
+def _fault(what: str, remedy: str) -> Fault:
+    return Fault(_FLAG, what, remedy)
