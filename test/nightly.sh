@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Long drills, each bounded in time: random kills and restarts, ten million records, and a model compiled by inductor.
-# About 30 minutes on two cores.
+# About 40 minutes on two cores.
 # Uses the environment of test/run_tests.sh, which must have run once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" test/drills/random_kills.py --minutes="${KILL_MINUTES:-10}"
+"$python" test/drills/random_kills.py --minutes="${KILL_MINUTES:-10}" --door=train
 PYTHONPATH=library "$python" benchmarks/scale.py
 "$python" benchmarks/cache_chaos.py --rounds=200
 "$python" benchmarks/cache_scale.py

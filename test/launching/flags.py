@@ -129,15 +129,16 @@ def to_door(given: Given) -> list[str]:
     return words
 
 
-def usage(script: str) -> str:
+def usage(script: str, recipe: str = "sdxl") -> str:
     """Return the help of a launcher."""
+    door = "sdxl_pretrain.py" if recipe == "sdxl" else "train.py"
     lines = [f"usage: bash test/{script} [--key=value | --key value] ...", "", "flags of the launcher:"]
     for flag in OWNED:
         names = ", ".join(f"--{name}" for name in flag.names)
         lines.append(f"  {names:38s} {flag.help}")
     lines += [
         "",
-        "Each of these names works as a shell variable too. Every other flag goes to sd_scripts_xl/sdxl_pretrain.py",
+        f"Each of these names works as a shell variable too. Every other flag goes to sd_scripts_xl/{door}",
         "(its --help lists them). With no model and no data the embedded demo runs.",
     ]
     return "\n".join(lines)

@@ -137,7 +137,7 @@ def where(layout: str, cards: int | None, given: Given, device: Found, environ: 
             if given.number(name, only) != only:
                 faults.append(
                     f"{given.origins[name]}: this script runs on one machine, got {given.number(name, only)} "
-                    "(test/pretrain_full_nm_np_sdxl.sh runs on several)"
+                    "(test/pretrain_full_nm_np_*.sh run on several)"
                 )
         master = given.text("master_ip")
     accelerator = device.kind != "cpu"
@@ -147,7 +147,7 @@ def where(layout: str, cards: int | None, given: Given, device: Found, environ: 
     if layout == "1m_1p" and processes != 1:
         faults.append(
             f"{given.origins['nproc_per_node']}: this script runs one card, got {processes} "
-            "(test/pretrain_full_1m_8p_sdxl.sh runs several)"
+            "(test/pretrain_full_1m_8p_*.sh run several)"
         )
     if accelerator and processes > device.count:
         asked = given.origins.get("nproc_per_node", "this script")

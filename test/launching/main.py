@@ -24,9 +24,18 @@ from launching.machines import Where  # noqa: E402
 
 from difftrain.config import TrainConfig  # noqa: E402
 from difftrain.config.digest import digest  # noqa: E402
-from difftrain.config.parse import parse  # noqa: E402
 
-LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None}  # cards of each machine; None: those that are found
+LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None, "1m_np": None}  # cards of each machine; None: those that are found
+
+
+CACHES = {"sd3_light_cache"}  # recipes that train nothing; their folder must not be in the way of those that do
+
+
+def script(recipe_name: str, layout: str) -> str:
+    """Return the name of the launcher that was called."""
+    if recipe_name in CACHES:
+        return f"cache_{layout}_{recipe_name.removesuffix('_cache')}.sh"
+    return f"pretrain_full_{layout}_{recipe_name}.sh"
 
 
 class Refused(Exception):
@@ -62,13 +71,13 @@ def decide(recipe_name: str, layout: str, given: Given, environ: dict[str, str])
     found = machines.found()
     where = machines.where(layout, LAYOUTS[layout], given, found, environ)
     recipe = recipes.choose(recipe_name, given, where)
-    output = ROOT / "test" / "output" / str(index)
+    output = ROOT / "test" / "output" / (f"cache_{index}" if recipe_name in CACHES else str(index))
     if layout == "nm_np":
         output /= f"node{where.node_rank}"
-    words = [*recipe.words, *flags.to_door(given), *given.rest, f"--output_dir={output}"]
+    words = recipe.line(given, output)
     faults = [*given.faults, *where.faults, *recipe.faults]
     if not recipe.faults:
-        faults += recipes.door_faults(recipe.checkable(words))
+        faults += recipe.door_faults(recipe.checkable(words))
     if faults:
         raise Refused(faults)
     return Launch(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
@@ -111,7 +120,8 @@ def clear_the_way(launch: Launch, cfg: TrainConfig) -> None:
         if found.sentence:
             print(f"{launch.output} {found.sentence}", flush=True)
         return
-    base = ROOT / "test" / "output" / str(launch.index)
+    root = ROOT / "test" / "output"
+    base = root / launch.output.relative_to(root).parts[0]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     aside = base.with_name(f"{base.name}.{stamp}") / launch.output.relative_to(base)
     aside.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +133,7 @@ def main(argv: list[str]) -> int:
     """Launch; return the exit code, or become the process that starts the ranks."""
     recipe_name, layout, *rest = argv
     if {"--help", "-h"} & set(rest):
-        print(flags.usage(f"pretrain_full_{layout}_{recipe_name}.sh"))
+        print(flags.usage(script(recipe_name, layout), recipe_name))
         return 0
     given = flags.read(rest, os.environ)
     try:
@@ -135,7 +145,7 @@ def main(argv: list[str]) -> int:
         code = launch.recipe.prepare(dry=False)
         if code:
             return code
-        cfg = parse(launch.words).config
+        cfg = launch.recipe.parse(launch.words)
         clear_the_way(launch, cfg)
     except Refused as refused:
         print(f"cannot start:\n{refused}", file=sys.stderr)

@@ -38,7 +38,7 @@ def look(output: Path, cfg: TrainConfig, world_size: int) -> Occupant:
         except ConfigFault as fault:
             return Occupant(fault.faults[0].what, running=True)
     try:
-        state = checkpoint.inspect(output, cfg.save.output_name)
+        state = checkpoint.inspect(output, checkpoint.naming_of(cfg.save))
     except ConfigFault as fault:  # a record that cannot be read
         return Occupant(f"holds a run that cannot be continued ({fault.faults[0].what})", in_the_way=True)
     if isinstance(state, checkpoint.Finished | checkpoint.Unfinished):

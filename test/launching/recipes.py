@@ -6,9 +6,14 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launching.flags import Given
 from launching.machines import LIBRARY, Where, cores, with_library
+
+if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
 
 DEMOS = ("shapes", "emoji")
 EPOCHS, EPOCHS_OF_A_SPEED_RUN = 120, 13
@@ -26,6 +31,26 @@ class Recipe:
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     demo: list[str] = field(default_factory=list)  # arguments of the demo's preparation; empty: no demo
+
+    def line(self, given: Given, output: Path) -> list[str]:
+        """Return the whole command line of the training script: what comes later counts."""
+        return [*self.words, *_owned_words(given), *given.rest, f"--output_dir={output}"]
+
+    def parse(self, words: list[str]) -> TrainConfig:
+        """Read a command line as the training script does. Raises ConfigFault."""
+        from difftrain.config.parse import parse
+
+        return parse(words).config
+
+    def door_faults(self, words: list[str]) -> list[str]:
+        """Ask the training script's parser for every fault of its flags. Imports no torch."""
+        from difftrain.contracts import ConfigFault
+
+        try:
+            self.parse(words)
+        except ConfigFault as found:
+            return [str(fault) for fault in found.faults]
+        return []
 
     def prepare(self, *, dry: bool) -> int:
         """Make the demo's data and model, in a process of its own; return its exit code."""
@@ -79,6 +104,10 @@ RECIPES = {"sdxl": ("sdxl_pretrain.py", SDXL)}
 
 def choose(name: str, given: Given, where: Where) -> Recipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
+    if name not in RECIPES:
+        from launching import light
+
+        return light.choose(name, given, where)
     door, defaults = RECIPES[name]
     asked = given.text("dataset_name")
     own = given.names_rest()
@@ -160,15 +189,3 @@ def _demo(door: str, dataset: str, given: Given, where: Where) -> Recipe:
         taken.discard("train_data_dir")
     words = _own_or({k: v for k, v in plan.flags.items() if k not in taken}, own)
     return Recipe(door, words, list(plan.notes), faults, plan.preparation)
-
-
-def door_faults(words: list[str]) -> list[str]:
-    """Ask the training script's parser for every fault of its flags. Imports no torch."""
-    from difftrain.config.parse import parse
-    from difftrain.contracts import ConfigFault
-
-    try:
-        parse(words)
-    except ConfigFault as found:
-        return [str(fault) for fault in found.faults]
-    return []
