@@ -1,6 +1,8 @@
-"""A checkout of its own for the launchers, so that nothing of the user's test/output is touched."""
+"""A checkout of its own for each file of launchers' tests: nobody's test/output is touched, no file's by another."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from doors import write_pictures
@@ -8,7 +10,12 @@ from launched import Launchers, checkout
 
 
 @pytest.fixture(scope="session")
-def launchers(tmp_path_factory: pytest.TempPathFactory) -> Launchers:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The user's cache folder and a folder of pictures, which all files share as all checkouts of a user do."""
+    return tmp_path_factory.mktemp("cache"), write_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def launchers(tmp_path_factory: pytest.TempPathFactory, kept: tuple[Path, Path]) -> Launchers:
     """The launchers of a fresh checkout."""
-    root = checkout(tmp_path_factory.mktemp("checkout"))
-    return Launchers(root, tmp_path_factory.mktemp("cache"), write_pictures(tmp_path_factory.mktemp("pictures")))
+    return Launchers(checkout(tmp_path_factory.mktemp("checkout")), *kept)
