@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from encoded import encoded
 from safetensors.torch import load_file, save_file
 
 from difftrain.config import TrainConfig
@@ -25,7 +26,6 @@ from difftrain.models.parts import fingerprints
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.pictures import write_folder
-from difftrain.train import encoding
 from difftrain.train.caching import lazy_parts, with_cache
 
 SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (64, 64), (96, 40), (64, 66), (130, 130)]
@@ -72,8 +72,7 @@ class Made:
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg, self.family = cfg, SDXLFamily(cfg)
-        bare = self.family.load(meta=True)
-        self.parts: Parts = self.family.load(lazy=lazy_parts(cfg, self.family, bare))
+        self.parts: Parts = self.family.load(lazy=lazy_parts(cfg, self.family))
         self.data: Data = open_data(cfg, prepare(cfg, log=lambda line: None))
         self.data = with_cache(cfg, choose("cpu"), Ranks(), self.family, self.parts, self.data).data
 
@@ -136,19 +135,6 @@ def test_a_sample_is_kept_for_every_run(pictures: Path, tmp_path: Path) -> None:
     online = [means.family.latents(batch, means.parts) for micro in means.steps() for batch in micro]
     scale = float(first.parts.frozen["vae"].config.scaling_factor)
     assert all(0.01 < float((a * scale - b).abs().mean()) < 1 for a, b in zip(latents, online, strict=True))
-
-
-def encoded(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the entries that are encoded from now on, by encoder."""
-    counts: dict[str, int] = {}
-    commit = encoding._commit
-
-    def counted(job: Any, piece: Any, *rest: Any) -> None:
-        counts[job.wish.name] = counts.get(job.wish.name, 0) + int(job.missing[list(piece.rows)].sum())
-        commit(job, piece, *rest)
-
-    monkeypatch.setattr(encoding, "_commit", counted)
-    return counts
 
 
 @functools.cache

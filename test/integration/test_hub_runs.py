@@ -89,7 +89,7 @@ def test_a_run_from_a_hub_to_a_hub_and_on_from_there(door: Door, hub: HubStub, t
     }
     assert report["notes"]["fetched"] == commits == json.loads((out / "run.json").read_text())["hub"]
     assert report["notes"]["uploads"]["failed"] == [] and len(report["notes"]["uploads"]["sent"]) == 6
-    assert report["weights"] == "acme/tiny" and report["dataset"]["name"] == "acme/pictures/train"
+    assert report["weights"] == "acme/tiny; vae of acme/tiny/vae" and report["dataset"]["name"] == "acme/pictures/train"
     assert hub.token not in written(out) + printed and str(tmp_path / "home") not in (out / "config.toml").read_text()
     assert max(Counter(hub.asked("GET", "/resolve/.*json")).values()) == 1
     # on from there, on a machine that has nothing; a hub that then says no to every upload stops nobody

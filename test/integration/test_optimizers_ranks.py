@@ -24,6 +24,7 @@ KINDS = {
     "AdamW8bit": {},
     "AdamWScheduleFree": {},
     "oss": {},
+    "Muon": {"args": ("adamw_lr=3e-3",)},
 }
 
 

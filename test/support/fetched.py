@@ -45,6 +45,26 @@ def photographs() -> list[Path]:
     return sorted(path for root in (learn, image) for path in root.rglob("*") if path.name in names)
 
 
+def clip_bpe() -> Path:
+    """Return CLIP's own file of merges, as OpenCLIP ships it; no other file of that package is looked at."""
+    folder = _kept("open_clip_torch", ("--only-binary", ":all:"), "bpe_simple_vocab_16e6.txt.gz")
+    return next(folder.rglob("bpe_simple_vocab_16e6.txt.gz"))
+
+
+def t5_tokenizer() -> Path:
+    """Return T5's tokenizer.json: stable-diffusion.cpp has it as an array of bytes in its source (20 MB)."""
+    package = "stable-diffusion-cpp-python"
+    folder = _kept(f"{package}==0.4.7", ("--no-binary", package), "/tokenizers/vocab/clip_t5.hpp")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        text = next(folder.rglob("clip_t5.hpp")).read_text(encoding="latin-1")
+        numbers = text.split("t5_tokenizer_json_str[] = {", 1)[1].split("}", 1)[0]
+        aside = folder / f"tmp-{uuid.uuid4().hex}"
+        aside.write_bytes(bytes(int(number, 16) for number in numbers.split(",") if number.strip()))
+        aside.rename(path)
+    return path
+
+
 def _kept(package: str, options: tuple[str, ...], below: str) -> Path:
     """Return the folder with the files of a package below a path, fetching it where it isn't there yet."""
     target = CACHE / package.replace("==", "-")

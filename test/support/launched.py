@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_NEEDED = ("library", "sd_scripts_xl", "third_patch", "requirements.txt", "pyproject.toml")
+_NEEDED = ("library", "configs", "sd_scripts_xl", "third_patch", "requirements.txt", "pyproject.toml")
 _NO_CACHE = shutil.ignore_patterns("__pycache__")
 # a real job that takes seconds: random tiny weights instead of --model_name
 TINY = (
@@ -62,8 +62,8 @@ class Launchers:
         return self.root / "test" / "output" / str(index)
 
     def start(self, layout: str, *flags: str, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
-        """Start a launcher in a process group of its own."""
-        script = self.root / "test" / f"pretrain_full_{layout}_sdxl.sh"
+        """Start a launcher in a process group of its own. layout: of SDXL's launchers, or a script's whole name."""
+        script = self.root / "test" / (layout if layout.endswith(".sh") else f"pretrain_full_{layout}_sdxl.sh")
         return subprocess.Popen(
             ["bash", str(script), *flags],
             env={**self.env, **env},

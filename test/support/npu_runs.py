@@ -39,20 +39,11 @@ Runner = Callable[..., Trained]
 
 def runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
     """Return a function that trains the tiny SDXL: train("npu", "--mixed_precision=bf16", steps=4)."""
-    from third_patch import apply_for
-
     from difftrain.config.parse import parse
-    from difftrain.train import ending, loop
-    from difftrain.train import run as running
-    from difftrain.train.meter import Meter
 
-    patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
-    patch.setattr(ending, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
-    update, train, judge = loop.update_averages, running.train, Meter._judge
+    watched = _watcher(base, patch)
 
     def runs(device: str, *flags: str, steps: int, out: str | None = None, code: int = 0) -> Trained:
-        import simulator
-
         folder = base / (out or f"{device}{len(list(base.iterdir()))}")
         line = {
             "--init_from_config": "tiny", "--train_data_dir": str(data), "--output_dir": str(folder),
@@ -63,6 +54,67 @@ def runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
         }  # fmt: skip
         line |= {flag.partition("=")[0]: flag.partition("=")[2] for flag in flags}
         argv = [f"{name}={value}" if value else name for name, value in line.items()]
+        return watched(parse(argv).config, argv, code)
+
+    return runs
+
+
+def toml_runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
+    """Return a function that trains the tiny SD3: train("npu", "--loss.text_recon_gamma=0.1", steps=4)."""
+    from difftrain.config.train_line import parse
+
+    watched = _watcher(base, patch)
+    recipe, pictures = base / "recipe.toml", base / "pictures.toml"
+    pictures.write_text(f"resolutions = [64]\n[[directory]]\npath = '{data}'\n")
+    recipe.write_text(
+        f"""train_type = "sd3_light_pretrain"
+        [output]
+        dataset = '{pictures}'
+        [model]
+        type = "sd3"
+        init_from_config = "tiny"
+        num_layers = 3
+        t5_max_length = 32
+        [training]
+        micro_batch_size_per_gpu = 2
+        seed = 1
+        epochs = 100
+        [optimizer]
+        type = "adamw"
+        lr = 1e-4
+        [save]
+        save_every_n_epochs = 100
+        [data]
+        num_dataloader_workers = 0
+        [monitoring]
+        logging_steps = 100
+        """
+    )
+
+    def runs(device: str, *flags: str, steps: int, out: str | None = None, code: int = 0) -> Trained:
+        folder = base / (out or f"{device}{len(list(base.iterdir()))}")
+        argv = [f"--config={recipe}", f"--output.output_dir={folder}", f"--training.device={device}"]
+        argv += [f"--training.max_steps={steps}", *flags]
+        return watched(parse(argv).config, argv, code)
+
+    return runs
+
+
+def _watcher(base: Path, patch: pytest.MonkeyPatch) -> Callable[..., Trained]:
+    """Return a function that runs a configuration in this process and notes what the device did."""
+    from third_patch import apply_for
+
+    from difftrain.train import ending, loop
+    from difftrain.train import run as running
+    from difftrain.train.meter import Meter
+
+    patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+    patch.setattr(ending, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
+    update, train, judge = loop.update_averages, running.train, Meter._judge
+
+    def watched(cfg: Any, argv: list[str], code: int) -> Trained:
+        import simulator
+
         seen: list[Counter[str]] = []
         kept: dict[str, Any] = {}
         losses: list[float] = []
@@ -83,7 +135,6 @@ def runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
         patch.setattr(Meter, "_judge", judged)
         patch.setattr(loop, "update_averages", mine)
         patch.setattr(running, "train", capture)
-        cfg = parse(argv).config
         apply_for(cfg.training.engine)
         assert running.run(cfg, argv) == code
         each = []
@@ -91,6 +142,6 @@ def runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
             after = Counter(after)
             after.subtract(before)
             each.append(+after)
-        return Trained(folder, kept["run"], kept["start"], losses, each)
+        return Trained(kept["run"].out, kept["run"], kept["start"], losses, each)
 
-    return runs
+    return watched

@@ -180,3 +180,34 @@ def test_of_several_sources_only_some_may_have_masks(tmp_path):
     data = opened(cfg)
     for wanted, batch in zip(batches_of(cfg, data), batches_of(cfg, built(data)), strict=True):
         assert (wanted.loss_mask is None and batch.loss_mask is None) or batch.loss_mask.equal(wanted.loss_mask)
+
+
+@pytest.mark.parametrize("more", [{"masks_optional": True}, {"default_mask": "default.png"}])
+def test_masks_that_some_pictures_lack_are_cached_as_they_are_made_online(tmp_path, more):
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    for number, size in list(enumerate(SIZES))[::2]:
+        Image.new("RGB", size, (20 * number, 0, 0)).save(masks / f"{number}.png")
+    Image.new("RGB", (7, 5), (99, 0, 0)).save(tmp_path / "default.png")
+    config(tmp_path)
+    more = {name: str(tmp_path / value) if name == "default_mask" else value for name, value in more.items()}
+    subsets = [{"image_dir": str(tmp_path / "data"), "conditioning_dir": str(masks), "flip": True, **more}]
+    cfg = TrainConfig.model_validate(
+        {
+            "data": {
+                "datasets": [
+                    {"subsets": subsets, "sizes": ((64, 64), (32, 96)), "enable_bucket": True, "batch_size": 3}
+                ],
+                "cache_dir": str(tmp_path / "cache"),
+                "workers": 0,
+            },
+            "loss": {"masked": True},
+            "training": {"batch_size": 3, "seed": 1},
+        }
+    )
+    data = opened(cfg)
+    pairs = list(zip(batches_of(cfg, data), batches_of(cfg, built(data)), strict=True))
+    for wanted, batch in pairs:
+        assert (wanted.loss_mask is None) == (batch.loss_mask is None)
+        assert wanted.loss_mask is None or batch.loss_mask.equal(wanted.loss_mask)
+    assert any(wanted.loss_mask is not None for wanted, _ in pairs)

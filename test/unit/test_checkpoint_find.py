@@ -10,8 +10,8 @@ import pytest
 from difftrain.checkpoint import clean, commit, newest, newest_everywhere, open_given
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
+from difftrain.models.parts.folder_export import _swap_in
 from difftrain.models.parts.weight_writers import aside_of
-from difftrain.models.sdxl.export import _swap_in
 from difftrain.testing.threads import on_threads
 
 

@@ -75,6 +75,15 @@ def test_the_last_two_good_ones_stay_whatever_the_flags_say(tmp_path):
     assert left(tmp_path) == ["step00000004", "step00000005"]
 
 
+def test_a_branch_that_was_left_is_none_of_the_last_two(tmp_path):
+    for step in (10, 40, 50):
+        state(tmp_path, "step", step, step)
+    for step in (20, 30):  # gone on from 10
+        state(tmp_path, "step", step, step)
+        retain_states(tmp_path, "N", SaveSection(every_n_steps=10, last_n_steps=5), step)
+    assert left(tmp_path) == [f"step{each:08d}" for each in (20, 30, 40, 50)]
+
+
 def test_good_means_read_back(tmp_path):
     paths = [state(tmp_path, "step", step, step) for step in range(1, 6)]
     (paths[4] / "weights").write_bytes(b"123x")

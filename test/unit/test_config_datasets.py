@@ -206,7 +206,7 @@ def test_faults_inside_a_kept_configuration_are_placed(folder: Path) -> None:
         load(kept)
     said = "\n".join(map(str, caught.value.faults))
     assert "[data] datasets: 1 subsets 1 is_regg: no such key (did you mean is_reg?)" in said
-    assert "1 subsets 2 repeats: must be at least 1, got 0" in said
+    assert "1 subsets 2 repeats: must be above 0, got 0" in said
 
 
 BAD = """

@@ -102,3 +102,9 @@ def test_every_name_in_the_lists_exists() -> None:
 
 def test_a_digest_is_the_same_on_every_machine() -> None:
     assert digest(TrainConfig()) == digest(TrainConfig()) and len(digest(TrainConfig())) == 32
+
+
+def test_parts_from_elsewhere_are_known_by_their_last_names() -> None:
+    for part in ("transformer", "text_encoder1", "text_encoder2", "text_encoder3"):
+        here, there = (config(model={"family": "sd3", part: f"{path}/part"}) for path in ("/a", "/b"))
+        assert digest(here) == digest(there) != digest(config(model={"family": "sd3"}))

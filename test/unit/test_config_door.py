@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import resource
@@ -79,6 +80,18 @@ def test_faults_go_to_stderr_without_a_traceback(tmp_path: Path) -> None:
 def test_a_device_that_no_room_knows_is_a_fault_like_others(tmp_path: Path) -> None:
     done = run("--device=gpu", "--seed=x", cwd=tmp_path)
     assert done.returncode == 2 and "--device: no such name: 'gpu'" in done.stderr and "--seed" in done.stderr
+
+
+@pytest.mark.parametrize(("module", "package"), [("torch", "torch"), ("PIL", "Pillow")])
+def test_a_package_that_is_missing_is_named(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert door.guard("door", lambda: importlib.import_module(module) and 0) == 1
+    said = capsys.readouterr().err
+    assert said == f"door: needs the package {package}, which is not installed (pip install -r requirements.txt)\n"
+    listed = re.split(r"[~=\n]+", (ROOT / "requirements.txt").read_text())
+    assert set(door.REQUIRED.values()) <= set(listed)
 
 
 def test_help_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:

@@ -192,15 +192,16 @@ def test_names_are_those_that_the_rooms_build() -> None:
 
     assert set(names.OPTIMIZERS) == set(REGISTRY)
     assert set(names.SCHEDULERS) == {*SCHEDULES, "adafactor"}
-    from difftrain.sampling import SAMPLERS
+    from difftrain.sampling import FLOW_SAMPLERS, SAMPLERS
 
-    assert set(names.SAMPLERS) == set(SAMPLERS)
+    assert set(names.SAMPLERS) == set(SAMPLERS) and set(names.FLOW_SAMPLERS) == set(FLOW_SAMPLERS)
     assert set(names.PACKAGES) < set(names.OPTIMIZERS)
 
 
 def test_sizes_are_those_that_ship() -> None:
-    shipped = Path(rules.__file__).parents[1] / "models" / "sdxl"
-    assert {path.stem for path in shipped.glob("*.json")} == set(names.INIT_CONFIGS)
+    for family, sizes in names.INIT_CONFIGS.items():
+        shipped = Path(rules.__file__).parents[1] / "models" / family
+        assert {path.stem for path in shipped.glob("*.json")} == set(sizes)
 
 
 def test_compile_backends_are_torchs() -> None:

@@ -10,8 +10,9 @@ import pytest
 from difftrain.config import TrainConfig, names, rules_cache, toml
 from difftrain.config.digest import digest
 from difftrain.config.parse import parse
-from difftrain.config.sections import CacheDtype
+from difftrain.config.section import CacheDtype
 from difftrain.contracts import ConfigFault
+from difftrain.models.sd3 import text
 from difftrain.models.sdxl.encoders import OUTPUTS
 
 LATENTS = [
@@ -34,6 +35,7 @@ REFUSED = [
     ("--cache_preload --cache_latents", "--cache_preload: needs a cache on disk"),
     (f"{DISK} --trust_cache --regenerate_cache", "--regenerate_cache: contradicts --trust_cache"),
     (f"{DISK} --trust_cache --verify_data=full", "--verify_data: contradicts --trust_cache, which reads no file"),
+    (f"{DISK} --cache_dir={__file__}", f"--cache_dir: {__file__!r} is a file, not a folder"),
     (f"{DISK} --cache_copy_gib=1", "--cache_copy_gib: needs a cache on an object store: --cache_dir=URL"),
     (f"{DISK} --cache_copy_gib=0 --cache_dir=memory://b/c", "--cache_copy_gib: must be above 0, got 0"),
     (f"{DISK} --cache_dir=memory://b/c --cache_only",
@@ -228,5 +230,6 @@ def test_every_field_of_the_rules_exists() -> None:
 
 def test_the_names_of_features_and_dtypes_are_those_of_the_other_rooms() -> None:
     assert get_args(CacheDtype) == names.CACHE_DTYPES
-    made = tuple(name for outputs in OUTPUTS.values() for name in outputs)
-    assert {"sdxl": made} == names.TEXT_FEATURES
+    outputs = {"sdxl": OUTPUTS, "sd3": text.OUTPUTS}
+    made = {family: tuple(name for names in told.values() for name in names) for family, told in outputs.items()}
+    assert made == names.TEXT_FEATURES

@@ -298,3 +298,20 @@ def test_written_captions_keep_prefix_first_line_and_separators():
     record = record_of("one; two\nrest", "three")
     section = CaptionSection(prefix="p", suffix="s", secondary_separator=";", dropout_rate=1.0)
     assert written(record, Stream(0, record.key, 0, "caption"), section) == ["p one, two", "p three s"]
+
+
+def test_diffusion_pipes_captions_are_joined_as_they_were_cut_behind_a_prefix_that_stays():
+    settings = {"dialect": "diffusion_pipe", "separator": ", "}
+    assert draw(["a cat"], prefix="photo of", **settings) == "photo ofa cat"
+    assert draw([""], prefix="x", **settings) == "x" and draw(["a"], prefix="x", dropout_rate=1.0, **settings) == ""
+    for use in range(20):
+        found = draw(["a, b, c"], prefix="p, ", shuffle=True, occurrence=use, **settings)
+        assert found.startswith("p, ") and sorted(found.removeprefix("p, ").split(", ")) == ["a", "b", "c"]
+    assert draw(["a;b ;c"], dialect="diffusion_pipe", separator=";", shuffle=True).count(";") == 2
+    assert "b " in draw(["a;b ;c"], dialect="diffusion_pipe", separator=";", shuffle=True).split(";")
+
+
+def test_a_first_letter_is_large_or_small_and_the_rest_stays():
+    found = Counter(draw(["éa B"], shuffle_capitalization=True, occurrence=use) for use in range(1000))
+    assert set(found) == {"éa B", "Éa B"} and min(found.values()) > 430
+    assert draw([""], shuffle_capitalization=True) == ""

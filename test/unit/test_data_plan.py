@@ -245,3 +245,15 @@ def test_damaged_tables_are_named(tables):
         (made.folder / "ids.npy").write_bytes(torn)
         with pytest.raises(DataFault, match="remove this folder"):
             pickle.loads(pickle.dumps(made))
+
+
+def test_an_epoch_can_begin_at_any_step_of_a_run(tables):
+    items = items_of([13, 9])
+    plain, moved = EpochPlan(tables(items), 7, 4), EpochPlan(tables(items), 7, 4)
+    for _ in range(2):  # a second time at the same step changes nothing
+        moved.begin_epoch_at(2, 8)
+        assert plain.total_steps(2) == 10 and moved.offset == 2
+        assert moved.locate(8) == (2, 0) and moved.total_steps(2) == 8 and moved.digest == plain.digest
+    assert [moved.batch(step) for step in range(8, 20)] == [plain.batch(step) for step in range(10, 22)]
+    with pytest.raises(IndexError):
+        moved.locate(-3)

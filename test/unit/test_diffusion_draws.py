@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from difftrain.diffusion import draws
-from difftrain.diffusion.draws import Stream, integer, normal, uniform
+from difftrain.diffusion.draws import Stream, choice, integer, normal, uniform
 from difftrain.diffusion.keys import STREAM_VERSION, key_of, module_seed, words_of
 
 
@@ -33,6 +33,7 @@ def test_golden_values() -> None:
     assert integer(1, b"record", 0, "timestep", 1000) == 183
     assert uniform(1, b"record", 0, "t") == 0.5205939328868151
     assert module_seed(1, 2, 3) == 7349766048986632493
+    assert choice(1, b"record", 3, "keep", 64, 8).tolist() == [7, 11, 17, 24, 33, 48, 50, 63]
 
 
 def test_normals_are_a_function_of_their_place_not_of_the_shape() -> None:
@@ -166,3 +167,31 @@ def test_fifty_million_normals_a_second_on_one_thread() -> None:
     assert count / best["ours"] > min(50e6, 0.25 * count / best["torch"]), {
         k: f"{count / v / 1e6:.0f} M/s" for k, v in best.items()
     }
+
+
+def test_a_choice_is_of_different_places_in_order_and_each_as_likely_as_any_other() -> None:
+    counts, pairs = np.zeros(16), np.zeros((16, 16))
+    for occurrence in range(4000):
+        found = choice(1, b"k", occurrence, "keep", 16, 4)
+        assert found.dtype == np.int64 and (np.diff(found) > 0).all() and found[0] >= 0 and found[-1] < 16
+        counts[found] += 1
+        pairs[np.ix_(found, found)] += 1
+    assert abs(counts - 1000).max() < 5 * math.sqrt(4000 * 0.25 * 0.75)
+    together = pairs[np.triu_indices(16, 1)]  # of two places: 4 * 3 of 16 * 15
+    assert abs(together - 200).max() < 5 * math.sqrt(4000 * 0.05 * 0.95)
+    assert choice(1, b"k", 0, "keep", 5, 5).tolist() == [0, 1, 2, 3, 4]
+    assert choice(1, b"k", 0, "keep", 5, 0).tolist() == []
+    with pytest.raises(ValueError, match="6 of 5 places"):
+        choice(1, b"k", 0, "keep", 5, 6)
+
+
+def test_a_draw_may_choose_cells_of_a_picture() -> None:
+    from difftrain.contracts import Bucket, Draw, DrawSpec
+    from difftrain.data.samples import host_draws
+
+    spec = DrawSpec("choice", factor=16, share=0.75)
+    draws = [Draw(0, b"a", 0), Draw(1, b"b", 0)]
+    found = host_draws("keep", spec, Bucket(64, 128), draws, 3)
+    assert found.shape == (2, 8) and found.dtype == torch.int64
+    assert found[1].tolist() == choice(3, b"b", 0, "keep", 32, 8).tolist()
+    assert spec.shape(Bucket(16, 16)) == (1,)  # never none

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 
+from difftrain.config import LossSection
 from difftrain.diffusion import ddpm, losses, weights
 
 KOHYA = json.loads((Path(__file__).parent / "data" / "kohya_objective.json").read_text())
@@ -66,6 +67,21 @@ def test_losses_and_thresholds_are_kohyas(row: dict[str, Any]) -> None:
     prediction, target = (torch.tensor(row[name]).view(len(t), -1) for name in ("pred", "target"))
     found = losses.elementwise(prediction, target, row["loss_type"], c)
     torch.testing.assert_close(found.flatten(), torch.tensor(row["loss"]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bend", [0.3, 1.0, 2.5])
+def test_torchs_own_losses_bend_where_they_do(bend: float) -> None:
+    prediction, target = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).double().split(1)
+    c = torch.tensor([bend], dtype=torch.float64)
+    found = [losses.elementwise(prediction, target, kind, c) for kind in ("huber_delta", "smooth_l1_beta")]
+    wanted = [
+        torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=bend),
+        torch.nn.functional.smooth_l1_loss(prediction, target, reduction="none", beta=bend),
+    ]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    section = LossSection(type="huber_delta", bend=bend)
+    assert losses.fixed_threshold(section) == bend and losses.fixed_threshold(LossSection(type="smooth_l1_beta")) == 1.0
+    assert losses.fixed_threshold(LossSection()) is None
 
 
 def test_wrong_names_of_losses_are_refused() -> None:

@@ -39,10 +39,14 @@ class Engine:
         self.ranks, self.calls = ranks, 0
 
     def evaluate(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
-        self.calls += 1
-        mine = sum((loss_of(each).double().sum() for each in micro), torch.zeros((), dtype=torch.float64))
+        mine = self.own_sums(micro)["loss"]
         total = sum(self.ranks.gather(mine)) if self.ranks else mine
         return {"loss": total, "denoise": total * 0.75, "other": total * 0.25}
+
+    def own_sums(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        mine = sum((loss_of(each).double().sum() for each in micro), torch.zeros((), dtype=torch.float64))
+        return {"loss": mine, "denoise": mine * 0.75, "metric/denoise_loss": mine * 0.5}
 
 
 def on_ranks(shares: list[list[Batch]], work: Any) -> list[Any]:
@@ -81,6 +85,45 @@ def test_quantile_losses_are_those_of_fixed_timesteps(shares: list[list[Batch]])
         for row in rows:
             expected = loss_of(with_draw(whole, "timestep", row["timestep"])).double().mean().item()
             assert row["loss"] == pytest.approx(expected, rel=1e-12) and row["samples"] == 11
+            assert row["metrics"] == pytest.approx({"denoise_loss": 0.5 * expected})
+
+
+def test_the_same_batches_give_the_same_bits_whoever_has_them() -> None:
+    """The sums are of very different sizes, in fp32: added up in another order they would differ."""
+
+    class Single(Engine):
+        def own_sums(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
+            sums = super().own_sums(micro)
+            scale = 10.0 ** (int(micro[0].record_id[0]) % 7) if micro else 0.0
+            return {name: (value * scale).float() for name, value in sums.items()}
+
+    batches = [batch(first, 3) for first in range(0, 36, 3)]
+
+    def losses(size: int) -> list[float]:
+        found = on_threads(
+            size,
+            lambda ranks: quantile_losses(
+                Single(ranks), batches[ranks.rank :: size], DRAWS, gather=lambda value: ranks.gather(value)
+            ),
+        )
+        assert all(rows == found[0] for rows in found)
+        return [row["loss"] for row in found[0]]  # type: ignore[union-attr]
+
+    assert losses(1) == losses(2) == losses(3) == losses(5)
+
+
+def test_quantiles_of_a_flow_are_what_its_family_makes_of_them() -> None:
+    """The time of a flow may hang on the bucket, so a row has no one value of it."""
+    draws = {"timestep": DrawSpec("uniform", through=through)}
+    assert value_at(draws["timestep"], 3, Bucket(8, 8)) == pytest.approx(0.3 * 8)
+    rows = quantile_losses(Engine(), [batch(0, 2)], draws)
+    assert all("timestep" not in row for row in rows) and rows[2]["quantile"] == 0.3
+    at = with_draw(batch(0, 2), "timestep", 2)
+    assert rows[2]["loss"] == pytest.approx(loss_of(at).double().mean().item())
+
+
+def through(quantile: float, bucket: Bucket) -> float:
+    return quantile * bucket.height
 
 
 def test_batches_are_taken_one_by_one_and_left_as_they_were() -> None:

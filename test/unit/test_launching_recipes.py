@@ -106,6 +106,6 @@ def test_a_scale_out_of_range(scale: str) -> None:
 def test_the_training_script_knows_every_flag(argv: tuple[str, ...], tmp_path: Path) -> None:
     for device, layout in ((CPU, "1m_1p"), (CPU, "1m_8p"), (CUDA, "1m_8p")):
         recipe = choose(*argv, device=device, layout=layout)
-        assert recipes.door_faults(recipe.checkable([*recipe.words, f"--output_dir={tmp_path / 'o'}"])) == []
+        assert recipe.door_faults(recipe.checkable([*recipe.words, f"--output_dir={tmp_path / 'o'}"])) == []
     real = choose(f"--model_name={tmp_path}", f"--dataset_name={tmp_path}")
-    assert recipes.door_faults([*real.words, f"--output_dir={tmp_path / 'o'}"]) == []
+    assert real.door_faults([*real.words, f"--output_dir={tmp_path / 'o'}"]) == []

@@ -198,7 +198,7 @@ def test_words_one_by_one_give_the_ids_of_the_whole_text(texts: list[str]) -> No
 
 
 def test_what_is_kept_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("difftrain.models.sdxl.tokens._WORDS", 10)
+    monkeypatch.setattr("difftrain.models.parts.clip_tokens._WORDS", 10)
     tokenize = SDXLTokenize((PLAIN, BANG))
     text = " ".join(f"{n}" for n in range(30)) + " " + "x" * 65
     assert tokenize([text])["input_ids_1"].equal(SDXLTokenize((PLAIN, BANG))([text])["input_ids_1"])

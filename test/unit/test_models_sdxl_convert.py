@@ -7,8 +7,9 @@ from collections import defaultdict
 import pytest
 import torch
 
+from difftrain.models.parts.places import Place
 from difftrain.models.sdxl.architecture import PARTS, named
-from difftrain.models.sdxl.convert import PREFIXES, Place, original_places
+from difftrain.models.sdxl.convert import PREFIXES, original_places
 
 
 @pytest.mark.parametrize("size", ["tiny", "demo"])

@@ -65,7 +65,7 @@ def train(optimizer: torch.optim.Optimizer, steps: int = 6) -> torch.Tensor:
 
 
 def test_the_list_is_kohyas() -> None:
-    assert set(KOHYA) == set(names.OPTIMIZERS) - set(names.ASCEND) and len(KOHYA) == 24
+    assert set(KOHYA) == set(names.OPTIMIZERS) - {*names.ASCEND, *names.OURS} and len(KOHYA) == 24
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers")
@@ -150,7 +150,7 @@ def test_a_bare_name_is_of_torchs_own() -> None:
     there = {name for name in dir(torch.optim) if isinstance(kind := getattr(torch.optim, name), type)
              and issubclass(kind, torch.optim.Optimizer)}  # fmt: skip
     left_out = {"Optimizer", "LBFGS", "SparseAdam"} | set(names.OPTIMIZERS)
-    assert set(names.TORCH_OPTIMIZERS) >= there - left_out - {"Adafactor"}
+    assert set(names.TORCH_OPTIMIZERS) >= there - left_out
     assert set(names.TORCH_OPTIMIZERS) <= there
 
 
@@ -183,8 +183,9 @@ def test_a_dry_run_can_tell_the_size_of_the_state(name: str) -> None:
         "SGDNesterov8bit": 1.03, "DAdaptation": 12, "DAdaptAdamPreprint": 12, "DAdaptAdaGrad": 12, "DAdaptAdam": 12,
         "DAdaptAdan": 20, "DAdaptAdanIP": 20, "DAdaptLion": 8, "DAdaptSGD": 12, "Prodigy": 16, "AdamWScheduleFree": 8,
         "RAdamScheduleFree": 8, "SGDScheduleFree": 4, "NpuFusedAdamW": 8,
+        "Muon": 6,  # 4 of a matrix, 8 of what is none
     }  # fmt: skip
-    assert state_bytes(cfg) == pytest.approx(bytes_a_parameter[name], rel=0.03)
+    assert state_bytes(cfg, 0.5) == pytest.approx(bytes_a_parameter[name], rel=0.03)
 
 
 def test_the_packages_words_stay_out_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,14 +7,17 @@ import shlex
 from pathlib import Path
 
 import pytest
-from launching import flags, machines, recipes
+from launching import flags, machines, main, recipes
 from launching.machines import Found
 
 from difftrain.config.parse import parse
+from difftrain.config.train_line import scan
+from difftrain.config.train_toml import read
+from difftrain.config.train_values import Layer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "README.zh.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-PLACES = ("/models/sdxl-base-1.0", "/models/sdxl", "/data/laion", "/data/pictures")
+PLACES = ("/models/sdxl-base-1.0", "/models/sdxl", "/models/sd3_light", "/data/laion", "/data/pictures")
 
 
 def commands(page: str) -> list[str]:
@@ -24,7 +27,9 @@ def commands(page: str) -> list[str]:
 
 
 LINES = [(page, line) for page in PAGES for line in commands(page) if "…" not in line]
-LAUNCHES = [entry for entry in LINES if "pretrain_full_" in entry[1]]
+SCRIPT = re.compile(r"(pretrain_full|cache)_(1m_1p|1m_8p|1m_np|nm_np)_(\w+)\.sh")
+LAUNCHES = [entry for entry in LINES if SCRIPT.search(entry[1])]
+TRAIN = [entry for entry in LINES if re.search(r"(?<!\w)(train|sd3_light_pretrain)\.py\s+--", entry[1])]
 DOORS = [entry for entry in LINES if re.search(r"sdxl_pretrain\.py\s+--", entry[1])]
 
 
@@ -33,18 +38,19 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize(("page", "line"), LAUNCHES)
-def test_launchers_take_their_commands(page: str, line: str, tmp_path: Path) -> None:
+def test_launchers_take_their_commands(page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = shlex.split(line, comments=True)
     script = words[words.index("bash") + 1]
     assert (ROOT / script).is_file()
-    layout = re.search(r"pretrain_full_(\w+)_sdxl", script)[1]
+    stage, layout, name = SCRIPT.search(script).groups()
     argv = [_here(word, tmp_path) for word in words[words.index("bash") + 2 :]]
     given = flags.read(argv, {})
-    where = machines.where(layout, {"1m_1p": 1, "1m_8p": 8, "nm_np": None}[layout], given, Found("npu", 8), {})
-    recipe = recipes.choose("sdxl", given, where)
+    where = machines.where(layout, main.LAYOUTS[layout], given, Found("npu", 8), {})
+    recipe = recipes.choose(name if stage == "pretrain_full" else f"{name}_cache", given, where)
     assert not [*given.faults, *where.faults, *recipe.faults]
-    door = [*recipe.words, *flags.to_door(given), *given.rest, f"--output_dir={tmp_path / 'out'}"]
-    assert recipes.door_faults(recipe.checkable(door)) == []
+    door = recipe.line(given, tmp_path / "out")
+    assert recipe.door_faults(recipe.checkable(door)) == []
 
 
 @pytest.mark.parametrize(("page", "line"), DOORS)
@@ -53,6 +59,18 @@ def test_the_script_takes_its_commands(page: str, line: str, tmp_path: Path) -> 
     at = next(number for number, word in enumerate(words) if word.endswith("sdxl_pretrain.py"))  # behind a launcher
     assert (ROOT / words[at]).is_file()
     parse([_here(word, tmp_path) for word in words[at + 1 :]])
+
+
+@pytest.mark.parametrize(("page", "line"), TRAIN)
+def test_the_toml_door_knows_its_commands(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    at = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    said = Layer()
+    options, keys = scan(words[at + 1 :], said)
+    said.take(keys)
+    assert not said.faults and (ROOT / words[at]).is_file()
+    recipe = ROOT / options["config"]
+    assert not recipe.is_relative_to(ROOT / "configs") or not read(recipe).faults
 
 
 def _here(word: str, folder: Path) -> str:

@@ -24,6 +24,20 @@ def open_for(tmp_path: Path, step: int = 0, **logging_section: Any) -> list[Any]
     return open_trackers(cfg, step=step, run_id="run1", started="20260102030405", config=config, out=tmp_path / "out")
 
 
+def test_a_run_directory_has_its_events_in_one_place(tmp_path: Path) -> None:
+    out = tmp_path / "20260102_03-04-05"
+    for given, folder in (
+        ("", out / "tensorboard_logs"),
+        (str(tmp_path / "all"), tmp_path / "all" / "now" / "finetuning"),
+    ):
+        save = {"output_dir": str(out), "run_dirs": True, "naming": "steps"}
+        cfg = TrainConfig.model_validate({"save": save, "logging": {"logging_dir": given or None}})
+        (board,) = open_trackers(cfg, step=0, run_id="run1", started="now", config={}, out=out)
+        board.scalars(1, {"loss/current": 1.0})
+        board.close()
+        assert [event.step for event in events(folder).Scalars("loss/current")] == [1]
+
+
 def events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

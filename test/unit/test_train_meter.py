@@ -37,7 +37,7 @@ def run_of(**optimizer: Any) -> Any:
 
 
 def judged(run: Any, losses: list[float]) -> None:
-    meter = Meter(run, SimpleNamespace(advance=lambda step: None))  # type: ignore[arg-type]
+    meter = Meter(run, SimpleNamespace(advance=lambda step, samples_seen: None))  # type: ignore[arg-type]
     for step, loss in enumerate(losses, 1):
         run.progress.step = step
         bad = torch.tensor(math.nan)
@@ -64,3 +64,27 @@ def test_a_bad_gradient_comes_late_for_updates_during_the_backward_pass(optimize
     assert ("from the first such gradient on was left as it is" in said.text) == bool(optimizer)
     assert ("the update was skipped on all ranks" in said.text) == (not optimizer)
     assert ("The weights are those of step 0." in str(caught.value)) == (not optimizer)
+
+
+def test_what_a_family_measures_is_in_the_line_and_no_part_of_the_loss() -> None:
+    lines: list[Any] = []
+    run = run_of()
+    run.cfg = run.cfg.model_copy(update={"logging": LoggingSection(log_every=2)})
+    run.ranks = SimpleNamespace(any=lambda value: value)
+    run.device = SimpleNamespace(peak_memory_gib=lambda: 0.0)
+    span = SimpleNamespace(fps=1.0, compute_fps=1.0, step_wait_s=0.0, step_s=1.0)
+    account = SimpleNamespace(sessions=1, e2e_s=1.0)
+    run.clock = SimpleNamespace(read=lambda: span, total=lambda: account, session=lambda: account)
+    outputs = SimpleNamespace(advance=lambda step, samples_seen: None, line=lines.append)
+    meter = Meter(run, outputs)  # type: ignore[arg-type]
+    for step in (1, 2):
+        run.progress.step = step
+        sums = {"loss": 1.5, "denoise": 1.0, "metric/denoise_loss": float(step), "metric/text_recon_loss": 0.25}
+        stats = Stats({k: torch.tensor(v) for k, v in sums.items()}, torch.tensor(1.0), torch.tensor(0.0), {}, None)
+        meter.after_step(run, [], stats)
+    assert len(lines) == 1
+    record = lines[0].record()
+    assert record["step_loss"] == 1.5 and "measures" not in record
+    assert record["train/denoise_loss"] == 2.0 and record["train/text_recon_loss"] == 0.25
+    assert lines[0].scalars()["train/denoise_loss"] == 2.0
+    assert lines[0].line().startswith("step=2 epoch=1 step_loss=1.5 ")

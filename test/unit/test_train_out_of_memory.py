@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from difftrain.config.parse import parse
+from difftrain.config.sections import DatasetSection, EvalSection, EvalSetSection
 from difftrain.contracts import Batch, Bucket, TrainingFault
 from difftrain.device import Device
 from difftrain.device.memory import during
 from difftrain.distributed.launch import Launch
-from difftrain.train.out_of_memory import CACHING, SAMPLING, in_step, remedies, told
+from difftrain.train.out_of_memory import CACHING, EVALUATING, SAMPLING, in_step, remedies, told
 
 ALONE, THIRD = Launch(), Launch(2, 4, 2, 4, "localhost", 1)
 ERROR = torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 2; ...)")
@@ -78,6 +79,16 @@ def test_caching_has_a_batch_size_of_its_own() -> None:
     assert remedies(config("--train_batch_size=1"), ALONE, CACHING) == ["a smaller --resolution"]
     both = config("--vae_batch_size=8", "--cache_text_encoder_outputs", "--cache_batch_size=12")
     assert remedies(both, ALONE, CACHING) == ["--vae_batch_size=4", "--cache_batch_size=6"]
+
+
+def test_evaluation_sets_have_a_batch_size_of_their_own() -> None:
+    cfg = config("--train_batch_size=1")
+    held = EvalSetSection(name="held", config="held.toml", datasets=(DatasetSection(batch_size=6),))
+    for batch_size, half in ((None, 3), (4, 2)):
+        asked = cfg.model_copy(update={"eval": EvalSection(sets=(held,), batch_size=batch_size)})
+        assert f"--eval.batch_size={half} (of evaluation sets)" in remedies(asked, ALONE, EVALUATING)
+        assert not any("eval" in way for way in remedies(asked, ALONE, "training"))
+    assert not any("eval" in way for way in remedies(cfg, ALONE, EVALUATING))
 
 
 def test_the_host_has_other_remedies() -> None:

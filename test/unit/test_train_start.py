@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from difftrain.config.sections import SaveSection, TrainConfig
+import pytest
+
+from difftrain.config.sections import EmaSection, SampleSection, SaveSection, TrainConfig, TrainingSection
+from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
-from difftrain.train.averages import snapshot_path
-from difftrain.train.start import begin
+from difftrain.train.averages import announce, snapshot_path
+from difftrain.train.resuming import check_length
+from difftrain.train.start import Start, begin, check_same
 
 
 def test_half_written_exports_and_snapshots_are_cleared_away(tmp_path: Path) -> None:
@@ -19,3 +26,38 @@ def test_half_written_exports_and_snapshots_are_cleared_away(tmp_path: Path) -> 
     with begin(TrainConfig(save=SaveSection(output_dir=str(tmp_path))), Ranks(), drawn_seed=5) as start:
         assert start.checkpoint is None and start.cfg.training.seed == 5
         assert whole.exists() and not any(path.exists() for path in torn)
+
+
+def test_data_that_changed_are_a_fault_or_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """--i_know_what_i_am_doing of train.py: a resume goes on in data that are not those of the checkpoint."""
+    was: dict[str, Any] = {"family": "sdxl", "model": {}, "trained": [], "global_batch": 2, "plan": {}}
+    now = {**was, "plan_digest": "b", "threads": 1, "world_size": 1}
+    meta = {**was, "plan_digest": "a", "threads": 1, "world_size": 1}
+
+    def start(**training: Any) -> Start:
+        cfg = TrainConfig(training=TrainingSection(**training), save=SaveSection(run_dirs=True))
+        return Start(cfg, SimpleNamespace(), SimpleNamespace(), None, meta, auto=True)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigFault, match="the data or its order changed since the checkpoint"):
+        check_same(start(), now)
+    with caplog.at_level(logging.WARNING, "difftrain"):
+        check_same(start(only_warn=True), now)
+    assert "the data or its order is not that of the checkpoint" in caplog.text
+
+
+def test_a_shorter_run_than_what_is_done_is_refused_but_may_draw(tmp_path: Path) -> None:
+    def start(**sample: Any) -> Start:
+        cfg = TrainConfig(sample=SampleSection(**sample), save=SaveSection(resume="x"))
+        return Start(cfg, SimpleNamespace(), SimpleNamespace(), tmp_path, {"step": 12}, auto=False)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigFault, match="is of step 12, the run has 8 steps"):
+        check_length(start(), 8)
+    check_length(start(), 12)
+    check_length(start(prompts="p.txt", test_only=True), 8)
+
+
+@pytest.mark.parametrize(("steps", "said"), [(99, True), (100, False)])
+def test_an_average_that_never_moves_is_said(steps: int, said: bool) -> None:
+    lines = list(announce(EmaSection(enable=True, decay=0.99, update_every=100), [], steps))
+    assert bool(lines) is said and all("every 100 steps, and the run has 99" in line for line in lines)
+    assert not list(announce(EmaSection(update_every=100), [], steps))

@@ -1,0 +1,100 @@
+"""Every recipe of configs/ runs for two steps on a tiny stand-in, by overrides of the command line alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from doors import Door, write_pictures
+from sd3_speedups import vision_folder
+
+from difftrain.train.demo.flow_model import write_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+RECIPES = sorted(
+    p.relative_to(CONFIGS).as_posix() for p in CONFIGS.glob("*/*.toml") if b"[[directory]]" not in p.read_bytes()
+)
+# of this door; the other files of configs/sdxl have it in their own keys
+KOHYAS = {"sdxl/base.toml", "sdxl/tiny.toml"}
+COMMON = ("--training.max_steps=2", "--training.micro_batch_size_per_gpu=2", "--model.dtype=float32",
+          "--data.num_dataloader_workers=0", "--monitoring.logging_steps=1")  # fmt: skip
+LIGHT = ("--model.t5_max_length=8", "--model.num_layers=3")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures, data set files and tiny models that stand in for what recipes name."""
+    folder = tmp_path_factory.mktemp("stand-in")
+    write_pictures(folder / "pictures", 6)
+    (folder / "data.toml").write_text(f'resolutions = [64]\n[[directory]]\npath = "{folder / "pictures"}"\n')
+    write_tiny(folder / "tiny")
+    return folder
+
+
+def overrides(name: str, place: Path, out: Path) -> list[str]:
+    data = [f"--dataset={place / 'data.toml'}", f"--output.output_dir={out}"]
+    if name.startswith("sd3_light/"):
+        tables = tomllib.loads((CONFIGS / name).read_text(encoding="utf-8"))
+        words = [
+            *data,
+            *COMMON,
+            *LIGHT,
+            f"--model.diffusers_path={place / 'tiny'}",
+            f"--data.cache_dir={place / 'cache'}",
+        ]
+        words += ["--demo.score=false"] if "score" in tables.get("demo", {}) else []
+        if "eval" in tables:
+            sets = f'[{{name = "unseen", config = "{place / "data.toml"}"}}]'
+            words += [f"--eval.eval_datasets={sets}", "--eval.eval_before_first_step=false"]
+        if "sample" in tables:
+            (place / "prompts.txt").write_text("a picture --w 64 --h 64 --s 2\n")
+            words.append(f"--sample.prompts={place / 'prompts.txt'}")
+        if "repa" in tables:
+            words += [f"--repa.encoder={vision_folder(place / 'vision', 'dinov2')}", "--repa.layer=2"]
+        if "ema" in tables:
+            words.append("--ema.update_every=1")
+        return words
+    if name in KOHYAS:
+        sizes = ["--data.resolution=[64, 64]", "--data.min_bucket_reso=32", "--data.max_bucket_reso=128"]
+        return [*sizes, f"--data.dirs=['{place / 'pictures'}']", f"--output.output_dir={out}", *COMMON]
+    return [*data, *COMMON]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps(name: str, place: Path, tmp_path: Path) -> None:
+    file = CONFIGS / name
+    if name.startswith("sdxl/") and name != "sdxl/tiny.toml":  # the file names weights, which no override takes back
+        text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("checkpoint_path"))
+        file = tmp_path / "recipe.toml"
+        file.write_text(text.replace("[model]", '[model]\ninit_from_config = "tiny"'))
+    door = Door(place / "pictures", place / "user_cache")
+    words = [sys.executable, str(ROOT / "sd_scripts_xl" / "train.py"), f"--config={file}"]
+    said = door.run_words([*words, *overrides(name, place, tmp_path / "runs")], timeout=400)
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 1, said
+    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert (runs[0] / "config.toml").exists() and (runs[0] / "report.json").exists()
+
+
+def test_tiny_runs_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    door = Door(tmp_path, tmp_path / "user_cache")
+    run = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    words = [str(ROOT / "sd_scripts_xl" / "train.py"), f"--config={CONFIGS / 'sd3_light' / 'tiny.toml'}"]
+    said = door.run_words([sys.executable, *run, *words, "--training.max_steps=2"], timeout=400)
+    assert said.count("which the recipe names") == 1, said  # one of the two processes makes it
+    place = tmp_path / "output" / "sd3_light" / "tiny"
+    assert {"model", "pictures", "train.toml", "cache", "runs"} <= {path.name for path in place.iterdir()}
+    again = door.run_words([sys.executable, *words, "--training.max_steps=2", "--dry_run"])
+    assert "which the recipe names" not in again and "length: 2 steps" in again
+
+
+def test_there_are_recipes() -> None:
+    names = {name.partition("/")[2] for name in RECIPES if name.startswith("sd3_light/")}
+    assert names >= {"cache.toml", "base.toml", "txt.toml", "txt_multi.toml", "tiny.toml"}
+    assert len(RECIPES) >= 9

@@ -1,0 +1,53 @@
+"""A tiny SD3 and a batch for it, for tests of models, sampling and exports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from difftrain.config import TrainConfig
+from difftrain.contracts import Batch, Bucket, Draw, Parts
+from difftrain.data.samples import host_draws
+from difftrain.models.sd3.family import SD3Family
+
+T5_LENGTH = 16
+
+
+def config(sections: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
+    """Return a configuration of the tiny size, with fields of [model] by keyword and other sections as tables."""
+    if "pretrained" not in model:
+        model = {"init_from_config": "tiny"} | model
+    model = {"family": "sd3", "t5_max_length": T5_LENGTH} | model
+    return TrainConfig.model_validate({"model": model, "training": {"seed": 1}, **(sections or {})})
+
+
+def loaded(cfg: TrainConfig) -> tuple[SD3Family, Parts]:
+    """Make a family and load it."""
+    family = SD3Family(cfg)
+    return family, family.load()
+
+
+def batch_of(
+    family: SD3Family,
+    parts: Parts,
+    captions: list[str],
+    height: int = 64,
+    width: int = 64,
+    *,
+    seed: int = 0,
+    trains: bool = True,
+) -> Batch:
+    """Make a batch of noise pictures with these captions, and the draws that a loader makes for them."""
+    generator = torch.Generator().manual_seed(seed)
+    bucket, count = Bucket(height, width), len(captions)
+    features = {"pixels": torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)}
+    features |= family.tokenizer(parts)(captions)
+    uses = [Draw(i, i.to_bytes(16, "little"), 0) for i in range(count)]
+    draws = {
+        name: host_draws(name, spec, bucket, uses, seed)
+        for name, spec in family.features.draws.items()
+        if trains or not spec.trains
+    }
+    ids = torch.arange(count)
+    return Batch(bucket, ids, torch.zeros_like(ids), features, draws, keys=tuple(use.key for use in uses))

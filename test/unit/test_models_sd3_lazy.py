@@ -1,0 +1,163 @@
+"""Frozen parts that something stands in for: not built, not looked at, and once woken as if they had been loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sd3 import config, loaded
+
+from difftrain.contracts import EVERY, ConfigFault, Parts
+from difftrain.device import choose, fp8
+from difftrain.device.attention_joint import JointAttention
+from difftrain.models.parts.stand_in import StandIn
+from difftrain.models.sd3.architecture import FLAVORS, named
+from difftrain.models.sd3.counts import count
+from difftrain.models.sd3.family import SD3Family
+from difftrain.train.caching import lazy_parts
+from difftrain.train.check import check
+from difftrain.train.ending import parameter_counts
+from difftrain.train.run import attend
+
+FROZEN = ("vae", "text_encoder_1", "text_encoder_2", "text_encoder_3")
+CACHED = {"cache": {"latents_to_disk": True, "text_to_disk": True}}
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"training": {"seed": 1, "mixed_precision": "bf16"}}, {"fp8_frozen": "all"}),
+    ({"training": {"seed": 1, "mixed_precision": "fp16"}}, {"vae_fp32": False}),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_layers_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 8 bits be for the tiny model's layers too."""
+    monkeypatch.setattr(fp8, "FEWEST_INPUTS", 16)
+
+
+def tensors(parts: Parts, name: str) -> dict[str, torch.Tensor]:
+    module = parts.frozen[name]
+    told = {f"state {key}": value for key, value in module.state_dict().items()}
+    return told | dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def same(ours: Parts, theirs: Parts, name: str) -> bool:
+    a, b = tensors(ours, name), tensors(theirs, name)
+    assert a.keys() == b.keys()
+    return all(a[key].dtype == b[key].dtype and a[key].equal(b[key]) for key in a)
+
+
+@pytest.mark.parametrize(("sections", "model"), WAYS)
+def test_a_part_that_was_woken_is_the_one_that_was_loaded(sections: Any, model: Any) -> None:
+    cfg = config(sections, **model)
+    _, wanted = loaded(cfg)
+    parts = SD3Family(cfg).load(lazy=FROZEN)
+    assert all(isinstance(parts.frozen[name], StandIn) and parts.sleeps(name) for name in FROZEN)
+    for _ in range(2):
+        for name in FROZEN:
+            parts.wake(name)
+            assert same(parts, wanted, name)
+            assert not any(each.requires_grad for each in parts.frozen[name].parameters())
+            assert not any(module.training for module in parts.frozen[name].modules())
+            held = list(fp8.held(wanted.frozen[name]))
+            assert list(fp8.held(parts.frozen[name])) == held
+            assert bool(held) == ("fp8_frozen" in model and name != "vae")
+            parts.rest(name)
+    assert all(map(parts.sleeps, FROZEN))
+
+
+def test_only_frozen_parts_that_are_named_sleep() -> None:
+    parts = SD3Family(config()).load(lazy=("transformer", "vae"))
+    assert set(parts.lazy) == {"vae"} and not parts.sleeps("text_encoder_3")
+    assert not any(each.is_meta for each in parts.root.parameters())
+    bare = SD3Family(config()).load(meta=True, lazy=EVERY)
+    assert set(bare.lazy) == set(FROZEN)
+    bare.wake("vae")
+    bare.wake("text_encoder_1")
+    assert not bare.sleeps("vae") and not bare.sleeps("text_encoder_1") and bare.sleeps("text_encoder_2")
+    assert all(each.is_meta for each in bare.root.parameters())
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_what_stands_in_counts_as_the_part_itself(flavor: str) -> None:
+    architecture = named(flavor)
+    for part in FROZEN:
+        assert count(architecture, part) == sum(each.numel() for each in architecture.build(part).parameters())
+
+
+def test_a_plain_t5_and_a_vae_of_another_design_are_counted_too() -> None:
+    tiny = named("tiny").to_dict()
+    tiny["text_encoder_3"] |= {"feed_forward_proj": "relu"}
+    tiny["vae"] |= {"use_quant_conv": False, "use_post_quant_conv": False, "layers_per_block": 2}
+    architecture = type(named("tiny")).from_dict(tiny, "here")
+    for part in ("vae", "text_encoder_3"):
+        assert count(architecture, part) == sum(each.numel() for each in architecture.build(part).parameters())
+
+
+def test_a_run_that_caches_builds_none_of_what_the_cache_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is checked at the start, nor the parts, nor the encoders' fingerprints, nor counts need a module."""
+    built: list[str] = []
+    kind = type(named("tiny"))
+    build = kind.build
+    monkeypatch.setattr(kind, "build", lambda self, part: built.append(part) or build(self, part))
+    cfg = config(CACHED)
+    family = SD3Family(cfg)
+    check(cfg, family, whole=False)
+    assert lazy_parts(cfg, family) == set(FROZEN)
+    parts = family.load(lazy=lazy_parts(cfg, family))
+    described = family.encoders(parts)
+    assert {name: each.modules for name, each in described.items()} == {
+        "latents": ("vae",), **{f"text_encoder_{i}": (f"text_encoder_{i}",) for i in (1, 2, 3)}
+    }  # fmt: skip
+    prints = {name: each.fingerprint() for name, each in described.items()}
+    counts = parameter_counts(parts)
+    assert set(built) == {"transformer"}
+    family, whole = loaded(cfg)
+    assert {name: each.fingerprint() for name, each in family.encoders(whole).items()} == prints
+    assert counts == parameter_counts(whole)
+    assert lazy_parts(config({"cache": {"text_to_disk": True}}), family) == set(FROZEN) - {"vae"}
+    assert lazy_parts(config(), family) == set()
+    built.clear()
+    check(cfg, family)
+    assert set(built) == {"transformer", *FROZEN}
+
+
+def test_attention_is_given_to_what_is_built_later() -> None:
+    cfg = config()
+    parts = SD3Family(cfg).load(lazy=FROZEN)
+    attend(cfg, choose("cpu"), parts)
+    assert isinstance(parts.root.transformer.transformer_blocks[0].attn.processor, JointAttention)
+    parts.wake("vae")
+    (middle,) = parts.frozen["vae"].encoder.mid_block.attentions
+    assert type(middle.processor).__module__.startswith("difftrain.")
+
+
+def test_weights_that_do_not_fit_are_named_when_they_are_needed(tmp_path: Path) -> None:
+    family, parts = loaded(config())
+    folder = family.export([], parts, "diffusers_safetensors", tmp_path / "model")
+    shutil.rmtree(folder / "text_encoder_3" / "nothing", ignore_errors=True)
+    (weights,) = (folder / "text_encoder_3").glob("*.safetensors")
+    shutil.copy(next((folder / "text_encoder").glob("*.safetensors")), weights)
+    cfg = config(CACHED, pretrained=str(folder), init_from_config=None)
+    with pytest.raises(ConfigFault):
+        check(cfg, SD3Family(cfg))
+    check(cfg, SD3Family(cfg), whole=False)
+    parts = SD3Family(cfg).load(lazy=FROZEN)
+    parts.wake("text_encoder_1")
+    with pytest.raises(ConfigFault, match="text_encoder_3"):
+        parts.wake("text_encoder_3")
+
+
+def test_exports_with_sleeping_parts_are_those_with_loaded_ones(tmp_path: Path) -> None:
+    written = []
+    for name, lazy in (("loaded", ()), ("lazy", FROZEN)):
+        family = SD3Family(config())
+        parts = family.load(lazy=lazy)
+        weights = ((key, value) for key, value in parts.root.state_dict().items())
+        path = family.export(weights, parts, "diffusers_safetensors", tmp_path / name)
+        files = sorted(each for each in path.rglob("*") if each.is_file())
+        written.append({str(each.relative_to(path)): each.read_bytes() for each in files})
+    assert written[0].keys() == written[1].keys()
+    assert not [name for name in written[0] if written[0][name] != written[1][name]]

@@ -1,0 +1,178 @@
+"""Samplers of flows: they solve the flow's equation, follow the training's shift, and start guidance from its zeros."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sd3 import config, loaded
+
+from difftrain.config import TrainConfig, rules_names
+from difftrain.contracts import ConfigFault, Parts
+from difftrain.device import choose
+from difftrain.models.parts.stand_in import StandIn
+from difftrain.sampling import FLOW_SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler, read_prompts
+from difftrain.sampling.grid import size_of, tokens_of
+from difftrain.train.caching import awake
+from difftrain.train.drawing import sampler_of
+
+PLAIN = {"num_train_timesteps": 1000, "shift": 1.0}
+FLUX = PLAIN | {
+    "use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5,
+    "max_shift": 1.15,
+}  # fmt: skip
+
+
+@cache
+def pipeline(zeros: bool = True) -> Any:
+    family, parts = loaded(config({"flow": {"shift": 2.0}}, enable_uncond_text_dropout=zeros))
+    return family.pipeline(parts)
+
+
+def solved(name: str, steps: int, spread: float, tuning: dict[str, Any]) -> float:
+    """Follow the flow of N(0, spread^2), whose velocity is known, from x = 1; its end is at x = spread."""
+    sampler = make_sampler(name, tuning)
+    sampler.set_timesteps(steps)
+    x = torch.ones(1, dtype=torch.float64)
+    for time in sampler.timesteps:
+        t = float(time) / 1000
+        variance = (1 - t) ** 2 * spread**2 + t**2
+        x = sampler.step(x * (t - (1 - t) * spread**2) / variance, time, x, return_dict=False)[0]
+    return float(x)
+
+
+@pytest.mark.parametrize("tuning", [PLAIN, PLAIN | {"shift": 3.0}], ids=["even", "shifted"])
+def test_both_solve_the_equation_and_heun_in_fewer_steps(tuning: dict[str, Any]) -> None:
+    spread = 0.3
+    assert abs(solved("flow_euler", 400, spread, tuning) - spread) < 0.01
+    coarse = {name: abs(solved(name, 20, spread, tuning) - spread) for name in FLOW_SAMPLERS}
+    assert coarse["flow_heun"] < coarse["flow_euler"] / 3
+
+
+def test_the_shift_is_the_trainings() -> None:
+    assert pipeline().scheduler.config.shift == 2.0
+    for name in FLOW_SAMPLERS:
+        sampler = make_sampler(name, pipeline().scheduler.config)
+        sampler.set_timesteps(5)
+        assert sampler.config.shift == 2.0 and sampler.timesteps[0] == 1000
+    for tokens, mu in ((256, 0.5), (4096, 1.15), (1024, 0.63)):
+        assert make_sampler("flow_heun", FLUX, tokens).config.shift == pytest.approx(math.exp(mu), rel=1e-2)
+
+
+def test_a_flux_shift_is_what_diffusers_makes_of_the_exported_scheduler() -> None:
+    family, parts = loaded(config({"flow": {"flux_shift": True}}))
+    pipe = family.pipeline(parts)
+    pipe.set_progress_bar_config(disable=True)
+    assert tokens_of(pipe, 128, 64) == 32
+    asked: dict[str, Any] = {"height": 128, "width": 64, "num_inference_steps": 4, "output_type": "np"}
+    theirs = pipe("a", generator=torch.Generator().manual_seed(3), negative_prompt="", **asked).images[0]
+    prompt = Prompt("a", height=128, width=64, sample_steps=4, seed=3, scale=7.0)
+    (ours,) = draw_pictures(pipe, [prompt], sampler="flow_euler", seed=0)
+    assert np.abs(np.asarray(ours.image) / 255 - theirs).max() <= 1.5 / 255
+
+
+def test_every_flow_sampler_draws_and_repeats() -> None:
+    pictures = {}
+    for name in FLOW_SAMPLERS:
+        prompt = Prompt("a red star", sample_steps=6, scale=2.0, seed=3)
+        drawn = [np.asarray(draw_pictures(pipeline(), [prompt], sampler=name, seed=0)[0].image) for _ in range(2)]
+        assert np.array_equal(*drawn) and drawn[0].std() > 5
+        pictures[name] = drawn[0].astype(int)
+    assert 0 < np.abs(pictures["flow_euler"] - pictures["flow_heun"]).mean() < 40
+
+
+@torch.no_grad()
+def test_no_text_is_what_the_training_took_for_it() -> None:
+    tokens, negative, pooled, none = pipeline().encode_prompt(["a", "b"], negative_prompt="")
+    assert tokens.any() and pooled.any() and not negative.any() and not none.any()
+    _, asked, *_ = pipeline().encode_prompt(["a", "b"], negative_prompt="blurry")
+    assert asked.any() and negative.shape == asked.shape == tokens.shape
+    tokens, negative, *_ = pipeline(zeros=False).encode_prompt("", negative_prompt=None)
+    assert negative.any() and torch.equal(tokens, negative)
+    tokens, negative, *_ = pipeline().encode_prompt("a", do_classifier_free_guidance=False, num_images_per_prompt=3)
+    assert negative is None and len(tokens) == 3 and torch.equal(tokens[0], tokens[2])
+
+
+def test_sizes_are_the_trainings_and_multiples_of_a_token() -> None:
+    assert size_of(pipeline(), Prompt("a")) == (128, 128)
+    assert size_of(pipeline(), Prompt("a", width=79, height=8)) == (16, 64)
+    family, parts = loaded(config({"data": {"resolution": (96, 64)}}))
+    assert size_of(family.pipeline(parts), Prompt("a")) == (64, 96)
+
+
+def test_modules_stay_as_they_are(tmp_path: Path) -> None:
+    family, parts = loaded(
+        config({"training": {"seed": 1, "mixed_precision": "bf16"}}, enable_uncond_text_dropout=True)
+    )
+    pipe = family.pipeline(parts)
+    parts.root.train()
+    before = {name: value.clone() for name, value in parts.root.state_dict().items()}
+    scheduler = pipe.scheduler
+    prompt = Prompt("a", sample_steps=2, width=64, height=64)
+    with torch.autocast("cpu", torch.bfloat16):
+        grid = draw_grid(pipe, [prompt], tmp_path, "N", "000001", sampler="flow_heun", seed=1)
+    assert Image.open(grid).size == (64, 64) and pipe.scheduler is scheduler
+    assert all(module.training for module in parts.root.modules())
+    assert all(parts.root.state_dict()[name].equal(value) for name, value in before.items())
+
+
+def test_sleeping_encoders_wake_for_pictures_only() -> None:
+    """A run with a whole cache builds none of them until it draws, and gives their memory back."""
+    family, awake_parts = loaded(config(enable_uncond_text_dropout=True))
+    lazy = [name for name in awake_parts.frozen]
+    parts = family.load(lazy=lazy)
+    parts.resting |= set(lazy)
+    assert all(isinstance(part, StandIn) for part in parts.frozen.values())
+    prompt = Prompt("a red star", sample_steps=2, width=64, height=64, seed=3)
+
+    def drawn(held: Parts) -> np.ndarray:
+        (picture,) = draw_pictures(family.pipeline(held), [prompt], sampler="flow_euler", seed=0)
+        return np.asarray(picture.image)
+
+    with awake(parts, choose("cpu")):
+        found = drawn(parts)
+    assert all(parts.sleeps(name) for name in lazy)
+    assert np.array_equal(found, drawn(awake_parts))
+
+
+def test_samplers_of_the_other_kind_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFault, match=r"ddim is no sampler of a model that learns a flow; one of flow_euler"):
+        make_sampler("ddim", PLAIN)
+    with pytest.raises(ConfigFault, match="flow_heun is no sampler of a model that learns no flow"):
+        make_sampler("flow_heun", {"beta_schedule": "scaled_linear"})
+    path = tmp_path / "prompts.txt"
+    path.write_text("a red star --ss ddim\nb --ss flow_heun\nc --ss flow_hoin\n")
+    with pytest.raises(ConfigFault) as found:
+        read_prompts(path, "flow_euler", flow=True)
+    told = str(found.value)
+    assert "line 1: ddim is no sampler" in told and "line 3" in told and "line 2" not in told
+    path.write_text("b --ss flow_heun\n")
+    assert read_prompts(path, "flow_euler", flow=True).prompts[0].sample_sampler == "flow_heun"
+    with pytest.raises(ConfigFault, match="learns no flow"):
+        read_prompts(path)
+
+
+def test_a_flow_has_a_sampler_of_its_own() -> None:
+    assert sampler_of(config()) == "flow_euler" and sampler_of(TrainConfig()) == "ddim"
+    assert sampler_of(config({"sample": {"sampler": "flow_heun"}})) == "flow_heun"
+
+
+def test_the_configuration_knows_whose_sampler_is_whose() -> None:
+    flow, other = (
+        config({"sample": {"sampler": "ddim"}}),
+        TrainConfig.model_validate({"sample": {"sampler": "flow_heun"}}),
+    )
+    for cfg, says in (
+        (flow, "'ddim' is no sampler of sd3, which learns a flow"),
+        (other, "'flow_heun' is no sampler of sdxl"),
+    ):
+        (finding,) = rules_names.sampler(cfg, {"sample.sampler"})
+        assert says in finding.what
+    assert not [*rules_names.sampler(config(), set())]  # SDXL's default, which nobody asked for
+    assert not [*rules_names.sampler(config({"sample": {"sampler": "flow_heun"}}), {"sample.sampler"})]
