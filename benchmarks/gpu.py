@@ -1,20 +1,20 @@
-"""Training on an accelerator: first whether it is right, then how fast SDXL-base trains at 1024 px.
+"""Training on an accelerator: first whether it is right, then how fast SDXL-base trains at 1024 px and SD3-Light at 256.
 
-    python benchmarks/gpu.py                       everything; about ten minutes and 60 GiB of card memory
-    python benchmarks/gpu.py --batch_sizes=1,2     a smaller card
+    python benchmarks/gpu.py                       everything; about twenty minutes and 60 GiB of card memory
+    python benchmarks/gpu.py --batch_sizes=1,2 --light_batch_sizes=16     a smaller card
+    python benchmarks/gpu.py --models=sd3_light    one of the two
     python benchmarks/gpu.py --rehearse            the same code on any machine, on tiny sizes: no figure of a GPU
 
 Right: attention against fp32 mathematics, forward and backward; bf16 and fp16 steps against fp32 ones; the engine's
 losses against a hand-written loop's, and the device's against the CPU's. Fast: FPS, MFU, matmul utilisation and peak
-memory of the UNet with random weights, on latents and text states that are there already (no VAE, no text encoder, no
-loading). Prints a table, writes gpu-<date>.json, and exits with 1 where a check fails. Without an accelerator: says so, 0.
+memory of the denoiser with random fp32 weights, on latents and text states that are there already (no VAE, no text
+encoder, no loading). Prints a table, writes gpu-<date>.json, and exits with 1 where a check fails. Without an accelerator: says so, 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import math
 import sys
@@ -24,25 +24,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
+import gpu_sd3
 import torch
+from gpu_trainer import Trainer, config, measure_speed, same
 from plain_sdxl import PlainSDXL
 from torch import Tensor
 
-from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Parts
-from difftrain.device import Device, attention, choose, use_attention
-from difftrain.distributed.ranks import Ranks
-from difftrain.engine import make_engine
+from difftrain.device import Device, attention, choose
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.models.sdxl.flops import unet_flops
 from difftrain.models.sdxl.root import SDXLRoot
-from difftrain.optim.registry import make_optimizer
-from difftrain.optim.schedule import make_schedule
-from difftrain.report.clock import Clock
 from difftrain.report.environment import code_version, versions
-from difftrain.report.peaks import measure_matmul, vendor_peak
 
-TEXT_TOKENS = 77
+TEXT_TOKENS, LIGHT_SIDE = 77, 256
 STEPS = 8  # of each correctness check
 LR = 1e-4
 # relative error of attention: what rounding of the inputs and of the output to this dtype costs, and some
@@ -114,42 +109,13 @@ class LatentFamily(SDXLFamily):
         )
 
 
-class Trainer:
-    """The engine on one device, fed by hand."""
-
-    def __init__(self, size: str, device: Device, precision: str, *, checkpointing: bool = False, weights: Any = None):
-        training = {"mixed_precision": precision, "seed": 1, "gradient_checkpointing": checkpointing}
-        model = {"init_from_config": size}
-        optimizer = {"learning_rate": LR}
-        self.cfg = TrainConfig.model_validate({"model": model, "training": training, "optimizer": optimizer})
-        self.device, self.family = device, LatentFamily(self.cfg)
-        self.parts = self.family.load()
-        if weights is not None:
-            self.parts.root.load_state_dict(weights)
-        self.first = (
-            {name: value.clone() for name, value in self.parts.root.state_dict().items()} if size != "base" else {}
-        )
-        self.attention = use_attention(
-            self.parts.root, device, fused=True, choice="auto", precision=self.cfg.training.mixed_precision
-        )
-        self.engine = make_engine(self.cfg, device, Ranks())
-        self.engine.build(
-            self.family,
-            self.parts,
-            lambda groups: make_optimizer(self.cfg.optimizer, groups, fused_ok=device.fused_optimizer),
-            lambda made: make_schedule(self.cfg.optimizer, made, 1000),
-            [],
-        )
-
-    def losses(self, batches: list[Batch]) -> tuple[list[float], int]:
-        """Take a step on each batch; return the losses, and how many updates were skipped."""
-        stats = [self.engine.step([batch], dict(batch.counts)) for batch in batches]
-        return [float(s.sums["loss"]) for s in stats], sum(int(s.skipped) for s in stats)
-
-    def moved(self) -> bool:
-        """Tell whether every weight has changed and is finite."""
-        now = self.parts.root.state_dict()
-        return all(bool(now[n].isfinite().all()) and not torch.equal(now[n].cpu(), v) for n, v in self.first.items())
+def sdxl_trainer(
+    size: str, device: Device, precision: str, *, checkpointing: bool = False, weights: Any = None
+) -> Trainer:
+    """Return the engine with the UNet alone."""
+    cfg = config({"init_from_config": size}, precision, LR, checkpointing=checkpointing)
+    family = LatentFamily(cfg)
+    return Trainer(cfg, family, family.load(), device, weights=weights, watched=size != "base")
 
 
 # ---------------------------------------------------------------------- right?
@@ -203,108 +169,51 @@ def _attention_error(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, keep: Tensor
 
 def check_steps(device: Device, side: int) -> list[dict[str, Any]]:
     """Train the tiny SDXL in every precision, by hand, and on the CPU; compare the losses."""
-    reference = Trainer("tiny", choose("cpu"), "no")
+    reference = sdxl_trainer("tiny", choose("cpu"), "no")
     batches = [reference.family.batch(side, 4, seed) for seed in range(STEPS)]
     start = copy.deepcopy(reference.first)
     on_cpu, _ = reference.losses(batches)
     rows = []
-    exact = Trainer("tiny", device, "no", weights=start)
+    exact = sdxl_trainer("tiny", device, "no", weights=start)
     plain = PlainSDXL(exact.parts, device.torch_device, lr=LR)
     by_hand = [plain.step([batch]) for batch in batches]
     in_fp32, _ = exact.losses(batches)
-    rows.append(_same("engine against the hand-written loop, fp32", in_fp32, by_hand, LOSS_LIMIT["no"]))
-    rows.append(_same("this device against the CPU, fp32", in_fp32, on_cpu, LOSS_LIMIT["no"]))
+    rows.append(same("engine against the hand-written loop, fp32", in_fp32, by_hand, LOSS_LIMIT["no"]))
+    rows.append(same("this device against the CPU, fp32", in_fp32, on_cpu, LOSS_LIMIT["no"]))
     for precision in ("bf16", "fp16"):
-        trainer = Trainer("tiny", device, precision, weights=start)
+        trainer = sdxl_trainer("tiny", device, precision, weights=start)
         losses, skipped = trainer.losses(batches)
-        rows.append(_same(f"{precision} against fp32", losses, in_fp32, LOSS_LIMIT[precision]))
+        rows.append(same(f"{precision} against fp32", losses, in_fp32, LOSS_LIMIT[precision]))
         fine = all(map(math.isfinite, losses)) and trainer.moved() and skipped <= STEPS // 2
         rows.append({"check": f"{precision}: finite, every weight moved", "skipped": skipped, "passed": fine})
     return rows
 
 
-def _same(name: str, losses: list[float], expected: list[float], limit: float) -> dict[str, Any]:
-    error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-    return {"check": name, "error": error, "limit": limit, "passed": error <= limit}
+def measured(name: str, device: Device, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one model. Raises ValueError for one that is not known."""
+    if name == "sdxl":
+        size, side, sizes, make = "base", options.resolution, options.batch_sizes, sdxl_trainer
+    elif name == "sd3_light":
+        size, side, sizes, make = "light", LIGHT_SIDE, options.light_batch_sizes, gpu_sd3.trainer
+    else:
+        raise ValueError(f"--models knows sdxl and sd3_light, not {name!r}")
+    if options.rehearse:
+        size, side = "tiny", 64
 
+    def made(precision: str, checkpointing: bool) -> Trainer:
+        return make(size, device, precision, checkpointing=checkpointing)
 
-# ---------------------------------------------------------------------- fast?
-
-
-def measure_speed(device: Device, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure steps per precision, checkpointing and batch; a setting that does not fit the card is named."""
-    size, side = ("tiny", 64) if options.rehearse else ("base", options.resolution)
-    rows = []
-    for precision in options.precisions.split(","):
-        matmul = measure_matmul(device.torch_device, precision, device.synchronise, budget_s=2.0)
-        peak = vendor_peak(str(device.describe()["name"]), precision)
-        for checkpointing in (False, True):
-            trainer = Trainer(size, device, precision, checkpointing=checkpointing)
-            print(f"  {trainer.attention}", flush=True)
-            for batch_size in map(int, options.batch_sizes.split(",")):
-                row = {"precision": precision, "gradient_checkpointing": checkpointing, "batch_size": batch_size}
-                row |= _measure(trainer, device, side, batch_size, options.steps)
-                if "flops_per_s" in row:
-                    row["matmul_utilisation"] = row["flops_per_s"] / matmul
-                    row["mfu"] = row["flops_per_s"] / peak[0] if peak else None
-                    row["mfu_peak"] = peak[1] if peak else "this card's peak is not known"
-                rows.append(row)
-                print(f"  {_told(row)}", flush=True)
-            del trainer
-            _free(device)
-    return rows
-
-
-def _measure(trainer: Trainer, device: Device, side: int, batch_size: int, steps: int) -> dict[str, Any]:
-    batches = [trainer.family.batch(side, batch_size, seed) for seed in range(4)]
-    flops = trainer.family.flops_per_sample(trainer.parts, Bucket(side, side))
-    device.reset_peak_memory()
-    try:
-        for number in range(3):  # kernels are chosen, memory is taken
-            trainer.engine.step([batches[number]], dict(batches[number].counts))
-        clock = Clock(device.synchronise)
-        clock.start()
-        for number in range(steps):
-            stats = trainer.engine.step([batches[number % 4]], dict(batches[number % 4].counts))
-            clock.stepped(batch_size, flops * batch_size)
-        span = clock.read()
-    except torch.OutOfMemoryError:
-        trainer.engine.optimizer.zero_grad(set_to_none=True)
-        _free(device)
-        return {"failed": "out of the card's memory"}
-    return {
-        "fps": span.fps,
-        "step_s": span.step_s,
-        "flops_per_s": span.flops / span.wall_s,
-        "flops_per_sample": flops,
-        "peak_memory_gib": device.peak_memory_gib(),
-        "loss": float(stats.sums["loss"]),
-    }
-
-
-def _free(device: Device) -> None:
-    gc.collect()
-    if device.module is not None:
-        device.module.empty_cache()
-
-
-def _told(row: dict[str, Any]) -> str:
-    name = f"{row['precision']:4} batch {row['batch_size']:2} {'checkpointing' if row['gradient_checkpointing'] else '':13}"
-    if "failed" in row:
-        return f"{name} {row['failed']}"
-    mfu = "   -  " if row["mfu"] is None else f"{100 * row['mfu']:5.1f}%"
-    return (
-        f"{name} {row['fps']:8.3f} FPS  {1000 * row['step_s']:9.1f} ms  MFU {mfu}  matmul "
-        f"{100 * row['matmul_utilisation']:5.1f}%  {row['peak_memory_gib']:6.1f} GiB"
-    )
+    return measure_speed(device, options, name, side, sizes, made)
 
 
 def main() -> int:
     """Check, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch_sizes", default="1,2,4,8")
+    parser.add_argument("--models", default="sdxl,sd3_light")
+    parser.add_argument("--batch_sizes", default="1,2,4,8", help="of SDXL")
+    parser.add_argument("--light_batch_sizes", default="16,32,64,128", help="of SD3-Light")
     parser.add_argument("--precisions", default="bf16,fp16")
-    parser.add_argument("--resolution", type=int, default=1024)
+    parser.add_argument("--resolution", type=int, default=1024, help="of SDXL; SD3-Light's is 256")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each setting")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu-<date>.json")
     parser.add_argument("--rehearse", action="store_true", help="run the code on tiny sizes, on whatever is here")
@@ -317,12 +226,12 @@ def main() -> int:
     print(
         f"{device.describe()['name']}, torch {torch.__version__}{' (rehearsal: no figure of a GPU)' * options.rehearse}"
     )
-    checks = [*check_attention(device, options.rehearse), *check_steps(device, 64)]
+    checks = [*check_attention(device, options.rehearse), *check_steps(device, 64), *gpu_sd3.check_steps(device, 64)]
     torch.backends.cudnn.allow_tf32 = True
     for row in checks:
         told = f"{row['error']:.1e} (limit {row['limit']:.0e})" if "error" in row else f"{row['skipped']} skipped"
         print(f"  {'PASS' if row['passed'] else 'FAIL'}  {row['check']}: {told}")
-    speed = measure_speed(device, options)
+    speed = [row for name in options.models.split(",") for row in measured(name, device, options)]
     if not options.rehearse:
         found = {
             "date": time.strftime("%Y-%m-%d"),

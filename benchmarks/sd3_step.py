@@ -1,0 +1,122 @@
+"""A step of tiny SD3 from the cache: at most 5 % of it waiting for data, and 10 s from the command to the first step.
+
+    python benchmarks/sd3_step.py                  some two minutes on two cores
+
+The door itself is run, train.py with two loader processes: once to build the cache, then to train from it. Printed are
+the share of the steps' time that was spent waiting for a batch, the smallest time to the first step of a few starts, and
+what of transformers' encoders was imported, which should be nothing. Exit code 1 where a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
+
+from figures import Report
+
+from difftrain.report.metrics import METRICS, read_lines
+from difftrain.testing.pictures import write_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+WAIT_LIMIT, START_LIMIT_S, WARM_UP = 0.05, 10.0, 5
+ENCODERS = ("modeling_clip", "modeling_t5")
+# the door; on its way out it says when it imported what of the encoders: an export at the end may need their classes
+_RUN = (
+    "import atexit, runpy, sys, time\n"
+    "found = []\n"
+    f"ours = {ENCODERS!r}\n"
+    "seen = lambda name: name.endswith(ours) and found.append(f'{name}@{time.time()}')\n"
+    "sys.addaudithook(lambda event, args: event == 'import' and seen(args[0]))\n"
+    "atexit.register(lambda: print('IMPORTED', *found))\n"
+    "sys.argv = sys.argv[1:]\n"
+    "sys.path.insert(0, sys.argv[0].rpartition('/')[0])\n"
+    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+)
+_TOML = """
+[model]
+type = "sd3"
+init_from_config = "tiny"
+[training]
+micro_batch_size_per_gpu = {batch}
+seed = 1
+[optimizer]
+type = "AdamW"
+lr = 1e-4
+[output]
+dataset = "data.toml"
+[data]
+cache_dir = "cache"
+workers = 2
+"""
+
+
+def write(folder: Path, side: int, batch: int, pictures: int) -> None:
+    """Write pictures, and the TOMLs that name them."""
+    write_folder(folder / "data", [(side, side)] * pictures)
+    (folder / "data.toml").write_text(f'resolutions = [{side}]\n[[directory]]\npath = "data"\n')
+    (folder / "run.toml").write_text(_TOML.format(batch=batch))
+
+
+def run(folder: Path, out: str, *options: str) -> tuple[float, list[str]]:
+    """Run the door; return how long its first step was waited for, and what was imported of encoders before it."""
+    words = [str(ROOT / "sd_scripts_xl" / "train.py"), "--config", "run.toml", f"--output.output_dir={out}", *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "home")}
+    began = time.time()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RUN, *words], cwd=folder, env=env, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    first, said = 0.0, []
+    for line in process.stdout or ():
+        said.append(line)
+        if not first and line.startswith("step="):
+            first = time.time() - began
+    if process.wait():
+        raise SystemExit(f"train.py ended with {process.returncode}\n{''.join(said)}")
+    imported = (each.rpartition("@") for each in said[-1].split()[1:])
+    return first, [name for name, _, at in imported if float(at) < began + first]
+
+
+def waiting(folder: Path, out: str) -> tuple[float, float]:
+    """Return the share of a run's time that was spent waiting for data, and the mean time of a step."""
+    (metrics,) = (folder / out).rglob(METRICS)
+    lines = list(read_lines(metrics))[WARM_UP:]
+    took = sum(each["step_s"] for each in lines)
+    return sum(each["data_wait_s"] for each in lines) / took, took / len(lines)
+
+
+def main() -> int:
+    """Build the cache, train from it, start again and again, and judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--resolution", type=int, default=128)
+    parser.add_argument("--starts", type=int, default=3)
+    options = parser.parse_args()
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="sd3-step-") as name:
+        folder = Path(name)
+        write(folder, options.resolution, options.batch_size, 6 * options.batch_size)
+        run(folder, "built", "--cache_only", "--training.max_steps=1")
+        _, imported = run(folder, "trained", f"--training.max_steps={options.steps}")
+        share, step_s = waiting(folder, "trained")
+        starts = [run(folder, f"started-{i}", "--training.max_steps=1")[0] for i in range(options.starts)]
+    report.say("a step", 1000 * step_s, "ms", f"batch {options.batch_size} at {options.resolution} px")
+    report.check("waiting for data, share of a step", share, WAIT_LIMIT, "")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    report.say("processor time of all runs", used.ru_utime + used.ru_stime, "s", f"{2 + len(starts)} of them")
+    report.check("from the command to the first step", min(starts), START_LIMIT_S, "s", f"of {len(starts)} starts")
+    report.check("transformers' encoders imported before it", len(imported), 0, "", " ".join(imported))
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
