@@ -36,6 +36,7 @@ from difftrain.data.scan import (
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.captions_file import digest_of
 from difftrain.data.sources.configured import Configured, configured_sources
+from difftrain.data.twins import about_twins, copy_to_twins, count_copied, nearest
 
 if TYPE_CHECKING:
     from difftrain.config import CaptionSection, DataSection
@@ -85,7 +86,7 @@ def build_index(
     """
     started = time.monotonic()
     configured = configured_sources(data, captions)
-    previous = _previous(Path(folder), log)
+    previous = _previous(Path(folder), log) or nearest(Path(folder).parent, configured.infos)
     while True:
         builder = _Builder(data, configured, Path(folder), log, decode_limit_s, workers)
         try:
@@ -134,10 +135,12 @@ class _Builder:
         writer, infos = self.writer, self.infos
         listing = list_sources(writer, infos)
         level, why = self._level()
-        name_files(writer, infos, level, [self._stamp(info) for info in infos], listing)
+        files = name_files(writer, infos, level, self._stamp, listing)
         writer.add_rejects((None, path, _OUTSIDE) for path in self.configured.outside())
-        same, had = match_files(writer, previous, infos) if previous else (0, 0)
-        notes = [*self.configured.notes, *_about_captions(listing), why, *listing.passed_over, *self._check()]
+        own = previous if previous and Path(previous.folder).parent == writer.folder else None
+        same, had = match_files(writer, previous, infos, foreign=own is None) if previous else (0, 0)
+        found = [*_about_captions(listing), why, *listing.passed_over, *self._check()]
+        notes = [*dict.fromkeys(self.configured.notes), *about_twins(infos), *found]
         summary = IndexSummary(
             folder="",
             count=0,
@@ -151,16 +154,17 @@ class _Builder:
             notes=tuple(notes),
             stamp=self._refused(),
             reused=same,
-            read=listing.files - same,
+            read=files - same - count_copied(writer),
         )
         for note in notes:
             self.log(f"data: {note}")
-        alike = previous if previous and had == listing.files and _equal_but_for_notes(previous, summary) else None
+        alike = own if own and had == files and _equal_but_for_notes(own, summary) else None
         if alike and same == had:
             return replace(alike, notes=summary.notes, reused=same, read=0)
         if same:
             take_over(writer)
         self._read(level, summary)
+        copy_to_twins(writer)
         if alike and nothing_new(writer, infos):  # what is looked at every time makes no new index of the same
             return replace(alike, notes=summary.notes, reused=same, read=summary.read)
         return writer.finish(summary)

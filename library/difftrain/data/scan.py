@@ -7,7 +7,7 @@ with their captions and with the previous index.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from difftrain.data.inspection import PASSING
 from difftrain.data.sources import SourceInfo, open_source
 from difftrain.data.sources.base import FileRef, printable, split_suffix
 from difftrain.data.sources.captions_file import check
+from difftrain.data.twins import KINDS, firsts_of, name_twins
 
 _FOREIGN_CACHES = ("_sdxl.npz", "_sd.npz", "_sd3.npz", "_flux.npz", "_te_outputs.npz", "_sd3_te.npz", "_flux_te.npz")
 _PAGE = 4096
@@ -28,7 +29,7 @@ _BYTES_AN_ITEM = 50_000
 _SCRATCH = """
 CREATE TABLE scan.media (source INTEGER, path TEXT, stem TEXT, size INTEGER, mtime_ns INTEGER);
 CREATE TABLE scan.captions (source INTEGER, stem TEXT, rank INTEGER, path TEXT, size INTEGER, mtime_ns INTEGER);
-CREATE TABLE scan.mapping (old INTEGER PRIMARY KEY, new INTEGER);
+CREATE TABLE scan.mapping (old INTEGER PRIMARY KEY, new INTEGER, name TEXT);
 CREATE TABLE scan.same (old INTEGER PRIMARY KEY, new INTEGER UNIQUE);
 """
 _FILES = """
@@ -51,8 +52,10 @@ UPDATE main.files SET level = 2 WHERE level < 2 AND id IN (
 """
 _TAKE_RECORDS = """
 INSERT INTO main.records (file, path, member, offset, length, width, height, captions, content, key)
-SELECT s.new, r.path, r.member, r.offset, r.length, r.width, r.height, r.captions, r.content, r.key
-FROM old.records r JOIN scan.same s ON s.old = r.file ORDER BY r.row
+SELECT s.new, r.path, r.member, r.offset, r.length, r.width, r.height, r.captions, r.content,
+       iif(p.name IS NULL, r.key, record_key(p.name, f.path, r.member))
+FROM old.records r JOIN scan.same s ON s.old = r.file JOIN old.files f ON f.id = r.file
+JOIN scan.mapping p ON p.old = f.source ORDER BY r.row
 """
 _TAKE_REJECTS = (
     "INSERT INTO main.rejects SELECT s.new, r.path, r.reason FROM old.rejects r JOIN scan.same s ON s.old = r.file"
@@ -67,6 +70,10 @@ _UNTAKEN = (
     "SELECT path, reason, count(*) FROM {db}.rejects"
     " WHERE file NOT IN (SELECT {row} FROM scan.same) GROUP BY path, reason",
 )
+_UNREAD = (
+    "NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id)"
+    " AND NOT EXISTS (SELECT 1 FROM scan.twins WHERE source = files.source)"
+)
 _INSERT = {
     "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?)",
     "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
@@ -78,13 +85,12 @@ _INSERT = {
 class Listing:
     """What listing the sources found. passed_over: sentences about files that are no data."""
 
-    files: int = 0
     passed_over: list[str] = field(default_factory=list)
     captions: Counter[str] = field(default_factory=Counter)  # where captions come from -> pictures
 
 
-def list_sources(writer: IndexWriter, infos: Iterable[SourceInfo]) -> Listing:
-    """List every source into the scratch database.
+def list_sources(writer: IndexWriter, infos: Sequence[SourceInfo]) -> Listing:
+    """List every source but twins into the scratch database.
 
     Raises: DataFault where a folder cannot be listed.
     """
@@ -92,19 +98,24 @@ def list_sources(writer: IndexWriter, infos: Iterable[SourceInfo]) -> Listing:
         writer.attach("scan", "scan.sqlite")
         writer.db.executescript(_SCRATCH)
     others: dict[str, Counter[str]] = {}
-    for info in infos:
+    uses = Counter(firsts_of(infos))
+    for info in _but_twins(infos):
         rows = _rows(info, others.setdefault(info.root, Counter()))
         with disk_faults(writer.folder):
             writer.db.execute("BEGIN")
             for table, row in rows:
-                writer.db.execute(_INSERT[table], row)
+                for _ in range(uses[info.ordinal] if table == "rejects" else 1):  # an item is counted at every use
+                    writer.db.execute(_INSERT[table], row)
             writer.db.execute("COMMIT")
     with disk_faults(writer.folder):
         writer.db.execute("CREATE INDEX scan.by_stem ON captions (source, stem, rank)")
     listing = Listing()
-    (listing.files,) = writer.db.execute("SELECT count(*) FROM scan.media").fetchone()
     listing.passed_over = [sentence for root, counts in others.items() for sentence in _about_others(root, counts)]
     return listing
+
+
+def _but_twins(infos: Sequence[SourceInfo]) -> list[SourceInfo]:
+    return [info for info, first in zip(infos, firsts_of(infos), strict=True) if first == info.ordinal]
 
 
 def _rows(info: SourceInfo, others: Counter[str]) -> Iterator[tuple[str, tuple[object, ...]]]:
@@ -147,17 +158,27 @@ def _about_others(root: str, counts: Counter[str]) -> Iterator[str]:
 
 
 def name_files(
-    writer: IndexWriter, infos: Iterable[SourceInfo], level: int, stamps: list[str], listing: Listing
-) -> None:
-    """Turn the listing into the index's files: captions joined, shards numbered in the order of their names."""
+    writer: IndexWriter,
+    infos: Sequence[SourceInfo],
+    level: int,
+    stamp_of: Callable[[SourceInfo], str],
+    listing: Listing,
+) -> int:
+    """Turn the listing into the index's files: captions joined, shards numbered in the order of their names.
+
+    Return how many there are.
+    """
     with disk_faults(writer.folder):
-        for info in infos:
+        for info in _but_twins(infos):
             shard = "row_number() OVER (ORDER BY m.path) - 1" if open_source(info).sharded else "NULL"
-            writer.db.execute(_FILES.format(shard=shard), (stamps[info.ordinal], level, info.ordinal))
+            writer.db.execute(_FILES.format(shard=shard), (stamp_of(info), level, info.ordinal))
             if info.suffixes:
                 _count_captions(writer, info, listing)
             elif info.captions_file:
                 listing.captions[f"from {info.captions_file}"] += check(info)
+    name_twins(writer, infos)
+    (count,) = writer.db.execute("SELECT count(*) FROM main.files").fetchone()
+    return int(count)
 
 
 def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> None:
@@ -179,20 +200,19 @@ def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> 
         listing.passed_over.append(f"{info.root}: {count} caption files without a picture, for example {example}")
 
 
-def match_files(writer: IndexWriter, previous: IndexSummary, infos: Iterable[SourceInfo]) -> tuple[int, int]:
+def match_files(
+    writer: IndexWriter, previous: IndexSummary, infos: Sequence[SourceInfo], *, foreign: bool = False
+) -> tuple[int, int]:
     """Find the files that have not changed since the previous index; return how many, and how many it had.
 
     A file is unchanged when its source, path, size, time and caption file are, and it was looked at as closely.
+    foreign: the previous index is one of other data: a source of the same reading is the same there, whatever its name.
     """
-    places = {(old.name, old.prefix, old.root, old.kind): old.ordinal for old in previous.sources}
     db = writer.db
     with disk_faults(writer.folder):
         earlier = (Path(previous.folder) / DATABASE).absolute()
         db.execute("ATTACH DATABASE ? AS old", (f"{earlier.as_uri()}?mode=ro&immutable=1",))
-        for info in infos:
-            old = places.get((info.name, info.prefix, info.root, info.kind))
-            if old is not None:
-                db.execute("INSERT INTO scan.mapping VALUES (?, ?)", (old, info.ordinal))
+        db.executemany("INSERT INTO scan.mapping VALUES (?, ?, ?)", _mapping(previous.sources, infos, foreign))
         db.execute(_SAME)
         for kind in PASSING:
             db.execute(
@@ -201,6 +221,23 @@ def match_files(writer: IndexWriter, previous: IndexSummary, infos: Iterable[Sou
         (same,) = db.execute("SELECT count(*) FROM scan.same").fetchone()
         (had,) = db.execute("SELECT count(*) FROM old.files").fetchone()
     return same, had
+
+
+def _mapping(
+    sources: Sequence[SourceInfo], infos: Sequence[SourceInfo], foreign: bool
+) -> Iterator[tuple[int, int, str | None]]:
+    """Yield the ordinal of a source in the previous index, in this one, and its name where its keys are to be made anew."""
+    if foreign:
+        alike = {old.reading: old.ordinal for old in sources if old.kind in KINDS}
+        for info in _but_twins(infos):
+            if info.reading in alike:
+                yield alike[info.reading], info.ordinal, info.name
+        return
+    places = {(old.name, old.prefix, old.root, old.kind): old.ordinal for old in sources}
+    for info in infos:
+        old = places.get((info.name, info.prefix, info.root, info.kind))
+        if old is not None:
+            yield old, info.ordinal, None
 
 
 def take_over(writer: IndexWriter) -> None:
@@ -228,12 +265,11 @@ def nothing_new(writer: IndexWriter, infos: Iterable[SourceInfo]) -> bool:
 
 
 def unread_files(writer: IndexWriter) -> Iterator[tuple[int, int, FileRef]]:
-    """Iterate over (id, source, file) of what was not taken over, grouped by source."""
+    """Iterate over (id, source, file) of what was not taken over, grouped by source; nothing of twins."""
     last = 0
     while True:
         rows = writer.db.execute(
-            "SELECT id, source, path, caption FROM main.files WHERE id > ?"
-            " AND NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id) ORDER BY id LIMIT ?",
+            f"SELECT id, source, path, caption FROM main.files WHERE id > ? AND {_UNREAD} ORDER BY id LIMIT ?",
             (last, _PAGE),
         ).fetchall()
         if not rows:
@@ -254,7 +290,7 @@ def unread_size(writer: IndexWriter) -> Unread:
     """Estimate the work."""
     plain, shards, size = writer.db.execute(
         "SELECT count(*) - count(shard), count(shard), coalesce(sum(CASE WHEN shard IS NOT NULL THEN size END), 0)"
-        " FROM main.files WHERE NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id)"
+        f" FROM main.files WHERE {_UNREAD}"
     ).fetchone()
     return Unread(plain + size // _BYTES_AN_ITEM, shards)
 
@@ -265,18 +301,19 @@ def count_shards(writer: IndexWriter, info: SourceInfo) -> int:
     return int(count)
 
 
-def count_items(writer: IndexWriter, infos: Iterable[SourceInfo], enough: int) -> int:
-    """Count items by the headers of shards, stopping at `enough`."""
+def count_items(writer: IndexWriter, infos: Sequence[SourceInfo], enough: int) -> int:
+    """Count items by the headers of shards, those of twins too, stopping at `enough`."""
     total = 0
-    for info in infos:
-        source = open_source(info)
+    uses = Counter(firsts_of(infos))
+    for info in _but_twins(infos):
+        source, times = open_source(info), uses[info.ordinal]
         if not source.sharded:
             query = "SELECT count(*) FROM scan.media WHERE source = ?"
-            total += writer.db.execute(query, (info.ordinal,)).fetchone()[0]
+            total += times * writer.db.execute(query, (info.ordinal,)).fetchone()[0]
             continue
         for (path,) in writer.db.execute("SELECT path FROM scan.media WHERE source = ?", (info.ordinal,)):
             if total >= enough:
                 return total
             with suppress(OSError):  # a damaged shard is named when it is read
-                total += source.count(path, enough - total)
+                total += times * source.count(path, enough - total)
     return total

@@ -24,7 +24,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from difftrain.contracts import MediaRef, Reject
-from difftrain.data.cache.address import BYTES, content_of
+from difftrain.data.cache.address import BYTES, V16, content_of
+from difftrain.data.cache.wanted import first_of_each
 from difftrain.data.index import DATABASE, Index, connect
 
 Say = Callable[[str], None]
@@ -171,14 +172,39 @@ def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, say: Say) 
         contents[unread] = known.lookup(stamps[unread])
         left = np.zeros(index.count, dtype=bool)
         left[wanted] = ~contents[wanted].any(axis=1)
+        once = only_first(left, stamps)
         begin = hash((socket.gethostname(), os.getpid())) % index.count  # machines that share the folder share the work
         parts = (_places(index, begin), _places(index, 0, begin))
-        work = (place for part in parts for record_id, _, place in part if left[record_id])
-        rejects = hash_all(index, work, int(left.sum()), known, contents, look=look, say=say)
+        work = (place for part in parts for record_id, _, place in part if once[record_id])
+        rejects = hash_all(index, work, int(once.sum()), known, contents, look=look, say=say)
+        fill(contents, left & ~once, once, stamps)
         here = unread[contents[unread].any(axis=1)]
         known.close(stamps[here], contents[here])
     save(index.folder / COLUMN, contents)
     return contents, rejects
+
+
+def only_first(left: np.ndarray, stamps: np.ndarray) -> np.ndarray:
+    """Tell of records whose bytes are to be read which comes first of those that lie in one place.
+
+    Shapes: left (N,) bool, stamps (N, 16) uint8 -> (N,) bool.
+    """
+    ids = np.flatnonzero(left)
+    once = np.zeros(len(left), dtype=bool)
+    once[ids[first_of_each(stamps[ids].view(V16).reshape(-1))]] = True
+    return once
+
+
+def fill(contents: np.ndarray, empty: np.ndarray, once: np.ndarray, stamps: np.ndarray) -> None:
+    """Give records that were not read the content of the one that was, in the same place: changes `contents`.
+
+    Shapes: contents and stamps (N, 16) uint8; empty and once (N,) bool.
+    """
+    ids, read = np.flatnonzero(empty), np.flatnonzero(once)
+    if len(ids):
+        order = read[np.argsort(stamps[read].view(V16).reshape(-1), kind="stable")]
+        place = np.searchsorted(stamps[order].view(V16).reshape(-1), stamps[ids].view(V16).reshape(-1))
+        contents[ids] = contents[order[place]]
 
 
 def _column(index: Index) -> np.ndarray | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from difftrain.contracts import Reject
 from difftrain.data.cache.address import BYTES
-from difftrain.data.cache.contents import FOLDER, Bytes, Known, Say, hash_all, picture_contents, save
+from difftrain.data.cache.contents import FOLDER, Bytes, Known, Say, fill, hash_all, only_first, picture_contents, save
 from difftrain.data.media import Unusable
 
 if TYPE_CHECKING:
@@ -72,8 +72,10 @@ def _of_files(
     contents[whole] = WHOLE
     mine &= stamps.any(axis=1) & ~contents.any(axis=1)
     if mine.any():
-        work = (place for place in _masks(index, recipes, mine) if isinstance(place, Bytes))
-        rejects += hash_all(index, work, int(mine.sum()), known, contents, look=look, say=say)
+        once = only_first(mine, stamps)  # one mask may serve many pictures
+        work = (place for place in _masks(index, recipes, once) if isinstance(place, Bytes))
+        rejects += hash_all(index, work, int(once.sum()), known, contents, look=look, say=say)
+        fill(contents, mine & ~once, once, stamps)
     here = wanted[contents[wanted].any(axis=1) & stamps[wanted].any(axis=1)]
     known.close(stamps[here], contents[here])
     save(column, contents)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,6 +47,11 @@ class SourceInfo:
     def label(self) -> str:
         """Return what messages call the root."""
         return name_of(self.root) or self.root
+
+    @property
+    def reading(self) -> SourceInfo:
+        """Return what decides the items of a source: they are the same of two with one reading, save for their keys."""
+        return replace(self, ordinal=0, name="", repeats=1, dataset=0, subset=0, is_reg=False, share=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,13 @@ class Configured:
     infos: list[SourceInfo] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     kohya: list[tuple[Path, list[KohyaFolder]]] = field(default_factory=list)
+    kinds: dict[tuple[Path, int | None], tuple[str, int]] = field(default_factory=dict)  # of folders looked at
+
+    def kind(self, root: Path, deepest: int | None) -> tuple[str, int]:
+        """Return the kind of a folder and the depth of its data, looked at once. Raises DataFault, as _kind."""
+        if (root, deepest) not in self.kinds:
+            self.kinds[root, deepest] = _kind(root, deepest)
+        return self.kinds[root, deepest]
 
     def outside(self) -> Iterator[str]:
         """Iterate over the pictures that lie in none of a kohya root's folders.
@@ -131,7 +138,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         kind = _SHARDS[place.suffix.lower()]
         add(kind, place.parent, only=place.name, **(columns if kind == "parquet" else {}))
         return
-    kind, depth = _kind(place, 0 if subset.flat else None)
+    kind, depth = made.kind(place, 0 if subset.flat else None)
     made.notes.append(f"{place}: {_SENTENCES[kind]}")
     folders = kohya_folders(place) if kind == "folder" and depth == 1 else []
     if folders:
