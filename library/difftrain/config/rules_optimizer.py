@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from difftrain.config import names
+from difftrain.config.constructors import wrong_arguments
 from difftrain.config.finding import Finding, Rule
 from difftrain.config.held import is_installed
 from difftrain.config.rates import (
@@ -36,6 +37,17 @@ def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if package and not is_installed(package[0]):
         what = f"{cfg.optimizer.type} is in the package {package[1]}, which is not installed"
         yield Finding((_TYPE,), what, f"pip install {package[1]}")
+    for field, path in ((_TYPE, cfg.optimizer.type), (_CLASS, cfg.optimizer.scheduler_type or "")):
+        first, dot, _ = path.partition(".")
+        if dot and first.isidentifier() and not is_installed(first):
+            what = f"{path} is in the package {first}, which is not installed"
+            yield Finding((field,), what, "install it, or put it on PYTHONPATH")
+
+
+def arguments(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What is handed to an optimizer or a schedule is something that it takes."""
+    for field, what, remedy in wrong_arguments(cfg.optimizer):
+        yield Finding((field, _TYPE) if field == _ARGS else (field,), what, remedy)
 
 
 def ascend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -175,5 +187,5 @@ def unused_rate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    installed, ascend, adaptive, adafactor, schedule_free, block_rates, encoder_rates, unused_rate,
+    installed, arguments, ascend, adaptive, adafactor, schedule_free, block_rates, encoder_rates, unused_rate,
 )  # fmt: skip

@@ -14,7 +14,7 @@ SECRET_VARIABLES = (*SECRET_FLAGS.values(), "HUGGING_FACE_HUB_TOKEN", "HUGGINGFA
 _SHAPES = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})")
 
 _NAMES = re.compile(r"(?:^|[._])(?:key|token|secret|password)$", re.IGNORECASE)
-_KNOWN = {"hf_token": "HF_TOKEN", "huggingface_token": "HF_TOKEN", "wandb_api_key": "WANDB_API_KEY"}
+KNOWN = {"hf_token": "HF_TOKEN", "huggingface_token": "HF_TOKEN", "wandb_api_key": "WANDB_API_KEY"}
 _kept: set[str] = set()  # variables that this process moved something to
 
 
@@ -37,7 +37,7 @@ def redact(argv: Iterable[str]) -> list[str]:
 def is_secret(option: str) -> bool:
     """Tell an option that holds a token: --monitoring.wandb_api_key, or what is meant by --wandb_api_key."""
     return option.startswith("--") and (
-        option[2:] in _KNOWN or option in SECRET_FLAGS or ("." in option and bool(_NAMES.search(option)))
+        option[2:] in KNOWN or option in SECRET_FLAGS or ("." in option and bool(_NAMES.search(option)))
     )
 
 
@@ -56,11 +56,11 @@ def keep_in_environment(variable: str, value: str) -> None:
     _kept.add(variable)
 
 
-def looks_secret(name: str, value: str) -> bool:
-    """Tell whether a key that nobody knows holds something that is not to be written down."""
-    return bool(_NAMES.search(name) or _SHAPES.search(value))
+def looks_secret(name: str, value: object) -> bool:
+    """Tell whether what somebody called by a name is not to be handed on: by that name, or by its form."""
+    return bool(_NAMES.search(name) or (isinstance(value, str) and _SHAPES.search(value)))
 
 
 def variable_of(name: str) -> str:
-    """Return the variable of the environment that an unknown key's secret moves to."""
-    return _KNOWN.get(name.lower(), name.upper())
+    """Return the variable of the environment that a secret of this name moves to, or "" where the name is not known."""
+    return KNOWN.get(name.lower(), "")

@@ -39,9 +39,10 @@ trains: the same step losses to the last bit with the same settings.
   that is a fault. What is in neither (an output folder that is still to be made) counts from the working directory.
 - With `epochs` and `max_steps`, what comes first ends the run; one of them is needed. `warmup_steps` with `lr_scheduler = "constant"`
   is a linear warm-up.
-- A key or token (`wandb_api_key`, and any key that nobody knows whose name ends in key, token, secret or password) is moved to the
-  environment, with a warning, and is `***` in everything that is written.
-- `[optimizer]`: what is not in its table below goes to the optimizer's constructor, which refuses what it does not know.
+- A key or token (`wandb_api_key`, `hf_token`, `huggingface_token`) is moved to the environment, with a warning, and is `***` in
+  everything that is written. Any other name is an unknown key, whatever it ends in; its value is not printed.
+- `[optimizer]`: what is not in its table below goes to the optimizer's constructor. Its source is read for what it takes, without
+  importing it: an argument that it does not take, and a text where it has a number, are faults like all others.
 - `[ema]` switches the average on, empty or with any key, unless `enable = false`.
 - `eval_before_first_step` is on where there are `eval_datasets`, as in diffusion-pipe.
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from difftrain.config.constructors import optimizer_takes, wrong_argument
 from difftrain.config.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
 from difftrain.config.sections import TrainConfig
-from difftrain.config.train_values import Item, Layer, judged
+from difftrain.config.toml_keys import home_of
+from difftrain.config.train_values import Item, Layer, judged, keys_of
 from difftrain.config.train_words import spelt
 from difftrain.config.validate import build, default_of
 from difftrain.contracts.errors import Fault
@@ -218,9 +220,15 @@ def _optimizer(out: Settling, layers: Sequence[Layer]) -> None:
         out.given[path] = nearest
     args = {word.partition("=")[0].strip(): word for word in out.given.get("optimizer.args", ())}
     start = "?optimizer_args."
+    name = str(out.given.get(path, default_of(path)))
+    taken = None if path in out.bad else optimizer_takes(name)
     for place in [place for place in out.given if place.startswith(start)]:
         value = out.pop(place)
         key = place.removeprefix(start)
+        if wrong := wrong_argument(name, key, value, taken, keys_of("optimizer")):
+            home = home_of(key)
+            out.fault(place, *((f"has no place in [optimizer]: {wrong[0]}", f"it belongs {home}") if home else wrong))
+            continue
         args[key] = f"{key}={tuple(value) if isinstance(value, list) else value!r}"
         out.origins.setdefault("optimizer.args", out.where(place))
     half_life = out.pop("?half_life")

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from difftrain.config.names import did_you_mean
-from difftrain.config.secrets import keep_in_environment, looks_secret, variable_of
+from difftrain.config.secrets import KNOWN, keep_in_environment, looks_secret, variable_of
 from difftrain.config.sections import TrainConfig
 from difftrain.config.there import settled
 from difftrain.config.toml_key import Key, misfit
@@ -78,9 +78,9 @@ class Layer:
             self._take_key(key, item)
         elif path := field_at(item.table, item.name):
             self._take_field(path, item)
-        elif isinstance(item.value, str) and looks_secret(item.name, item.value):
-            self._hide(variable_of(item.name), item)
-        elif item.table == CONSTRUCTOR:
+        elif variable := variable_of(item.name):
+            self._hide(variable, item)
+        elif item.table == CONSTRUCTOR and not looks_secret(item.name, item.value):
             self.set(f"?optimizer_args.{item.name}", item.value, item.origin)
         else:
             self.fault(item, *_unknown(item))
@@ -206,12 +206,18 @@ def _unknown(item: Item) -> tuple[str, str]:
         return f"has no place {_in(item.table)}", f"it belongs {home}"
     if item.table and item.table not in TABLES:
         return "no such table", did_you_mean(item.table, TABLES) or f"known are {', '.join(sorted(TABLES))}"
-    own = {key.name for key in KEYS if item.table in key.tables or SWAPPED.get(item.table) in key.tables}
-    for section in {item.table, SWAPPED.get(item.table, "")} & set(TrainConfig.model_fields):
-        own |= set(section_class(section).model_fields)
-    anywhere = {key.name for key in KEYS}
+    own = keys_of(item.table)
+    anywhere = {key.name for key in KEYS} | set(KNOWN)
     guess = did_you_mean(item.name, own) or did_you_mean(item.name, anywhere)
     return "no such key", guess or (f"known are {', '.join(sorted(own))}" if item.table else "see --help for every key")
+
+
+def keys_of(table: str) -> set[str]:
+    """Return every key that may stand in a table."""
+    own = {key.name for key in KEYS if table in key.tables or SWAPPED.get(table) in key.tables}
+    for section in {table, SWAPPED.get(table, "")} & set(TrainConfig.model_fields):
+        own |= set(section_class(section).model_fields)
+    return own
 
 
 def _in(table: str) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch.optim import AdamW, Optimizer
 
+from difftrain.config.constructors import NPU_FUSED_ADAMW
 from difftrain.config.held import is_installed
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import combined
 from difftrain.optim.making import ARGS, TYPE, Order, construct, package_of
-
-_TAKEN = ("betas", "eps", "weight_decay", "amsgrad")
 
 
 def make(order: Order) -> Optimizer:
@@ -17,9 +16,9 @@ def make(order: Order) -> Optimizer:
 
     Where arguments are only checked, or state only counted, no NPU is at hand: torch's AdamW stands in, which has both.
     """
-    wrong = [name for name in order.given if name not in _TAKEN]
+    wrong = [name for name in order.given if name not in NPU_FUSED_ADAMW]
     if wrong:
-        remedy = f"it takes {', '.join(_TAKEN)}"
+        remedy = f"it takes {', '.join(NPU_FUSED_ADAMW)}"
         raise ConfigFault([Fault(ARGS, f"{order.name} takes no {', '.join(wrong)} here", remedy)])
     if not order.trial:
         with package_of(order.name):
