@@ -21,6 +21,7 @@ from difftrain.engine.native import NativeEngine
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
+from difftrain.train.everywhere import newest
 
 GLOBAL_BATCH = 12  # on 2, 3 and 4 ranks, whole and in pieces
 COUNTS = {"samples": float(GLOBAL_BATCH)}
@@ -130,7 +131,7 @@ def resume(ranks: Ranks, out: Path) -> dict:
         path = commit(straight, out, f"resume-{kind}")
         losses = run(straight, 5, 10)
         resumed = built(ranks, TinyFamily(**ROUGH), kind)
-        resumed.restore(checkpoint.newest_everywhere(out, f"resume-{kind}", ranks))
+        resumed.restore(newest(out, f"resume-{kind}", ranks))
         same[kind] = [run(resumed, 5, 10) == losses, equal(weights(resumed), weights(straight))]
     passes, ddp.WARM_PASSES = ddp.WARM_PASSES, 0
     cold = built(ranks, TinyFamily(**ROUGH), kind)
@@ -203,7 +204,7 @@ def disks(ranks: Ranks, out: Path) -> dict:
         run(straight, 0, 3)
         commit(straight, mine, kind)
         resumed = built(apart, TinyFamily(**ROUGH), kind)
-        resumed.restore(checkpoint.newest_everywhere(mine, kind, apart))
+        resumed.restore(newest(mine, kind, apart))
         same[kind] = run(straight, 3, 6) == run(resumed, 3, 6) and equal(weights(straight), weights(resumed))
     return same
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import signal
+import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from doors import losses, metrics, wait_for
-from run_dirs import EPOCH, Trainer, only, runs, same_end, steps_done
+from run_dirs import EPOCH, Trainer, family_of, only, runs, same_end, steps_done
+
+from difftrain.checkpoint import load_meta
 
 WAYS = (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)
 
@@ -120,6 +125,28 @@ def test_an_epoch_begins_anew_on_three_ranks(trainer: Trainer, straight: dict[in
     anew = ("--resume_from_checkpoint=2", "--reset_dataloader", "--training.max_steps=3")
     trainer.train(straight[3].parent, *anew, ranks=3)
     assert losses(straight[3])[:2] == before and len(losses(straight[3])) == 3
+
+
+def test_torchrun_starts_a_killed_rank_anew_and_a_reset_acts_once(trainer: Trainer, straight: dict[int, Path]) -> None:
+    out = trainer.root / "elastic"
+    for path in (straight[1], *(straight[1] / f"global_step{step}" for step in (11, 12))):
+        shutil.copytree(path, out / path.relative_to(straight[1].parent), ignore=shutil.ignore_patterns("*_step*"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "--max-restarts=1"]
+    there = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    resets = ("--reset_optimizer", "--reset_dataloader")
+    typed = trainer.words(out, "--resume_from_checkpoint=12", *resets, "--training.max_steps=17")[1:]
+    process = trainer._start([*torchrun, *there, *typed])
+    wait_for(lambda: process.poll() is not None or 15 in steps_done(out), message="no step 15")
+    os.kill(family_of(process.pid)[1], signal.SIGKILL)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert (
+        printed.count("optimizer and schedule begin anew with step 13") == printed.count("begins anew with step") == 1
+    )
+    assert printed.count("--reset_dataloader, --reset_optimizer: has acted when this launch began") == 1
+    assert [line["step"] for line in metrics(only(out))] == list(range(1, 18))
+    meta = load_meta(only(out) / "global_step17")
+    assert (meta["schedule_from"], meta["epoch"], meta["data_offset"]) == (12, 0, -12)
 
 
 def deeper(path: Path) -> Path:

@@ -38,25 +38,30 @@ def two_machines(folder: str) -> None:
         run = settled(None).output_dir
         for step in (4, 8):
             checkpoint.commit(run, f"global_step{step}", write, ranks, {"step": step})
-        found = [run.name, Path(str(settled("latest").save.resume)).name]
-        if ranks.rank == 1:
-            shutil.rmtree(run / "global_step8")
-        found.append(Path(str(settled("latest").save.resume)).name)
-        for resume in ("8", "latest"):
+
+        def told(resume: str) -> str:
+            """Return the name of what is gone on from, or the fault; nobody goes ahead before all have seen it."""
             try:
-                settled(resume)
+                return Path(str(settled(resume).save.resume)).name
             except ConfigFault as fault:
-                found.append(fault.faults[0].what)
-            ranks.barrier()
-            if ranks.rank == 1:
-                shutil.rmtree(run / "global_step4", ignore_errors=True)
-            ranks.barrier()
+                return fault.faults[0].what
+            finally:
+                ranks.barrier()
+
+        found = [run.name, told("latest")]
+        if ranks.rank == 1:
+            (run / "global_step8" / "part1").write_text("y")
+        found += [told("latest"), told(run.name), told("8"), told(f"{run.name}/global_step8")]
+        if ranks.rank == 1:
+            shutil.rmtree(run / "global_step4")
+        found.append(told("latest"))
     print(json.dumps(found))
 
 
-def test_machines_with_disks_of_their_own_go_on_from_what_all_have(tmp_path: Path) -> None:
+def test_machines_with_disks_of_their_own_go_on_from_what_all_have_whole(tmp_path: Path) -> None:
     told = [json.loads(ended.out.splitlines()[-1]) for ended in run_ranks(2, f"{HERE}::two_machines", tmp_path)]
-    assert told[0][:3] == told[1][:3] == [told[0][0], "global_step8", "global_step4"]
-    assert all("global_step8 is not on every machine: ranks 1 lack it" in each[3] for each in told)
-    assert all("is not on every machine, and no other checkpoint is" in each[4] for each in told)
+    assert told[0][:4] == told[1][:4] == [told[0][0], "global_step8", "global_step4", "global_step4"]
+    assert all("has a whole checkpoint of step 8 on every machine" in each[4] for each in told)
+    assert all("global_step8 is not whole: rank 1: part1 is damaged: its checksum differs" in each[5] for each in told)
+    assert all("is whole on every machine" in each[6] for each in told)
     assert [path.name for path in (tmp_path / "disk1").iterdir()] == [told[0][0]]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from difftrain.checkpoint import clean, commit, newest, newest_everywhere, open_given
+from difftrain.checkpoint import clean, commit, newest, open_given
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.parts.folder_export import _swap_in
 from difftrain.models.parts.weight_writers import aside_of
-from difftrain.testing.threads import on_threads
 
 
 def write(work: Path) -> list[Path]:
@@ -41,41 +39,6 @@ def test_other_names_are_other_runs(tmp_path):
     assert newest(tmp_path, "N") is None
     assert newest(tmp_path).name == "N2-state"
     assert newest(tmp_path / "missing", "N") is None
-
-
-def test_machines_agree_on_what_all_of_them_have(tmp_path):
-    def both(name, step):
-        return on_threads(
-            2, lambda ranks: commit(tmp_path / str(ranks.rank), name, part(ranks.rank), ranks, {"step": step}), 1
-        )
-
-    def part(rank):
-        def write(work):
-            (work / f"part-{rank}").write_text("x")
-            return [work / f"part-{rank}"]
-
-        return write
-
-    both("N-step00000004-state", 4)
-    both("N-step00000008-state", 8)
-    both("N-step00000012-state", 12)
-    shutil.rmtree(tmp_path / "1" / "N-step00000012-state")
-    (tmp_path / "1" / "N-step00000008-state" / "part-1").write_text("y")
-    said: list[str] = []
-
-    def find(ranks):
-        return newest_everywhere(tmp_path / str(ranks.rank), "N", ranks, said.append if ranks.rank == 0 else None)
-
-    assert on_threads(2, find, 1) == [tmp_path / str(rank) / "N-step00000004-state" for rank in range(2)]
-    assert "not on every machine, and passed over: N-step00000012-state" in said[0]
-    assert "N-step00000008-state is passed over: rank 1 says: part-1 is damaged" in said[1]
-
-
-def test_ranks_of_one_machine_find_the_same(tmp_path):
-    save(tmp_path, "N-state", 10)
-    found = on_threads(3, lambda ranks: newest_everywhere(tmp_path, "N", ranks))
-    assert found == [tmp_path / "N-state"] * 3
-    assert on_threads(3, lambda ranks: newest_everywhere(tmp_path, "M", ranks)) == [None] * 3
 
 
 def test_what_a_dead_run_left_is_put_away_by_name(tmp_path):

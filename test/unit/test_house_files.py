@@ -129,6 +129,7 @@ def test_documents_name_flags_that_exist() -> None:
         "master_addr",
         "no-deps",
         "standalone",
+        "max-restarts",
         "update-golden",
         "device",
         "logdir",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from difftrain.config.digest import digest
 from difftrain.config.sections import TrainConfig
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
+from difftrain.testing.threads import on_threads
 from difftrain.train import run_dir
 from difftrain.train.run_dir import as_given, foreseen, settle, settled
 
@@ -27,14 +29,14 @@ def config(base: Path, resume: str | None = None, **sections: Any) -> TrainConfi
     return TrainConfig.model_validate({"save": save | sections.pop("save", {}), **sections})
 
 
-def state(folder: Path, step: int, kind: str = "step") -> Path:
+def state(folder: Path, step: int, kind: str = "step", launch: Sequence[str] = ()) -> Path:
     """Commit a checkpoint of one small file."""
 
     def write(into: Path) -> list[Path]:
         (into / "weights.bin").write_bytes(b"w" * 10)
         return [into / "weights.bin"]
 
-    return checkpoint.commit(folder, f"global_step{step}", write, ALONE, {"step": step, "kind": kind})
+    return checkpoint.commit(folder, f"global_step{step}", write, ALONE, {"step": step, "kind": kind, "launch": launch})
 
 
 def run_of(base: Path, name: str, *steps: int, cfg: TrainConfig | None = None) -> Path:
@@ -187,18 +189,34 @@ def test_the_configuration_that_is_kept_begins_another_run(tmp_path: Path) -> No
     assert as_given(settle(cfg, ALONE)) == config(tmp_path)
 
 
-def test_every_rank_hears_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config(tmp_path)
-    calls: list[Any] = []
+def test_every_rank_hears_of_one_folder(tmp_path: Path) -> None:
+    found = on_threads(3, lambda ranks: settle(config(tmp_path), ranks).output_dir, 1)  # type: ignore[arg-type]
+    assert [path.parent for path in found] == [tmp_path] * 3 and len(set(found)) == 1  # type: ignore[union-attr]
 
-    def shared(ranks: Ranks, worker: bool, action: Any) -> Any:
-        calls.append(worker)
-        return run_dir._Choice(OLD, made=True)
 
-    monkeypatch.setattr(run_dir, "for_all", shared)
-    monkeypatch.setattr(run_dir, "on_each_machine", lambda ranks, action: action())
-    assert settle(cfg, ALONE).output_dir == tmp_path / OLD and calls == [True]
-    assert (tmp_path / OLD).is_dir()
+@pytest.mark.parametrize("resume", [None, "latest", "4", OLD, "auto"])
+def test_a_launch_that_torchrun_starts_anew_goes_on_from_what_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None
+) -> None:
+    cfg = config(tmp_path, resume)
+    run_of(tmp_path, OLD, 4)
+    record = RunRecord.read(tmp_path / OLD)
+    assert record is not None
+    began = replace(record.begun(4, 2, ["b", "c"]), config_digest=digest(cfg, 1))
+    began.write(tmp_path / OLD)
+    state(tmp_path / OLD, 6, launch=["b", "c"])
+    (tmp_path / NEW).mkdir()
+    (tmp_path / NEW / "run.json").write_text("of nobody's concern")
+    monkeypatch.setattr(run_dir, "launch_of", lambda _: ("a", "b"))  # one machine's torchrun is another
+    assert where(cfg) == (OLD, "global_step6")
+    (tmp_path / NEW / "run.json").unlink()
+    (tmp_path / OLD / "global_step6" / "weights.bin").unlink()
+    monkeypatch.setattr(run_dir, "launch_of", lambda _: ("b",))
+    name, found = where(cfg)
+    assert (name == OLD, found) == ((True, "global_step4") if resume else (False, None))  # as the command says
+    state(tmp_path / OLD, 6, launch=["b"])
+    began.begun(6, 1, ["d"]).write(tmp_path / OLD)  # somebody has gone on with another command
+    assert where(config(tmp_path))[0] != OLD
 
 
 def test_a_dry_run_says_where_it_would_go_and_makes_nothing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from difftrain import checkpoint
 from difftrain.config.sections import EmaSection, SampleSection, SaveSection, TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
@@ -61,3 +62,27 @@ def test_an_average_that_never_moves_is_said(steps: int, said: bool) -> None:
     lines = list(announce(EmaSection(enable=True, decay=0.99, update_every=100), [], steps))
     assert bool(lines) is said and all("every 100 steps, and the run has 99" in line for line in lines)
     assert not list(announce(EmaSection(update_every=100), [], steps))
+
+
+@pytest.mark.parametrize(("launch", "acts"), [("a", False), ("b", True), ("", True)])
+def test_a_reset_acts_once_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launch: str, acts: bool
+) -> None:
+    """torchrun starts its ranks anew with the command as it was typed; only a later command resets again."""
+
+    def write(work: Path) -> list[Path]:
+        (work / "weights").write_text("w")
+        return [work / "weights"]
+
+    meta = {"step": 4, "launch": ["a", "c"]}
+    path = checkpoint.commit(tmp_path / "20260101_10-00-00", "global_step4", write, Ranks(), meta)
+    monkeypatch.setattr("difftrain.train.launched.launcher", lambda: launch)
+    save = {"reset_optimizer": True, "reset_dataloader": True, "run_dirs": True, "naming": "steps"}
+    given = {"output_dir": str(path.parent), "resume": str(path)}
+    with (
+        caplog.at_level(logging.INFO, "difftrain"),
+        begin(TrainConfig(save=SaveSection(**save, **given)), Ranks(), drawn_seed=5) as start,
+    ):
+        assert start.cfg.save.reset_optimizer == start.cfg.save.reset_dataloader == acts
+        assert start.record.sessions[-1]["launch"] == list(start.launch) == ([launch] if launch else [])
+    assert ("--reset_dataloader, --reset_optimizer: has acted" in caplog.text) is not acts

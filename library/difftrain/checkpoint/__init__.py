@@ -2,7 +2,7 @@
 
 from difftrain.checkpoint.claim import Claim, claim_together
 from difftrain.checkpoint.commit import SaveFault, commit
-from difftrain.checkpoint.find import clean, clean_exports, newest, newest_everywhere, open_given
+from difftrain.checkpoint.find import clean, clean_exports, fault_of, newest, open_given
 from difftrain.checkpoint.manifest import Manifest, Torn, load_meta, verify
 from difftrain.checkpoint.names import STEPS, Naming, SaveName, naming_of
 from difftrain.checkpoint.record import (
@@ -34,11 +34,11 @@ __all__ = [
     "clean",
     "clean_exports",
     "commit",
+    "fault_of",
     "inspect",
     "load_meta",
     "naming_of",
     "newest",
-    "newest_everywhere",
     "open_given",
     "retain_exports",
     "retain_states",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.checkpoint.files import write_json
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
+from difftrain.distributed.processes import boot_id, start_of
 
 if TYPE_CHECKING:
     from difftrain.checkpoint.find import Say
@@ -50,13 +51,13 @@ class Holder:
     def me(cls, run: str, config_digest: str) -> Holder:
         """Describe this process."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(run, socket.gethostname(), _boot(), os.getpid(), _pid_start(os.getpid()), now, config_digest)
+        return cls(run, socket.gethostname(), boot_id(), os.getpid(), start_of(os.getpid()), now, config_digest)
 
     def is_dead_here(self) -> bool | None:
         """Tell whether the process is gone; None where it is not of this machine and only its heartbeat can tell."""
         if self.released:
             return True
-        if self.boot != _boot():
+        if self.boot != boot_id():
             return None
         try:
             os.kill(self.pid, 0)
@@ -64,29 +65,10 @@ class Holder:
             return True
         except PermissionError:
             pass
-        return bool(self.pid_start) and _pid_start(self.pid) != self.pid_start
+        return bool(self.pid_start) and start_of(self.pid) != self.pid_start
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, started {self.started}"
-
-
-def _boot() -> str:
-    """Name this boot and this pid namespace; the host name alone where there is no /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _pid_start(pid: int) -> str:
-    """Return the process's start time in ticks after boot, or "" where there is no /proc or no such process."""
-    try:
-        # the second field is the command in brackets and may hold anything; a zombie counts as gone
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 class Claim:

@@ -6,16 +6,13 @@ import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from difftrain.checkpoint.commit import OLD, TRASH, WORK
 from difftrain.checkpoint.files import MANIFEST, fsync_folder, remove
 from difftrain.checkpoint.manifest import Manifest, Torn, verify
 from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
-
-if TYPE_CHECKING:
-    from difftrain.distributed.ranks import Ranks
 
 Say = Callable[[str], None]
 _LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
@@ -54,57 +51,35 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
     return sorted(found, key=lambda each: (each.manifest.step, each.manifest.created, each.path.name), reverse=True)
 
 
-def newest(parent: Path, output_name: Naming | None = None, say: Say | None = None) -> Path | None:
-    """Return the newest checkpoint that is whole to the last byte, or None; torn ones are named and passed over."""
-    for path, _ in candidates(parent, output_name, say):
-        try:
-            verify(path)
-        except Torn as torn:
-            if say is not None:
-                say(f"checkpoint {path.name} is passed over: {torn}")
-            continue
-        return path
-    return None
+def newest(
+    parent: Path, output_name: Naming | None = None, say: Say | None = None, *, deep: bool = True
+) -> Path | None:
+    """Return the newest checkpoint that is whole, or None; torn ones are named and passed over.
 
-
-def newest_everywhere(parent: Path, output_name: Naming | None, ranks: Ranks, say: Say | None = None) -> Path | None:
-    """Return the newest checkpoint that is whole on every machine's disk; every rank calls it.
-
-    One rank a machine reads. Each rank gets the path below its own parent.
+    deep: whole to the last byte, else by the sizes of its files.
     """
-    if ranks.size == 1:
-        return newest(parent, output_name, say)
-    reads = ranks.local_rank == 0
-    mine = {each.manifest.commit: each for each in candidates(parent, output_name, say)} if reads else {}
-    told = ranks.gather({commit: each.path.name for commit, each in mine.items()} if reads else None)
-    lists = [each for each in told if each is not None]
-    common = set.intersection(*(set(each) for each in lists))
-    partly = sorted({name for each in lists for commit, name in each.items() if commit not in common})
-    if partly and say is not None:
-        say(f"not on every machine, and passed over: {', '.join(partly)}")
-    order = ranks.broadcast([commit for commit in mine if commit in common])  # rank 0's: the newest first
-    for commit in order:
-        fault = _fault(mine[commit].path) if reads else ""
-        faults = [each for each in ranks.gather((fault, ranks.rank)) if each[0]]
-        if not faults:
-            return parent / lists[0][commit]
+    for path, _ in candidates(parent, output_name, say):
+        fault = fault_of(path, deep=deep)
+        if not fault:
+            return path
         if say is not None:
-            say(f"checkpoint {lists[0][commit]} is passed over: rank {faults[0][1]} says: {faults[0][0]}")
+            say(f"checkpoint {path.name} is passed over: {fault}")
     return None
 
 
-def _fault(path: Path) -> str:
+def fault_of(path: Path, *, deep: bool = True) -> str:
+    """Say why a folder is not a whole checkpoint, "" where it is one."""
     try:
-        verify(path)
+        verify(path, deep=deep)
     except Torn as torn:
         return str(torn)
     return ""
 
 
-def open_given(path: Path, flag: str = "--resume", *, deep: bool = True) -> Path:
+def open_given(path: Path, flag: str = "--resume", fault: Callable[[Path], str] = fault_of) -> Path:
     """Check the checkpoint folder that a user named. Raises ConfigFault that says what is wrong with it.
 
-    deep: to the last byte; not where that has just been done.
+    fault: says why a folder is not a whole checkpoint.
     """
     if not path.is_dir():
         raise ConfigFault([Fault(flag, f"{path} is not a folder", "give a folder ...-state, or auto")])
@@ -112,12 +87,10 @@ def open_given(path: Path, flag: str = "--resume", *, deep: bool = True) -> Path
         inside = candidates(path)
         remedy = f"the newest one in it is {inside[0].path.name}" if inside else "give a folder ...-state, or auto"
         raise ConfigFault([Fault(flag, f"{path} is not a checkpoint: it has no {MANIFEST}", remedy)])
-    try:
-        verify(path, deep=deep)
-    except Torn as torn:
+    if said := fault(path):
         others = [each.path.name for each in candidates(path.parent) if each.path.name != path.name]
         remedy = f"others beside it: {', '.join(others[:3])}" if others else "there is no other beside it"
-        raise ConfigFault([Fault(flag, f"{path} is not whole: {torn}", remedy)]) from None
+        raise ConfigFault([Fault(flag, f"{path} is not whole: {said}", remedy)])
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ class RunRecord:
     output_name: str
     total_steps: int
     started: str = field(default_factory=now)
-    sessions: tuple[dict[str, Any], ...] = ()  # one a start: {"at", "from_step", "world_size"}
+    sessions: tuple[dict[str, Any], ...] = ()  # one a start: {"at", "from_step", "world_size", "launch"}
     finished_step: int | None = None  # None: not finished
     finished: str = ""
     identity: dict[str, Any] = field(default_factory=dict)  # what config_digest hashes, to name differences
@@ -46,9 +47,9 @@ class RunRecord:
         """Return how the saves of this run are called."""
         return STEPS if self.naming == STEPS.value else self.output_name
 
-    def begun(self, from_step: int, world_size: int) -> RunRecord:
-        """Return the record with one more session; a run that goes on is not finished."""
-        session = {"at": now(), "from_step": from_step, "world_size": world_size}
+    def begun(self, from_step: int, world_size: int, launch: Sequence[str] = ()) -> RunRecord:
+        """Return the record with one more session; a run that goes on is not finished. launch: what started it."""
+        session = {"at": now(), "from_step": from_step, "world_size": world_size, "launch": list(launch)}
         return replace(self, sessions=(*self.sessions, session), finished_step=None, finished="")
 
     def ended(self, step: int) -> RunRecord:
@@ -107,13 +108,13 @@ class Finished:
 State = Empty | Foreign | Unfinished | Finished
 
 
-def inspect(output_dir: Path, output_name: Naming, say: Say | None = None) -> State:
-    """Say what an output folder holds."""
+def inspect(output_dir: Path, output_name: Naming, say: Say | None = None, *, deep: bool = True) -> State:
+    """Say what an output folder holds. deep: its newest checkpoint is read to the last byte."""
     record = RunRecord.read(output_dir) if output_dir.is_dir() else None
     if record is None:
         files = tuple(_files_of_a_run(output_dir, output_name))
-        return Foreign(files, newest(output_dir, output_name, say)) if files else Empty()
-    found = newest(output_dir, record.names, say)
+        return Foreign(files, newest(output_dir, output_name, say, deep=deep)) if files else Empty()
+    found = newest(output_dir, record.names, say, deep=deep)
     return Unfinished(record, found) if record.finished_step is None else Finished(record, found)
 
 

@@ -35,6 +35,11 @@ class ThreadRanks:
         """Tell whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def leads_node(self) -> bool:
+        """Tell whether this rank is the first of its machine."""
+        return self.local_rank == 0
+
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value on every rank."""
         self._meeting.box[self.rank] = pickle.dumps(value)

@@ -189,6 +189,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     first_step = start.step if start.checkpoint is not None else initial_step(cfg, plan, total)
     facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
     facts["hub"] = facts["identity"]["hub"] = start.record.hub
+    facts["identity"]["launch"] = list(start.launch)
     facts["schedule_from"] = schedule_from(start)
     check_same(start, facts["identity"])
     facts["attention"], facts["parameters"] = attend(cfg, device, parts), parameter_counts(parts)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from difftrain import checkpoint
-from difftrain.checkpoint import STEPS, RunRecord, Torn
+from difftrain.checkpoint import STEPS, RunRecord
 from difftrain.checkpoint.claim import FOLDER as CLAIM
 from difftrain.checkpoint.files import MANIFEST
 from difftrain.checkpoint.find import Found, candidates
@@ -23,12 +23,15 @@ from difftrain.config.digest import digest
 from difftrain.config.sections import SaveSection
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.distributed.ranks import Ranks
-from difftrain.train.together import for_all, on_each_machine
+from difftrain.train.everywhere import Ask, with_all
+from difftrain.train.launched import Launch, began_last, launch_of, wrote
+from difftrain.train.together import on_each_machine
 
 log = logging.getLogger("difftrain")
 FORM = "%Y%m%d_%H-%M-%S"
 _NAME = re.compile(r"\d{8}_\d\d-\d\d-\d\d")
 AUTO, LATEST = "auto", "latest"
+RESETS = ("reset_dataloader", "reset_optimizer", "reset_optimizer_params")
 MOST_LISTED = 8
 
 
@@ -36,14 +39,13 @@ MOST_LISTED = 8
 class _Choice:
     """Say where a run goes. name: its folder below OUTPUT_DIR. made: it is new; nameless until it is made.
 
-    resume: what it goes on from, for --resume. exact: that very step was asked for.
+    resume: what it goes on from, for --resume.
     """
 
     name: str
     made: bool
     resume: str | None = None
     step: int | None = None  # of a checkpoint of that folder
-    exact: bool = False
 
 
 def resume_option(save: SaveSection) -> str:
@@ -60,22 +62,22 @@ def how_to_go_on(save: SaveSection) -> str:
 def settle(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Return cfg with the run's own folder for output_dir, and what it resumes from as a folder. Every rank calls it.
 
-    A new folder is made; two runs that start at once get two. Raises ConfigFault where what is to be resumed is not
-    there.
+    A new folder is made; two runs that start at once get two. What is resumed is whole on every machine. Raises
+    ConfigFault where what is to be resumed is not there.
     """
     if not cfg.save.run_dirs:
         return cfg
-    base = cfg.output_dir
-    choice = for_all(ranks, ranks.is_logger, lambda: _choose(cfg, base, ranks.size))
+    base, launch = cfg.output_dir, launch_of(ranks)
+    choice = with_all(base, ranks, lambda ask: _choose(cfg, base, ranks.size, ask, launch))
     out = base / choice.name
     if choice.made:
         on_each_machine(ranks, lambda: out.mkdir(parents=True, exist_ok=True))  # machines may have disks of their own
-    resume = choice.resume
-    if choice.step is not None:
-        resume = str(_on_all(out, choice.step, choice.exact, ranks))
+    here = choice.step is not None  # else it is a folder elsewhere, on a hub perhaps
+    resume = str(out / _name(choice.step)) if here else choice.resume
     log.info("run directory %s%s", out, "" if choice.made else ", of the run that goes on")
     save = cfg.save.model_copy(update={"output_dir": str(out), "resume": resume})
-    return cfg.model_copy(update={"save": save})
+    hub = cfg.hub.model_copy(update={"resume": cfg.hub.resume and not here})
+    return cfg.model_copy(update={"save": save, "hub": hub})
 
 
 def as_given(cfg: TrainConfig) -> TrainConfig:
@@ -83,7 +85,7 @@ def as_given(cfg: TrainConfig) -> TrainConfig:
     if not cfg.save.run_dirs:
         return cfg
     left = {"output_dir": str(cfg.output_dir.parent), "resume": None}
-    resets = dict.fromkeys(("reset_dataloader", "reset_optimizer", "reset_optimizer_params"), False)
+    resets = dict.fromkeys(RESETS, False)
     cache = cfg.cache.model_copy(update={"regenerate": False, "only": False})
     return cfg.model_copy(update={"save": cfg.save.model_copy(update=left | resets), "cache": cache})
 
@@ -119,29 +121,42 @@ def foreseen(cfg: TrainConfig, ranks: int) -> str:
     """Say where a run would go; nothing is made. Raises ConfigFault as settle does."""
     if not cfg.save.run_dirs:
         return f"output folder: {cfg.output_dir}"
-    found = _look(cfg, cfg.output_dir, ranks)
+    found = _look(cfg, cfg.output_dir, ranks, checkpoint.fault_of)
     where = f"a new one below {cfg.output_dir}" if found.made else str(cfg.output_dir / found.name)
     goes_on = found.resume if found.step is None else _name(found.step)
     return f"run directory: {where}" + (f", going on from {goes_on}" if goes_on else "")
 
 
-def _choose(cfg: TrainConfig, base: Path, ranks: int) -> _Choice:
-    found = _look(cfg, base, ranks)
+def _choose(cfg: TrainConfig, base: Path, ranks: int, ask: Ask, launch: Launch) -> _Choice:
+    found = _of_launch(base, ask, launch) or _look(cfg, base, ranks, ask)
     return _made(base, found) if found.made else found
 
 
-def _look(cfg: TrainConfig, base: Path, ranks: int) -> _Choice:
+def _of_launch(base: Path, ask: Ask, launch: Launch) -> _Choice | None:
+    """Go on from what this launch has saved, whatever it was told to begin with: torchrun has started its ranks anew."""
+    for folder in run_dirs(base) if launch else ():
+        if not began_last(folder, launch):
+            continue
+        step = _newest_whole([each for each in checkpoints(folder) if wrote(each.manifest.meta, launch)], ask)
+        if step is None:
+            continue
+        log.info("torchrun has started this launch anew: it goes on from what it has saved")
+        return _Choice(folder.name, made=False, step=step)
+    return None
+
+
+def _look(cfg: TrainConfig, base: Path, ranks: int, ask: Ask) -> _Choice:
     resume = None if cfg.hub.resume else cfg.save.resume
     if resume is None:
         return _new(cfg.save.resume)
     if resume == AUTO:
-        found = _of_auto(base, digest(cfg, ranks))
+        found = _of_auto(base, digest(cfg, ranks), ask)
     elif resume == LATEST:
-        found = _latest(base)
+        found = _latest(base, ask)
     elif resume.isdecimal():
-        found = _of_step(base, int(resume))
+        found = _of_step(base, int(resume), ask)
     else:
-        found = _of_folder(base, resume)
+        found = _of_folder(base, resume, ask)
     if not cfg.sample.test_only or found.made:
         return found
     # one look at a checkpoint is no part of the run that it is of
@@ -193,15 +208,21 @@ def checkpoints(folder: Path) -> list[Found]:
     return found
 
 
-def _latest(base: Path) -> _Choice:
+def _latest(base: Path, ask: Ask) -> _Choice:
+    torn = False
     for folder in run_dirs(base):
-        if (step := _newest_whole(checkpoints(folder))) is not None:
+        there = checkpoints(folder)
+        if (step := _newest_whole(there, ask)) is not None:
             return _Choice(folder.name, made=False, step=step)
+        torn = torn or bool(there)
+    if torn:
+        what = f"no checkpoint of any run below {base} is whole on every machine"
+        raise ConfigFault([_fault(what, "see what was said of each; leave it out to begin a run")])
     what = f"no run below {base} has a checkpoint to go on from"
     raise ConfigFault([_fault(what, "leave it out to begin a run")])
 
 
-def _of_auto(base: Path, ours: str) -> _Choice:
+def _of_auto(base: Path, ours: str, ask: Ask) -> _Choice:
     """Go on in the newest run where it is this one and not finished; else begin anew."""
     for folder in run_dirs(base):
         record = RunRecord.read(folder)
@@ -209,28 +230,30 @@ def _of_auto(base: Path, ours: str) -> _Choice:
             continue
         if record.finished_step is not None or record.config_digest != ours:
             break
-        step = _newest_whole(checkpoints(folder))
+        step = _newest_whole(checkpoints(folder), ask)
         if step is None:  # the same configuration writes the same files again
             return _Choice(folder.name, made=False, resume=AUTO)
         return _Choice(folder.name, made=False, step=step)
     return _new()
 
 
-def _of_step(base: Path, step: int) -> _Choice:
+def _of_step(base: Path, step: int, ask: Ask) -> _Choice:
     """Take the step of the newest run that has it whole."""
     known: dict[str, list[int]] = {}
     for folder in run_dirs(base):
         there = candidates(folder, STEPS)
         known[folder.name] = sorted({each.manifest.step for each in there})
-        if _newest_whole([each for each in there if each.path.name == _name(step)]) is not None:
-            return _Choice(folder.name, made=False, step=step, exact=True)
+        if _newest_whole([each for each in there if each.path.name == _name(step)], ask) is not None:
+            return _Choice(folder.name, made=False, step=step)
     listed = [f"{name}: {_numbers(steps)}" for name, steps in known.items() if steps]
     what = f"no run below {base} has a whole checkpoint of step {step}"
+    if any(step in steps for steps in known.values()):
+        what += " on every machine: see what was said of it"
     remedy = f"there are {'; '.join(listed[:MOST_LISTED])}" if listed else "there is none of any step; leave it out"
     raise ConfigFault([_fault(what, remedy)])
 
 
-def _of_folder(base: Path, given: str) -> _Choice:
+def _of_folder(base: Path, given: str, ask: Ask) -> _Choice:
     """Go on in a run of OUTPUT_DIR; a checkpoint from elsewhere is where a new run begins."""
     folder = _found(base, given)
     is_state = (folder / MANIFEST).is_file()
@@ -239,16 +262,16 @@ def _of_folder(base: Path, given: str) -> _Choice:
         remedy = f"a run in it: {inside[0]}" if inside else "give a run directory or a folder global_stepN"
         raise ConfigFault([_fault(f"{given!r} is no checkpoint, and none is in it", remedy)])
     if is_state:
-        checkpoint.open_given(folder, _FLAG)
+        checkpoint.open_given(folder, _FLAG, ask)
         home, step = folder.parent, checkpoint.Manifest.read(folder).step
     else:
-        home, newest = folder, _newest_whole(checkpoints(folder))
+        home, newest = folder, _newest_whole(checkpoints(folder), ask)
         if newest is None:
             raise ConfigFault([_fault(f"no checkpoint of {given!r} is whole", "see what was said of each")])
         step = newest
     ours = home.resolve().parent == base.resolve() and _NAME.fullmatch(home.name)
     if ours and (not is_state or folder.name == _name(step)):
-        return _Choice(home.name, made=False, step=step, exact=is_state)
+        return _Choice(home.name, made=False, step=step)
     return _new(str(folder if is_state else home / _name(step)))
 
 
@@ -263,29 +286,12 @@ def _found(base: Path, given: str) -> Path:
     return here[0]
 
 
-def _newest_whole(found: list[Found]) -> int | None:
+def _newest_whole(found: list[Found], ask: Ask) -> int | None:
     for each in found:
-        try:
-            checkpoint.verify(each.path)
-        except Torn as torn:
-            log.warning("checkpoint %s is passed over: %s", each.path, torn)
-            continue
-        return each.manifest.step
+        if not (fault := ask(each.path)):
+            return each.manifest.step
+        log.warning("checkpoint %s is passed over: %s", each.path, fault)
     return None
-
-
-def _on_all(out: Path, step: int, exact: bool, ranks: Ranks) -> Path:
-    """Return the checkpoint, which all machines must have where they have disks of their own; else the newest one."""
-    path = out / _name(step)
-    there = ranks.gather(path.is_dir())
-    if all(there):
-        return path
-    common = None if exact else checkpoint.newest_everywhere(out, STEPS, ranks, log.warning)
-    if common is None:
-        lack = ", ".join(str(rank) for rank, has in enumerate(there) if not has)
-        more = "" if exact else ", and no other checkpoint is"
-        raise ConfigFault([_fault(f"{path} is not on every machine{more}: ranks {lack} lack it", "copy it there")])
-    return common
 
 
 def _name(step: int | None) -> str:

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from difftrain import checkpoint
-from difftrain.checkpoint import Claim, Finished, RunRecord, Unfinished
+from difftrain.checkpoint import Claim, Empty, Finished, Foreign, RunRecord, Unfinished
 from difftrain.config import TrainConfig
 from difftrain.config.digest import differences, digest
 from difftrain.config.digest import identity as config_identity
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.data.plan import EpochPlan, changes
 from difftrain.distributed.ranks import Ranks
+from difftrain.train import everywhere
 from difftrain.train.averages import SNAPSHOTS
 from difftrain.train.hub.fetch import fetch_state
-from difftrain.train.run_dir import resume_option
+from difftrain.train.launched import Launch, launch_of, wrote
+from difftrain.train.run_dir import RESETS, resume_option
 from difftrain.train.together import for_all
 
 log = logging.getLogger("difftrain")
@@ -32,7 +34,7 @@ class Start:
 
     cfg: with a seed. claim: on the output folder. record: to be written once the run is put together; one that cannot
     start leaves no trace. checkpoint: None at a fresh start. meta: what the checkpoint says of itself. auto: it is the
-    very same run that is to go on, so its data must be the same.
+    very same run that is to go on, so its data must be the same. launch: that this session is of.
     """
 
     cfg: TrainConfig
@@ -42,6 +44,7 @@ class Start:
     meta: dict[str, Any]
     auto: bool
     finished: bool = False
+    launch: Launch = ()
 
     @property
     def pins(self) -> dict[str, str]:
@@ -67,11 +70,11 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
             for folder in (out, out / SNAPSHOTS):
                 checkpoint.clean(folder, log.info)
             checkpoint.clean_exports(out, names, log.info)
-        state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, names, log.warning))
-        found = for_all(ranks, ranks.is_logger, lambda: _chosen(cfg, resume, ranks, state, ours))
-        if resume == "auto" and found is not None and ranks.size > ranks.local_size:
-            names = state.record.names if isinstance(state, Unfinished | Finished) else names
-            found = checkpoint.newest_everywhere(out, names, ranks, log.warning)
+        state = for_all(ranks, ranks.is_logger, lambda: checkpoint.inspect(out, names, deep=False))
+        if resume == "auto" and not isinstance(state, Empty):
+            of_run = names if isinstance(state, Foreign) else state.record.names
+            state = replace(state, newest=everywhere.newest(out, of_run, ranks))
+        found = everywhere.with_all(out, ranks, lambda ask: _chosen(cfg, resume, ranks, state, ours, ask))
         meta = for_all(ranks, ranks.is_logger, lambda: checkpoint.load_meta(found) if found else {})
         known = state.record if isinstance(state, Unfinished | Finished) else None
         same = known if known and known.config_digest == ours else None
@@ -84,20 +87,29 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
             seed = ranks.broadcast(drawn_seed if earlier is None else int(earlier))
             log.info("seed %d, %s", seed, "drawn for this run" if earlier is None else "of the run that goes on")
         seeded = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": seed})})
+        launch = launch_of(ranks)
+        if found is not None and wrote(meta, launch):
+            seeded = _without_resets(seeded)
         record = same or _new_record(cfg, ours, seed, ranks, known if cfg.save.run_dirs else None)
         if found is not None:
             log.info("resuming from %s at step %d", found, meta["step"])
         auto = resume == "auto" or (cfg.save.run_dirs and known is not None)
-        yield Start(seeded, claim, record.begun(at, ranks.size), found, meta, auto, finished)
+        yield Start(seeded, claim, record.begun(at, ranks.size, launch), found, meta, auto, finished, launch)
 
 
 def _chosen(
-    cfg: TrainConfig, resume: str | None, ranks: Ranks, state: checkpoint.record.State, ours: str
+    cfg: TrainConfig,
+    resume: str | None,
+    ranks: Ranks,
+    state: checkpoint.record.State,
+    ours: str,
+    ask: everywhere.Ask,
 ) -> Path | None:
     """Choose the checkpoint, or None for a fresh start; refuse what would mix two runs."""
     inside = resume == "auto"
     if resume and resume != "auto":
-        checkpoint.open_given(Path(resume), resume_option(cfg.save), deep=not cfg.save.run_dirs)
+        if not cfg.save.run_dirs or cfg.hub.resume:  # else that has just been done
+            checkpoint.open_given(Path(resume), resume_option(cfg.save), ask)
         inside = Path(resume).resolve().parent == cfg.output_dir.resolve()
     # One folder, one configuration: else a later --resume=auto could not tell which checkpoint is whose.
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
@@ -116,6 +128,15 @@ def _chosen(
             ]
         )
     return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
+
+
+def _without_resets(cfg: TrainConfig) -> TrainConfig:
+    """Return cfg for a checkpoint of this very launch, which has begun anew what it was told to."""
+    given = [name for name in RESETS if getattr(cfg.save, name)]
+    if not given:
+        return cfg
+    log.info("%s: has acted when this launch began, and does not again", ", ".join(f"--{name}" for name in given))
+    return cfg.model_copy(update={"save": cfg.save.model_copy(update=dict.fromkeys(given, False))})
 
 
 def _new_record(cfg: TrainConfig, ours: str, seed: int, ranks: Ranks, before: RunRecord | None) -> RunRecord:
