@@ -88,6 +88,31 @@ def test_quantile_losses_are_those_of_fixed_timesteps(shares: list[list[Batch]])
             assert row["metrics"] == pytest.approx({"denoise_loss": 0.5 * expected})
 
 
+@pytest.mark.parametrize("shares", SPLITS)
+def test_what_was_not_measured_is_not_there(shares: list[list[Batch]]) -> None:
+    """A rank without a batch adds zeros; the others say by NaN that nothing was measured."""
+
+    class Silent(Engine):
+        def own_sums(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
+            found = super().own_sums(micro)
+            absent = torch.tensor(float("nan") if micro else 0.0, dtype=torch.float64)
+            return {**found, "repa": torch.zeros_like(absent), "metric/repa_loss": absent}
+
+        def evaluate(self, micro: list[Batch]) -> dict[str, torch.Tensor]:
+            sums = self.own_sums(micro)
+            return {name: sum(self.ranks.gather(value)) for name, value in sums.items()}
+
+    def both(ranks: Any) -> tuple[Any, Any]:
+        engine, mine = Silent(ranks), shares[ranks.rank]
+        return quantile_losses(engine, mine, DRAWS, gather=ranks.gather), validate(engine, mine, gather=ranks.gather)
+
+    for found in on_threads(len(shares), both):
+        assert not isinstance(found, Exception)
+        rows, validation = found
+        assert all(set(row["metrics"]) == {"denoise_loss"} for row in rows)
+        assert set(validation.terms) == {"denoise", "denoise_loss"}
+
+
 def test_the_same_batches_give_the_same_bits_whoever_has_them() -> None:
     """The sums are of very different sizes, in fp32: added up in another order they would differ."""
 

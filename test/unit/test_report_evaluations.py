@@ -72,10 +72,12 @@ def test_report_and_page_have_them(tmp_path: Path) -> None:
     assert [row["set"] for row in report["evaluation_summary"]] == ["a/b", "c"]
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     for step in (1, 2):
-        metrics.write({"step": step, "step_loss": 1.0, "train/text_recon_loss": 0.5 / step})
+        early = {"train/repa_loss": 0.5} if step == 1 else {}  # no longer measured at the end
+        metrics.write({"step": step, "step_loss": 1.0, "train/text_recon_loss": 0.5 / step, **early})
     metrics.close()
     page = build_html(tmp_path).read_text()
     assert "<h3>Text recon loss</h3>" in page and "text recon loss, running mean" in page
+    assert "<h3>Repa loss</h3>" in page
     assert "KID-efflite0 of drawn pictures" in page and "no FID" in page
 
 

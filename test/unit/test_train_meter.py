@@ -80,11 +80,13 @@ def test_what_a_family_measures_is_in_the_line_and_no_part_of_the_loss() -> None
     for step in (1, 2):
         run.progress.step = step
         sums = {"loss": 1.5, "denoise": 1.0, "metric/denoise_loss": float(step), "metric/text_recon_loss": 0.25}
+        sums["metric/repa_loss"] = math.nan
         stats = Stats({k: torch.tensor(v) for k, v in sums.items()}, torch.tensor(1.0), torch.tensor(0.0), {}, None)
         meter.after_step(run, [], stats)
     assert len(lines) == 1
     record = lines[0].record()
     assert record["step_loss"] == 1.5 and "measures" not in record
     assert record["train/denoise_loss"] == 2.0 and record["train/text_recon_loss"] == 0.25
+    assert "train/repa_loss" not in record and "train/repa_loss" not in lines[0].scalars()  # not measured
     assert lines[0].scalars()["train/denoise_loss"] == 2.0
     assert lines[0].line().startswith("step=2 epoch=1 step_loss=1.5 ")

@@ -110,7 +110,8 @@ class _Every(frozenset[str]):
 
 
 EVERY: Collection[str] = _Every()  # load(lazy=EVERY): as much as may sleep does
-METRIC = "metric/"  # what loss_sums names so is measured, and no term of the loss: sums over samples too
+# what loss_sums names so is measured, and no term of the loss: sums over samples too; NaN: not measured this time
+METRIC = "metric/"
 
 # captions -> {"input_ids_1": (B, L) int64, ...}; picklable, runs in loader workers
 Tokenize = Callable[[list[str]], "dict[str, Tensor]"]

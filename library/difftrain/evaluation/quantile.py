@@ -74,11 +74,13 @@ def _read(sums: list[dict[str, Tensor]]) -> list[dict[str, float]]:
 
 
 def _means(batches: list[dict[str, float]], samples: int) -> dict[str, float]:
-    """Divide global sums by the global count; no samples, no number."""
+    """Divide global sums by the global count; no samples, no number. What was not measured is not there."""
     names = dict.fromkeys(name for each in batches for name in each)
+    sums = {name: math.fsum(each.get(name, 0.0) for each in batches) for name in names}
     return {
-        name.removeprefix(METRIC): math.fsum(each.get(name, 0.0) for each in batches) / samples if samples else math.nan
-        for name in names
+        name.removeprefix(METRIC): value / samples if samples else math.nan
+        for name, value in sums.items()
+        if not (name.startswith(METRIC) and math.isnan(value))
     }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from difftrain.contracts import Batch
+from difftrain.contracts import METRIC, Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,9 @@ def validate(engine: Evaluates, batches: Iterable[Batch], *, gather: Gather = al
 
 
 def mean(totals: dict[str, float], samples: int) -> Validation:
-    """Divide global sums by the global count; no samples, no number."""
-    terms = {name: total / samples if samples else float("nan") for name, total in totals.items()}
-    return Validation(terms.get("loss", float("nan")), samples, {k: v for k, v in terms.items() if k != "loss"})
+    """Divide global sums by the global count; no samples, no number. A term that was not measured is not there."""
+    absent = {name for name, total in totals.items() if name.startswith(METRIC) and math.isnan(total)}
+    absent |= {name for name in totals if f"{METRIC}{name}_loss" in absent}
+    left = {name.removeprefix(METRIC): total for name, total in totals.items() if name not in absent}
+    terms = {name: total / samples if samples else math.nan for name, total in left.items()}
+    return Validation(terms.get("loss", math.nan), samples, {k: v for k, v in terms.items() if k != "loss"})

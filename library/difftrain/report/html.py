@@ -161,7 +161,7 @@ def _curves(report: dict[str, Any], lines: list[dict[str, Any]]) -> str:
         ("Learning rate", _rates(lines, steps), True),
         ("Waiting for data, seconds a step", [curve("data wait", "data_wait_s")], True),
     ]
-    for key in lines[-1] if lines else ():  # what a family measures beside its loss
+    for key in dict.fromkeys(key for line in lines for key in line):  # what a family measures beside its loss, at times
         if key.startswith(MEASURED):
             label = key.removeprefix(MEASURED).replace("_", " ")
             charts.append(

@@ -134,8 +134,9 @@ class Meter:
 
 
 def measured(stats: Stats) -> dict[str, float]:
-    """Return what is measured beside the loss, over all ranks and micro batches of a step; the host waits."""
-    return {name.removeprefix(METRIC): float(value) for name, value in stats.sums.items() if name.startswith(METRIC)}
+    """Return what a step measured beside the loss, over all its ranks and micro batches; the host waits."""
+    found = {name.removeprefix(METRIC): float(value) for name, value in stats.sums.items() if name.startswith(METRIC)}
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def is_fused(section: OptimizerSection) -> bool:
