@@ -62,11 +62,15 @@ def distances(projected: Tensor, aims: Tensor) -> Tensor:
 
 
 def with_term(found: Mapping[str, Tensor], projected: Tensor, inputs: Inputs, weight: float) -> dict[str, Tensor]:
-    """Add the term to the others; a loss that stood alone becomes a term by its name. 0 where nothing is aligned."""
+    """Add the term to the others; a loss that stood alone becomes a term by its name. 0 where nothing is aligned.
+
+    Then nothing is measured either.
+    """
     terms = {("denoise" if name == "loss" else name): value for name, value in found.items()}
     aims = inputs.aims.get(TERM)
     total = projected if aims is None else (inputs.weight * distances(projected, aims)).sum()
-    return {**terms, TERM: weight * total, f"{METRIC}{TERM}_loss": total}
+    measured = torch.full_like(total, torch.nan) if aims is None else total
+    return {**terms, TERM: weight * total, f"{METRIC}{TERM}_loss": measured}
 
 
 def faults(cfg: TrainConfig, depth: int) -> Iterator[Fault]:
