@@ -10,7 +10,7 @@ sys.path.append(str(ROOT))  # third_patch
 from third_patch import apply_for  # noqa: E402
 
 from difftrain.config.train_line import open_train_door  # noqa: E402
-from difftrain.train.demo.make import make_demo  # noqa: E402
+from difftrain.train.demo.make import foreseen  # noqa: E402
 from difftrain.train.door import RULES, work  # noqa: E402
 
 PROG = "sd3_light_pretrain.py"
@@ -19,6 +19,4 @@ PRESET = {"model.family": "sd3", "model.train_type": "sd3_light_pretrain"}
 
 if __name__ == "__main__":
     argv = sys.argv[1:]
-    sys.exit(
-        make_demo(argv) or open_train_door(PROG, argv, lambda parsed: work(parsed, PROG, apply_for), RULES, PRESET)
-    )
+    sys.exit(open_train_door(PROG, argv, lambda parsed: work(parsed, PROG, apply_for), RULES, PRESET, demo=foreseen))

@@ -10,7 +10,7 @@ sys.path.append(str(ROOT))  # third_patch
 from third_patch import apply_for  # noqa: E402
 
 from difftrain.config.train_line import open_train_door  # noqa: E402
-from difftrain.train.demo.make import make_demo  # noqa: E402
+from difftrain.train.demo.make import foreseen  # noqa: E402
 from difftrain.train.door import RULES, work  # noqa: E402
 
 PROG = "train.py"
@@ -18,4 +18,4 @@ PROG = "train.py"
 
 if __name__ == "__main__":
     argv = sys.argv[1:]
-    sys.exit(make_demo(argv) or open_train_door(PROG, argv, lambda parsed: work(parsed, PROG, apply_for), RULES))
+    sys.exit(open_train_door(PROG, argv, lambda parsed: work(parsed, PROG, apply_for), RULES, demo=foreseen))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config.dataset_toml_keys import LISTS, SPELLINGS, misplaced, wrong
+from difftrain.config.there import bytes_of
 from difftrain.contracts.errors import Fault
 
 Table = dict[str, Any]
@@ -47,7 +48,7 @@ def is_kohyas(tables: Table) -> bool:
 def tables_of(path: Path, faults: list[Fault]) -> Table | None:
     """Read a file as TOML; None where that cannot be done."""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        return tomllib.loads(bytes_of(path).decode("utf-8-sig"))
     except FileNotFoundError:
         faults.append(Fault(str(path), "no such file", "give a TOML file of data sets"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

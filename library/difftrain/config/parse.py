@@ -38,6 +38,7 @@ from difftrain.config.names import FLOW_FAMILIES, FLOW_SAMPLERS
 from difftrain.config.scan import scan
 from difftrain.config.secrets import keep_in_environment, redact
 from difftrain.config.sections import TrainConfig
+from difftrain.config.there import Coming
 from difftrain.config.validate import Values, build, choices_of, default_of
 from difftrain.contracts.errors import ConfigFault, Fault
 
@@ -75,6 +76,7 @@ class Parsed:
     argv: tuple[str, ...]
     words: dict[str, list[str]] = field(default_factory=dict)
     tell: Callable[[str], str] = str  # puts a sentence that names flags into the words of the door
+    coming: Coming | None = None  # what a dry run leaves to be made
 
     @property
     def dry_run(self) -> bool:

@@ -44,6 +44,7 @@ trains: the same step losses to the last bit with the same settings.
 - `[optimizer]`: what is not in its table below goes to the optimizer's constructor. Its source is read for what it takes, without
   importing it: an argument that it does not take, and a text where it has a number, are faults like all others.
 - `[ema]` switches the average on, empty or with any key, unless `enable = false`.
+- What `[demo] make` names is made when nothing else of the configuration is wrong; with `--dry_run` it is named and not made.
 - `eval_before_first_step` is on where there are `eval_datasets`, as in diffusion-pipe.
 
 ## Precision

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from difftrain.config.parse import RULES, Parsed, with_variants
 from difftrain.config.rules_paths import output
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
 from difftrain.config.sections import TrainConfig
+from difftrain.config.there import Coming, expecting
 from difftrain.config.toml_keys import KEYS, TABLES
 from difftrain.config.train_data import with_data_sets
 from difftrain.config.train_options import LATEST, OPTIONS
@@ -50,11 +52,25 @@ def open_train_door(
     work: Callable[[Parsed], int],
     extra_rules: Sequence[Rule] = (),
     preset: Mapping[str, Any] | None = None,
+    demo: Callable[[Sequence[str]], Coming | None] | None = None,
 ) -> int:
     """Parse a command line of train.py, say what is worth saying, do the work, and return the exit code.
 
     extra_rules: those of rooms that configuration must not know. preset: values by "section.field" that a door stands for.
+    demo: says what a command line asks to be made before its run, once all else of it is sound.
     """
+
+    def read() -> Parsed:
+        coming = demo(argv) if demo else None
+        if coming is None:
+            return parse(argv, extra_rules, preset)
+        with expecting(coming):
+            parsed = parse(argv, extra_rules, preset)
+        if parsed.dry_run:
+            return replace(parsed, coming=coming)
+        if code := coming.make():
+            raise SystemExit(code)
+        return parse(argv, extra_rules, preset)
 
     def inner(parsed: Parsed) -> int:
         log_in_own_words()
@@ -68,7 +84,7 @@ def open_train_door(
 
         return help_text(prog)
 
-    return enter(prog, argv, lambda: parse(argv, extra_rules, preset), inner, help)
+    return enter(prog, argv, read, inner, help)
 
 
 def parse(argv: list[str], extra_rules: Sequence[Rule] = (), preset: Mapping[str, Any] | None = None) -> Parsed:

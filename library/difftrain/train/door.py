@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from difftrain.config.door import say
 from difftrain.config.finding import Rule
 from difftrain.config.parse import Parsed
 from difftrain.config.rules_names import one_of
+from difftrain.config.there import expecting
 from difftrain.device.choice import KINDS, calm_threads, hide_unusable_npu, hold_autoload
 from difftrain.distributed.launch import end_with_launcher
 
@@ -19,7 +21,10 @@ def look(parsed: Parsed) -> int:
     if parsed.dry_run:
         from difftrain.train.dry_run import dry_run
 
-        dry_run(parsed.config, lambda text: print(parsed.tell(text)))
+        with expecting(parsed.coming) if parsed.coming else nullcontext():
+            dry_run(parsed.config, lambda text: print(parsed.tell(text)), parsed.coming)
+        if parsed.coming:  # the rest looks at what is not made yet
+            return 0
     if parsed.debug_dataset:
         from difftrain.train.inspect import debug_dataset
 

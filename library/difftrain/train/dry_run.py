@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from difftrain.config import TrainConfig
+from difftrain.config.there import Coming
 from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, ConfigFault, Family, Group, Parts
 from difftrain.data.evaluation_sets import config_of, open_set
@@ -44,16 +46,25 @@ FP32, HALF = 4, 2
 KEPT_BYTES = {"fp32": 4, "kahan": 2}  # beside a weight in half precision
 
 
-def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print) -> int:
-    """Print resolved configuration, batch arithmetic, steps and epochs, parameters, memory and FLOPs; return 0."""
+def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print, coming: Coming | None = None) -> int:
+    """Print resolved configuration, batch arithmetic, steps and epochs, parameters, memory and FLOPs; return 0.
+
+    coming: what the run itself would make before it begins; it is named, and what hangs on it is left out.
+    """
     ranks = Launch.from_environment().size
     say(dump(cfg))
     say(f"batch: {batch_arithmetic(cfg, ranks)}")
     cfg, missing = looked_up(cfg)
     family = make_family(cfg)
-    parts = _checked(cfg, family, missing)
+    parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
     for each in missing:
         say(f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}")
+    if coming:
+        say(f"would be made before training: {coming.what}")
+        for line in (*parameters(parts), *memory(cfg, parts, ranks)) if parts else ():
+            say(line)
+        say("dry run: figures of what is not here are left out; nothing was made or written, and no device was touched")
+        return 0
     if parts is None:
         say("dry run: figures of what is not here are left out; nothing was fetched, and no device was touched")
         return 0
@@ -104,6 +115,15 @@ def _checked(cfg: TrainConfig, family: Family, missing: list[Wanted]) -> Parts |
         if others or not missing:
             raise ConfigFault(others or error.faults) from None
     return None if any(each.field not in TOKENIZERS for each in missing) else family.load(meta=True)
+
+
+def _checked_before(cfg: TrainConfig, family: Family) -> Parts | None:
+    """Do so but for what is still to be made: weights with their tokenizers, and prompts. Raises ConfigFault."""
+    if cfg.sample.prompts and not Path(cfg.sample.prompts).exists():
+        cfg = cfg.model_copy(update={"sample": cfg.sample.model_copy(update={"prompts": None})})
+    weights_there = not cfg.model.pretrained or Path(cfg.model.pretrained).exists()
+    parts = check(cfg, family, () if weights_there else ("model.pretrained",))
+    return parts if weights_there else None
 
 
 def _seeded(cfg: TrainConfig) -> TrainConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from difftrain.contracts import DataFault
 from difftrain.train.demo import recipe, sets
-from difftrain.train.demo.make import MODEL, TRAIN, UNSEEN
+from difftrain.train.demo.make import MODEL, TRAIN, UNSEEN, data_text
 from difftrain.train.demo.prepare import whole
 
 Say = Callable[[str], None]
@@ -40,8 +40,7 @@ def _make_data(kind: str, home: Path, scale: float, say: Say) -> None:
     whole(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, say))
     for name in (UNSEEN, TRAIN):  # the file that tells that all is there comes last
         if (pictures / name).is_dir():
-            text = f'resolutions = [{recipe.SIDE}]\n\n[[directory]]\npath = "{(pictures / name).resolve()}"\n'
-            _replace(home / f"{name}.toml", text)
+            _replace(home / f"{name}.toml", data_text(pictures / name))
     if kind in PROMPTS:
         options = f"--w {recipe.SIDE} --h {recipe.SIDE} --s 25 --l 3"
         lines = [f"{prompt} {options} --d {number}" for number, prompt in enumerate(PROMPTS[kind])]

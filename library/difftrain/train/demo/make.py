@@ -1,7 +1,8 @@
 """What a recipe's `[demo] make` names, made before training where it is missing: then the recipe runs from nothing.
 
-The doors call it before they read the configuration, whose paths must be there by then. It looks at the file and the
-command line for that alone; what is wrong with them is said by those who read them in earnest. Imports no torch.
+The doors ask what that is before they read the configuration, which is judged as if it were there; it is made when
+nothing else is wrong. This looks at the file and the command line for that alone; what is wrong with them is said by
+those who read them in earnest. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from difftrain.config.there import Coming
+from difftrain.train.demo.recipe import SIDE
+
 MODEL, TRAIN, UNSEEN = "model", "train", "unseen"
 KINDS = ("tiny", "shapes", "emoji")
+WITH_UNSEEN = ("shapes", "emoji")  # what is held out, and prompts
 _WAIT_S = 3600.0  # for another process that makes it
 _PATHS = {  # what the folder holds, by the keys that name it
     MODEL: ("model.diffusers_path", "model.pretrained"),
@@ -55,14 +60,38 @@ def wished(argv: Sequence[str]) -> Wish | None:
     return Wish(demo.make, home, absent) if absent else None
 
 
-def make_demo(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Make what a recipe asks for, once a machine; return 0, or the exit code of what failed.
+def foreseen(argv: Sequence[str], say: Callable[[str], None] = print) -> Coming | None:
+    """Return what a command line's recipe asks to be made, and how; nothing where it asks for nothing, or all is there."""
+    wish = wished(argv)
+    if wish is None:
+        return None
+    what = f"{' and '.join(wish.parts)} of the demo {wish.kind!r}, in {wish.folder}"
+    return Coming(what, _files(wish), lambda: _make(wish, say))
+
+
+def data_text(pictures: Path) -> str:
+    """Return the file of a data set: one folder of pictures."""
+    return f'resolutions = [{SIDE}]\n\n[[directory]]\npath = "{pictures.resolve()}"\n'
+
+
+def _files(wish: Wish) -> dict[Path, str | None]:
+    home, found = wish.folder, dict[Path, str | None]()
+    if MODEL in wish.parts:
+        found[home / MODEL] = None
+    if "data" in wish.parts:
+        for name in (TRAIN, UNSEEN) if wish.kind in WITH_UNSEEN else (TRAIN,):
+            pictures = home / "pictures" / name
+            found |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures)}
+        if wish.kind in WITH_UNSEEN:
+            found[home / "prompts.txt"] = ""
+    return found
+
+
+def _make(wish: Wish, say: Callable[[str], None]) -> int:
+    """Make it, once a machine; return 0, or the exit code of what failed.
 
     Of several processes the first of each machine makes it, the others wait until it is there.
     """
-    wish = wished(argv)
-    if wish is None:
-        return 0
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return _wait(wish)
     say(f"{wish.folder}: making {' and '.join(wish.parts)} of the demo {wish.kind!r}, which the recipe names")
