@@ -99,3 +99,24 @@ def test_arguments_of_the_schedule_and_of_a_runs_own_record() -> None:
 def test_half_life_needs_betas() -> None:
     (said,) = faults("[optimizer]\ntype = 'SGD'\nbeta2_half_life = 100\n")
     assert "[optimizer] beta2_half_life: SGD takes no betas" in said
+
+
+# data sets
+
+
+@pytest.mark.parametrize(
+    ("own", "batch", "says"),
+    [
+        ("", 8, "are not for kohya's data sets: those without batch_size take the largest, 8"),
+        ("batch_size = 3", 3, "have no effect: every data set here has batch_size"),
+    ],
+)
+def test_what_becomes_of_pairs_beside_kohyas_file(own: str, batch: int, says: str) -> None:
+    Path("kohya.toml").write_text(
+        f"[[datasets]]\nresolution = 64\n{own}\n[[datasets.subsets]]\nimage_dir = 'pictures'\n"
+    )
+    parsed = read("[training]\nmicro_batch_size_per_gpu = [[32, 8], [64, 4]]\n", "--dataset=kohya.toml")
+    assert parsed.config.data.datasets[0].batch_size == batch
+    assert [note for note in parsed.notes if "by resolution" in note] == [
+        f"kohya.toml: batch sizes by resolution {says}"
+    ]

@@ -47,9 +47,11 @@ def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | 
     if is_kohyas(tables):
         out = dataset_file.resolve(path, cfg)
         if batch_of is not None:
-            out.notes.append(
-                f"{path}: batch sizes by resolution have no effect on kohya's data sets, which have batch_size"
-            )
+            what = "have no effect: every data set here has batch_size"
+            if "training.batch_size" not in out.overridden:
+                largest = cfg.training.batch_size
+                what = f"are not for kohya's data sets: those without batch_size take the largest, {largest}"
+            out.notes.append(f"{path}: batch sizes by resolution {what}")
         return out
     directories = directories_of(path, tables, out.faults)
     _Resolver(path, cfg, out, multiple, batch_of or (lambda side: cfg.training.batch_size)).take(directories)
