@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from doors import Door, losses
 from hub_stub import HubStub, serving
+from run_dirs import Trainer, only, tensors
 from sdxl import config, loaded
 
 EXPORTS = ["NAME-step00000002.safetensors", "NAME-step00000004.safetensors", "NAME.safetensors"]
@@ -135,3 +137,29 @@ def test_one_process_of_a_machine_fetches_and_one_of_the_job_sends(door: Door, h
     assert messages == [STATES[1], EXPORTS[0], STATES[2], EXPORTS[1], STATES[0], EXPORTS[2]]
     sent = {name for name in hub.repo("ann/runs").files if STATES[0] in name}
     assert sent == {f"first/{STATES[0]}/{path.name}" for path in (out / STATES[0]).iterdir()}  # both ranks' parts
+
+
+def test_run_directories_go_to_folders_of_their_own_and_a_run_goes_on_from_there(hub: HubStub, tmp_path: Path) -> None:
+    trainer, env = Trainer(tmp_path, "sdxl", cached=False, steps=4), hub.environment(tmp_path / "home")
+    settings = ("--save.save_every_n_steps=2", "--save.state=true", "--save.checkpoint_every_n_minutes=999")
+    to_hub = ("--hub.repo_id=ann/runs", "--hub.save_state=true", "--hub.path_in_repo=first", *settings)
+    background = ("--hub.async_upload=true", "--save.last_n_steps=1")
+    trainer.run_words(trainer.words(tmp_path / "out", *to_hub, *background), **env)
+    run, files = only(tmp_path / "out"), hub.repo("ann/runs").files
+    saves = ["global_step2", "step2", "step2-ema", "global_step4", "step4", "step4-ema"]
+    assert [message.split(",")[0] for message in hub.repo("ann/runs").messages] == saves
+    assert {name.split("/", 3)[2] for name in files} == set(saves)
+    here = [path for name in saves for path in (run / name).rglob("*") if path.is_file()]
+    assert {f"first/{run.name}/{path.relative_to(run)}": path.read_bytes() for path in here} == files
+    assert json.loads((run / "report.json").read_text())["notes"]["uploads"]["failed"] == []
+    # on from there; a hub that says no stops nobody, and what it has of the first run stays as it is
+    hub.misbehave("POST", "/commit/", 403, times=1, message="over quota")
+    resume = ("--hub.resume=true", f"--resume_from_checkpoint=ann/runs/first/{run.name}/global_step2")
+    printed = trainer.run_words(trainer.words(tmp_path / "again", *to_hub, *resume), **env)
+    again = only(tmp_path / "again")
+    assert losses(again) == losses(run)[2:] and hub.token not in written(again) + printed
+    one, other = tensors(run / "global_step4"), tensors(again / "global_step4")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    place = f"first/{again.name}/global_step4"
+    assert f"send it by hand: hf upload ann/runs {again / 'global_step4'} {place}" in printed
+    assert {name: data for name, data in hub.repo("ann/runs").files.items() if again.name not in name} == files

@@ -117,10 +117,14 @@ def test_what_cannot_be_resumed_is_told_with_what_can(tmp_path: Path) -> None:
     assert f"runs below {tmp_path}: {OLD}" in told(config(tmp_path, "nowhere"))
     (tmp_path / "other").mkdir()
     assert "is no checkpoint, and none is in it" in told(config(tmp_path, str(tmp_path / "other")))
+    (tmp_path / NEW).symlink_to(tmp_path / "gone")
+    assert where(config(tmp_path, "latest")) == (OLD, "global_step4")
     said = told(config(tmp_path / "new", str(tmp_path)))
     assert f"a run in it: {run}" in said
     (run / "global_step4" / "weights.bin").write_bytes(b"torn")
     assert "is not whole" in told(config(tmp_path, str(run / "global_step4")))
+    assert "is whole (see what was said of each" in told(config(tmp_path, "latest"))
+    assert "step 4: see what was said of it" in told(config(tmp_path, "4"))
 
 
 def test_a_name_that_is_two_folders_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +191,8 @@ def test_the_configuration_that_is_kept_begins_another_run(tmp_path: Path) -> No
     run_of(tmp_path, OLD, 4)
     cfg = config(tmp_path, "latest", save={"reset_dataloader": True})
     assert as_given(settle(cfg, ALONE)) == config(tmp_path)
+    away = config(tmp_path, "ann/runs/global_step4", hub={"resume": True})
+    assert as_given(settle(away, ALONE)) == config(tmp_path)
 
 
 def test_every_rank_hears_of_one_folder(tmp_path: Path) -> None:
@@ -209,6 +215,8 @@ def test_a_launch_that_torchrun_starts_anew_goes_on_from_what_it_has_saved(
     (tmp_path / NEW / "run.json").write_text("of nobody's concern")
     monkeypatch.setattr(run_dir, "launch_of", lambda _: ("a", "b"))  # one machine's torchrun is another
     assert where(cfg) == (OLD, "global_step6")
+    from_hub = settle(config(tmp_path, "ann/runs/global_step4", hub={"resume": True}), ALONE)
+    assert str(from_hub.save.resume).endswith("global_step6") and not from_hub.hub.resume
     (tmp_path / NEW / "run.json").unlink()
     (tmp_path / OLD / "global_step6" / "weights.bin").unlink()
     monkeypatch.setattr(run_dir, "launch_of", lambda _: ("b",))

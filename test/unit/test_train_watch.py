@@ -34,6 +34,16 @@ def test_files_ask_once_and_are_removed(tmp_path: Path) -> None:
         assert watch.asked() == NOTHING
 
 
+@pytest.mark.parametrize(("name", "wish"), [("save", EXPORT), ("save_quit", QUIT)])
+def test_a_file_that_lies_there_before_the_run_goes_on_counts_once(tmp_path: Path, name: str, wish: int) -> None:
+    (tmp_path / name).touch()
+    clock = Time()
+    watch = Watch(tmp_path, None, clock)
+    assert watch.asked() == wish
+    clock.now += 1
+    assert watch.asked() == NOTHING
+
+
 def test_both_files_at_once_end_the_run(tmp_path: Path) -> None:
     for name in ("save", "save_quit"):
         (tmp_path / name).touch()

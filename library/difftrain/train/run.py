@@ -36,7 +36,7 @@ from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.report.files import write_whole
 from difftrain.train import out_of_memory
-from difftrain.train.averages import announce, start_averages
+from difftrain.train.averages import announce, require_profiles, start_averages
 from difftrain.train.caching import lazy_parts, with_cache
 from difftrain.train.check import check, check_device
 from difftrain.train.drawing import Drawing
@@ -100,6 +100,7 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         if start.finished:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, start.step)
             return 0
+        require_profiles(start.cfg, start.checkpoint, ranks)
         uploads = stack.enter_context(open_uploads(cfg, ranks))
         here, pins = fetch(start.cfg, ranks, start.pins)
         if fetches:
@@ -160,7 +161,8 @@ def prepared(cfg: TrainConfig, ranks: Ranks) -> Path:
 
 def open_uploads(cfg: TrainConfig, ranks: Ranks) -> Uploads:
     """Look at where exports go to, on the rank that writes them. Every rank calls it. Raises ConfigFault."""
-    target = for_all(ranks, ranks.is_logger, lambda: open_target(cfg.hub))
+    run = cfg.output_dir.name if cfg.save.run_dirs else ""
+    target = for_all(ranks, ranks.is_logger, lambda: open_target(cfg.hub, run))
     return Uploads(target if ranks.is_logger else None, background=cfg.hub.async_upload)
 
 
@@ -231,9 +233,9 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         sets=sets,
     )
     this.ema, this.profiles = start_averages(cfg.ema, engine)
-    this.choices += announce(cfg.ema, this.profiles, total)
     this.progress.step = first_step
     restore(this, start)
+    this.choices += announce(this)
     device.reset_peak_memory()
     return this
 

@@ -87,7 +87,8 @@ def as_given(cfg: TrainConfig) -> TrainConfig:
     left = {"output_dir": str(cfg.output_dir.parent), "resume": None}
     resets = dict.fromkeys(RESETS, False)
     cache = cfg.cache.model_copy(update={"regenerate": False, "only": False})
-    return cfg.model_copy(update={"save": cfg.save.model_copy(update=left | resets), "cache": cache})
+    hub = cfg.hub.model_copy(update={"resume": False})
+    return cfg.model_copy(update={"save": cfg.save.model_copy(update=left | resets), "cache": cache, "hub": hub})
 
 
 @contextmanager
@@ -216,7 +217,7 @@ def _latest(base: Path, ask: Ask) -> _Choice:
             return _Choice(folder.name, made=False, step=step)
         torn = torn or bool(there)
     if torn:
-        what = f"no checkpoint of any run below {base} is whole on every machine"
+        what = f"no checkpoint of any run below {base} is whole"
         raise ConfigFault([_fault(what, "see what was said of each; leave it out to begin a run")])
     what = f"no run below {base} has a checkpoint to go on from"
     raise ConfigFault([_fault(what, "leave it out to begin a run")])
@@ -248,7 +249,7 @@ def _of_step(base: Path, step: int, ask: Ask) -> _Choice:
     listed = [f"{name}: {_numbers(steps)}" for name, steps in known.items() if steps]
     what = f"no run below {base} has a whole checkpoint of step {step}"
     if any(step in steps for steps in known.values()):
-        what += " on every machine: see what was said of it"
+        what += ": see what was said of it"
     remedy = f"there are {'; '.join(listed[:MOST_LISTED])}" if listed else "there is none of any step; leave it out"
     raise ConfigFault([_fault(what, remedy)])
 

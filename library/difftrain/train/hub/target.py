@@ -60,10 +60,10 @@ class Target:
         return f"hf upload {self.repo} {path} {self.place_of(path)}{kind}"
 
 
-def open_target(hub: HubSection) -> Target | None:
+def open_target(hub: HubSection, run: str = "") -> Target | None:
     """Find the repository, or make it, and see that it may be written to. None where nothing is sent.
 
-    Raises ConfigFault: a hub that cannot be reached or says no is found out about before training.
+    run: name of a run directory, a folder of the repository too: its saves are called as those of other runs. Raises ConfigFault: a hub that cannot be reached or says no is found out about before training.
     """
     if not hub.repo_id:
         return None
@@ -81,7 +81,7 @@ def open_target(hub: HubSection) -> Target | None:
     repo = hub.repo_id if "/" in hub.repo_id else f"{who['name']}/{hub.repo_id}"
     private = _visibility(hub, repo)
     _asked("--huggingface_repo_id", repo, lambda api: _may_write(api, repo, hub.repo_type))
-    target = Target(repo, hub.repo_type, (hub.path_in_repo or "").strip("/"))
+    target = Target(repo, hub.repo_type, "/".join(filter(None, ((hub.path_in_repo or "").strip("/"), run))))
     log.info(
         "exports%s go to the %s %s %s as %s%s",
         " and states" if hub.save_state else "",
