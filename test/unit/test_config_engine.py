@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from difftrain.config.digest import digest
+from difftrain.config.finding import check
 from difftrain.config.parse import parse
-from difftrain.config.rules_engine import _ELEMENTWISE
+from difftrain.config.rules_engine import _ELEMENTWISE, deepspeed
 from difftrain.config.sections import TrainConfig
 from difftrain.contracts import ConfigFault
 
@@ -57,6 +58,7 @@ FAULTS = [
     (f"{ZERO} --optimizer_type=AdamW8bit", "AdamW8bit needs whole tensors"),
     (f"{ZERO} --optimizer_type=Prodigy --learning_rate=1", "Prodigy needs whole tensors"),
     (f"{ZERO} --optimizer_type=Lion --offload_optimizer_device=cpu", "Lion has no kernel of DeepSpeed's"),
+    (f"{ZERO} --optimizer_type=Muon", "Muon needs whole tensors, and --deepspeed cuts them"),
     (f"{ZERO} --optimizer_schedulefree_wrapper", "cannot average weights that --deepspeed cuts"),
     (f"{ZERO} --fp8_base", "--fp8_base: does not go with --deepspeed"),
     (f"{ZERO} --zero_stage=3 --validation_split=0.1", "--validation_split: needs whole weights on a rank"),
@@ -107,3 +109,12 @@ def test_the_elementwise_optimizers_are_known():
     assert set(_ELEMENTWISE) <= {*OPTIMIZERS, *TORCH_OPTIMIZERS}
     for name in _ELEMENTWISE:
         assert parse([*LINE, ZERO, f"--optimizer_type={name}"]).config.optimizer.type == name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_evaluation_sets_want_whole_weights(stage: int):
+    sets = ({"name": "held", "config": "held.toml"},)
+    cfg = TrainConfig.model_validate({"eval": {"sets": sets}, "deepspeed": {"enable": True, "zero_stage": stage}})
+    faults, _ = check(cfg, (deepspeed,), set(), set(), {})
+    told = [str(fault) for fault in faults if "eval.sets" in str(fault)]
+    assert len(told) == (stage == 3) and all("needs whole weights on a rank" in each for each in told)

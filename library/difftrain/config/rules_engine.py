@@ -133,6 +133,7 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
     for field, value in (
         ("sample.prompts", cfg.sample.prompts),
         ("validation.split", cfg.validation.split),
+        ("eval.sets", cfg.eval.sets),
         ("training.compile", cfg.training.compile),
     ):
         if value:
