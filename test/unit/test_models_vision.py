@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sd3_speedups import KINDS, vision_folder
+from sd3_speedups import KINDS, SIZES, vision_folder
 
 from difftrain.contracts import Bucket, ConfigFault
+from difftrain.models.parts import vision
 from difftrain.models.parts.vision import VisionFolder, encoder, tokens_of
 
 PIXELS = torch.randint(256, (2, 3, 64, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -105,6 +106,40 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     save_file({name: value for name, value in held.items() if "layer.1" not in name}, path / "model.safetensors")
     with pytest.raises(ConfigFault, match=r"lacks \d+ weights of a Dinov2Model: encoder.layer.1"):
         VisionFolder(path).build(torch.float32)
+
+
+LAST_NORMS = {
+    "dinov2": ("Dinov2", "layernorm."),
+    "dinov2_with_registers": ("Dinov2WithRegisters", "layernorm."),
+    "dinov3_vit": ("DINOv3ViT", "norm."),
+    "vit": ("ViT", "layernorm."),
+    "clip_vision_model": ("CLIPVision", "post_layernorm."),
+    "siglip_vision_model": ("SiglipVision", "post_layernorm."),
+}
+
+
+def test_every_kind_has_a_last_norm_here() -> None:
+    pictures_and_texts = {"clip", "siglip"}  # folders whose image encoder is one of the others
+    assert set(vision.KINDS) - pictures_and_texts == set(LAST_NORMS)
+
+
+@pytest.mark.parametrize(("kind", "names"), LAST_NORMS.items(), ids=LAST_NORMS)
+def test_an_encoder_without_its_last_norm_is_refused(kind: str, names: tuple[str, str], tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    name, norm = names
+    more = {} if kind.startswith("dinov2") else {"intermediate_size": 24}
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**SIZES, **more))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = load_file(file)
+    left = {key: value for key, value in held.items() if not key.removeprefix("vision_model.").startswith(norm)}
+    assert len(held) - len(left) == 2
+    VisionFolder(tmp_path).build(torch.float32)
+    save_file(left, file, {"format": "pt"})
+    with pytest.raises(ConfigFault, match=rf"lacks 2 weights of a {name}Model: .*{norm}bias"):
+        VisionFolder(tmp_path).build(torch.float32)
 
 
 def test_a_folder_of_pictures_and_texts_gives_its_image_encoder(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ PART = FEATURE = "vision"
 FLAG = "--repa.encoder"
 # model_type -> (class of transformers, what it takes beside the folder, weights that no token hangs on)
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "dinov2": ("Dinov2Model", {}, ("layernorm",)),
-    "dinov2_with_registers": ("Dinov2WithRegistersModel", {}, ("layernorm",)),
+    "dinov2": ("Dinov2Model", {}, ()),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", {}, ()),
     "dinov3_vit": ("DINOv3ViTModel", {}, ()),
     "vit": ("ViTModel", {"add_pooling_layer": False}, ("pooler",)),
     "clip": ("CLIPVisionModel", {}, ()),
