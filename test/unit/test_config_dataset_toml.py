@@ -17,7 +17,7 @@ from difftrain.config.dataset_toml import resolve
 from difftrain.config.dataset_toml_keys import KEYS, SPELLINGS
 from difftrain.config.dataset_toml_read import read
 from difftrain.config.dataset_toml_sizes import sizes_of
-from difftrain.config.sections import LossSection, TrainConfig
+from difftrain.config.sections import DataSection, LossSection, TrainConfig
 from difftrain.testing.pictures import write_folder
 
 PUBLISHED = """
@@ -293,6 +293,36 @@ def test_what_the_run_says_of_captions_holds_where_the_file_says_nothing(place: 
     text = "resolutions = [64]\n[[directory]]\npath = 'a'\n"
     told = found(place, text, captions={"dropout_rate": 0.1}).datasets[0].subsets[0].captions
     assert told.dropout_rate == 0.1
+
+
+ONE = "[[directory]]\npath = 'a'\n"
+# a value other than the default, of every field of [data]; None: of the run as a whole, so that it holds for any data
+GIVEN: dict[str, Any] = {
+    "resolution": (96, 64), "enable_bucket": True, "min_bucket_reso": 64, "max_bucket_reso": 512, "bucket_reso_steps": 32,
+    "bucket_no_upscale": True, "sizes": ((64, 64),), "resize_interpolation": "area", "flip": True, "random_crop": True,
+    "color_aug": True, "face_crop_range": (1.0, 2.0), "alpha_mask": True, "conditioning_dir": "a/masks", "repeats": (2,),
+    **dict.fromkeys(("dirs", "reg_dirs", "in_json", "dataset_class", "dataset_config", "datasets")),  # the data themselves
+    **dict.fromkeys(("tar_order", "tar_streams", "tar_window", "image_column", "caption_column", "verify",
+                     "max_rejected_share", "shard_size", "prefetch", "workers", "image_decoder", "cache_dir")),
+}  # fmt: skip
+
+
+def test_every_field_of_data_is_inherited_or_said_to_have_no_effect(place: Path) -> None:
+    assert set(GIVEN) == set(DataSection.model_fields), "say what a new field means to such a file"
+    for name, value in GIVEN.items():
+        if value is None:
+            continue
+        result = found(place, f"resolutions = [64]\n{ONE}", data={name: value})
+        inherited = getattr(result.datasets[0].subsets[0], name, None) == value
+        assert inherited != (f"data.{name}" in result.overridden), name
+    assert "data.resolution" not in found(place, ONE, data={"resolution": (64, 64)}).overridden
+
+
+def test_a_side_below_what_the_family_takes_is_no_bucket(place: Path) -> None:
+    for key in ("resolutions = [512, 5]", "size_buckets = [[64, 5, 1]]"):
+        (fault,) = found(place, f"{key}\n{ONE}").faults
+        assert f"{key.split()[0]}: 5 is below 16" in str(fault) and "multiples of 16" in str(fault)
+    assert not found(place, f"resolutions = [16]\n{ONE}").faults
 
 
 def test_every_spelling_is_a_key_and_every_key_is_documented() -> None:

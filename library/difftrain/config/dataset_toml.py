@@ -7,7 +7,7 @@ set TOML is told by its tables and read by dataset_file.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any
 from difftrain.config import dataset_file, hub_ids
 from difftrain.config.dataset_file import Resolved
 from difftrain.config.dataset_toml_read import Directory, directories_of, is_kohyas, tables_of
-from difftrain.config.dataset_toml_sizes import Sizes, sizes_of
+from difftrain.config.dataset_toml_sizes import Sizes, sides_of, sizes_of
 from difftrain.config.names import CLIP_FAMILIES, CONTROL_FAMILIES
-from difftrain.config.sections import CaptionSection, DatasetSection, SubsetSection, TrainConfig
+from difftrain.config.sections import CaptionSection, DatasetSection, PictureSection, SubsetSection, TrainConfig
 from difftrain.config.there import expanded, is_file, is_folder, settled
 from difftrain.contracts.errors import Fault
 
@@ -27,12 +27,15 @@ BatchOf = Callable[[int], int]  # side of a resolution -> images of a micro batc
 CAPTIONS_FILE = "captions.json"
 _MANY_RESOLUTIONS = 3
 _PATHS = ("path", "mask_path", "default_mask_file", "control_path")
-_DATA = (".tar", ".parquet", ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
+SHARDS = (".tar", ".parquet")
+_DATA = (*SHARDS, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
 # what the file sets for every data set, whatever the run's configuration says of it
 _OVERRIDDEN = frozenset({
     "data.enable_bucket", "data.min_bucket_reso", "data.max_bucket_reso", "data.bucket_reso_steps",
     "data.bucket_no_upscale", "data.sizes", "data.repeats", "data.conditioning_dir", "captions.shuffle", "captions.separator",
 })  # fmt: skip
+# how a picture becomes pixels is the run's to say: the file has no keys for it
+_INHERITED = tuple(name for name in PictureSection.model_fields if f"data.{name}" not in _OVERRIDDEN)
 
 
 def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | None = None) -> Resolved:
@@ -63,6 +66,8 @@ class _Resolver:
 
     def __init__(self, path: Path, cfg: TrainConfig, out: Resolved, multiple: int, batch_of: BatchOf) -> None:
         self.path, self.cfg, self.out, self.multiple, self.batch_of = path, cfg, out, multiple, batch_of
+        self.look: dict[str, Any] = {name: getattr(cfg.data, name) for name in _INHERITED}
+        self.sized_by_run = False  # a directory without resolutions takes the run's
 
     def take(self, directories: list[Directory]) -> None:
         grouped: dict[tuple[Sizes, int], list[SubsetSection]] = {}
@@ -85,7 +90,7 @@ class _Resolver:
         )
         every = [subset for dataset in self.out.datasets for subset in dataset.subsets]
         self.out.masked = any(subset.conditioning_dir or subset.default_mask for subset in every)
-        self.out.overridden = set(_OVERRIDDEN)
+        self.out.overridden = set(_OVERRIDDEN) | (set() if self.sized_by_run else {"data.resolution"})
 
     def fault(self, place: str, what: str, remedy: str = "") -> None:
         found = Fault(f"{self.path} {place}", what, remedy)
@@ -106,6 +111,7 @@ class _Resolver:
         """Return the buckets of each resolution of a directory; none where something about them is wrong."""
         place, values, bad = directory.place, dict(directory.values), directory.faulted
         if values.get("size_buckets"):
+            self.least(directory, "size_buckets", [min(each[:2]) for each in values["size_buckets"]])
             for name in sorted(values.keys() & {"resolutions", "ar_buckets", "min_ar", "max_ar", "num_ar_buckets"}):
                 self.note(directory.where(name), "has no effect: size_buckets names the buckets")
             return sizes_of(values, self.multiple)
@@ -114,7 +120,10 @@ class _Resolver:
                 self.fault(place, "resolutions is missing", "give a list of sides, such as [512, 1024]")
             else:
                 values["resolutions"] = [list(self.cfg.data.resolution)]
+                self.sized_by_run = True
         ranged = ("min_ar", "max_ar", "num_ar_buckets")
+        if values.get("enable_ar_bucket") and "ar_buckets" in bad:
+            return []
         if values.get("enable_ar_bucket") and not values.get("ar_buckets"):
             missing = [name for name in ranged if name not in values and name not in bad]
             if missing:
@@ -124,7 +133,7 @@ class _Resolver:
                 what = f"is above max_ar: {values['min_ar']:g} > {values['max_ar']:g}"
                 self.fault(directory.where("min_ar"), what, "width / height of the narrowest bucket comes first")
                 bad = bad | {"min_ar"}
-            if missing or bad & {*ranged, "ar_buckets"}:
+            if missing or bad & set(ranged):
                 return []
         elif not values.get("enable_ar_bucket"):
             for name in sorted(values.keys() & {"ar_buckets", *ranged}):
@@ -136,7 +145,14 @@ class _Resolver:
                 f"every picture is used at each of {len(values['resolutions'])} resolutions: an epoch is as much longer"
             )
             self.note(directory.where("resolutions"), many)
+        self.least(directory, "resolutions", sides_of(values["resolutions"]))
         return sizes_of(values, self.multiple)
+
+    def least(self, directory: Directory, name: str, sides: Sequence[float]) -> None:
+        """Refuse a side that the family has no bucket for: rounded, it would be another size altogether."""
+        if min(sides) < self.multiple:
+            what = f"{min(sides):g} is below {self.multiple}, the least side that the family {self.cfg.model.family!r} takes"
+            self.fault(directory.where(name), what, f"sides in pixels, multiples of {self.multiple}")
 
     def subset(self, directory: Directory) -> SubsetSection | None:
         """Resolve what is read of a directory; None where it cannot be used."""
@@ -169,6 +185,7 @@ class _Resolver:
             captions_file=CAPTIONS_FILE if json_there else None,
             flat=_holds_data(folder),
             captions=self.captions(directory),
+            **self.look,
         )
 
     def settled(self, directory: Directory, name: str) -> str:
@@ -176,6 +193,8 @@ class _Resolver:
         path, wrong_with = settled(directory.values[name], self.path.parent)
         if wrong_with:
             self.fault(directory.where(name), wrong_with, "write the whole path of one of them")
+        elif name == "path" and is_file(expanded(path)) and not path.lower().endswith(SHARDS):
+            self.fault(directory.where(name), f"{path!r} is a file", "give a folder, or a .tar or .parquet file")
         elif name == "path" and not is_folder(expanded(path)) and (missing := hub_ids.missing(path)):
             self.fault(directory.where(name), missing.replace("file or folder", "folder"), "give a folder of pictures")
         elif name == "default_mask_file" and not is_file(expanded(path)):

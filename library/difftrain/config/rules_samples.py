@@ -70,6 +70,8 @@ def _faces(place: _Place) -> Iterator[Finding]:
 
 def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
     folder = place.picture.conditioning_dir
+    if place.picture.alpha_mask and (folder or getattr(place.picture, "default_mask", None)):
+        yield place.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
     if not folder:
         return
     if not masked:
@@ -77,8 +79,6 @@ def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
     if not place.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its picture"
         yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
-    if place.picture.alpha_mask:
-        yield place.finding("data.alpha_mask", "has no effect: the masks of the folder win", note=True)
 
 
 def _growth(place: _Place) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from difftrain.config.train_words import faults_in_own_words, in_own_words
 from difftrain.config.validate import default_of
 
 _FILE, _SETS, _EVAL = "data.dataset_config", "data.datasets", "eval.sets"
+_AT_RANDOM = ("flip", "random_crop", "color_aug", "face_crop_range")
 
 
 def with_data_sets(out: Settling, *, named_now: bool) -> TrainConfig:
@@ -42,11 +43,12 @@ def with_data_sets(out: Settling, *, named_now: bool) -> TrainConfig:
 
 
 def _eval_set(out: Settling, cfg: TrainConfig, section: EvalSetSection, multiple: int) -> EvalSetSection:
-    """Resolve an evaluation set: every caption as it stands, and no words dropped."""
+    """Resolve an evaluation set: every caption as it stands, no words dropped, and pictures as they are."""
     plain = cfg.model_copy(
         update={
             "captions": cfg.captions.model_copy(update={"dropout_rate": 0.0}),
             "validation": cfg.validation.model_copy(update={"split": 0.0}),
+            "data": cfg.data.model_copy(update={name: default_of(f"data.{name}") for name in _AT_RANDOM}),
         }
     )
     batch_of = None if cfg.eval.batch_size else _batch_of(out, cfg)  # the former counts for every set
