@@ -51,6 +51,8 @@ def test_kinds_are_counted_by_class_and_shapes():
     section = config({"compile": True, "compile_backend": "eager"}).training
     said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=True)
     assert "4 blocks with eager, 3 graphs at the first step and about as many at the next shapes" in said
+    said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False, spares=True)
+    assert "4 blocks with eager, up to 6 graphs (some blocks are spared tokens); " in said
     section = section.model_copy(update={"compile_backend": "inductor"})
     assert "minutes before the first step" in compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False)
 

@@ -99,7 +99,9 @@ class BaseEngine:
             self.offloaded = offload_checkpoints(self.root, self.device)
         if self.cfg.training.compile:
             blocks, buckets = family.repeated(parts), has_buckets(self.cfg)
-            parts.notes.append(compiling.compile_blocks(blocks, self.cfg.training, self.device, buckets=buckets))
+            spares = bool(self.cfg.tread.share or self.cfg.patch_masking.share)
+            said = compiling.compile_blocks(blocks, self.cfg.training, self.device, buckets=buckets, spares=spares)
+            parts.notes.append(said)
         half = self.cfg.training.full_precision == "fp16"
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
         groups = family.param_groups(self.root)

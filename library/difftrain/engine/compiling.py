@@ -34,11 +34,14 @@ def faults(section: TrainingSection, device: Device) -> list[str]:
     return [f"the compile backend {backend} cannot be used: {why}; aot_eager runs everywhere"] if why else []
 
 
-def compile_blocks(blocks: Sequence[nn.Module], section: TrainingSection, device: Device, *, buckets: bool) -> str:
+def compile_blocks(
+    blocks: Sequence[nn.Module], section: TrainingSection, device: Device, *, buckets: bool, spares: bool = False
+) -> str:
     """Compile blocks, each when it is first used; return what to say of it at the start.
 
     buckets: inputs change their shape. The second shape compiles every kind once more, for sizes that change, and some
-    a third time; from then on all shapes are served.
+    a third time; from then on all shapes are served. spares: some blocks see fewer tokens than others of their kind,
+    and are compiled for both numbers.
     """
     off = device.why_compile_is_off(section.compile_backend)
     if off:
@@ -51,6 +54,8 @@ def compile_blocks(blocks: Sequence[nn.Module], section: TrainingSection, device
         block.compile(backend=section.compile_backend, dynamic=None if buckets else False)
     kinds = len({_kind(block) for block in blocks})
     graphs = f"{kinds} graph{'s' if kinds > 1 else ''}"
+    if spares:
+        graphs = f"up to {2 * kinds} graphs (some blocks are spared tokens)"
     often = f"{graphs} at the first step and about as many at the next shapes" if buckets else graphs
     return (
         f"compile: {len(blocks)} blocks with {section.compile_backend}, {often}; "

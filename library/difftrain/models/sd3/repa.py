@@ -6,7 +6,7 @@ The term is 1 - cos, the mean over tokens, of projected tokens after one block a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -51,9 +51,14 @@ def aim(features: Tensor, places: Tensor | None, layer: int, span: Span | None) 
     return chosen(tokens, places) if spared and places is not None else tokens
 
 
-def nothing(module: nn.Module) -> Tensor:
-    """Return 0 that hangs on every weight: a rank whose gradients are reduced must have all of them."""
-    return torch.stack([each.flatten()[0] * 0.0 for each in module.parameters()]).sum()
+def nothing(module: nn.Sequential) -> Tensor:
+    """Return 0 that hangs on every weight: a rank whose gradients are reduced must have all of them.
+
+    By the module's own forward: where ZeRO has taken weights apart, that is what puts them together.
+    """
+    first: Any = module[0]
+    token = torch.zeros(1, first.in_features, dtype=first.weight.dtype, device=first.weight.device)
+    return module(token).float().sum() * 0.0
 
 
 def distances(projected: Tensor, aims: Tensor) -> Tensor:
