@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.engine.native import NativeEngine
 from difftrain.evaluation import quantile_losses
+from difftrain.models.sd3.architecture import named
 from difftrain.models.sd3.family import SD3Family
 from difftrain.models.sd3.routing import KEEP
 from difftrain.optim import make_optimizer, make_schedule
+from difftrain.optim.muon import is_matrix
 
 BUCKET, SAMPLES = Bucket(64, 64), 2
 UNTIL = 3
@@ -157,6 +160,18 @@ def test_the_projector_is_trained_and_not_exported(tmp_path: Path) -> None:
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert not list(path.rglob("*vision*")) and len(model.transformer_blocks) == 3
     assert not any(name.startswith(("projector", "vision")) for name, _ in family.stream(engine.parts))
+
+
+def test_of_sd3_the_attention_and_the_feed_forwards_are_matrices_and_nothing_else() -> None:
+    weights = dict(named("tiny").build("transformer").named_parameters())
+    chosen = {name for name, weight in weights.items() if is_matrix(f"transformer.{name}", weight)}
+    layer = re.compile(
+        r"transformer_blocks\.\d\.(attn\.(to_[qkv]|add_[qkv]_proj|to_out\.0|to_add_out)|ff(_context)?\.net\.(0\.proj|2))\.weight"
+    )
+    assert chosen == {name for name in weights if layer.fullmatch(name)}
+    assert len(chosen) == 12 + 12 + 9  # the last block's text ends with its attention
+    others = {name.split(".")[0] for name in weights.keys() - chosen}
+    assert others == {"transformer_blocks", "pos_embed", "time_text_embed", "context_embedder", "norm_out", "proj_out"}
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
