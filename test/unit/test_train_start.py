@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from difftrain import checkpoint
-from difftrain.config.sections import EmaSection, SampleSection, SaveSection, TrainConfig, TrainingSection
+from difftrain.config.sections import SampleSection, SaveSection, TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
-from difftrain.train.averages import announce, snapshot_path
+from difftrain.train.averages import snapshot_path
 from difftrain.train.resuming import check_length
 from difftrain.train.start import Start, begin, check_same
 
@@ -55,13 +55,6 @@ def test_a_shorter_run_than_what_is_done_is_refused_but_may_draw(tmp_path: Path)
         check_length(start(), 8)
     check_length(start(), 12)
     check_length(start(prompts="p.txt", test_only=True), 8)
-
-
-@pytest.mark.parametrize(("steps", "said"), [(99, True), (100, False)])
-def test_an_average_that_never_moves_is_said(steps: int, said: bool) -> None:
-    lines = list(announce(EmaSection(enable=True, decay=0.99, update_every=100), [], steps))
-    assert bool(lines) is said and all("every 100 steps, and the run has 99" in line for line in lines)
-    assert not list(announce(EmaSection(update_every=100), [], steps))
 
 
 @pytest.mark.parametrize(("launch", "acts"), [("a", False), ("b", True), ("", True)])

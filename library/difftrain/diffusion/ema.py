@@ -57,9 +57,16 @@ class Ema(Average):
             raise ValueError(f"the decay of an average lies between 0 and 1, got {decay}")
         super().__init__(named)
         self.decay = decay
+        self.updates = 0
+
+    @property
+    def start_share(self) -> float:
+        """Return how much of it is still what it began with."""
+        return self.decay**self.updates
 
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take in the weights after an update."""
+        self.updates += 1
         self.blend(named, 1.0 - self.decay)
 
 

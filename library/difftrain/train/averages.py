@@ -7,7 +7,9 @@ averages of other widths are made from them later. No flag deletes them: each on
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +22,13 @@ from difftrain.diffusion.power_ema import PowerEma
 from difftrain.engine.shelf import Shelf
 from difftrain.models.parts.weight_writers import safetensors_writer
 from difftrain.train.state import Run
+from difftrain.train.streams import all_tried, to_the_end
 
 if TYPE_CHECKING:
+    from difftrain.config import TrainConfig
     from difftrain.config.sections import EmaSection
     from difftrain.contracts import Engine
+    from difftrain.distributed.ranks import Ranks
 
 log = logging.getLogger("difftrain")
 PLAIN, POWER = "ema", "ema_{width}"  # files ema-00000.safetensors, ema_0.05-00000.safetensors
@@ -31,6 +36,7 @@ UPDATES = "updates"
 SNAPSHOTS = "ema_snapshots"
 SNAPSHOT_DTYPES = {"float": torch.float32, "fp16": torch.float16}
 GIB = float(1 << 30)
+SMALL, HALF = 0.05, 0.5  # shares of an average that are what it began with: of no account, and too much to draw from
 
 
 def start_averages(section: EmaSection, engine: Engine) -> tuple[Ema | None, list[PowerEma]]:
@@ -48,13 +54,11 @@ def update_averages(run: Run) -> None:
         average.update((name, shard) for name, shard, _ in run.engine.shards())
 
 
-def announce(section: EmaSection, profiles: list[PowerEma], steps: int) -> Iterator[str]:
-    """Say what power-function averages cost, and where a run ends before its average ever moves."""
-    if section.enable and steps < section.update_every:
-        yield (
-            f"the average of the weights takes them in every {section.update_every} steps, and the run has {steps}: it stays "
-            "what the run began with ([ema] update_every)"
-        )
+def announce(run: Run) -> Iterator[str]:
+    """Say how much of the run's average is its own start, and what power-function averages cost; once all is restored."""
+    if run.ema is not None:
+        yield from _of_the_start(run, run.ema)
+    section, profiles = run.cfg.ema, run.profiles
     if not profiles:
         return
     count = sum(tensor.numel() for tensor in profiles[0].weights.values())
@@ -66,7 +70,56 @@ def announce(section: EmaSection, profiles: list[PowerEma], steps: int) -> Itera
     )
 
 
+def _of_the_start(run: Run, ema: Ema) -> Iterator[str]:
+    """Say how much of an average is what it began with, where those are random weights or it stays above a twentieth."""
+    every, done, end = run.cfg.ema.update_every, run.progress.step, run.total_steps
+    left = end // every - done // every
+    share = ema.decay ** (ema.updates + left)
+    model = run.cfg.model
+    since_start = ema.updates == done // every - run.begins_at // every
+    random = since_start and not (model.pretrained or model.transformer)
+    if not left and not ema.updates:
+        yield (
+            f"the average of the weights takes them in every {every} steps, and the run has {end}: it stays "
+            "what the run began with ([ema] update_every)"
+        )
+    elif random or share > SMALL:
+        what, half = "the random start" if random else "the weights it began with", _step_of(HALF, run, ema)
+        drawn = f"; until half of it is, at step {half}, pictures are drawn from the weights as trained"
+        yield (
+            f"the average of the weights: {percent(share)} of it is still {what} at step {end}, the last, and "
+            f"{percent(SMALL)} from step {_step_of(SMALL, run, ema)} on ([ema] decay {ema.decay:g}, update_every {every})"
+            + (drawn if half > done else "")
+        )
+
+
+def _step_of(share: float, run: Run, ema: Ema) -> int:
+    """Return the step from which on no more than this share of an average is its start; this one, where that is so."""
+    every, done = run.cfg.ema.update_every, run.progress.step
+    needed = math.ceil(math.log(share) / math.log(ema.decay))
+    return done if needed <= ema.updates else (done // every + needed - ema.updates) * every
+
+
+def percent(share: float) -> str:
+    """Write a share in words."""
+    return f"{100 * share:.3g} %"
+
+
 # ---------------------------------------------------------------------- checkpoints
+
+
+def require_profiles(cfg: TrainConfig, folder: Path | None, ranks: Ranks) -> None:
+    """Refuse averages by width that a checkpoint has not, before the data: they are of a run from its first step on.
+
+    Every rank calls it. Raises ConfigFault.
+    """
+    if folder is None:
+        return
+    here = ranks.gather({path.name.rpartition("-")[0] for path in folder.glob("ema_*-*.safetensors")})
+    left = [str(width) for width in cfg.ema.profiles if POWER.format(width=width) not in set().union(*here)]
+    if left:
+        what = f"{folder} has no average of relative width {', '.join(left)}"
+        raise ConfigFault([Fault("--ema_profiles", what, "continue with the widths of that run")])
 
 
 def write_averages(run: Run, folder: Path) -> list[Path]:
@@ -74,7 +127,7 @@ def write_averages(run: Run, folder: Path) -> list[Path]:
     written = []
     if run.ema is not None:
         written.append(folder / f"{PLAIN}-00000.safetensors")
-        save_file(run.ema.state_dict(), written[-1])
+        save_file(run.ema.state_dict(), written[-1], metadata={UPDATES: str(run.ema.updates)})
     for each in run.profiles:
         written.append(folder / f"{POWER.format(width=each.width)}-00000.safetensors")
         save_file(each.state_dict(), written[-1], metadata={UPDATES: str(each.updates)})
@@ -82,28 +135,32 @@ def write_averages(run: Run, folder: Path) -> list[Path]:
 
 
 def load_averages(run: Run, folder: Path) -> None:
-    """Take all averages from a checkpoint. Every rank calls it. Raises ConfigFault where they are not there."""
+    """Take all averages from a checkpoint. Every rank calls it, once weights and counters are restored.
+
+    A moving average that the checkpoint has not begins with its weights.
+    """
     shelf = Shelf(folder, PLAIN, run.ranks)
     if run.ema is None:
         if shelf.shapes:
             log.warning("%s has averaged weights, which are not carried on: --use_ema is not given", folder)
+    elif shelf.shapes:
+        _load(run.ema, shelf)
+        known = shelf.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
+        run.ema.updates = int(known) if known else run.progress.step // run.cfg.ema.update_every
     else:
-        remedy = "continue without --use_ema, as that run was"
-        _load(run.ema, shelf, Fault("--use_ema", f"{folder} has no averaged weights", remedy))
+        run.ema = start_averages(run.cfg.ema, run.engine)[0]
+        log.info("%s has no averaged weights: the average begins with those of step %d", folder, run.progress.step)
     left = sorted({path.name.rpartition("-")[0] for path in folder.glob("ema_*-*.safetensors")})
     left = [kind for kind in left if kind not in {POWER.format(width=each.width) for each in run.profiles}]
     if left:
         log.warning("%s has averages that are not carried on, as --ema_profiles does not ask: %s", folder, left)
     for each in run.profiles:
         shelf = Shelf(folder, POWER.format(width=each.width), run.ranks)
-        what = f"{folder} has no average of relative width {each.width}"
-        _load(each, shelf, Fault("--ema_profiles", what, "continue with the widths of that run"))
+        _load(each, shelf)
         each.updates = int(shelf.metadata[0][UPDATES])
 
 
-def _load(average: Average, shelf: Shelf, missing: Fault) -> None:
-    if not shelf.shapes:
-        raise ConfigFault([missing])
+def _load(average: Average, shelf: Shelf) -> None:
     average.load_state_dict({name: tensor.clone() for name, tensor in shelf.tensors(lambda name: True)})
 
 
@@ -116,20 +173,21 @@ def store_snapshots(run: Run) -> None:
         return
     dtype = SNAPSHOT_DTYPES[run.cfg.ema.snapshot_precision]
     shapes = {name: (dtype, extent.shape) for name, _, extent in run.engine.shards()}
-    for each in run.profiles:
-        weights = run.engine.full_weights(each.weights)
+    all_tried(partial(_store, run, each, shapes) for each in run.profiles)
+    run.facts[SNAPSHOTS] = run.progress.step
+
+
+def _store(run: Run, each: PowerEma, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    with to_the_end(run.engine.full_weights(each.weights)) as weights:
         if not run.ranks.is_logger:
-            for _ in weights:
-                pass
-            continue
+            return
         path = snapshot_path(run.out, each.width, each.updates)
         path.parent.mkdir(exist_ok=True)
         with safetensors_writer(path, shapes, _about(run, each)) as writer:
             for name, tensor in weights:
                 if name in shapes:
-                    writer.write(name, tensor.to(dtype))
+                    writer.write(name, tensor.to(shapes[name][0]))
         log.info("snapshot %s/%s", SNAPSHOTS, path.name)
-    run.facts[SNAPSHOTS] = run.progress.step
 
 
 def _about(run: Run, average: PowerEma) -> dict[str, str]:

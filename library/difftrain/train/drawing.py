@@ -1,4 +1,4 @@
-"""Pictures drawn during training, from the averaged weights where the run has them."""
+"""Pictures drawn during training, from the averaged weights where the run has some that are more than their start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from difftrain.config.names import FLOW_FAMILIES, FLOW_SAMPLERS
 from difftrain.device.memory import during
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
 from difftrain.train.caching import awake
-from difftrain.train.evaluating import averaged
+from difftrain.train.evaluating import drawable
 from difftrain.train.out_of_memory import SAMPLING
 from difftrain.train.state import Run
 from difftrain.train.together import company
@@ -79,10 +79,11 @@ class Drawing:
         epoch = run.epoch_end()
         when = f"e{epoch:06d}" if epoch and not self._steps else f"{run.progress.step:06d}"
         precision = run.cfg.training.mixed_precision
+        weights, told = drawable(run)
         with (
             run.clock.paused("sampling"),
             during(SAMPLING),
-            averaged(run),
+            weights,
             awake(run.parts, run.device),
             run.device.autocast(precision),
         ):
@@ -97,4 +98,4 @@ class Drawing:
             )
         if self._outputs is not None:
             self._outputs.picture(run.progress.step, "samples", grid)
-        log.info("samples at step %d: %s", run.progress.step, grid)
+        log.info("samples at step %d, %s: %s", run.progress.step, told, grid)

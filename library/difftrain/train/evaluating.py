@@ -11,6 +11,7 @@ from difftrain.contracts import Batch
 from difftrain.data.validation import validation_batches
 from difftrain.device.memory import during
 from difftrain.evaluation import quantile_losses, validate
+from difftrain.train.averages import HALF, percent
 from difftrain.train.out_of_memory import EVALUATING
 from difftrain.train.state import Run
 
@@ -21,8 +22,22 @@ log = logging.getLogger("difftrain")
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:
-    """Put averaged weights in place, the run's or the optimizer's own: evaluation and samples look at those."""
+    """Put averaged weights in place, the run's or the optimizer's own: validation looks at those."""
     return run.engine.swapped(run.ema.weights) if run.ema is not None else run.engine.settled()
+
+
+def drawable(run: Run) -> tuple[AbstractContextManager[None], str]:
+    """Put in place what pictures are drawn from, and say what that is.
+
+    Averaged weights, but those as trained while most of the average is what it began with: of random weights nothing
+    but noise is drawn.
+    """
+    ema = run.ema
+    if ema is None:
+        return run.engine.settled(), "trained weights"
+    if ema.start_share > HALF:
+        return run.engine.settled(), f"trained weights, as the average is still {percent(ema.start_share)} its start"
+    return run.engine.swapped(ema.weights), "averaged weights"
 
 
 class Evaluating:

@@ -24,7 +24,7 @@ from difftrain.evaluation.kid import kid
 from difftrain.sampling.batch import decoded, draw_batch
 from difftrain.train.caching import awake
 from difftrain.train.drawing import sampler_of
-from difftrain.train.evaluating import averaged
+from difftrain.train.evaluating import drawable
 from difftrain.train.out_of_memory import SAMPLING
 from difftrain.train.together import for_all
 
@@ -87,15 +87,14 @@ class DrawnPictures:
         real, through, ours = (torch.from_numpy(np.concatenate(side)) for side in zip(*whole, strict=True))
         found, least = kid(ours, real, paired=True), kid(through, real, paired=True)
         log.info(
-            "%s of %s at step %d: %.6f ± %.6f over %d pictures (%s weights, guidance %g, %d sampler steps; the VAE alone "
-            "%.6f)",
+            "%s of %s at step %d: %.6f ± %.6f over %d pictures (%s; guidance %g, %d sampler steps; the VAE alone %.6f)",
             NAME,
             each.name,
             run.progress.step,
             found.value,
             found.error,
             count,
-            "averaged" if run.ema is not None else "trained",
+            drawable(run)[1],
             run.cfg.eval.kid_guidance,
             run.cfg.eval.kid_steps,
             least.value,
@@ -112,7 +111,7 @@ class DrawnPictures:
         if self._network is None:
             self._network = EffLite0(run.device.torch_device)
         section = run.cfg.eval
-        with averaged(run), awake(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
+        with drawable(run)[0], awake(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
             pipeline = run.family.pipeline(run.parts)
             if each.name not in self._lots:
                 numbered = enumerate(chosen(each.data, section.kid_pictures, each.cfg.batch_sizes))
