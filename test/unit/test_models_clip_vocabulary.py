@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,16 @@ def test_chunks_equal_kohya(length: int, max_token_length: int, pad: str) -> Non
     assert found.shape == (2, max(1, max_token_length // 75), 77)
     assert found[0].tolist() == kohya(vocabulary, ids, len(found[0]))
     assert found[1].tolist() == kohya(vocabulary, [], len(found[1]))
+
+
+def test_a_vocabulary_of_another_length_makes_sequences_so_long(tmp_path: Path) -> None:
+    short = replace(PLAIN, length=5)
+    tokenize = SDXLTokenize((short, replace(BANG, length=5)))
+    ids = PLAIN.backend().encode("cat cat cat cat", add_special_tokens=False).ids
+    assert tokenize(["cat cat cat cat"])["input_ids_1"].tolist() == [[[PLAIN.bos_id, *ids[:3], PLAIN.eos_id]]]
+    assert tokenize.limit == 3 and tokenize.identity != SDXLTokenize((PLAIN, BANG)).identity
+    short.save(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 5
 
 
 def test_tokenize_survives_pickling_after_use() -> None:

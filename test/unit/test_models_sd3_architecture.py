@@ -86,7 +86,7 @@ def test_every_mismatch_is_named_at_once() -> None:
     for said in (
         "joint_attention_dim: is 40, must be 64", "pooled_projection_dim: is 1, must be 48",
         "caption_projection_dim: is 60, must be 64", "in_channels: is 4, must be 16", "out_channels: is 8, must be 16",
-        "max_position_embeddings: is 76, must be 77", "more than joint_attention_dim 40", "pos_embed_max_size: is 2",
+        "max_position_embeddings: is 77, must be 76", "more than joint_attention_dim 40", "pos_embed_max_size: is 2",
         "sample_size: is 17", "names block [7]", "a multiple of num_attention_heads 3",
     ):  # fmt: skip
         assert said in told, said

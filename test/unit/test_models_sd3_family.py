@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,20 @@ def test_conditions_are_those_of_diffusers_pipeline() -> None:
     torch.testing.assert_close(found["pooled"], pooled, rtol=1e-4, atol=1e-5)
     assert found["tokens"].shape == (2, 77 + T5_LENGTH, 64) and found["pooled"].shape == (2, 48)
     assert not found["tokens"][:, :77, 56:].any()  # filled up
+
+
+def test_sequences_are_as_long_as_the_clip_encoders_have_positions(tmp_path: Path) -> None:
+    sizes = named("tiny").to_dict()
+    for encoder in ("text_encoder", "text_encoder_2"):
+        sizes[encoder]["max_position_embeddings"] = 6
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    family, parts = loaded(config(init_from_config=str(tmp_path / "sizes.json")))
+    batch = batch_of(family, parts, CAPTIONS)
+    assert batch.features["input_ids_1"].shape == (2, 6)  # the second caption is cut
+    found = family.text(batch, parts)
+    for ours, theirs in zip((found["tokens"], found["pooled"]), prompts(family, parts), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert found["tokens"].shape == (2, 6 + T5_LENGTH, 64)
 
 
 def test_a_mask_of_t5_leaves_zeros_and_hides_the_padding() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAD_1, PAD_2 = "<|endoftext|>", "!"  # CLIP-L fills up with EOS, bigG with id 0
-CHUNK = LENGTH - 2
+CHUNK = LENGTH - 2  # of a caption's tokens in a sequence of CLIP's
 _BLANK = re.compile(r"[ \t\r\n]+")
 _WORDS, _LONG = 1 << 16, 64  # words that are kept with their ids, and characters of one that is
 
@@ -28,7 +28,7 @@ def chunks_of(max_token_length: int) -> int:
 
 
 class ClipTokenize:
-    """Turn captions into {"input_ids_1", "input_ids_2"}, each (B, N, 77) int64 with N chunks.
+    """Turn captions into {"input_ids_1", "input_ids_2"}, each (B, N, 77) int64 with N chunks, 77 being the vocabularies' length.
 
     max_token_length 75 and 77 both mean one sequence of 77; 150 and 225 mean two and three chunks, each with its own
     BOS and EOS. Longer captions are cut. Picklable: a worker builds its tokenizers on first use.
@@ -41,6 +41,8 @@ class ClipTokenize:
         self.num_chunks = chunks_of(max_token_length)
         self.weighted = weighted
         self._pair = pair
+        self._length = pair[0].length
+        self._chunk = self._length - 2
         self._backends: list[Any] | None = None
         self._known: list[dict[str, list[int]]] = [{}, {}]
 
@@ -51,7 +53,7 @@ class ClipTokenize:
         import torch
 
         found: dict[str, Tensor] = {}
-        shape = (len(captions), self.num_chunks, LENGTH)
+        shape = (len(captions), self.num_chunks, self._length)
         read: list[tuple[list[int], list[float]]] = []
         for i, vocabulary in enumerate(self._pair):
             if not i or not self._alike:
@@ -67,7 +69,8 @@ class ClipTokenize:
     def identity(self) -> str:
         """Return what tells it from others: all that decides the ids of a caption."""
         tables = [[vocabulary.ids, vocabulary.merges, vocabulary.pad] for vocabulary in self._pair]
-        words = json.dumps([tables, self.num_chunks, self.weighted], sort_keys=True)
+        told = [tables, self.num_chunks, self.weighted, *([self._length] if self._length != LENGTH else [])]
+        words = json.dumps(told, sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
@@ -79,7 +82,7 @@ class ClipTokenize:
     @property
     def limit(self) -> int:
         """Return how many tokens of a caption are kept."""
-        return CHUNK * self.num_chunks
+        return self._chunk * self.num_chunks
 
     def lengths(self, captions: list[str]) -> list[int]:
         """Count the tokens of captions before they are cut, by the first vocabulary, without BOS and EOS.
@@ -126,9 +129,9 @@ class ClipTokenize:
 
     def _weight_chunks(self, weights: list[float]) -> list[list[float]]:
         """Lay weights out as _chunks does ids; what is no token of the caption weighs 1."""
-        total = CHUNK * self.num_chunks
+        total = self._chunk * self.num_chunks
         filled = weights[:total] + [1.0] * (total - len(weights))
-        return [[1.0, *filled[start : start + CHUNK], 1.0] for start in range(0, total, CHUNK)]
+        return [[1.0, *filled[start : start + self._chunk], 1.0] for start in range(0, total, self._chunk)]
 
     def _chunks(self, vocabulary: ClipVocabulary, ids: list[int]) -> list[list[int]]:
         """Cut one caption's ids into sequences of BOS, 75 ids, and an end.
@@ -137,12 +140,12 @@ class ClipTokenize:
         the caption's end is BOS, EOS, padding (kohya's meaning; by position, so that a "!" is never taken for padding).
         """
         bos, eos, pad = vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id
-        ids = ids[: CHUNK * self.num_chunks]
+        ids = ids[: self.limit]
         rows = []
-        for start in range(0, CHUNK * self.num_chunks, CHUNK):
-            body = ids[start : start + CHUNK]
+        for start in range(0, self.limit, self._chunk):
+            body = ids[start : start + self._chunk]
             row = [bos, *body, eos]
-            rows.append(row + [pad] * (LENGTH - len(row)))
+            rows.append(row + [pad] * (self._length - len(row)))
         return rows
 
 

@@ -36,11 +36,15 @@ def byte_symbols() -> list[str]:
 
 @dataclass(frozen=True)
 class ClipVocabulary:
-    """A vocabulary and its merges. pad: the token that fills up a sequence (EOS for CLIP-L, "!" for bigG)."""
+    """A vocabulary and its merges. pad: the token that fills up a sequence (EOS for CLIP-L, "!" for bigG).
+
+    length: tokens of a sequence, its two marks included; as many as the encoder has positions.
+    """
 
     ids: dict[str, int]
     merges: tuple[tuple[str, str], ...]
     pad: str = EOS
+    length: int = LENGTH
 
     @classmethod
     def from_merges(cls, merges: Iterable[tuple[str, str]], pad: str = EOS) -> ClipVocabulary:
@@ -118,7 +122,7 @@ class ClipVocabulary:
         """Write a folder that transformers' CLIPTokenizer loads."""
         folder.mkdir(parents=True, exist_ok=True)
         marks = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": self.pad}
-        config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": LENGTH, "do_lower_case": True} | marks
+        config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": self.length, "do_lower_case": True} | marks
         merges = "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in self.merges)
         (folder / "vocab.json").write_text(json.dumps(self.ids, ensure_ascii=False), encoding="utf-8")
         (folder / "merges.txt").write_text(merges, encoding="utf-8")

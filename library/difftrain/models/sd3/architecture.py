@@ -127,6 +127,11 @@ class Architecture:
         return self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"]
 
     @property
+    def clip_length(self) -> int:
+        """Tokens of a sequence of CLIP's, as many as its encoders have positions."""
+        return self.text_encoder_1.get("max_position_embeddings", _CLIP["max_position_embeddings"])
+
+    @property
     def vae_factor(self) -> int:
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 

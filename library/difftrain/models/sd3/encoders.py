@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from difftrain.contracts import Batch, Encoder, Feature, Parts
 from difftrain.models.parts import vision
 from difftrain.models.parts.clip_tokens import ClipTokenize
-from difftrain.models.parts.clip_vocabulary import LENGTH
 from difftrain.models.parts.fingerprints import hashed
 from difftrain.models.parts.latents import latents_encoder
 from difftrain.models.sd3 import text
@@ -76,7 +75,7 @@ def _features(cfg: TrainConfig, part: str, source: Source) -> dict[str, Feature]
         return {"hidden_3": hidden}
     states, pooled = text.OUTPUTS[part]
     return {
-        states: Feature(size["hidden_size"], length=LENGTH, dtype=dtype),
+        states: Feature(size["hidden_size"], length=source.architecture.clip_length, dtype=dtype),
         pooled: Feature(size["projection_dim"], dtype=dtype),
     }
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Bucket
-from difftrain.models.parts.clip_vocabulary import LENGTH
 from difftrain.models.sd3.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def flops_per_sample(
     some steps only (spared, projector) is counted as in those.
     """
     size = architecture.size_multiple
-    picture, words = (bucket.height // size) * (bucket.width // size), LENGTH + t5_length
+    picture, words = (bucket.height // size) * (bucket.width // size), architecture.clip_length + t5_length
     forward = transformer_flops(architecture, picture, words, spared)
     if projector is not None:
         d, few = _width(architecture.transformer), spared is not None and spared.span.spares(projector.layer)

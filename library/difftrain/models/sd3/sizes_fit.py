@@ -32,8 +32,8 @@ def _equal(parts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, int, 
          "num_attention_heads x attention_head_dim"),
         ("[transformer] in_channels", model["in_channels"], latents, "the VAE's latent_channels"),
         ("[transformer] out_channels", model["out_channels"], latents, "the VAE's latent_channels"),
-        *((f"[{key}] max_position_embeddings", size.get("max_position_embeddings", LENGTH), LENGTH,
-           "CLIP's sequences here are that long") for key, size in (("text_encoder", first), ("text_encoder_2", second))),
+        ("[text_encoder_2] max_position_embeddings", second.get("max_position_embeddings", LENGTH),
+         first.get("max_position_embeddings", LENGTH), "text_encoder's: their states stand side by side"),
     ]  # fmt: skip
 
 
@@ -58,6 +58,8 @@ def _bounds(parts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, bool, str
          "blocks are counted from 0"),
         ("[vae] latents_mean", vae.get("latents_mean") is not None, "is not SD3's",
          "its latents are shifted by shift_factor and scaled by scaling_factor"),
+        ("[text_encoder] max_position_embeddings", first.get("max_position_embeddings", LENGTH) < 3,
+         f"is {first.get('max_position_embeddings')}", "a sequence has two marks and at least one token between them"),
         *((f"[{key}] hidden_size", size["hidden_size"] % size["num_attention_heads"] != 0, f"is {size['hidden_size']}",
            f"a multiple of num_attention_heads {size['num_attention_heads']}")
           for key, size in (("text_encoder", first), ("text_encoder_2", second))),

@@ -1,7 +1,8 @@
-"""From captions to the three token sequences of SD3: two of CLIP's, 77 long, and one of T5's."""
+"""From captions to the three token sequences of SD3: two of CLIP's, 77 long where it is CLIP, and one of T5's."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
@@ -57,7 +58,9 @@ def vocabularies(cfg: TrainConfig, source: Source) -> Vocabularies:
                 vocabulary: Any = _t5(path, size["vocab_size"])
                 faults += _t5_misfits(flag, vocabulary, size)
             else:
-                vocabulary = clip_vocabulary(path, size["vocab_size"], pad)
+                vocabulary = dataclasses.replace(
+                    clip_vocabulary(path, size["vocab_size"], pad), length=source.architecture.clip_length
+                )
                 faults += clip_misfits(flag, vocabulary, size)
             found.append(vocabulary)
         except (OSError, ValueError, KeyError) as error:

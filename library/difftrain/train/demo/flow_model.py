@@ -1,8 +1,8 @@
 """The models of SD3-Light's demos: every part of the real one, small and from a seed, in a diffusers folder.
 
-What a demo's pictures and captions decide is fitted to its training set: the VAE (vae_fit.py) and the three
-vocabularies, so that most words are one token. The text encoders are random and frozen: they carry which word stands
-where, and no knowledge of what it means.
+What a demo's pictures and captions decide is fitted to its training set: the VAE (vae_fit.py), the three vocabularies,
+so that most words are one token, and CLIP's encoders (text_fit.py). T5's is random: it carries which word stands where,
+and no knowledge of what it means. All are frozen from then on.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from difftrain.train.demo import recipe, sets
 
 Say = Callable[[str], None]
 MERGES = {"shapes": 52, "emoji": 1000}  # words are one piece to three then
-# Words' vectors of CLIP's scale are so small beside what its layers add that little of them is left; and of T5's, none.
-WORDS, PLACES = 10.0, 5.0
 VAE_STEPS = {"shapes": 250, "emoji": 800}
+TEXT_STEPS = {"shapes": 100, "emoji": 300}
 _WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]+")
 
 
@@ -38,21 +37,28 @@ def write_tiny(folder: Path) -> None:
 
 def write_model(dataset: str, scale: float, data: Path, folder: Path, say: Say) -> None:
     """Build a demo's model, fit its VAE and its vocabularies to a folder of tars, and save all as a diffusers folder."""
+    from difftrain.models.parts.vae import posterior
     from difftrain.train.demo.model import fit_vae, load_pictures
+    from difftrain.train.demo.text_fit import fit_text
 
-    vocabularies = _vocabularies(list(sets.captions_of(data)), MERGES[dataset])
+    captions = list(sets.captions_of(data))
+    vocabularies = _vocabularies(captions, MERGES[dataset])
     with tempfile.TemporaryDirectory() as aside:
         sizes, given = Path(aside) / "sizes.json", {}
         sizes.write_text(json.dumps(_sizes(*vocabularies)), encoding="utf-8")
         for number, each in enumerate[ClipVocabulary | T5Vocabulary](vocabularies, 1):
             each.save(Path(aside) / f"tokenizer_{number}")
             given[f"tokenizer{number}"] = str(Path(aside) / f"tokenizer_{number}")
-        steps = max(2, round(VAE_STEPS[dataset] * scale**0.5))
+        vae_steps, text_steps = (max(2, round(steps[dataset] * scale**0.5)) for steps in (VAE_STEPS, TEXT_STEPS))
 
-        def fit(parts: Any) -> None:
-            fit_vae(parts.frozen["vae"], load_pictures(data), steps, say)
-            for name in ("text_encoder_1", "text_encoder_2"):
-                _spread(parts.frozen[name])
+        def fit(family: Any, parts: Any) -> None:
+            pictures, vae = load_pictures(data), parts.frozen["vae"]
+            fit_vae(vae, pictures, vae_steps, say)
+            ids = family.tokenizer(parts)(captions)
+            encoders = [parts.frozen[f"text_encoder_{i}"] for i in (1, 2)]
+            inputs = [ids[f"input_ids_{i}"] for i in (1, 2)]
+            latents, _ = posterior(vae, pictures, fp32=True, batch_size=64)
+            fit_text(encoders, inputs, latents, text_steps, say)
 
         _export(_config(str(sizes), **given), folder, fit)
 
@@ -65,21 +71,12 @@ def _config(sizes: str, **given: str) -> TrainConfig:
     )
 
 
-def _export(cfg: TrainConfig, folder: Path, fit: Callable[[Any], None] = lambda parts: None) -> None:
+def _export(cfg: TrainConfig, folder: Path, fit: Callable[[Any, Any], None] = lambda *_: None) -> None:
     family = make_family(cfg)
     parts = family.load()
-    fit(parts)
+    fit(family, parts)
     weights = ((name, value.detach()) for name, value in parts.root.named_parameters())
     family.export(weights, parts, "diffusers_safetensors", folder)
-
-
-def _spread(encoder: Any) -> None:
-    """Tell the words further apart, in place."""
-    for name, value in encoder.named_parameters():
-        if name.endswith("token_embedding.weight"):
-            value.data.mul_(WORDS)
-        elif name.endswith("position_embedding.weight"):
-            value.data.mul_(PLACES)
 
 
 def _vocabularies(captions: Sequence[str], num_merges: int) -> tuple[ClipVocabulary, ClipVocabulary, T5Vocabulary]:

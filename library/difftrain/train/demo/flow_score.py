@@ -66,7 +66,7 @@ def score_flow(run: Run) -> tuple[dict[str, Any], list[Target]]:
     return scores, found if full else []  # a shortened demo has no figures to meet
 
 
-FULL = {"shapes": 12_000, "emoji": 30_000}  # samples from which a run counts as a whole demo
+FULL = {"shapes": 12_000, "emoji": 60_000}  # samples from which a run counts as a whole demo
 
 
 def _losses(run: Run, each: EvaluationSet) -> dict[str, float]:
