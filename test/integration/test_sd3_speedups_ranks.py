@@ -11,11 +11,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
-from sd3_speedups import batch_of, config, vision_folder
+from sd3_speedups import batch_of, config, cut, vision_folder
 
 from difftrain import checkpoint
 from difftrain.config.sections import OptimizerSection, PatchMaskingSection, RepaSection, TreadSection
-from difftrain.contracts import Batch, Bucket
+from difftrain.contracts import Bucket
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
@@ -31,21 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "masking": {"patch_masking": {"share": 0.75, "mixer_layers": 1, "until_step": UNTIL}},
 }
 KINDS = {"tread": TreadSection, "repa": RepaSection, "patch_masking": PatchMaskingSection}
-
-
-def cut(whole: Batch, rank: int, size: int) -> Batch:
-    """Return a rank's samples of a global batch."""
-    mine = list(range(rank, GLOBAL, size))
-    return Batch(
-        bucket=whole.bucket,
-        record_id=whole.record_id[mine],
-        occurrence=whole.occurrence[mine],
-        features={name: value[mine] for name, value in whole.features.items()},
-        draws={name: value[mine] for name, value in whole.draws.items()},
-        counts={"samples": float(len(mine))},
-        keys=tuple(whole.keys[each] for each in mine),
-        step=whole.step,
-    )
 
 
 def built(ranks: Ranks, way: str, vision: str) -> NativeEngine:

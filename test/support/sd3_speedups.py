@@ -65,3 +65,18 @@ def batch_of(
         keys=tuple(draw.key for draw in draws),
         step=step,
     )
+
+
+def cut(whole: Batch, rank: int, size: int, first: int = 0, last: int | None = None) -> Batch:
+    """Return a rank's samples of a global batch, or of the samples from first to last."""
+    mine = list(range(len(whole.keys))[first:last][rank::size])
+    return Batch(
+        bucket=whole.bucket,
+        record_id=whole.record_id[mine],
+        occurrence=whole.occurrence[mine],
+        features={name: value[mine] for name, value in whole.features.items()},
+        draws={name: value[mine] for name, value in whole.draws.items()},
+        counts={"samples": float(len(mine))},
+        keys=tuple(whole.keys[each] for each in mine),
+        step=whole.step,
+    )
