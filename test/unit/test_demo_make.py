@@ -123,12 +123,12 @@ def test_faults_come_before_anything_is_made(
     bad = ("--training.max_step=3", "--optimizer.beta=1", "--sample.prompts=output/sd3_light/shapes/prompt.txt")
     assert through_the_door(monkeypatch, f"--config={CONFIGS / 'shapes.toml'}", *bad, *words) == (2, [])
     said = capsys.readouterr().err
-    assert "3 faults" in said and "did you mean max_steps?" in said and "adamw takes no beta" in said
+    assert "3 faults" in said and "did you mean max_steps?" in said and "takes no beta (did you mean betas?)" in said
     assert "no such file: 'output/sd3_light/shapes/prompt.txt'" in said and not list(here.iterdir())
 
 
 def test_a_dry_run_names_the_demo_and_judges_what_does_not_hang_on_it(here: Path) -> None:
-    argv = [f"--config={CONFIGS / 'shapes.toml'}", "--output.output_dir=o"]
+    argv = [f"--config={CONFIGS / 'tiny.toml'}", "--output.output_dir=o"]
     coming = make.foreseen(argv)
     assert coming is not None
     said: list[str] = []
@@ -136,7 +136,7 @@ def test_a_dry_run_names_the_demo_and_judges_what_does_not_hang_on_it(here: Path
         assert dry_run(parse(argv).config, said.append, coming) == 0
         with pytest.raises(ConfigFault, match="--optimizer_args: AdamW refuses them"):
             dry_run(parse([*argv, "--optimizer.type=AdamW", "--optimizer.eps=-1"]).config, said.append, coming)
-    assert "would be made before training: model and data of the demo 'shapes', in output/sd3_light/shapes" in said
+    assert "would be made before training: model and data of the demo 'tiny', in output/sd3_light/tiny" in said
     assert any("nothing was made or written" in line for line in said) and not list(here.iterdir())
 
 

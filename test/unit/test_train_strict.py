@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from difftrain.config.parse import Parsed
-from difftrain.config.train_line import parse
+from difftrain.config.train_line import open_train_door, parse
 from difftrain.contracts import ConfigFault
 from difftrain.testing.pictures import write_folder
 
@@ -120,3 +120,130 @@ def test_what_becomes_of_pairs_beside_kohyas_file(own: str, batch: int, says: st
     assert [note for note in parsed.notes if "by resolution" in note] == [
         f"kohya.toml: batch sizes by resolution {says}"
     ]
+
+
+# what nobody writes in earnest
+
+
+def at_the_door(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    """Return what a door says of a command line that it refuses: a line for each fault, and no traceback."""
+    assert open_train_door("train.py", list(argv), lambda parsed: 0) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    count = len(rest)
+    assert first == f"train.py: {count} fault{'s' if count > 1 else ''} in the configuration; nothing was started"
+    return rest
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"epochs = 3 # \xff", "cannot be read as TOML"),
+        ((TOP + MODEL).encode("utf-16"), "cannot be read as TOML"),
+        (b"epochs = 3\0", "cannot be read as TOML"),
+        (b"[training]\nmax_steps = 1\nmax_steps = 2\n", "Cannot overwrite a value (at line 3"),
+        (None, "Is a directory"),
+    ],
+)
+def test_a_config_that_cannot_be_read(
+    content: bytes | None, says: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = here / "x.toml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    (said,) = at_the_door(capsys, f"--config={path}")
+    assert str(path) in said and says in said
+
+
+STRANGE = """
+training = []
+[[model]]
+type = "sdxl"
+[[save]]
+[optimizer]
+eps = 99999999999999999999
+note = "a\\u0000b"
+[optimizer.deeper]
+a = 1
+[ema]
+[data.cache]
+[eval]
+eval_datasets = [{name = 1, config = "dataset.toml"}, {name = "b", config = "nope.toml", nam = 2}]
+"""
+
+
+def test_strange_tables_and_values_are_told_all_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "x.toml").write_text(TOP + STRANGE)
+    said = at_the_door(
+        capsys, "--config=x.toml", "--training.max_steps", "--seed", "--dry_run=1", "--.epochs=3", "--training.seed=-1",
+        "--save.output_name=a\udcff", "--training.max_steps=nan", "--metadata.title=a\0",
+    )  # fmt: skip
+    expected = [
+        "x.toml training: is a table (write [training] above its keys)",
+        "x.toml [model]: is a list of tables (it is one table: write [model])",
+        "x.toml [save]: is a list of tables",
+        "[optimizer] eps: is beyond the whole numbers of TOML",
+        "[optimizer] note: holds what is no text",
+        "[optimizer] deeper: AdamW takes no deeper",
+        "[data] cache: no such key",
+        "eval_datasets: 1: name must be text in quotes, got 1",
+        "eval_datasets: 2: no such key: nam (did you mean name?)",
+        "nope.toml: no such file",
+        "--training.max_steps: its value is missing",
+        "--seed: no such option (--training.seed sets that key)",
+        "--dry_run: takes no value",
+        "--.epochs: no such option",
+        "--training.seed: must be at least 0",
+        "--save.output_name: holds what is no text",
+        "--training.max_steps: ",
+        "--metadata.title: holds what is no text",
+        "--model.diffusers_path: is missing",
+    ]
+    assert not [line for line in expected if not any(line in each for each in said)], said
+    assert len(said) == len(expected)
+
+
+@pytest.mark.parametrize("word", ["--dataset=\udcff", "--dataset=a\0", "--resume_from_checkpoint=a\0"])
+def test_options_that_are_no_text(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(TOP + MODEL)
+    (said,) = at_the_door(capsys, "--config=run.toml", word)
+    assert "holds what is no text" in said
+
+
+def test_a_batch_that_is_said_twice_is_one_fault() -> None:
+    (said,) = faults("[training]\nmicro_batch_size_per_gpu = 3\n", flat="micro_batch_size_per_gpu = [[64, 2]]\n")
+    assert "contradicts run.toml micro_batch_size_per_gpu: 3 here, [[64, 2]] there" in said
+
+
+def test_a_family_that_is_not_built_hides_no_other_fault() -> None:
+    Path("run.toml").write_text(
+        TOP + "lr_scheduler = 'cosin'\n[model]\ntype = 'flux'\n[optimizer]\ntype = 'SGD'\nmomentun = 0.9\n"
+    )
+    with pytest.raises(ConfigFault) as caught:
+        parse(["--config=run.toml"])
+    said = "\n".join(map(str, caught.value.faults))
+    assert len(caught.value.faults) == 3 and "'flux' is not built yet" in said
+    assert "did you mean cosine?" in said and "did you mean momentum?" in said
+
+
+@pytest.mark.parametrize("key", ["dataset", "eval"])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('resolutions = [64]\n[[directory]]\npath = "a\\u0000b"\n', ["path: holds what is no text"]),
+        ("resolutions = [64]\nhf_token = 'SECRETSECRET'\n[[directory]]\npath = 'pictures'\nfoo = 1\n",
+         ["hf_token: no such key", "foo: no such key"]),
+        ("[general]\nfoo = 1\n[[datasets]]\nresolution = 64\nbatchsize = 99999999999999999999\n[[datasets.subsets]]\n"
+         'image_dir = "a\\u0000"\nkeep_tokens = 99999999999999999999\n',
+         ["foo: no such key", "batchsize: no such key", "image_dir: holds", "keep_tokens: is beyond"]),
+        ("", ["no directory is named"]),
+    ],
+)  # fmt: skip
+def test_strange_files_of_data_sets(key: str, text: str, says: list[str]) -> None:
+    Path("strange.toml").write_text(text)
+    name = "dataset.toml" if key == "eval" else "strange.toml"
+    sets = "[eval]\neval_datasets = [{name = 'e', config = 'strange.toml'}]\n" if key == "eval" else ""
+    Path("run.toml").write_text(TOP.replace("dataset.toml", name) + MODEL + sets)
+    with pytest.raises(ConfigFault) as caught:
+        parse(["--config=run.toml"])
+    said = [str(fault) for fault in caught.value.faults]
+    assert len(said) == len(says) and all(any(line in each for each in said) for line in says), said
+    assert "SECRET" not in str(said)

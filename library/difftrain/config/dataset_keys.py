@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from difftrain.config.flags import FLAGS
 from difftrain.config.names import did_you_mean
 from difftrain.config.sections import CaptionSection, DatasetSection, Section, SubsetSection, ValidationSection
+from difftrain.config.unfit import unfit
 from difftrain.config.validate import show, wrong_in
 
 Kind = Literal["dreambooth", "finetune", "controlnet"]
@@ -89,8 +90,8 @@ def misplaced(name: str, table: str) -> tuple[str, str] | None:
 def wrong(name: str, value: Any) -> tuple[str, str] | None:
     """Say what is wrong with the value of a known key, and what would be right; None where it is right."""
     key = KEYS[name]
-    if not _is_json(value):
-        return "must not be a date or a time", ""
+    if what := unfit(value):
+        return what, ""
     if name == "network_multiplier":
         return _multiplier(value)
     if name == "cache_info":
@@ -123,9 +124,3 @@ def _multiplier(value: Any) -> tuple[str, str] | None:
         f"is {show(value)}: it scales adapters, and what is trained here are the full weights",
         "leave it out, or 1.0",
     )
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return all(map(_is_json, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str | bool | int | float)

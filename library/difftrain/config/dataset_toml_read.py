@@ -9,6 +9,7 @@ from typing import Any
 
 from difftrain.config.dataset_toml_keys import LISTS, SPELLINGS, misplaced, wrong
 from difftrain.config.there import bytes_of
+from difftrain.config.unfit import unfit
 from difftrain.contracts.errors import Fault
 
 Table = dict[str, Any]
@@ -51,7 +52,7 @@ def tables_of(path: Path, faults: list[Fault]) -> Table | None:
         return tomllib.loads(bytes_of(path).decode("utf-8-sig"))
     except FileNotFoundError:
         faults.append(Fault(str(path), "no such file", "give a TOML file of data sets"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         faults.append(Fault(str(path), f"cannot be read as TOML: {error}"))
     return None
 
@@ -66,7 +67,8 @@ def directories_of(path: Path, tables: Table, faults: list[Fault]) -> list[Direc
         right: Table = {}
         bad: set[str] = set()
         for name, value in table.items():
-            what = misplaced(name, in_directory=in_directory) or wrong(name, value)
+            bad_value = unfit(value)
+            what = misplaced(name, in_directory=in_directory) or ((bad_value, "") if bad_value else wrong(name, value))
             if what:
                 fault(f"{place} {name}".strip(), *what)
                 bad.add(name)

@@ -16,6 +16,8 @@ from difftrain.config.door import enter
 from difftrain.config.finding import Finding, Rule, check, value_of
 from difftrain.config.names import did_you_mean
 from difftrain.config.parse import RULES, Parsed, with_variants
+from difftrain.config.rules_names import optimizer, schedule
+from difftrain.config.rules_optimizer import arguments, installed
 from difftrain.config.rules_paths import output
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
 from difftrain.config.sections import TrainConfig
@@ -42,7 +44,14 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.resolution",), "is missing", "[width, height]")
 
 
-_ANY_FAMILY: tuple[Rule, ...] = (required, output)  # what can be said of a run whose family is not known
+_ANY_FAMILY: tuple[Rule, ...] = (
+    required,
+    output,
+    optimizer,
+    schedule,
+    installed,
+    arguments,
+)  # what can be said of a run whose family is not known
 _RULES = (required, *(rule for rule in RULES if rule is not rules.required))
 
 
@@ -138,7 +147,7 @@ def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[Item]]:
             text, equals, at = argv[at], "=", at + 1
         if name in OPTIONS:
             _option(name, text if equals else None, bare, line)
-        elif "." not in name:
+        elif "." not in name.strip("."):
             line.faults.append(Fault(f"--{name}", "no such option", _guess(name)))
         elif not equals:
             line.faults.append(Fault(f"--{name}", "its value is missing", "--section.key value"))

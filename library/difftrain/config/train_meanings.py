@@ -30,6 +30,8 @@ def _family(layer: Layer, item: Item, value: Any) -> None:
 def _batch(layer: Layer, item: Item, value: Any) -> None:
     """Take one number, or one for the data of each resolution."""
     pairs = _pairs(value)
+    if not layer.set("?batch_as_given", value, item.origin):
+        return
     if pairs:
         layer.set("?batch_of", pairs, item.origin)
         layer.put("training.batch_size", max(batch for _, batch in pairs), item)

@@ -134,6 +134,7 @@ def _length(out: Settling, layers: Sequence[Layer]) -> None:
 
 def _batches(out: Settling, layers: Sequence[Layer]) -> None:
     """What holds for pictures alone wins: there is nothing else."""
+    out.pop("?batch_as_given")
     looked_at = out.pop("?image_eval_batch")
     if looked_at is not None:
         value, wrong = judged("eval.batch_size", looked_at)

@@ -43,10 +43,15 @@ def _items(path: Path, tables: Table, layer: Layer) -> Iterator[Item]:
             else:
                 yield Item("", name, value, f"{path} {name}", path.parent)
         else:
-            remedy = did_you_mean(name, TABLES) or f"known are {', '.join(sorted(TABLES))}"
+            remedy = (
+                f"it is one table: write [{name}]"
+                if name in TABLES
+                else did_you_mean(name, TABLES) or f"known are {', '.join(sorted(TABLES))}"
+            )
             if name in ("datasets", "directory", "general"):
                 remedy = "a data set's file is another one: name it as dataset in [output]"
-            layer.faults.append(Fault(f"{path} [{name}]", "no such table", remedy))
+            what = "is a list of tables" if name in TABLES else "no such table"
+            layer.faults.append(Fault(f"{path} [{name}]", what, remedy))
 
 
 def _is_table(value: Any) -> bool:

@@ -21,6 +21,7 @@ from difftrain.config.there import settled
 from difftrain.config.toml_key import Key, misfit
 from difftrain.config.toml_keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES, home_of, key_at
 from difftrain.config.train_meanings import MEANINGS
+from difftrain.config.unfit import unfit
 from difftrain.config.validate import misfit_of, section_class, show
 from difftrain.contracts.errors import Fault
 
@@ -54,14 +55,15 @@ class Layer:
             self._take(item)
         return self
 
-    def set(self, path: str, value: Any, origin: str) -> None:
-        """Say something of a field; a second voice that says otherwise is a fault which names both."""
+    def set(self, path: str, value: Any, origin: str) -> bool:
+        """Say something of a field, and return whether that holds: a second voice that says otherwise is a fault."""
         if path in self.values and self.values[path] != value:
             what = f"contradicts {self.origins[path]}: {show(value)} here, {show(self.values[path])} there"
             self.faults.append(Fault(origin, what, "say it once"))
-            return
+            return False
         self.values[path] = value
         self.origins.setdefault(path, origin)
+        return True
 
     def fault(self, item: Item, what: str, remedy: str = "", *, bad: str = "") -> None:
         """Note a fault; what is bad is not judged any further."""
@@ -70,8 +72,8 @@ class Layer:
             self.bad.add(bad)
 
     def _take(self, item: Item) -> None:
-        if any(map(_is_odd, _leaves(item.value))):
-            self.fault(item, "must not be a date or a time")
+        if what := unfit(item.value):
+            self.fault(item, what)
             return
         key = key_at(item.table, item.name)
         if key is not None:
@@ -162,6 +164,10 @@ PATHS = frozenset({
 })  # fmt: skip
 
 
+# fields that are lists and may be one number: a square, or the same for all
+ONE_NUMBER = {"data.resolution": "N", "data.repeats": "N", "optimizer.text_encoder_lr": "X"}
+
+
 def field_at(table: str, name: str) -> str:
     """Return "section.field" where a table is a section of our own with such a field, or nothing.
 
@@ -175,8 +181,12 @@ def field_at(table: str, name: str) -> str:
 
 def judged(path: str, value: Any) -> tuple[Any, tuple[str, str] | None]:
     """Return a value of a field, and what is wrong with it: (what, remedy) or nothing."""
+    if what := unfit(value):
+        return value, (what, "")
     section, _, name = path.partition(".")
     cls = section_class(section)
+    if path in ONE_NUMBER and isinstance(value, int | float) and not isinstance(value, bool):
+        value = [value, value] if path == "data.resolution" else [value]
     try:
         cls.model_validate_json(json.dumps({name: value}), strict=True)
     except ValidationError as error:
@@ -222,17 +232,3 @@ def keys_of(table: str) -> set[str]:
 
 def _in(table: str) -> str:
     return f"in [{table}]" if table else "at the top of the file"
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
-    else:
-        yield value
-
-
-def _is_odd(value: Any) -> bool:
-    return not isinstance(value, str | bool | int | float)
