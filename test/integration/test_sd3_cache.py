@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import resource
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doors import ROOT, Door
+from doors import ROOT
 from encoded import encoded
 from sd3 import T5_LENGTH, config
 
@@ -210,45 +207,3 @@ def test_several_ranks_train_as_one(pictures: Path, tmp_path: Path, way: str, si
         {"denoise", "text_recon", "metric/text_recon_loss"} if way != "plain" else set()
     )
     assert set(sums[0]) == names
-
-
-def test_a_start_from_a_whole_cache_imports_no_encoder(pictures: Path, tmp_path: Path) -> None:
-    """Nor takes it ten seconds of a processor to the end of a first step."""
-    door = Door(pictures, tmp_path / "user")
-    data = tmp_path / "data.toml"
-    data.write_text(f'resolutions = [64]\n[[directory]]\npath = "{pictures}"\n')
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f"""
-[output]
-output_dir = "{tmp_path / "out"}"
-dataset = "{data}"
-[model]
-type = "sd3"
-init_from_config = "tiny"
-dtype = "float32"
-t5_max_length = 16
-[training]
-device = "cpu"
-max_steps = 1
-seed = 1
-[optimizer]
-type = "adamw"
-lr = 1e-4
-[data]
-workers = 0
-cache_dir = "{tmp_path / "cache"}"
-"""
-    )
-    train = [str(ROOT / "sd_scripts_xl" / "train.py"), f"--config={file}"]
-    door.run_words([sys.executable, *train, "--cache_only"])
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = door.run_words([sys.executable, *train])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
-    assert "text_encoder_3, vae; they are not loaded" in told and "bitsandbytes" not in told and "gemm_4bit" not in told
-    told = door.run_words([sys.executable, "-X", "importtime", *train, "--output.output_dir", str(tmp_path / "again")])
-    imported = set(re.findall(r"^import time:.*\|\s+(\S+)$", told.partition("step=1")[0], re.MULTILINE))
-    assert "diffusers.models.transformers.transformer_sd3" in imported and "step=1" in told
-    encoders = [name for name in imported if name.startswith(("transformers.models.clip", "transformers.models.t5"))]
-    assert not encoders, os.linesep.join(encoders)

@@ -179,7 +179,7 @@ def test_later_starts_read_no_weights(stored: Path, monkeypatch: pytest.MonkeyPa
         read.append(1)
         return inner(named)
 
-    monkeypatch.setattr("difftrain.models.parts.stored_part.of_tensors", counted)
+    monkeypatch.setattr("difftrain.models.sdxl.file_source.of_tensors", counted)
     for name in ("as_diffusers_safetensors", "as_safetensors.safetensors"):
         first = prints(pretrained=str(stored / name))
         assert len(read) == 3

@@ -239,7 +239,7 @@ def test_shards_old_names_and_variants_are_read(plain: Exported, tmp_path: Path)
     there, same = loaded(config(pretrained=str(plain.path), init_from_config=None))
     assert losses(family, parts) == losses(there, same)
     for part in PARTS:  # what a cache is found by does not hang on how files are cut
-        assert family.source.fingerprint(part, None) == there.source.fingerprint(part, None), part
+        assert family.source.fingerprint(part) == there.source.fingerprint(part), part
     table = parts.frozen["text_encoder_3"]
     assert table.shared.weight is table.encoder.embed_tokens.weight  # type: ignore[union-attr]
     path = family.export(weights_of(parts), parts, "safetensors", tmp_path / "again")
@@ -288,7 +288,7 @@ def test_fingerprints_hang_on_the_weights(plain: Exported, tmp_path: Path) -> No
     tensors["text_projection.weight"][0, 0] += 1
     save_file(tensors, file, {"format": "pt"})
     one, other = (make_family(config(pretrained=str(each), init_from_config=None)) for each in (plain.path, folder))
-    parted = [part for part in PARTS if one.source.fingerprint(part, None) != other.source.fingerprint(part, None)]  # type: ignore[attr-defined]
+    parted = [part for part in PARTS if one.source.fingerprint(part) != other.source.fingerprint(part)]  # type: ignore[attr-defined]
     assert parted == ["text_encoder_2"]
 
 
@@ -313,7 +313,7 @@ def test_sd3_light_begins_at_its_own_depth(plain: Exported, tmp_path: Path) -> N
     assert losses(stored, parts) == losses(plain.family, plain.parts) and "as they are stored" in parts.notes[0]
     own, parts = loaded(config(**light, num_layers=5))
     assert len(parts.root.transformer.transformer_blocks) == 5
-    assert own.source.fingerprint("vae", None) == stored.source.fingerprint("vae", None)
+    assert own.source.fingerprint("vae") == stored.source.fingerprint("vae")
 
 
 def test_parts_come_from_elsewhere(plain: Exported, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from difftrain.contracts import EVERY, ConfigFault, Parts
 from difftrain.device import choose, fp8
 from difftrain.device.attention_joint import JointAttention
 from difftrain.models.parts.stand_in import StandIn
-from difftrain.models.sd3.architecture import FLAVORS, named
-from difftrain.models.sd3.counts import count
+from difftrain.models.sd3.architecture import named
 from difftrain.models.sd3.family import SD3Family
 from difftrain.train.caching import lazy_parts
 from difftrain.train.check import check
@@ -78,22 +77,6 @@ def test_only_frozen_parts_that_are_named_sleep() -> None:
     bare.wake("text_encoder_1")
     assert not bare.sleeps("vae") and not bare.sleeps("text_encoder_1") and bare.sleeps("text_encoder_2")
     assert all(each.is_meta for each in bare.root.parameters())
-
-
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_what_stands_in_counts_as_the_part_itself(flavor: str) -> None:
-    architecture = named(flavor)
-    for part in FROZEN:
-        assert count(architecture, part) == sum(each.numel() for each in architecture.build(part).parameters())
-
-
-def test_a_plain_t5_and_a_vae_of_another_design_are_counted_too() -> None:
-    tiny = named("tiny").to_dict()
-    tiny["text_encoder_3"] |= {"feed_forward_proj": "relu"}
-    tiny["vae"] |= {"use_quant_conv": False, "use_post_quant_conv": False, "layers_per_block": 2}
-    architecture = type(named("tiny")).from_dict(tiny, "here")
-    for part in ("vae", "text_encoder_3"):
-        assert count(architecture, part) == sum(each.numel() for each in architecture.build(part).parameters())
 
 
 def test_a_run_that_caches_builds_none_of_what_the_cache_saves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,14 @@ from sdxl import config, loaded
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import fp8, host
 from difftrain.models.parts import fingerprints
-from difftrain.models.sdxl.architecture import named
+from difftrain.models.parts.stand_in import StandIn
+from difftrain.models.sdxl.architecture import Architecture, named
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.sampling.grid import draw_pictures
 from difftrain.sampling.prompts import Prompt
+from difftrain.train.caching import lazy_parts
+from difftrain.train.check import check
+from difftrain.train.ending import parameter_counts
 
 FROZEN = ("vae", "text_encoder_1", "text_encoder_2")
 LAYOUTS = ["safetensors", "ckpt", "diffusers", "diffusers_safetensors"]
@@ -69,12 +73,16 @@ def test_a_part_that_was_woken_is_the_one_that_was_loaded(sections: Any, model: 
     _, wanted = loaded(cfg)
     _, parts = asleep(cfg)
     assert set(parts.lazy) == set(FROZEN) and all(map(parts.sleeps, FROZEN))
-    assert parts.notes == wanted.notes
+    assert all(isinstance(parts.frozen[name], StandIn) for name in FROZEN)
+    told = [] if "fp8_frozen" not in model else [f"{name} where it is needed" for name in FROZEN[1:]]
+    assert [note for note in parts.notes if "where it is needed" in note] == [
+        f"in 8 bits, because they are frozen: {', '.join(each)}; exports and checkpoints hold them as they were"
+        for each in [told] if each
+    ]  # fmt: skip
+    assert parts.notes[len(told) // 2 :] == wanted.notes[len(told) // 2 :]
     for _ in range(2):
         for name in FROZEN:
-            assert all(each.is_meta for each in tensors(parts, name).values())
-            shapes = {key: (value.shape, value.dtype) for key, value in tensors(wanted, name).items()}
-            assert {key: (value.shape, value.dtype) for key, value in tensors(parts, name).items()} == shapes
+            assert all(each.is_meta for each in parts.frozen[name].parameters())
             parts.wake(name)
             assert same(parts, wanted, name)
             assert not any(each.requires_grad for each in parts.frozen[name].parameters())
@@ -160,6 +168,62 @@ def test_with_known_files_no_weight_of_a_sleeping_part_is_read(
     assert {each: one.fingerprint() for each, one in found.items()} == first
     assert found["text_encoder_2"].features["pooled"].channels == named("tiny").text_encoder_2["projection_dim"]
     assert asked == ["unet"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "as_safetensors.safetensors"])
+def test_a_run_that_caches_builds_none_of_what_the_cache_saves(
+    stored: Path, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither what is checked at the start, nor the parts, nor fingerprints of known files, nor counts need a module."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fingerprints, "_SETTLED_NS", 0)
+    time.sleep(0.05)
+    model = {} if name == "tiny" else {"pretrained": str(stored / name)}
+    cfg = config({"cache": {"latents_to_disk": True, "text_to_disk": True}}, **model)
+    family, whole = loaded(cfg)
+    prints = {each: one.fingerprint() for each, one in family.encoders(whole).items()}
+    built: list[str] = []
+    build = Architecture.build
+    monkeypatch.setattr(Architecture, "build", lambda self, part: built.append(part) or build(self, part))
+    family = SDXLFamily(cfg)
+    check(cfg, family, whole=False)
+    parts = family.load(lazy=lazy_parts(cfg, family))
+    assert {each: one.fingerprint() for each, one in family.encoders(parts).items()} == prints
+    assert parameter_counts(parts) == parameter_counts(whole)
+    assert set(built) == {"unet"} and all(map(parts.sleeps, FROZEN))
+    built.clear()
+    check(cfg, family)
+    assert set(built) == {"unet", *FROZEN}
+
+
+def test_encoders_that_are_trained_never_sleep() -> None:
+    cfg = config({"cache": {"latents_to_disk": True}}, train_text_encoder=True)
+    family = SDXLFamily(cfg)
+    parts = family.load(lazy=lazy_parts(cfg, family))
+    assert (
+        set(parts.lazy) == {"vae"} and {"text_encoder_1", "text_encoder_2"} <= dict(parts.root.named_children()).keys()
+    )
+    assert not any(each.is_meta for each in parts.root.parameters())
+
+
+@pytest.mark.parametrize("sleeping", [False, True])
+def test_weights_that_do_not_fit_are_named(stored: Path, tmp_path: Path, sleeping: bool) -> None:
+    """At the start; of a part that sleeps where the cache asks what it is, or where it is woken."""
+    folder = shutil.copytree(stored / "as_diffusers_safetensors", tmp_path / "model")
+    (weights,) = (folder / "text_encoder_2").glob("*.safetensors")
+    shutil.copy(next((folder / "text_encoder").glob("*.safetensors")), weights)
+    family = SDXLFamily(config(pretrained=str(folder)))
+    if not sleeping:
+        with pytest.raises(ConfigFault, match="text_encoder_2 looks like"):
+            family.load()
+        return
+    parts = family.load(lazy=FROZEN)
+    described = family.encoders(parts)
+    assert described["text_encoder_1"].fingerprint()
+    parts.wake("text_encoder_1")
+    for action in (described["text_encoder_2"].fingerprint, lambda: parts.wake("text_encoder_2")):
+        with pytest.raises(ConfigFault, match="text_encoder_2 looks like"):
+            action()
 
 
 def encoders(**model: Any) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.parts.fingerprints import hashed, of_files, of_tensors
 from difftrain.models.parts.places import Place
 from difftrain.models.parts.recognise import differences, looks_like
 from difftrain.models.parts.weight_files import UnreadableWeights, WeightFile, open_weights
@@ -17,20 +16,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MODEL_STEMS, TEXT_STEMS = ("diffusion_pytorch_model",), ("model", "pytorch_model")
-Canonical = Callable[[str, str], str]  # part, name of its module's tensor -> its name in files
 
 
 class StoredPart:
     """Some files that hold one part, and the key of every tensor in them."""
 
-    def __init__(self, path: Path, flag: str, mmap: bool, canonical: Canonical) -> None:
-        self.path, self.flag, self._mmap, self._canonical = path, flag, mmap, canonical
+    def __init__(self, path: Path, flag: str, mmap: bool) -> None:
+        self.path, self.flag, self._mmap = path, flag, mmap
 
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
         raise NotImplementedError
 
     def _files(self) -> list[WeightFile]:
-        return [opened(path, self.flag, mmap=self._mmap) for path in self._paths()]
+        return [opened(path, self.flag, mmap=self._mmap) for path in self.paths()]
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
         raise NotImplementedError
@@ -55,10 +53,6 @@ class StoredPart:
         for name, place in self._places(module, set(located)).items():
             yield name, place.restored(located[place.key].get(place.key))
 
-    def fingerprint(self, part: str, module: nn.Module) -> str:
-        what = part_of(part, module, self._canonical)
-        return of_files(self._paths(), what, lambda: of_part(part, self.weights(module), self._canonical))
-
 
 def opened(path: Path, flag: str, *, mmap: bool = True) -> WeightFile:
     """Open a file of weights. Raises ConfigFault that names the flag."""
@@ -66,16 +60,6 @@ def opened(path: Path, flag: str, *, mmap: bool = True) -> WeightFile:
         return open_weights(path, mmap=mmap)
     except UnreadableWeights as error:
         raise ConfigFault([Fault(flag, f"{path} {error}")]) from None
-
-
-def part_of(part: str, module: nn.Module, canonical: Canonical) -> str:
-    """Name a part and the tensors that it has."""
-    return hashed(part, sorted(canonical(part, name) for name in module.state_dict()))
-
-
-def of_part(part: str, weights: Iterator[tuple[str, Tensor]], canonical: Canonical) -> str:
-    """Hash the weights of a part by names that do not depend on the layout or on transformers' version."""
-    return of_tensors((canonical(part, name), value) for name, value in weights)
 
 
 def is_extra(key: str) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.contracts.family import DrawSpec, Feature, FeatureSpec
+from difftrain.models.parts import counts, encoder_sizes
+from difftrain.models.parts.encoder_sizes import ENCODERS, possible, told
 from difftrain.models.parts.sizes_file import read_sizes
 from difftrain.models.sd3.sizes_fit import mismatches
 
@@ -26,53 +28,14 @@ SECTIONS = {
     "text_encoder_3": "text_encoder_3",
 }
 INITS = ("adaln_zero", "fan_in")
-# constructor arguments of the text encoders, and what their classes take where nothing is said
-_CLIP = {
-    "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "projection_dim": 512, "num_hidden_layers": 12,
-    "num_attention_heads": 8, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
-    "attention_dropout": 0.0, "initializer_range": 0.02, "initializer_factor": 1.0, "bos_token_id": 49406,
-    "eos_token_id": 49407, "pad_token_id": 1,
-}  # fmt: skip
-_T5 = {
-    "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8,
-    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "dropout_rate": 0.1,
-    "layer_norm_epsilon": 1e-6, "initializer_factor": 1.0, "feed_forward_proj": "relu", "pad_token_id": 0,
-    "eos_token_id": 1,
-}  # fmt: skip
-_CLIP_NEEDED = (
-    "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
-)  # fmt: skip
-_T5_NEEDED = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
 _NEEDED = {
     "transformer": (
         "sample_size", "patch_size", "in_channels", "out_channels", "num_layers", "attention_head_dim",
         "num_attention_heads", "joint_attention_dim", "caption_projection_dim", "pooled_projection_dim",
         "pos_embed_max_size",
     ),
-    "vae": ("latent_channels", "layers_per_block", "scaling_factor", "block_out_channels"),
-    "text_encoder_1": _CLIP_NEEDED,
-    "text_encoder_2": _CLIP_NEEDED,
-    "text_encoder_3": _T5_NEEDED,
+    **{part: kind.needed for part, kind in ENCODERS.items()},
 }  # fmt: skip
-# Of an encoder: what decides, beside its weights, what it makes of the same input; and what does not.
-_CLIP_DECISIVE = (*_CLIP_NEEDED, "max_position_embeddings", "hidden_act", "layer_norm_eps", "eos_token_id")
-_DECISIVE = {
-    "vae": (
-        "in_channels", "down_block_types", "block_out_channels", "layers_per_block", "act_fn", "latent_channels",
-        "norm_num_groups", "use_quant_conv", "mid_block_add_attention",
-    ),
-    "text_encoder_1": _CLIP_DECISIVE,
-    "text_encoder_2": _CLIP_DECISIVE,
-    "text_encoder_3": (
-        *_T5_NEEDED, "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon",
-        "feed_forward_proj",
-    ),
-}  # fmt: skip
-_IMMATERIAL = frozenset((
-    "sample_size", "force_upcast", "scaling_factor", "shift_factor", "latents_mean", "latents_std", "out_channels",
-    "up_block_types", "use_post_quant_conv", "initializer_range", "initializer_factor", "attention_dropout",
-    "dropout_rate", "bos_token_id", "pad_token_id", "eos_token_id",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,14 +71,20 @@ class Architecture:
         return head | {key: getattr(self, part) for key, part in SECTIONS.items()}
 
     def told(self, part: str) -> dict[str, Any]:
-        """Return what decides, weights aside, what an encoder makes, whether it is written down or its class's default.
+        """Return what decides, weights aside, what an encoder makes."""
+        return told(part, getattr(self, part))
 
-        What is given and not known here counts too.
-        """
-        given, defaults = getattr(self, part), _defaults(part)
-        found = {key: given.get(key, defaults.get(key)) for key in _DECISIVE[part]}
-        found |= {key: value for key, value in given.items() if key not in _IMMATERIAL}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    def count(self, part: str) -> int:
+        """Count the parameters of an encoder. Raises ConfigFault for impossible sizes."""
+        sizes = getattr(self, part)
+        with possible(part):
+            return (
+                counts.vae(sizes)
+                if part == "vae"
+                else counts.t5(sizes)
+                if part == "text_encoder_3"
+                else counts.clip(sizes)
+            )
 
     @property
     def num_layers(self) -> int:
@@ -160,12 +129,8 @@ class Architecture:
         """Build one part on the meta device: names and shapes, no memory. Raises ConfigFault for impossible sizes."""
         import torch
 
-        try:
-            with torch.device("meta"):
-                return _construct(part, getattr(self, part), text_branch=self.text_branch)
-        except (TypeError, ValueError, IndexError, ZeroDivisionError, RuntimeError, AttributeError) as error:
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            raise ConfigFault([Fault(f"the sizes of {part}", f"make no model: {reason}")]) from error
+        with possible(part), torch.device("meta"):
+            return _construct(part, getattr(self, part), text_branch=self.text_branch)
 
 
 def _construct(part: str, config: dict[str, Any], *, text_branch: bool) -> Any:
@@ -227,23 +192,13 @@ def read_architecture(choice: str, where: str = "--init_from_config") -> Archite
     return Architecture.from_dict(read_sizes(choice, where, FLAVORS, SECTIONS), choice)
 
 
-def known_keys(part: str) -> set[str]:
+def known_keys(part: str, given: Iterable[str]) -> set[str]:
     """Name the constructor arguments that a part's sizes may give."""
-    if part in TEXT_PARTS:
-        return set(_defaults(part))
-    from diffusers import AutoencoderKL, SD3Transformer2DModel
+    if part != "transformer":
+        return encoder_sizes.known_keys(part, given)
+    from diffusers import SD3Transformer2DModel
 
-    model = SD3Transformer2DModel if part == "transformer" else AutoencoderKL
-    return set(inspect.signature(model.__init__).parameters) - {"self"}
-
-
-def _defaults(part: str) -> dict[str, Any]:
-    """Return what a part's class takes where its sizes say nothing; no encoder is imported for it."""
-    if part in TEXT_PARTS:
-        return _T5 if part == "text_encoder_3" else _CLIP
-    from diffusers import AutoencoderKL
-
-    return {key: each.default for key, each in inspect.signature(AutoencoderKL.__init__).parameters.items()}
+    return encoder_sizes.arguments(SD3Transformer2DModel)
 
 
 def _faults(content: dict[str, Any], where: str) -> list[Fault]:
@@ -257,7 +212,7 @@ def _faults(content: dict[str, Any], where: str) -> list[Fault]:
         if key in missing:
             continue
         section, place = content[key], f"{where} [{key}]"
-        faults += [Fault(place, f"unknown key {k!r}") for k in sorted(set(section) - known_keys(part))]
+        faults += [Fault(place, f"unknown key {k!r}") for k in sorted(set(section) - known_keys(part, section))]
         faults += [Fault(place, f"{k!r} is missing") for k in _NEEDED[part] if section.get(k) is None]
         faults += [
             Fault(f"{place} {k}", f"is {section[k]!r}, must be a positive whole number")

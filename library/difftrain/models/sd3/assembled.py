@@ -42,7 +42,7 @@ class Part(Protocol):
 
     def faults(self, module: Any) -> list[Fault]: ...
     def weights(self, module: Any) -> Iterator[tuple[str, Tensor]]: ...
-    def fingerprint(self, part: str, module: Any = None) -> str: ...
+    def fingerprint(self, part: str) -> str: ...
 
 
 class Place(NamedTuple):
@@ -70,9 +70,8 @@ class Assembled:
         stored = self.parts.get(part)
         return stored.weights(module) if stored else self.drawn.weights(part, module)
 
-    def fingerprint(self, part: str, module: Any = None) -> str:
-        stored = self.parts.get(part)
-        return stored.fingerprint(part) if stored else self.drawn.fingerprint(part, module)
+    def fingerprint(self, part: str) -> str:
+        return (self.parts.get(part) or self.drawn).fingerprint(part)
 
     def as_it_lies(self, part: str, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
         """Name the files of a part that an export can have as they are; None: they must be written anew."""

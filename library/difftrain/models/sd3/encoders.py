@@ -9,6 +9,7 @@ from difftrain.models.parts import vision
 from difftrain.models.parts.clip_tokens import ClipTokenize
 from difftrain.models.parts.fingerprints import hashed
 from difftrain.models.parts.latents import latents_encoder
+from difftrain.models.parts.stand_in import in_8_bits
 from difftrain.models.sd3 import text
 from difftrain.models.sd3.load import storage_dtype
 
@@ -49,7 +50,8 @@ def encoders(cfg: TrainConfig, parts: Parts, source: Source, three: Vocabularies
 
 
 def _text(cfg: TrainConfig, part: str, parts: Parts, source: Source, three: Vocabularies) -> Encoder:
-    settings = f"precision {cfg.training.mixed_precision}{_in_8_bits(cfg)}, {_tokens(cfg, part, three)}"
+    bits = " in 8 bits" if in_8_bits(cfg, part) else ""
+    settings = f"precision {cfg.training.mixed_precision}{bits}, {_tokens(cfg, part, three)}"
     masked = part == "text_encoder_3" and cfg.model.t5_attention_mask
 
     def encode(batch: Batch) -> dict[str, Tensor]:
@@ -80,10 +82,6 @@ def _features(cfg: TrainConfig, part: str, source: Source) -> dict[str, Feature]
     }
 
 
-def _in_8_bits(cfg: TrainConfig) -> str:
-    return " in 8 bits" if cfg.model.fp8_frozen == "all" else ""
-
-
 def _tokens(cfg: TrainConfig, part: str, three: Vocabularies) -> str:
     """Tell what decides the ids of a caption."""
     if part != "text_encoder_3":
@@ -95,4 +93,4 @@ def _tokens(cfg: TrainConfig, part: str, three: Vocabularies) -> str:
 def _fingerprint(settings: str, part: str, source: Source) -> str:
     """Hash what a part is asked to make, its sizes, and its weights where they are stored."""
     sizes = sorted(source.architecture.told(part).items())
-    return hashed(VERSION, settings, part, sizes, source.fingerprint(part, None))
+    return hashed(VERSION, settings, part, sizes, source.fingerprint(part))

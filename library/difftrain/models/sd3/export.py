@@ -142,7 +142,7 @@ def _write_weights(
         if architecture.text_branch:
             shapes = _shapes(architecture, TRAINED, _own_dtype(parts, TRAINED))
             full = stack.enter_context(safetensors_writer(_file(folder / FULL, TRAINED), shapes, _HEADER | metadata))
-        for part, name, value in _all_weights(chain(weights, _asleep(family, parts, linked)), parts, linked):
+        for part, name, value in _all_weights(chain(weights, family.asleep(parts, linked)), parts, linked):
             if part == TRAINED and full is not None:
                 full.write(name, value)
                 cut = folded(name, value, depth)
@@ -150,11 +150,6 @@ def _write_weights(
                     writers[part].write(name, cut)
             else:
                 writers[part].write(name, value)
-
-
-def _asleep(family: SD3Family, parts: Parts, linked: set[str]) -> Iterator[tuple[str, Tensor]]:
-    if any(parts.sleeps(part) for part in parts.lazy if part not in linked):
-        yield from ((name, value) for name, value in family.asleep(parts) if name.partition(".")[0] not in linked)
 
 
 def _all_weights(weights: Stream, parts: Parts, linked: set[str]) -> Iterator[tuple[str, str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ import torch
 
 from difftrain.contracts import Batch, Bucket, Encoder, FeatureSpec, Group, Inputs, Parts, RunFacts
 from difftrain.diffusion import flow
-from difftrain.models.parts import vision
+from difftrain.models.parts import stand_in, vision
 from difftrain.models.parts.fingerprints import Stamp
 from difftrain.models.parts.latents import raw_latents
-from difftrain.models.parts.stand_in import built
 from difftrain.models.sd3 import encoders, objective, repa, speedups
 from difftrain.models.sd3.groups import param_groups
 from difftrain.models.sd3.load import load_parts, storage_dtype
@@ -151,18 +150,11 @@ class SD3Family:
     def stream(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """Give every weight of the configured model straight from its source: parts may be on the meta device."""
         frozen = {part: module for part, module in parts.frozen.items() if part != vision.PART}
-        yield from self._stored({"transformer": parts.root.get_submodule("transformer"), **frozen})
+        yield from stand_in.stored(self.source, {"transformer": parts.root.get_submodule("transformer"), **frozen})
 
-    def asleep(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """Give the weights of lazy parts as they would be if they were awake."""
-        for part in filter(parts.sleeps, parts.lazy.keys() - {vision.PART}):
-            dtype = storage_dtype(self.cfg, part)
-            for name, value in self._stored({part: parts.frozen[part]}):
-                yield name, value.to(dtype)
-
-    def _stored(self, held: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        for part, module in held.items():
-            yield from ((f"{part}.{name}", value) for name, value in self.source.weights(part, built(module)))
+    def asleep(self, parts: Parts, without: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Give the weights of lazy parts as they would be if they were awake; without: of which they are not wanted."""
+        return stand_in.asleep(self.source, parts, partial(storage_dtype, self.cfg), {vision.PART, *without})
 
     def pipeline(self, parts: Parts) -> Any:
         """Return a StableDiffusion3Pipeline over the very modules of parts."""

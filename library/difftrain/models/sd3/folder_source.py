@@ -37,10 +37,10 @@ class FolderPart(StoredPart):
     """One part in its folder: config.json beside weights in one file or in shards with an index."""
 
     def __init__(self, path: Path, part: str, flag: str, *, mmap: bool = True) -> None:
-        super().__init__(path, flag, mmap, lambda _, name: name)
+        super().__init__(path, flag, mmap)
         self.part = part
 
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
         stems = TEXT_STEMS if self.part.startswith("text_encoder") else MODEL_STEMS
         return find_weights(self.path, stems, self.flag)
 
@@ -60,17 +60,17 @@ class FolderPart(StoredPart):
 
         stem: what readers call the file. dtype: that all tensors must have; None: any.
         """
-        files = plain_files(self._paths(), stem)
+        files = plain_files(self.paths(), stem)
         stored = [path for path, name in files or () if name.endswith(".safetensors")]
         if files is None or (dtype is not None and any(dtypes_of(path) != {dtype} for path in stored)):
             return None
         return None if any(self._is_extra(key) and key != TIED for key in self._located()) else files
 
-    def fingerprint(self, part: str, module: Any = None) -> str:
-        """Hash the weights as they lie in the files; no module is looked at."""
+    def fingerprint(self, part: str) -> str:
+        """Hash the weights as they lie in the files."""
         located = self._located()
         stored = ((key, file.get(key)) for key, file in located.items() if not self._is_extra(key))
-        return of_files(self._paths(), f"all of {part}", lambda: of_tensors(stored))
+        return of_files(self.paths(), f"all of {part}", lambda: of_tensors(stored))
 
 
 class BranchlessPart:
@@ -88,7 +88,7 @@ class BranchlessPart:
         fresh = fresh_text_branch(self.whole, self.seed, module)
         return unfolded(self.stored.weights(self._cut.build("transformer")), self.whole.num_layers, fresh)
 
-    def fingerprint(self, part: str, module: Any = None) -> str:
+    def fingerprint(self, part: str) -> str:
         return self.stored.fingerprint(part)
 
     @property
@@ -104,5 +104,5 @@ def read_part_config(folder: Path, part: str, flag: str) -> dict[str, Any]:
         raise ConfigFault([Fault(flag, what, "give a folder as diffusers writes it: config.json beside the weights")])
     if part in ("text_encoder_1", "text_encoder_2") and isinstance(content.get("text_config"), dict):
         content = content["text_config"] | {key: content[key] for key in ("projection_dim",) if key in content}
-    known = known_keys(part)
+    known = known_keys(part, content)
     return {key: value for key, value in content.items() if key in known}

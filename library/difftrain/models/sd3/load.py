@@ -7,18 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from difftrain.config.rates import part_rates
 from difftrain.contracts import ConfigFault, Fault, Parts
-from difftrain.device import fp8
-from difftrain.models.parts.materialise import fill
-from difftrain.models.parts.stand_in import StandIn
+from difftrain.models.parts.stand_in import DTYPES, give_weights, in_8_bits, stand_in, still, to_8_bits, wake
 from difftrain.models.sd3 import speedups
 from difftrain.models.sd3.architecture import PARTS
-from difftrain.models.sd3.counts import count
 from difftrain.models.sd3.root import SD3Root
-from difftrain.models.sd3.text import DTYPES
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -44,20 +39,17 @@ def load_parts(
     if faults:
         raise ConfigFault(faults)
     for part, module in modules.items():
-        dtype = storage_dtype(cfg, part)
-        if meta:
-            torch.nn.Module.to(module, dtype)  # diffusers' own warns about dtypes that nothing here depends on
-        else:
-            fill(module, source.weights(part, module), dtype)
-        keep_wide(part, module, dtype)
+        give_weights(source, part, module, storage_dtype(cfg, part), meta=meta)
     target = cfg.loss.text_recon_target_layer if cfg.loss.text_recon_gamma else None
     parts = Parts(
         SD3Root(modules[TRAINED], target_layer=target, **speedups.of_root(cfg, source.architecture, meta=meta))
     )
     for part in FROZEN:
-        parts.frozen[part] = _stand_in(cfg, source, part) if part in lazy_ones else _still(modules[part])
+        dtype, asleep = storage_dtype(cfg, part), part in lazy_ones
+        parts.frozen[part] = stand_in(source, part, dtype) if asleep else still(modules[part])
+        if asleep:
+            parts.lazy[part] = partial(wake, source, part, parts, dtype, eight_bits=in_8_bits(cfg, part))
     parts.notes += _in_8_bits(parts, cfg)
-    parts.lazy = {part: partial(_wake, cfg, source, part, parts) for part in lazy_ones}
     speedups.add_encoder(cfg, parts, meta=meta, lazy=lazy)
     parts.config = source.architecture.to_dict()
     parts.tokenizers = three.by_name() if three else {}
@@ -74,51 +66,15 @@ def storage_dtype(cfg: TrainConfig, part: str) -> torch.dtype:
     return DTYPES[cfg.training.mixed_precision]
 
 
-def keep_wide(part: str, module: nn.Module, dtype: torch.dtype) -> None:
-    """Keep in fp32 what overflows in fp16: the last layer of each feed-forward of T5, as transformers does."""
-    if part == "text_encoder_3" and dtype == torch.float16:
-        for name, layer in module.named_modules():
-            if name.endswith(".wo"):
-                layer.float()
-
-
-def _still(module: nn.Module) -> nn.Module:
-    return module.requires_grad_(False).eval()
-
-
-def _stand_in(cfg: TrainConfig, source: Source, part: str) -> StandIn:
-    numbers = count(source.architecture, part)
-    return StandIn(numbers, storage_dtype(cfg, part), lambda: _still(source.architecture.build(part)))
-
-
-def _wake(cfg: TrainConfig, source: Source, part: str, parts: Parts) -> None:
-    """Build a part and fill it as it would have been filled at the start: anew each time, resting untied what was tied."""
-    module = source.architecture.build(part)
-    if faults := source.faults({part: module}):
-        raise ConfigFault(faults)
-    dtype = storage_dtype(cfg, part)
-    fill(module, source.weights(part, module), dtype)
-    keep_wide(part, module, dtype)
-    if _goes_into_8_bits(cfg, part):
-        fp8.store(_still(module))
-    parts.frozen[part] = _still(module)
-
-
-def _goes_into_8_bits(cfg: TrainConfig, part: str) -> bool:
-    return cfg.model.fp8_frozen == "all" and part != "vae"
-
-
 def _in_8_bits(parts: Parts, cfg: TrainConfig) -> list[str]:
     """Put frozen layers into 8 bits, of all parts but the VAE; return what is to be said of it."""
     if cfg.model.fp8_frozen is None:
         return []
-    chosen = {name: module for name, module in parts.frozen.items() if _goes_into_8_bits(cfg, name)}
+    chosen = {name: module for name, module in parts.frozen.items() if in_8_bits(cfg, name)}
     if not chosen:
         return ["--fp8_base_unet has no effect: the transformer is trained, and nothing else is meant"]
-    counts = {name: len(fp8.store(module)) for name, module in chosen.items() if not isinstance(module, StandIn)}
-    told = [f"{number} layers of {name}" for name, number in counts.items() if number]
-    told += [f"{name} where it is needed" for name, module in chosen.items() if isinstance(module, StandIn)]
-    return [f"in 8 bits, because they are frozen: {', '.join(told)}; exports hold them as they were"] if told else []
+    told = to_8_bits(chosen)
+    return [f"in 8 bits, because they are frozen: {told}; exports hold them as they were"] if told else []
 
 
 def _nothing_trained(cfg: TrainConfig) -> list[Fault]:

@@ -43,7 +43,7 @@ class Source(Protocol):
     def shift(self) -> float | None: ...  # of the times of the sampler that came with the transformer
     def faults(self, modules: Modules) -> list[Fault]: ...
     def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]: ...
-    def fingerprint(self, part: str, module: Any) -> str: ...  # of a part's weights; the module is not looked at
+    def fingerprint(self, part: str) -> str: ...  # of a part's weights, which are not loaded for it
     def as_it_lies(self, part: str, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None: ...
 
 
@@ -116,7 +116,7 @@ class RandomSource:
         else:
             yield from initial_weights(module, part, self.seed, _scale(part, module))
 
-    def fingerprint(self, part: str, module: Any) -> str:
+    def fingerprint(self, part: str) -> str:
         if part == "vae" and self._ships_vae:
             return shipped_digest()
         sizes = sorted(getattr(self.architecture, part).items())

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.models.parts.stand_in import DTYPES
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.config import TrainConfig
 
 T5_MASK = "t5_mask"
-DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HIDDEN = -2  # hidden_states of CLIP that are read: the last but one
 OUTPUTS = {
     "text_encoder_1": ("hidden_1", "pooled_1"),
@@ -41,7 +42,7 @@ def encode(part: str, encoder: Any, given: Mapping[str, Tensor]) -> dict[str, Te
 def encode_t5(encoder: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Encode with T5, (B, L) -> (B, L, D). mask (B, L): rows that it leaves out are neither read nor anything but zeros.
 
-    In fp16 without autocast, which would also put into fp16 what overflows there (see load.keep_wide).
+    In fp16 without autocast, which would also put into fp16 what overflows there (see parts/stand_in.py).
     """
     dtype = encoder.shared.weight.dtype
     half = dtype == torch.float16

@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.contracts.family import DrawSpec, Feature, FeatureSpec
+from difftrain.models.parts import counts, encoder_sizes
+from difftrain.models.parts.encoder_sizes import ENCODERS, possible, told
 from difftrain.models.parts.sizes_file import read_sizes
 
 FLAVORS = ("base", "tiny", "demo")
 PARTS = ("unet", "vae", "text_encoder_1", "text_encoder_2")
 _KEYS = {"unet": "unet", "vae": "vae", "text_encoder": "text_encoder_1", "text_encoder_2": "text_encoder_2"}
-_TEXT_KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
-    "initializer_factor", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-_TEXT_NEEDED = (
-    "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
-)  # fmt: skip
 _NEEDED = {
     "unet": (
         "in_channels", "out_channels", "block_out_channels", "down_block_types", "up_block_types", "layers_per_block",
         "transformer_layers_per_block", "attention_head_dim", "cross_attention_dim", "addition_embed_type",
         "addition_time_embed_dim", "projection_class_embeddings_input_dim",
     ),
-    "vae": ("block_out_channels", "latent_channels", "layers_per_block", "scaling_factor"),
-    "text_encoder": _TEXT_NEEDED,
-    "text_encoder_2": _TEXT_NEEDED,
+    **{part: kind.needed for part, kind in ENCODERS.items()},
 }  # fmt: skip
 NUM_TIMESTEPS = 1000
-# Of an encoder: what decides, beside its weights, what it makes of the same input; and what does not.
-_DECISIVE = {
-    "vae": (
-        "in_channels", "down_block_types", "block_out_channels", "layers_per_block", "act_fn", "latent_channels",
-        "norm_num_groups", "use_quant_conv", "mid_block_add_attention",
-    ),
-    "text_encoder_1": (*_TEXT_NEEDED, "max_position_embeddings", "hidden_act", "layer_norm_eps", "eos_token_id"),
-    "text_encoder_2": (*_TEXT_NEEDED, "max_position_embeddings", "hidden_act", "layer_norm_eps", "eos_token_id"),
-}  # fmt: skip
-_IMMATERIAL = frozenset((
-    "sample_size", "force_upcast", "scaling_factor", "shift_factor", "latents_mean", "latents_std", "out_channels",
-    "up_block_types", "use_post_quant_conv", "initializer_range", "initializer_factor", "attention_dropout",
-    "bos_token_id", "pad_token_id",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,14 +63,14 @@ class Architecture:
         )
 
     def told(self, part: str) -> dict[str, Any]:
-        """Return what decides, weights aside, what an encoder makes, whether it is written down or its class's default.
+        """Return what decides, weights aside, what an encoder makes."""
+        return told(part, getattr(self, part))
 
-        What is given and not known here counts too.
-        """
-        given, defaults = getattr(self, part), _defaults(part)
-        found = {key: given.get(key, defaults.get(key)) for key in _DECISIVE[part]}
-        found |= {key: value for key, value in given.items() if key not in _IMMATERIAL}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    def count(self, part: str) -> int:
+        """Count the parameters of an encoder. Raises ConfigFault for impossible sizes."""
+        sizes = getattr(self, part)
+        with possible(part):
+            return counts.vae(sizes) if part == "vae" else counts.clip(sizes, projected=part == "text_encoder_2")
 
     @property
     def vae_factor(self) -> int:
@@ -117,12 +95,8 @@ class Architecture:
         """Build one part on the meta device: names and shapes, no memory. Raises ConfigFault for impossible sizes."""
         import torch
 
-        try:
-            with torch.device("meta"):
-                return _construct(part, getattr(self, part))
-        except (TypeError, ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigFault([Fault(f"the sizes of {part}", f"make no model: {reason}")]) from error
+        with possible(part), torch.device("meta"):
+            return _construct(part, getattr(self, part))
 
 
 def _construct(part: str, config: dict[str, Any]) -> Any:
@@ -165,8 +139,10 @@ def _faults(content: dict[str, Any], where: str) -> list[Fault]:
         return faults
     for key, part in _KEYS.items():
         section = content[key]
-        faults += [Fault(f"{where} [{key}]", f"unknown key {k!r}") for k in sorted(set(section) - known_keys(part))]
-        faults += [Fault(f"{where} [{key}]", f"{k!r} is missing") for k in _NEEDED[key] if section.get(k) is None]
+        faults += [
+            Fault(f"{where} [{key}]", f"unknown key {k!r}") for k in sorted(set(section) - known_keys(part, section))
+        ]
+        faults += [Fault(f"{where} [{key}]", f"{k!r} is missing") for k in _NEEDED[part] if section.get(k) is None]
     if not faults and content["vae"].get("latents_mean") is not None:
         faults.append(
             Fault(f"{where} [vae]", "latents_mean is not SDXL's: its latents are scaled by scaling_factor alone")
@@ -174,25 +150,13 @@ def _faults(content: dict[str, Any], where: str) -> list[Fault]:
     return faults or _mismatches(content, where)
 
 
-def _defaults(part: str) -> dict[str, Any]:
-    """Return what a part's class takes where its sizes say nothing."""
-    if part.startswith("text_encoder"):
-        from transformers import CLIPTextConfig
-
-        return dict(CLIPTextConfig().to_dict())
-    from diffusers import AutoencoderKL
-
-    return {key: each.default for key, each in inspect.signature(AutoencoderKL.__init__).parameters.items()}
-
-
-def known_keys(part: str) -> set[str]:
+def known_keys(part: str, given: Iterable[str]) -> set[str]:
     """Name the constructor arguments that a part's sizes may give."""
-    if part not in ("unet", "vae"):
-        return set(_TEXT_KEYS)
-    from diffusers import AutoencoderKL, UNet2DConditionModel
+    if part != "unet":
+        return encoder_sizes.known_keys(part, given)
+    from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel if part == "unet" else AutoencoderKL
-    return set(inspect.signature(model.__init__).parameters) - {"self"}
+    return encoder_sizes.arguments(UNet2DConditionModel)
 
 
 def _mismatches(content: dict[str, Any], where: str) -> list[Fault]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from difftrain.contracts import Batch, Encoder, Feature, Parts
 from difftrain.models.parts.fingerprints import hashed
 from difftrain.models.parts.latents import latents_encoder
-from difftrain.models.sdxl.load import DTYPES, clip_skip_of, storage_dtype
+from difftrain.models.parts.stand_in import DTYPES, in_8_bits
+from difftrain.models.sdxl.load import clip_skip_of, storage_dtype
 from difftrain.models.sdxl.text import encode_first, encode_second
 from difftrain.models.sdxl.tokens import CHUNK
 
@@ -67,13 +67,13 @@ def encoders(
 ) -> dict[str, Encoder]:
     """Describe what may be cached of a configuration: "latents", and each text encoder that is frozen.
 
-    source: of the weights. pair, num_chunks: what makes the ids of a caption.
+    No module is looked at for it. source: of the weights. pair, num_chunks: what makes the ids of a caption.
     """
     ids = f"tokens {_digest(pair)} in {num_chunks}"
     latents, dtype = source.architecture.features.features["latents"], storage_dtype(cfg, "vae", {})
 
     def of_vae(settings: str) -> str:
-        return _fingerprint(settings, "vae", parts, source)()
+        return _fingerprint(settings, "vae", source)
 
     found = {"latents": latents_encoder(cfg, parts, latents, dtype, of_vae)}
     for part in OUTPUTS:
@@ -85,11 +85,11 @@ def encoders(
 def _text(cfg: TrainConfig, part: str, parts: Parts, source: Source, ids: str, length: int) -> Encoder:
     """Describe a text encoder; under autocast its outputs are in autocast's precision, in which it is kept too."""
     dtype = str(DTYPES[cfg.training.mixed_precision]).removeprefix("torch.")
-    size: Any = parts.frozen[part].config
+    size = getattr(source.architecture, part)
     hidden, *pooled = OUTPUTS[part]
-    features = {hidden: Feature(size.hidden_size, length=length, dtype=dtype)}
-    features |= {name: Feature(size.projection_dim, dtype=dtype) for name in pooled}
-    bits = " in 8 bits" if cfg.model.fp8_frozen == "all" else ""
+    features = {hidden: Feature(size["hidden_size"], length=length, dtype=dtype)}
+    features |= {name: Feature(size["projection_dim"], dtype=dtype) for name in pooled}
+    bits = " in 8 bits" if in_8_bits(cfg, part) else ""
     settings = f"clip_skip {clip_skip_of(cfg)}, precision {cfg.training.mixed_precision}{bits}, {ids}"
 
     @torch.no_grad()
@@ -102,15 +102,15 @@ def _text(cfg: TrainConfig, part: str, parts: Parts, source: Source, ids: str, l
         modules=(part,),
         settings=settings,
         encode=encode,
-        fingerprint=_fingerprint(settings, part, parts, source),
+        fingerprint=lambda: _fingerprint(settings, part, source),
         inputs=_inputs(part),
     )
 
 
-def _fingerprint(settings: str, part: str, parts: Parts, source: Source) -> Callable[[], str]:
-    """Return what hashes a part: what it is asked to make, its sizes, and its weights where they are stored."""
+def _fingerprint(settings: str, part: str, source: Source) -> str:
+    """Hash what a part is asked to make, its sizes, and its weights where they are stored."""
     sizes = sorted(source.architecture.told(part).items())
-    return lambda: hashed(VERSION, settings, part, sizes, source.fingerprint(part, parts.frozen[part]))
+    return hashed(VERSION, settings, part, sizes, source.fingerprint(part))
 
 
 def _digest(pair: tuple[ClipVocabulary, ClipVocabulary]) -> str:

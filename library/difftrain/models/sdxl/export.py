@@ -14,6 +14,7 @@ import torch
 from difftrain.contracts import Parts
 from difftrain.models.parts.folder_export import new_folder
 from difftrain.models.parts.places import Place
+from difftrain.models.parts.stand_in import StandIn
 from difftrain.models.parts.weight_writers import Shapes, WeightWriter, safetensors_writer, torch_writer
 from difftrain.models.sdxl.architecture import PARTS, Architecture
 from difftrain.models.sdxl.convert import LOGIT_SCALE, POSITION_IDS, diffusers_places, original_places
@@ -57,7 +58,7 @@ def all_weights(weights: Stream, parts: Parts) -> Iterator[tuple[str, str, Tenso
         yield (*full[0].split(".", 1), full[1])  # type: ignore[misc]
     held = {**dict(parts.root.named_children()), **parts.frozen}
     for part, module in held.items():
-        for name, value in module.state_dict().items():
+        for name, value in module.state_dict().items() if not isinstance(module, StandIn) else ():
             if f"{part}.{name}" not in seen:
                 yield part, name, value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 
 from difftrain.contracts import Batch, Bucket, Encoder, FeatureSpec, Group, Inputs, Parts, RunFacts
 from difftrain.diffusion import ddpm
+from difftrain.models.parts import stand_in
 from difftrain.models.parts.latents import raw_latents
 from difftrain.models.sdxl import encoders, objective
 from difftrain.models.sdxl.export import export_file, export_folder
@@ -57,7 +58,7 @@ class SDXLFamily:
     def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
         """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault.
 
-        lazy: frozen parts that get no weights until they are woken, also beside others that never get any (meta).
+        lazy: frozen parts that something stands in for until they are woken, also beside others without weights (meta).
         """
         return load_parts(self.cfg, self.source, None if meta else self.vocabularies, meta=meta, lazy=lazy)
 
@@ -106,8 +107,7 @@ class SDXLFamily:
 
     def latents(self, batch: Batch, parts: Parts) -> Tensor:
         """Sample the VAE's posterior with the draw "moments", or take its mean, scaled to the UNet's range."""
-        config: Any = parts.frozen["vae"].config
-        return raw_latents(self.cfg, batch, parts) * config.scaling_factor
+        return raw_latents(self.cfg, batch, parts) * self.source.architecture.vae["scaling_factor"]
 
     def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return conditions: size ids, and of each text encoder its output where frozen, else the ids for it."""
@@ -138,8 +138,9 @@ class SDXLFamily:
         dtype: torch.dtype | None = None,
         metadata: dict[str, str] | None = None,
     ) -> Path:
-        """Write weights for inference; what the stream lacks comes from parts. Returns the file or folder."""
-        metadata, weights = metadata or {}, chain(weights, self._asleep(parts))
+        """Write weights for inference; what the stream lacks comes from parts, or from its source where a part sleeps."""
+        dtype_of = partial(storage_dtype, self.cfg)
+        metadata, weights = metadata or {}, chain(weights, stand_in.asleep(self.source, parts, dtype_of))
         if layout.startswith("diffusers"):
             parts = replace(parts, tokenizers=by_name(self.vocabularies))
             return export_folder(weights, parts, path, layout, dtype, metadata, self.schedule)
@@ -152,16 +153,7 @@ class SDXLFamily:
 
     def stream(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """Give every weight of the configured model straight from its source: parts may be on the meta device."""
-        held = {**dict(parts.root.named_children()), **parts.frozen}
-        for part, module in held.items():
-            yield from ((f"{part}.{name}", value) for name, value in self.source.weights(part, module))
-
-    def _asleep(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """Give the weights of lazy parts as they would be if they were awake."""
-        for part in filter(parts.sleeps, parts.lazy):
-            dtype = storage_dtype(self.cfg, part, learning_rates(self.cfg))
-            stored = self.source.weights(part, parts.frozen[part])
-            yield from ((f"{part}.{name}", value.to(dtype)) for name, value in stored)
+        yield from stand_in.stored(self.source, {**dict(parts.root.named_children()), **parts.frozen})
 
     def pipeline(self, parts: Parts) -> Any:
         """Return a StableDiffusionXLPipeline over the very modules of parts."""

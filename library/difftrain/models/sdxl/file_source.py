@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models.parts.fingerprints import Stamp, of_files, stamp
+from difftrain.models.parts.fingerprints import Stamp, hashed, of_files, of_tensors, stamp
 from difftrain.models.parts.recognise import Shapes, differences, looks_like
-from difftrain.models.parts.stored_part import of_part, opened, part_of
+from difftrain.models.parts.stand_in import Source
+from difftrain.models.parts.stored_part import opened
 from difftrain.models.parts.weight_files import WeightFile
 from difftrain.models.sdxl.architecture import Architecture, named
 from difftrain.models.sdxl.convert import EXTRA_KEYS, LOGIT_SCALE, PREFIXES, canonical, original_places
@@ -99,10 +100,24 @@ class SingleFileSource:
         for name, place in original_places(part, module).items():
             yield name, place.restored(self._file.get(place.key))
 
-    def fingerprint(self, part: str, module: nn.Module) -> str:
-        return of_files(
-            [self.path],
-            part_of(part, module, canonical),
-            lambda: of_part(part, self.weights(part, module), canonical),
-            self._opened[0],
-        )
+    def fingerprint(self, part: str) -> str:
+        return fingerprint([self.path], part, self.architecture, self, self._opened[0])
+
+
+def fingerprint(
+    files: Sequence[Path], part: str, architecture: Architecture, source: Source, since: Stamp | None = None
+) -> str:
+    """Hash the weights of a part in files, by names that depend neither on the layout nor on transformers' version.
+
+    Its module is built only where the files are others than those that were read before. since: see of_files.
+    Raises ConfigFault where they do not fit.
+    """
+
+    def read() -> str:
+        module = architecture.build(part)
+        if faults := source.faults({part: module}):
+            raise ConfigFault(faults)
+        return of_tensors((canonical(part, name), value) for name, value in source.weights(part, module))
+
+    sizes = sorted(getattr(architecture, part).items())
+    return of_files(files, hashed(part, sizes), read, since)

@@ -13,8 +13,8 @@ from difftrain.models.parts.places import Place
 from difftrain.models.parts.stored_part import MODEL_STEMS, TEXT_STEMS, StoredPart, find_weights, read_json
 from difftrain.models.parts.weight_files import WeightFile
 from difftrain.models.sdxl.architecture import Architecture, known_keys
-from difftrain.models.sdxl.convert import canonical, diffusers_places, original_places
-from difftrain.models.sdxl.file_source import FLAG
+from difftrain.models.sdxl.convert import diffusers_places, original_places
+from difftrain.models.sdxl.file_source import FLAG, fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,10 +60,10 @@ class FolderSource:
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return self._reader(part).weights(module)
 
-    def fingerprint(self, part: str, module: nn.Module) -> str:
-        return self._reader(part).fingerprint(part, module)
+    def fingerprint(self, part: str) -> str:
+        return fingerprint(self._reader(part).paths(), part, self.architecture, self)
 
-    def _reader(self, part: str) -> _Weights:
+    def _reader(self, part: str) -> StoredPart:
         return _Folder(self.path / SUBFOLDERS[part], part, FLAG, self._mmap)
 
 
@@ -96,35 +96,29 @@ class VaeSource:
         latents, taken = self.architecture.vae["latent_channels"], self.base.unet["in_channels"]
         if latents != taken:
             return [Fault("--vae", f"{self.path} makes {latents} latent channels, the UNet takes {taken}")]
-        return self._reader(modules["vae"]).faults(modules["vae"])
+        return self._reader.faults(modules["vae"]) if "vae" in modules else []
 
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return self._reader(module).weights(module)
+        return self._reader.weights(module)
 
-    def fingerprint(self, part: str, module: nn.Module) -> str:
-        return self._reader(module).fingerprint(part, module)
+    def fingerprint(self, part: str) -> str:
+        return fingerprint(self._reader.paths(), part, self.architecture, self)
 
-    def _reader(self, module: nn.Module) -> _Weights:
+    @property
+    def _reader(self) -> StoredPart:
         if self._folder is not None:
             return _Folder(self._folder, "vae", "--vae", self._mmap)
         return _VaeFile(self.path, "--vae", self._mmap)
 
 
-class _Weights(StoredPart):
-    """A part in its files, by the names that SDXL's files have."""
-
-    def __init__(self, path: Path, flag: str, mmap: bool) -> None:
-        super().__init__(path, flag, mmap, canonical)
-
-
-class _Folder(_Weights):
+class _Folder(StoredPart):
     """One part's folder: a single file or shards with an index, safetensors before torch's."""
 
     def __init__(self, path: Path, part: str, flag: str, mmap: bool) -> None:
         super().__init__(path, flag, mmap)
         self.part = part
 
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
         return find_weights(self.path, STEMS.get(self.part, TEXT_STEMS), self.flag)
 
     def _places(self, module: nn.Module, keys: set[str]) -> dict[str, Place]:
@@ -136,10 +130,10 @@ class _Folder(_Weights):
         return places
 
 
-class _VaeFile(_Weights):
+class _VaeFile(StoredPart):
     """A VAE in one file: diffusers' names, or the original's with or without first_stage_model."""
 
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
         return [self.path]
 
     def _files(self) -> list[WeightFile]:
@@ -185,5 +179,5 @@ def read_config(folder: Path, part: str, flag: str) -> dict[str, Any]:
         raise ConfigFault(
             [Fault(flag, f"{folder / 'config.json'} is missing or is not JSON", "give a diffusers folder")]
         )
-    known = known_keys(part)
+    known = known_keys(part, content)
     return {key: value for key, value in content.items() if key in known}

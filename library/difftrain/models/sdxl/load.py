@@ -10,8 +10,7 @@ import torch
 
 from difftrain.config.rates import part_rates
 from difftrain.contracts import ConfigFault, Fault, Parts
-from difftrain.device import fp8
-from difftrain.models.parts.materialise import fill
+from difftrain.models.parts.stand_in import DTYPES, give_weights, in_8_bits, stand_in, still, to_8_bits, wake
 from difftrain.models.sdxl import blocks
 from difftrain.models.sdxl.architecture import PARTS
 from difftrain.models.sdxl.root import SDXLRoot
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from difftrain.config import TrainConfig
     from difftrain.models.parts.clip_vocabulary import ClipVocabulary
     from difftrain.models.sdxl.sources import Source
-
-DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def learning_rates(cfg: TrainConfig) -> dict[str, float]:
@@ -50,27 +47,26 @@ def load_parts(
 ) -> Parts:
     """Build all parts; trained ones in fp32, frozen ones in the mixed precision's dtype (the VAE as vae_fp32 says).
 
-    On the meta device with meta=True: names, shapes and dtypes only. lazy: so too, of frozen parts that can be woken.
-    Raises ConfigFault where the weights do not fit.
+    On the meta device with meta=True: names, shapes and dtypes only. lazy: of frozen parts, those for which something
+    stands in until they are woken; their weights are looked at then. Raises ConfigFault where weights do not fit.
     """
     rates = learning_rates(cfg)
-    modules = {part: source.architecture.build(part) for part in PARTS}
-    faults = [*source.faults(modules), *_skipped_too_far(cfg, modules)]
+    lazy_ones = [part for part in PARTS if part in lazy and part != "unet" and part not in rates]
+    modules = {part: source.architecture.build(part) for part in PARTS if part not in lazy_ones}
+    faults = [*source.faults(modules), *_skipped_too_far(cfg, source)]
     faults += blocks.faults(modules["unet"], cfg.optimizer.block_lr)
     if faults:
         raise ConfigFault(faults)
-    lazy_ones = frozenset(lazy) - {"unet", *rates}
     for part, module in modules.items():
-        dtype = storage_dtype(cfg, part, rates)
-        if meta or part in lazy_ones:
-            torch.nn.Module.to(module, dtype)  # diffusers' own warns about dtypes that nothing here depends on
-        else:
-            fill(module, source.weights(part, module), dtype)
+        give_weights(source, part, module, storage_dtype(cfg, part, rates), meta=meta)
+    modules |= {part: stand_in(source, part, storage_dtype(cfg, part)) for part in lazy_ones}
     parts = _sorted_out(modules, rates, clip_skip_of(cfg))
+    for part in lazy_ones:
+        dtype = storage_dtype(cfg, part)
+        parts.lazy[part] = partial(wake, source, part, parts, dtype, eight_bits=in_8_bits(cfg, part))
     if "unet" in rates and (said := blocks.freeze(parts.root.unet, cfg.optimizer.block_lr)):
         parts.notes.append(said)
     parts.notes += _in_8_bits(parts, cfg)
-    parts.lazy = {part: partial(_wake, cfg, source, part, modules[part]) for part in PARTS if part in lazy_ones}
     parts.config = source.architecture.to_dict()
     parts.tokenizers = by_name(pair) if pair else {}
     parts.notes += [*source.notes, *_disagreement(cfg, source), *_skipping(cfg)]
@@ -79,26 +75,14 @@ def load_parts(
     return parts
 
 
-def _wake(cfg: TrainConfig, source: Source, part: str, module: nn.Module) -> None:
-    """Fill a frozen part that was left on the meta device, as it would have been filled at the start."""
-    fp8.release(module)
-    fill(module, source.weights(part, module), storage_dtype(cfg, part, {}))
-    module.requires_grad_(False).eval()
-    if _goes_into_8_bits(cfg, part):
-        fp8.store(module)
-
-
-def _goes_into_8_bits(cfg: TrainConfig, part: str) -> bool:
-    return cfg.model.fp8_frozen == "all" and part != "vae"
-
-
 def clip_skip_of(cfg: TrainConfig) -> int:
     """Return which hidden states are read, counted from the end; SDXL's where the configuration says nothing."""
     return cfg.model.clip_skip or CLIP_SKIP
 
 
-def _skipped_too_far(cfg: TrainConfig, modules: dict[str, Any]) -> list[Fault]:
-    layers = min(modules[part].config.num_hidden_layers for part in ("text_encoder_1", "text_encoder_2"))
+def _skipped_too_far(cfg: TrainConfig, source: Source) -> list[Fault]:
+    sizes = source.architecture
+    layers = min(each["num_hidden_layers"] for each in (sizes.text_encoder_1, sizes.text_encoder_2))
     if clip_skip_of(cfg) <= layers:
         return []
     return [Fault("--clip_skip", f"is {cfg.model.clip_skip}, a text encoder here has {layers} layers", "2 is SDXL's")]
@@ -117,9 +101,7 @@ def _skipping(cfg: TrainConfig) -> list[str]:
 def _sorted_out(modules: dict[str, nn.Module], rates: dict[str, float], clip_skip: int) -> Parts:
     """Put what is trained into root, the rest aside; the UNet is in root even where it is frozen."""
     encoders = {part: modules[part] for part in ("text_encoder_1", "text_encoder_2") if part in rates}
-    frozen = {part: module for part, module in modules.items() if part != "unet" and part not in rates}
-    for module in frozen.values():
-        module.requires_grad_(False).eval()
+    frozen = {part: still(modules[part]) for part in PARTS if part != "unet" and part not in rates}
     parts = Parts(SDXLRoot(modules["unet"], clip_skip=clip_skip, **encoders), frozen)
     _freeze(parts, rates)
     return parts
@@ -133,7 +115,7 @@ def _disagreement(cfg: TrainConfig, source: Source) -> list[str]:
     ]
 
 
-def storage_dtype(cfg: TrainConfig, part: str, rates: dict[str, float]) -> torch.dtype:
+def storage_dtype(cfg: TrainConfig, part: str, rates: Collection[str] = ()) -> torch.dtype:
     """Return the dtype that a part's weights are kept in; the UNet is in root, and root is fp32."""
     if part == "unet" or part in rates or (part == "vae" and cfg.model.vae_fp32):
         return torch.float32
@@ -146,9 +128,8 @@ def _in_8_bits(parts: Parts, cfg: TrainConfig) -> list[str]:
     if which is None:
         return []
     chosen: dict[str, Any] = {"unet": parts.root.unet}
-    chosen |= {name: module for name, module in parts.frozen.items() if _goes_into_8_bits(cfg, name)}
-    counts = {name: len(fp8.store(module)) for name, module in chosen.items()}
-    told = ", ".join(f"{count} layers of {name}" for name, count in counts.items() if count)
+    chosen |= {name: module for name, module in parts.frozen.items() if in_8_bits(cfg, name)}
+    told = to_8_bits(chosen)
     if not told:
         flag = "--fp8_base" if which == "all" else "--fp8_base_unet"
         return [f"{flag} has no effect: it is for frozen layers, and here all that it is about are trained"]

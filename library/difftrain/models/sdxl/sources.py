@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.keys import STREAM_VERSION
-from difftrain.models.parts.fingerprints import hashed, of_tensors
+from difftrain.models.parts.fingerprints import hashed
 from difftrain.models.parts.initial import DRAW_VERSION, Scale, by_fan_in, clip_scale, initial_weights
-from difftrain.models.parts.small_vae import shipped_vae
+from difftrain.models.parts.small_vae import shipped_fingerprint, shipped_vae
 from difftrain.models.sdxl.architecture import Architecture, named, read_architecture
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Source(Protocol):
     def notes(self) -> Sequence[str]: ...
     def faults(self, modules: Modules) -> list[Fault]: ...
     def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]: ...
-    def fingerprint(self, part: str, module: Any) -> str: ...  # of a part's weights, which are not loaded for it
+    def fingerprint(self, part: str) -> str: ...  # of a part's weights, which are not loaded for it
 
 
 def source_of(cfg: TrainConfig) -> Source:
@@ -103,9 +103,9 @@ class RandomSource:
             scale = clip_scale(module.config.num_hidden_layers, module.config.hidden_size)
         yield from initial_weights(module, part, self.seed, scale)
 
-    def fingerprint(self, part: str, module: Any) -> str:
+    def fingerprint(self, part: str) -> str:
         if part == "vae" and self._ships_vae:
-            return of_tensors(shipped_vae(module))
+            return shipped_fingerprint(lambda: self.architecture.build(part))
         sizes = sorted(getattr(self.architecture, part).items())
         return hashed("random", STREAM_VERSION, DRAW_VERSION, self.seed, part, sizes)
 
@@ -142,13 +142,14 @@ class WithVae:
 
     def faults(self, modules: Modules) -> list[Fault]:
         others = {part: module for part, module in modules.items() if part != "vae"}
-        return [*self.base.faults(others), *self.vae.faults({"vae": modules["vae"]})]
+        alone = {part: module for part, module in modules.items() if part == "vae"}
+        return [*self.base.faults(others), *self.vae.faults(alone)]
 
     def weights(self, part: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         return self._of(part).weights(part, module)
 
-    def fingerprint(self, part: str, module: Any) -> str:
-        return self._of(part).fingerprint(part, module)
+    def fingerprint(self, part: str) -> str:
+        return self._of(part).fingerprint(part)
 
     def _of(self, part: str) -> Source:
         return self.vae if part == "vae" else self.base

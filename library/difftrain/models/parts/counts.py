@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from difftrain.models.sd3.architecture import Architecture
-
-Config = dict[str, Any]
+Config = Mapping[str, Any]
 
 
-def count(architecture: Architecture, part: str) -> int:
-    """Count the parameters of a frozen part."""
-    config = getattr(architecture, part)
-    return vae(config) if part == "vae" else t5(config) if part == "text_encoder_3" else clip(config)
-
-
-def clip(config: Config) -> int:
-    """Count a CLIP text encoder with its projection."""
+def clip(config: Config, *, projected: bool = True) -> int:
+    """Count a CLIP text encoder, with its projection or without."""
     d, inner = config["hidden_size"], config["intermediate_size"]
     layer = 4 * _linear(d, d) + _linear(d, inner) + _linear(inner, d) + 4 * d
     tables = (config["vocab_size"] + config.get("max_position_embeddings", 77)) * d
-    return tables + config["num_hidden_layers"] * layer + 2 * d + d * config["projection_dim"]
+    return tables + config["num_hidden_layers"] * layer + 2 * d + (d * config["projection_dim"] if projected else 0)
 
 
 def t5(config: Config) -> int:
