@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from looking import looked_at  # noqa: F401
 
 from difftrain.config import TrainConfig
 from difftrain.config.dataset_file import applied
 from difftrain.config.dataset_toml import resolve
 from difftrain.config.sections import EvalSetSection
-from difftrain.data import indexing, twins
+from difftrain.data import twins
 from difftrain.data.cache import contents
 from difftrain.data.cache.mask_contents import mask_contents
 from difftrain.data.evaluation_sets import open_set
-from difftrain.data.inspection import inspect
 from difftrain.data.prepare import Data, open_data, prepare
 from difftrain.testing.pictures import write_folder, write_tar
 
@@ -34,29 +32,6 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "a" / "broken.jpg").write_bytes(b"no picture")
     (tmp_path / "a" / "broken.txt").write_text("a caption")
     return tmp_path
-
-
-class NoLimit:
-    """In place of what a worker process tells of the item in hand."""
-
-    @staticmethod
-    @contextmanager
-    def item(position: int) -> Iterator[None]:
-        yield
-
-
-@pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Look at files in this process, which is quicker; return their paths, as it goes on."""
-    found: list[str] = []
-
-    def run_jobs(jobs: Any, *args: Any, **more: Any) -> Iterator[list[Any]]:
-        for job in jobs:
-            found.extend(f"{job.payload.source.root}/{file.path}" for _, file in job.payload.files)
-            yield [row for _, row in inspect(job, NoLimit())]  # type: ignore[arg-type]
-
-    monkeypatch.setattr(indexing, "run_jobs", run_jobs)
-    return found
 
 
 def resolved(place: Path, text: str, cache: str = "cache", **data: Any) -> TrainConfig:

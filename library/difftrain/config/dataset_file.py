@@ -98,6 +98,8 @@ class _Resolver:
         datasets = self.listed(tables.get("datasets"), "[[datasets]]")
         found = [self.dataset(each, f"[[datasets]] {n}", general) for n, each in enumerate(datasets, 1)]
         self.out.datasets = tuple(each for each in found if each.subsets)
+        if not self.out.datasets and not self.out.faults:
+            self.fault("[[datasets]]", "every subset is left out, since num_repeats = 0", "give one at least 1")
         if len(self.seeds) > 1:
             self.fault("validation_seed", "differs between data sets", "one seed decides for all what is held out")
         elif self.seeds:

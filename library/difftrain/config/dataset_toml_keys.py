@@ -12,6 +12,8 @@ Level = Literal["both", "directory"]
 Check = Callable[[Any], str]  # what a value must be, or "" where it is that
 
 LEAST_REPEATS = 0.0001
+MOST_SIDE = 16384  # px
+LEAST_RATIO, MOST_RATIO = 0.01, 100.0  # width / height
 CLIP_MODES = ("single_beginning", "single_middle")
 
 
@@ -60,23 +62,37 @@ def _repeats(value: Any) -> str:
     return "" if right else f"a number, at least {LEAST_REPEATS:g}: 2, or 0.5 for every second epoch"
 
 
+def _is_side(value: Any) -> bool:
+    return not _count(1)(value) and value <= MOST_SIDE
+
+
 def _whole_numbers(value: Any, count: int) -> bool:
-    return isinstance(value, list) and len(value) == count and not any(_count(1)(each) for each in value)
+    return isinstance(value, list) and len(value) == count and all(map(_is_side, value))
+
+
+def _is_ratio(value: Any) -> bool:
+    return _is_number(value) and LEAST_RATIO <= value <= MOST_RATIO
+
+
+def _ratio(value: Any) -> str:
+    return "" if _is_ratio(value) else f"width / height: a number from {LEAST_RATIO:g} to {MOST_RATIO:g}"
 
 
 def _sides(value: Any) -> str:
     def right(each: Any) -> bool:
-        return not _count(1)(each) or _whole_numbers(each, 2)
+        return _is_side(each) or _whole_numbers(each, 2)
 
-    said = "a list of sides, or of [width, height], such as [512, 1024] or [[1280, 720]]"
+    said = f"a list of sides up to {MOST_SIDE}, or of [width, height], such as [512, 1024] or [[1280, 720]]"
     return "" if isinstance(value, list) and value and all(map(right, value)) else said
 
 
 def _ratios(value: Any) -> str:
     def right(each: Any) -> bool:
-        return not _number(0)(each) or _whole_numbers(each, 2)
+        return _is_ratio(each) or (_whole_numbers(each, 2) and _is_ratio(each[0] / each[1]))
 
-    said = "a list of width / height, or of [width, height], such as [0.75, 1.0, 1.5]"
+    said = (
+        f"a list of width / height, {LEAST_RATIO:g} to {MOST_RATIO:g}, or of [width, height], such as [0.75, 1.0, 1.5]"
+    )
     return "" if isinstance(value, list) and value and all(map(right, value)) else said
 
 
@@ -121,8 +137,8 @@ KEYS: dict[str, Key] = {
     "resolutions": Key(_sides),
     "enable_ar_bucket": Key(_truth),
     "ar_buckets": Key(_ratios),
-    "min_ar": Key(_number(0)),
-    "max_ar": Key(_number(0)),
+    "min_ar": Key(_ratio),
+    "max_ar": Key(_ratio),
     "num_ar_buckets": Key(_count(1)),
     "size_buckets": Key(_sizes),
     "frame_buckets": Key(_frames),

@@ -5,15 +5,18 @@ A set is a data set TOML of its own, prepared as training's data are; nothing of
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from difftrain.config import TrainConfig
 from difftrain.config.sections import DatasetSection, EvalSetSection
 from difftrain.contracts import FeatureSpec, Tokenize
+from difftrain.data.index import DATABASE, Index, connect
 from difftrain.data.loader import num_workers
 from difftrain.data.prepare import Data, built_index, make_tables, open_data, refuse, trusted_index
 from difftrain.data.samples import SampleMaker
@@ -21,6 +24,11 @@ from difftrain.data.tables import BucketRows, Tables
 from difftrain.data.validation import HeldOut, ValidationBatches, plain_maker
 
 Say = Callable[[str], None]
+_SAME_BYTES = "SELECT count(*) FROM main.records WHERE content IN (SELECT content FROM trained.records)"
+_SAME_PLACE = """
+SELECT r.row FROM main.records r JOIN main.files f ON f.id = r.file WHERE f.source = ? AND (f.path, coalesce(r.member, ''))
+    IN (SELECT o.path, coalesce(t.member, '') FROM trained.records t JOIN trained.files o ON o.id = t.file WHERE o.source = ?)
+"""
 SEED = 0  # of the draws: the same for every run, whatever its own, so that any two can be compared
 
 
@@ -92,6 +100,24 @@ def open_set(cfg: TrainConfig, section: EvalSetSection, log: Say) -> Data:
     buckets = len({rows.bucket for rows in data.tables.training})
     log(f"{placed:,} records in {buckets} bucket{'s'[: buckets > 1]}, {rejected:,} rejected")
     return replace(data, recipes=tuple(recipe.plain() for recipe in data.recipes))  # a cache of it holds no more
+
+
+def common_records(trained: Index, held: Index) -> int:
+    """Count the records of a set whose pictures are trained on, too.
+
+    By their bytes where both indexes know all of them, else by their places in folders that both have.
+    """
+    alike = [
+        (one.ordinal, other.ordinal) for one in held.sources for other in trained.sources if one.root == other.root
+    ]
+    by_bytes = trained.summary.verify == held.summary.verify == "full"
+    with contextlib.closing(connect(held.folder / DATABASE)) as database:
+        place = quote(str((trained.folder / DATABASE).absolute()))
+        database.execute("ATTACH DATABASE ? AS trained", (f"file:{place}?mode=ro&immutable=1",))
+        if by_bytes:
+            return int(database.execute(_SAME_BYTES).fetchone()[0])
+        found = {row for pair in alike for (row,) in database.execute(_SAME_PLACE, pair)}
+        return len(found)
 
 
 def set_batches(

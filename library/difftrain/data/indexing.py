@@ -293,7 +293,7 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
             known.append(f"      {reject.path}: {reject.reason}")
     for kind, count in summary.reasons.items():
         lines += [f"  {count:,} x {kind}", *examples[kind]]
-    remedy = "Mend or remove them, or raise --max_rejected_share."
+    remedy = "Mend or remove them, or raise --max_rejected_share." if summary.count else "Nothing is left to train on."
     if not summary.count and set(summary.reasons) <= set(_CAPTIONLESS):
         lines.insert(0, f"none of {items:,} pictures has a caption:")
     if any(kind in _CAPTIONLESS for kind in summary.reasons):

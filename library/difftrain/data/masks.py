@@ -73,7 +73,7 @@ class Masks:
         size_hw: of its picture, whose shape it must have; one for all pictures is stretched. Raises Unusable.
         """
         is_default = bool(self.default) and path == Path(self.default).expanduser()
-        return decode_rgba(data).pixels[..., 0] if is_default else decode_mask(path, data, size_hw)
+        return _red(path, data) if is_default else decode_mask(path, data, size_hw)
 
     def read(self, record: Record) -> np.ndarray | None:
         """Read the mask of a record; None where it counts as a whole. Shape: (h, w) uint8.
@@ -86,11 +86,18 @@ class Masks:
 
 def decode_mask(path: Path, data: bytes, size_hw: tuple[int, int]) -> np.ndarray:
     """Decode the bytes of a picture's own mask: the red channel. size_hw: of the picture. Raises: Unusable."""
-    mask = decode_rgba(data).pixels[..., 0]
+    mask = _red(path, data)
     (height, width), (mask_h, mask_w) = size_hw, mask.shape
     if abs(mask_w * height / (mask_h * width) - 1) > _SAME_SHAPE:
         raise Unusable("other shape", f"the mask {path} has {mask_w} x {mask_h} px, its picture {width} x {height}")
     return mask
+
+
+def _red(path: Path, data: bytes) -> np.ndarray:
+    try:
+        return decode_rgba(data).pixels[..., 0]
+    except Unusable as error:
+        raise Unusable(error.kind, f"the mask {path}: {str(error).removeprefix(f'{error.kind}: ')}") from None
 
 
 def cut_mask(mask: np.ndarray, place: Place, interpolation: str | None) -> np.ndarray:

@@ -331,6 +331,10 @@ def refuse(cfg: TrainConfig, data: Data) -> None:
             "choose smaller --bucket_reso_steps, or leave out --bucket_no_upscale"
         )
     placed = tables.count - tables.unplaced
+    if not tables.training and tables.left_out and not tables.validation:
+        raise DataFault(
+            f"subsample_ratio leaves out all {placed} records: nothing is left to train on; give a larger one"
+        )
     if not tables.training:
         raise DataFault(f"--validation_split={share} holds out all {placed} records: nothing is left to train on")
     if share and not tables.validation:

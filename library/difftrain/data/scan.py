@@ -18,8 +18,9 @@ from difftrain.data.index import DATABASE, IndexSummary
 from difftrain.data.index_writer import IndexWriter, disk_faults
 from difftrain.data.inspection import PASSING
 from difftrain.data.sources import SourceInfo, open_source
-from difftrain.data.sources.base import FileRef, printable, split_suffix
-from difftrain.data.sources.captions_file import check
+from difftrain.data.sources.base import FileRef, is_picture, printable, split_suffix
+from difftrain.data.sources.captions_file import blanks_in, named_by, names_in
+from difftrain.data.sources.folder import walk
 from difftrain.data.twins import KINDS, firsts_of, name_twins
 
 _FOREIGN_CACHES = ("_sdxl.npz", "_sd.npz", "_sd3.npz", "_flux.npz", "_te_outputs.npz", "_sd3_te.npz", "_flux_te.npz")
@@ -133,7 +134,7 @@ def _rows(info: SourceInfo, others: Counter[str]) -> Iterator[tuple[str, tuple[o
             elif file.role == "caption":
                 rank = info.suffixes.index(suffix)
                 yield "captions", (info.ordinal, stem, rank, file.path, file.size, file.mtime_ns)
-            else:
+            elif file.path != info.captions_file:
                 others[_kind_of_other(file.path)] += 1
     except OSError as error:
         raise DataFault(f"{error.filename or info.root}: cannot be listed ({error.strerror})") from None
@@ -174,8 +175,8 @@ def name_files(
             writer.db.execute(_FILES.format(shard=shard), (stamp_of(info), level, info.ordinal))
             if info.suffixes:
                 _count_captions(writer, info, listing)
-            elif info.captions_file:
-                listing.captions[f"from {info.captions_file}"] += check(info)
+    _count_named(writer, infos, listing)
+    _count_masks(writer, infos, listing)
     name_twins(writer, infos)
     (count,) = writer.db.execute("SELECT count(*) FROM main.files").fetchone()
     return int(count)
@@ -198,6 +199,47 @@ def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> 
     count, example = writer.db.execute(f"SELECT count(*), min(path) {lone}", (info.ordinal,)).fetchone()
     if count:
         listing.passed_over.append(f"{info.root}: {count} caption files without a picture, for example {example}")
+
+
+def _count_named(writer: IndexWriter, infos: Sequence[SourceInfo], listing: Listing) -> None:
+    """Count the pictures that files of captions name, and say what else stands in these. Of tars the names are counted."""
+    found: dict[Path, tuple[SourceInfo, set[str]]] = {}
+    for info in _but_twins(infos):
+        if not info.captions_file:
+            continue
+        _, used = found.setdefault(Path(info.root) / info.captions_file, (info, set()))
+        where, names = f"from {info.captions_file}", names_in(info)
+        if open_source(info).sharded:
+            listing.captions[where] += len(names)
+            used |= names
+            continue
+        listing.captions[where] += 0  # comes before those that have none
+        for (path,) in writer.db.execute("SELECT path FROM scan.media WHERE source = ?", (info.ordinal,)):
+            name = named_by(names, path)
+            listing.captions["none" if name is None else where] += 1
+            used |= set() if name is None else {name}
+    for path, (info, used) in found.items():
+        if strangers := names_in(info) - used:
+            said = f"{len(strangers):,} names are of no picture there, for example {min(strangers)!r}"
+            listing.passed_over.append(f"{path}: {said}")
+        if blank := blanks_in(info):
+            listing.passed_over.append(f"{path}: {blank:,} empty captions beside others, which no use draws")
+
+
+def _count_masks(writer: IndexWriter, infos: Sequence[SourceInfo], listing: Listing) -> None:
+    """Say how many pictures have masks of their own, where not all have to. What lies in tars is not known yet."""
+    for info in _but_twins(infos):
+        folder = Path(info.masks).expanduser()
+        if not info.masks or not info.masks_optional or open_source(info).sharded or not folder.is_dir():
+            continue
+        there = {split_suffix(path)[0] for path, _ in walk(folder) if is_picture(path)}
+        stems = [stem for (stem,) in writer.db.execute("SELECT stem FROM scan.media WHERE source = ?", (info.ordinal,))]
+        own = sum(stem in there or stem.rpartition("/")[2] in there for stem in stems)
+        if own < len(stems):
+            others = "the others have the one for all" if info.default_mask else "the others count as a whole"
+            listing.passed_over.append(
+                f"{info.root}: {own:,} of {len(stems):,} pictures have a mask in {folder}, {others}"
+            )
 
 
 def match_files(

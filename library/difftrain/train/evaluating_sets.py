@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.config import TrainConfig
 from difftrain.config.sections import EvalSection, EvalSetSection
-from difftrain.contracts import Family, Parts, Reject
-from difftrain.data.evaluation_sets import config_of, open_set, set_batches
+from difftrain.contracts import DataFault, Family, Parts, Reject
+from difftrain.data.evaluation_sets import common_records, config_of, open_set, set_batches
 from difftrain.data.loader import check_sizes
 from difftrain.data.prepare import Data
 from difftrain.device.memory import during
@@ -61,7 +61,14 @@ def _opened(
     cfg: TrainConfig, section: EvalSetSection, device: Device, ranks: Ranks, family: Family, parts: Parts
 ) -> EvaluationSet:
     name = f"evaluation set {section.name}"
-    data = on_each_machine(ranks, lambda: open_set(cfg, section, lambda line: log.info("%s: %s", name, line)))
+
+    def opened() -> Data:
+        try:
+            return open_set(cfg, section, lambda line: log.info("%s: %s", name, line))
+        except DataFault as fault:
+            raise DataFault(f"{name}: {fault}") from fault
+
+    data = on_each_machine(ranks, opened)
     check_sizes(data.tables, family.features)
     own = config_of(cfg, section)
     cached = with_cache(own, device, ranks, family, parts, data, trains=False)
@@ -107,6 +114,10 @@ class EvaluatingSets:
         self._outputs = outputs
         self._sets = run.sets
         self._tokenize = run.family.tokenizer(run.parts) if self._sets else None
+        for each in self._sets:
+            if run.ranks.is_logger and (common := common_records(run.data.index, each.data.index)):
+                what = "evaluation set %s: %d of its %d records show pictures that are trained on, too"
+                log.warning(what, each.name, common, each.data.index.count)
         self._due = Due(run.cfg.eval, run.progress.samples_seen)
         self._pictures = DrawnPictures(run) if self._sets and run.cfg.eval.kid else None
 

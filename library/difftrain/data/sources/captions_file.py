@@ -20,9 +20,21 @@ def digest_of(info: SourceInfo) -> str:
     return hashlib.blake2b(_bytes(_path(info)), digest_size=8).hexdigest()
 
 
-def check(info: SourceInfo) -> int:
-    """Read the file of a source and return how many pictures it names. Raises DataFault where that cannot be done."""
-    return len(_entries(info))
+def names_in(info: SourceInfo) -> set[str]:
+    """Return the names that the file of a source has captions for. Raises DataFault where it cannot be read."""
+    return set(_entries(info))
+
+
+def blanks_in(info: SourceInfo) -> int:
+    """Return how many empty captions stand in lists beside others: no use draws one."""
+    lists = [value for value in _entries(info).values() if isinstance(value, list)]
+    blank = [sum(isinstance(each, str) and not each.strip() for each in value) for value in lists]
+    return sum(count for count, value in zip(blank, lists, strict=True) if count < len(value))
+
+
+def named_by(names: set[str], path: str) -> str | None:
+    """Return the name that a picture goes by: its path in the source, else its bare name; None where neither is there."""
+    return next((name for name in (path, path.rpartition("/")[2]) if name in names), None)
 
 
 def captions_in(info: SourceInfo, name: str) -> tuple[str, ...]:

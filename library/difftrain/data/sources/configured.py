@@ -14,6 +14,7 @@ from difftrain.config.datasets import datasets_of
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.media import Unusable, decode_rgba
 from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, printable, split_suffix
+from difftrain.data.sources.folder import is_folder
 from difftrain.data.sources.kohya import KohyaFolder, kohya_folders, outside
 
 if TYPE_CHECKING:
@@ -91,11 +92,13 @@ def _place(given: str) -> Path:
 
 
 def _mask(path: Path) -> Path:
-    """Look at a mask that many pictures share before any of them is. Raises DataFault where it is none."""
+    """Look at a mask that many pictures share before any of them is. Raises DataFault where it is none, or all black."""
     try:
-        decode_rgba(path.read_bytes())
+        pixels, _ = decode_rgba(path.read_bytes())
     except (OSError, Unusable) as error:
         raise DataFault(f"{path}: cannot be used as a mask ({error}); give a picture: white is trained on") from None
+    if not pixels[..., 0].any():
+        raise DataFault(f"{path}: black everywhere, so nothing is trained where it is the mask; white is trained on")
     return path
 
 
@@ -221,7 +224,7 @@ def _look(level: list[Path], visited: set[tuple[int, int]]) -> tuple[Counter[str
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir():
+                if is_folder(entry):
                     below.append(Path(entry.path))
                 else:
                     suffixes[split_suffix(entry.name)[1]] += 1

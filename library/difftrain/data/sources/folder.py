@@ -86,11 +86,21 @@ def walk(root: Path, below: str = "", *, deep: bool = True) -> Iterator[tuple[st
                 if entry.name.startswith(".") or entry.name == "__MACOSX":
                     continue
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir():
+                if is_folder(entry):
                     if deep:
                         waiting.append(path)
-                elif entry.is_file() or (entry.is_symlink() and not Path(entry.path).exists()):
+                elif leads_nowhere(entry) or entry.is_file():
                     yield path, entry  # a broken link is an item that cannot be read; pipes and devices are none
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Tell a folder, or a link to one; a link that leads in a circle is none."""
+    return not leads_nowhere(entry) and entry.is_dir()
+
+
+def leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    """Tell a link whose end is not there, or that leads in a circle."""
+    return entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110 - False in a circle too
 
 
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:

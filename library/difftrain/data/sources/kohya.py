@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from difftrain.data.sources.base import is_picture
-from difftrain.data.sources.folder import walk
+from difftrain.data.sources.folder import is_folder, walk
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def kohya_folders(root: Path) -> list[KohyaFolder]:
     """Return the sub-folders of kohya's layout that hold pictures directly, by name."""
     found = []
     for entry in os.scandir(root):
-        parsed = parse_name(entry.name) if entry.is_dir() else None
+        parsed = parse_name(entry.name) if is_folder(entry) else None
         if parsed is not None and _holds_pictures(Path(entry.path)):
             found.append(parsed)
     return sorted(found, key=lambda folder: folder.name)
@@ -45,7 +45,7 @@ def outside(root: Path, folders: list[KohyaFolder]) -> Iterator[str]:
     """Iterate over pictures that lie in none of the folders: kohya passes them over, we name them."""
     inside = {folder.name for folder in folders}
     for entry in os.scandir(root):
-        if entry.is_dir() and entry.name not in inside and not entry.name.startswith("."):
+        if is_folder(entry) and entry.name not in inside and not entry.name.startswith("."):
             for path, _ in walk(root, entry.name):
                 if is_picture(path):
                     yield path
