@@ -235,6 +235,8 @@ def test_a_family_that_is_not_built_hides_no_other_fault() -> None:
          'image_dir = "a\\u0000"\nkeep_tokens = 99999999999999999999\n',
          ["foo: no such key", "batchsize: no such key", "image_dir: holds", "keep_tokens: is beyond"]),
         ("", ["no directory is named"]),
+        ("resolutions = [64]\nenable_ar_bucket = true\nmin_ar = 0.5\nmax_ar = 2\nnum_ar_buckets = 1000000000\n[[directory]]\n"
+         "path = 'pictures'\n", ["num_ar_buckets: must be at most 1000, got 1000000000"]),
     ],
 )  # fmt: skip
 def test_strange_files_of_data_sets(key: str, text: str, says: list[str]) -> None:

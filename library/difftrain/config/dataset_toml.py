@@ -26,6 +26,7 @@ BatchOf = Callable[[int], int]  # side of a resolution -> images of a micro batc
 
 CAPTIONS_FILE = "captions.json"
 _MANY_RESOLUTIONS = 3
+_MOST_RATIOS = 1000
 _PATHS = ("path", "mask_path", "default_mask_file", "control_path")
 SHARDS = (".tar", ".parquet")
 _DATA = (*SHARDS, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
@@ -133,6 +134,10 @@ class _Resolver:
                 what = f"is above max_ar: {values['min_ar']:g} > {values['max_ar']:g}"
                 self.fault(directory.where("min_ar"), what, "width / height of the narrowest bucket comes first")
                 bad = bad | {"min_ar"}
+            if values.get("num_ar_buckets", 0) > _MOST_RATIOS:
+                what = f"must be at most {_MOST_RATIOS}, got {values['num_ar_buckets']}"
+                self.fault(directory.where("num_ar_buckets"), what, "some tens are more than enough")
+                bad = bad | {"num_ar_buckets"}
             if missing or bad & set(ranged):
                 return []
         elif not values.get("enable_ar_bucket"):
