@@ -11,7 +11,7 @@ from typing import Any
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.contracts.family import DrawSpec, Feature, FeatureSpec
 from difftrain.models.parts import counts, encoder_sizes
-from difftrain.models.parts.encoder_sizes import ENCODERS, possible, told
+from difftrain.models.parts.encoder_sizes import CLIP, ENCODERS, possible, told
 from difftrain.models.parts.sizes_file import read_sizes
 from difftrain.models.sd3.sizes_fit import mismatches
 
@@ -98,7 +98,7 @@ class Architecture:
     @property
     def clip_length(self) -> int:
         """Tokens of a sequence of CLIP's, as many as its encoders have positions."""
-        return self.text_encoder_1.get("max_position_embeddings", _CLIP["max_position_embeddings"])
+        return self.text_encoder_1.get("max_position_embeddings", CLIP.defaults["max_position_embeddings"])
 
     @property
     def vae_factor(self) -> int:
