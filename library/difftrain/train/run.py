@@ -36,7 +36,7 @@ from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.report.files import write_whole
 from difftrain.train import out_of_memory
-from difftrain.train.averages import announce, start_averages
+from difftrain.train.averages import announce, require_profiles, start_averages
 from difftrain.train.caching import lazy_parts, with_cache
 from difftrain.train.check import check, check_device
 from difftrain.train.drawing import Drawing
@@ -100,6 +100,7 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         if start.finished:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, start.step)
             return 0
+        require_profiles(start.cfg, start.checkpoint, ranks)
         uploads = stack.enter_context(open_uploads(cfg, ranks))
         here, pins = fetch(start.cfg, ranks, start.pins)
         if fetches:
@@ -232,9 +233,9 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         sets=sets,
     )
     this.ema, this.profiles = start_averages(cfg.ema, engine)
-    this.choices += announce(cfg.ema, this.profiles, total)
     this.progress.step = first_step
     restore(this, start)
+    this.choices += announce(this)
     device.reset_peak_memory()
     return this
 

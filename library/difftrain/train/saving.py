@@ -12,9 +12,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,15 +22,13 @@ from difftrain.checkpoint import STEPS, Naming, SaveName
 from difftrain.checkpoint.names import ONE_FILE
 from difftrain.config.names import FOLDER_EXPORTS
 from difftrain.contracts import RunFacts
-from difftrain.train.averages import store_snapshots, write_averages
+from difftrain.train.averages import SNAPSHOTS, store_snapshots, write_averages
 from difftrain.train.run_dir import how_to_go_on
 from difftrain.train.signals import NOTHING
 from difftrain.train.state import Run
+from difftrain.train.streams import Weights, all_tried, to_the_end
 from difftrain.train.together import company
 from difftrain.train.watch import Watch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger("difftrain")
 CLOCK_FILE = "clock.json"
@@ -122,7 +119,9 @@ class Saving:
                 log.error("export %s was not written: %s; earlier ones are untouched", name.of(self._names), error)
                 run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
                 failed = True
-            if not run.ranks.any(failed):
+            if run.ranks.any(failed):
+                run.facts.pop(SNAPSHOTS, None)  # on every rank: storing them is work of all
+            else:
                 self._exported_at = run.progress.step
             with company(run.ranks, run.claim.owned):
                 if run.claim.owned:
@@ -194,17 +193,24 @@ class Saving:
         """Export the weights, and the averaged ones, and store snapshots; every rank takes part in gathering them."""
         name = save.of(self._names)
         with company(run.ranks, run.ranks.is_logger):
+            all_tried(self._exports(run, name))
+
+    def _exports(self, run: Run, name: str) -> Iterator[Callable[[], None]]:
+        def trained() -> None:
             with run.engine.settled():
                 self._export_weights(run, name, run.engine.full_weights())
-            if run.ema is not None:
-                self._export_weights(run, f"{name}-ema", run.engine.full_weights(run.ema.weights))
-            store_snapshots(run)
 
-    def _export_weights(self, run: Run, name: str, weights: Iterator[tuple[str, Tensor]]) -> None:
-        if not run.ranks.is_logger:
-            for _ in weights:
-                pass
-            return
+        yield trained
+        if (ema := run.ema) is not None:
+            yield lambda: self._export_weights(run, f"{name}-ema", run.engine.full_weights(ema.weights))
+        yield lambda: store_snapshots(run)
+
+    def _export_weights(self, run: Run, name: str, weights: Weights) -> None:
+        with to_the_end(weights):
+            if run.ranks.is_logger:
+                self._write(run, name, weights)
+
+    def _write(self, run: Run, name: str, weights: Weights) -> None:
         save = run.cfg.save
         dtype = DTYPES[run.cfg.export_precision] if run.cfg.export_precision else None
         broken: list[str] = []
@@ -246,7 +252,7 @@ def _folder_for(path: Path, one_file: bool) -> Iterator[Path]:
             path.rmdir()
 
 
-def _watched(weights: Iterator[tuple[str, Tensor]], broken: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _watched(weights: Weights, broken: list[str]) -> Weights:
     """Hand weights on, and note the names of those that are not finite: an optimizer can break what it is given whole."""
     for name, tensor in weights:
         if tensor.is_floating_point() and not tensor.isfinite().all():
