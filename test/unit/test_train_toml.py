@@ -411,7 +411,7 @@ def test_all_faults_at_once_with_file_table_and_nearest_key(here: Path) -> None:
         for fault in faults(f"--config={path}", "--seed=1", "stray")
     }
     expected = {
-        "foo": "no such key", "epochs": "integer", "[model] diffusers_pth": "did you mean diffusers_path?",
+        "foo": "no such key", "epochs": "whole number", "[model] diffusers_pth": "did you mean diffusers_path?",
         "[model] dtype": "did you mean bf16?", "[training] epoch": "did you mean epochs?",
         "[optimization] warmup_steps": f"contradicts {path} [training] warmup_steps", "[save] save_every_n_steps": "at least 1",
         "[eval] eval_datasets": "no such key: x", "[trainning]": "did you mean training?", "[adapter] type": "not built yet",
@@ -448,8 +448,8 @@ def test_two_places_may_say_the_same(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[training]\ngradient_clipping = '1'", "gradient_clipping: input should be a valid number"),
-        ("[training]\nmicro_batch_size_per_gpu = 1.5", "micro_batch_size_per_gpu: input should be a valid integer"),
+        ("[training]\ngradient_clipping = '1'", "gradient_clipping: must be a number"),
+        ("[training]\nmicro_batch_size_per_gpu = 1.5", "micro_batch_size_per_gpu: must be a whole number"),
         ("[training]\nmicro_batch_size_per_gpu = [[64]]", "must be a number, or [[resolution, batch], ...]"),
         ("[optimization]\nactivation_checkpointing = 'yes'", "must be true, false or 'unsloth', got 'yes'"),
         ("[optimization]\nactivation_checkpointing = 1", "must be true, false or 'unsloth', got 1"),

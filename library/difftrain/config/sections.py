@@ -130,7 +130,7 @@ class TrainingSection(Section):
     compile: bool = False
     compile_backend: str = "inductor"
     max_grad_norm: NonNegative = 1.0  # 0: no clipping
-    fused_attention: bool = Field(False, description="--enable_npu_flash_attention")
+    fused_attention: bool = Field(False, description="fused attention on NPU; elsewhere it says which is used")
     attention: Literal["auto", "xformers", "sdpa", "mem_eff"] = "auto"
     max_skipped_steps: PositiveInt = Field(10, description="non-finite steps in a row before the run stops")
     engine: Literal["native", "accelerate"] = "native"

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from difftrain.config.section import CacheDtype, IntOrShare, PositiveInt, Section, Share
 
+_SPACED = "with a space between; none in diffusion-pipe's data sets, where it is joined as it is"
+
 
 class CaptionSection(Section):
     """How the caption of a draw is made from a record's caption."""
@@ -19,8 +21,8 @@ class CaptionSection(Section):
     keep_tokens_separator: str | None = None
     secondary_separator: str | None = None
     enable_wildcard: bool = False
-    prefix: str | None = None
-    suffix: str | None = None
+    prefix: str | None = Field(None, description=f"text in front of every caption, {_SPACED}")
+    suffix: str | None = Field(None, description=f"text behind every caption, {_SPACED}")
     token_warmup_min: Annotated[int, Field(ge=0)] = 1
     token_warmup_step: IntOrShare = 0
     weighted: bool = False
@@ -34,13 +36,15 @@ class CaptionSection(Section):
     dialect: Literal["kohya", "diffusion_pipe"] = Field(
         "kohya", description="diffusion_pipe: whole files, tags joined as they were cut, the prefix put before as it is"
     )
-    variants: PositiveInt | None = Field(None, description="captions drawn of a record, once; None: cache.shuffle_num")
+    variants: PositiveInt | None = Field(None, description="captions drawn of a record, once; unset: cache.shuffle_num")
 
 
 class SizeSection(Section):
     """Which shapes pictures get."""
 
-    resolution: tuple[PositiveInt, PositiveInt] | None = None  # width, height as kohya spells it
+    resolution: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, description="[width, height] in pixels, or one number for a square"
+    )
     enable_bucket: bool = False
     min_bucket_reso: PositiveInt = 256
     max_bucket_reso: PositiveInt = 1024
@@ -58,7 +62,10 @@ class PictureSection(Section):
     flip: bool = False
     random_crop: bool = False
     color_aug: bool = False
-    face_crop_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = None
+    face_crop_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = Field(
+        None,
+        description="[low, high]: cut around the face that a file name ends in (_x_y_width_height), the shorter side so many times the face",
+    )
     alpha_mask: bool = False
     conditioning_dir: str | None = Field(None, description="masks of the loss, by the pictures' names")
 
@@ -108,7 +115,7 @@ class DataSection(SizeSection, PictureSection):
     verify: Literal["auto", "full", "quick"] = "auto"
     max_rejected_share: Share = 0.5
     shard_size: PositiveInt | None = Field(None, description="plain files of a shard where data are read in sequence")
-    prefetch: PositiveInt | None = Field(None, description="micro batches that a worker keeps ready; None: 2")
+    prefetch: PositiveInt | None = Field(None, description="micro batches that a worker keeps ready; unset: 2")
     workers: Annotated[int, Field(ge=0)] = 8
     image_decoder: Literal["host", "device"] = Field("host", description="device: of JPEG, by torchvision_npu")
     cache_dir: str | None = None
@@ -133,8 +140,8 @@ class CacheSection(Section):
     only: bool = Field(False, description="stop when the cache is whole")
     preload: bool = Field(False, description="copy a cache on disk into memory that all processes share")
     batch_size: PositiveInt = Field(32, description="captions that a text encoder takes at once")
-    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="while building; None: data.workers")
-    device: str | None = Field(None, description="kind of device that encodes; None: the one that trains")
+    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="while building; unset: data.workers")
+    device: str | None = Field(None, description="kind of device that encodes; unset: the one that trains")
     segment_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="size at which the next segment is begun")
     copy_gib: Annotated[float, Field(gt=0)] = Field(50.0, description="bound of what is kept of an object store")
 
@@ -155,10 +162,10 @@ class EvalSection(Section):
     every_n_epochs: PositiveInt | None = None
     every_n_examples: PositiveInt | None = None
     before_first_step: bool = False
-    batch_size: PositiveInt | None = Field(None, description="images a rank takes at once; None: training.batch_size")
+    batch_size: PositiveInt | None = Field(None, description="images a rank takes at once; unset: training.batch_size")
     kid: bool = Field(False, description="KID-efflite0 of pictures drawn for the sets' captions")
     kid_pictures: PositiveInt = Field(256, description="how many pictures")
-    kid_every_n_steps: PositiveInt | None = Field(None, description="None: with every evaluation")
+    kid_every_n_steps: PositiveInt | None = Field(None, description="unset: with every evaluation")
     kid_guidance: Annotated[float, Field(ge=1)] = Field(1.0, description="their guidance; 1: none")
     kid_steps: PositiveInt = Field(20, description="their steps of the sampler")
 

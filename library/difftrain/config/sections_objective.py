@@ -65,7 +65,7 @@ class NoiseSection(Section):
 class RepaSection(Section):
     """Alignment of hidden picture tokens with a frozen image encoder's (Yu et al. 2024)."""
 
-    encoder: str | None = Field(None, description="folder of a transformers vision model; None: off")
+    encoder: str | None = Field(None, description="folder of a transformers vision model; unset: off")
     weight: NonNegative = Field(0.5, description="of the alignment beside the loss")
     layer: PositiveInt = Field(4, description="block whose picture tokens are aligned, counted from 1")
     hidden: PositiveInt = Field(2048, description="width of the projector between the two")
@@ -77,7 +77,7 @@ class TreadSection(Section):
 
     share: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the picture tokens that are routed; 0: off")
     start: PositiveInt = Field(2, description="first block that routed tokens pass by, counted from 1")
-    end: PositiveInt | None = Field(None, description="last such block; None: two before the last")
+    end: PositiveInt | None = Field(None, description="last such block; unset: two before the last")
 
 
 class PatchMaskingSection(Section):

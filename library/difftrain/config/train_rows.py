@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from difftrain.config.flags import flag_of
+from difftrain.config.forms import form_of
 from difftrain.config.sections import TrainConfig
 from difftrain.config.toml import value_text
 from difftrain.config.toml_key import Key
 from difftrain.config.toml_keys import KEYS, TABLES, key_of
 from difftrain.config.train_settle import DOOR_DEFAULTS, EMA_DEFAULTS
+from difftrain.config.train_values import ONE_NUMBER
 from difftrain.config.train_words import in_own_words
-from difftrain.config.validate import choices_of, default_of, section_class
+from difftrain.config.validate import default_of, section_class
 
 # fields that are written by what reads the files, and never by hand
 WRITTEN = frozenset({"data.datasets", "eval.sets"})
@@ -24,7 +26,11 @@ _DEFAULTS = {
     "?wandb": False,
     "?caching_batch": 32,
 }
-_CHOICES = {"?family": ("sdxl", "sd3"), "?engine": ("native", "accelerate", "deepspeed")}
+_CHOICES = {
+    "?family": ("sdxl", "sd3"),
+    "?engine": ("native", "accelerate", "deepspeed"),
+    "?clip_mode": ("single_beginning", "single_middle"),
+}
 _KINDS = {"bool": "true|false", "int": "N", "number": "X", "str": "TEXT", "any": "..."}
 _SAYS = {
     "output": "Where a run goes, and what it reads.",
@@ -109,21 +115,9 @@ def _meaning(path: str) -> str:
 
 
 def _values(path: str) -> str:
-    if choices := choices_of(path):
-        return "|".join(map(str, choices))
-    default, annotation = (
-        default_of(path),
-        str(section_class(path.partition(".")[0]).model_fields[path.partition(".")[2]].annotation),
-    )
-    if isinstance(default, bool):
-        return "true|false"
-    if isinstance(default, tuple):
-        return "[...]"
-    if isinstance(default, dict):
-        return "{...}"
-    if isinstance(default, str) or "str" in annotation:
-        return "TEXT"
-    return "N" if "int" in annotation and "float" not in annotation else "X"
+    section, _, name = path.partition(".")
+    form = form_of(section_class(section).model_fields[name].annotation)
+    return f"{ONE_NUMBER[path]}|{form}" if path in ONE_NUMBER else form
 
 
 def _default(path: str) -> str:

@@ -8,6 +8,7 @@ from difftrain.config.sections import TrainConfig
 from difftrain.config.toml_key import Key
 from difftrain.config.toml_keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES
 from difftrain.config.train_rows import says
+from difftrain.config.train_values import ONE_NUMBER
 from difftrain.config.validate import section_class
 
 _TYPES = {"bool": "boolean", "int": "integer", "number": "number", "str": "string"}
@@ -52,7 +53,11 @@ def _of_table(table: str, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _of_field(path: str, definitions: dict[str, Any]) -> dict[str, Any]:
     section, _, name = path.partition(".")
-    return dict(definitions[section_class(section).__name__]["properties"][name])
+    told = dict(definitions[section_class(section).__name__]["properties"][name])
+    if path in ONE_NUMBER:
+        own = {word: told.pop(word) for word in ("anyOf", "type", "items", "minItems", "maxItems") if word in told}
+        told["anyOf"] = [*own.pop("anyOf", [own]), {"type": "integer" if ONE_NUMBER[path] == "N" else "number"}]
+    return told
 
 
 def _of_key(key: Key, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from difftrain.config.forms import needed
 from difftrain.config.names import did_you_mean
 from difftrain.config.sections import Section, TrainConfig
 
@@ -111,8 +112,11 @@ def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
             return f"must be one of {words}; got {got}", guess
         case "finite_number":
             return f"must be a finite number, got {got}", ""
-        case _:
-            return f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, got {got}", ""
+        case kind:
+            info = owner.model_fields.get(field)
+            said = needed(info.annotation, kind) if info is not None else ""
+            said = f"must be {said}" if said else f"{detail['msg'][:1].lower()}{detail['msg'][1:]}"
+            return f"{said}, got {got}", ""
 
 
 def _owner(cls: type[Section], loc: tuple[int | str, ...]) -> tuple[type[Section], str]:
