@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from sdxl import config, loaded
 
 from difftrain.config.parse import parse
-from difftrain.models.parts import fingerprints
-from difftrain.models.sdxl import load
+from difftrain.models.parts import fingerprints, stand_in
 from difftrain.models.sdxl.folder_source import FolderSource
 from difftrain.train import dry_run, ending
 from difftrain.train.run import run
@@ -34,7 +33,7 @@ class Runs:
         patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
         patch.setattr(fingerprints, "_SETTLED_NS", 0)
         patch.setattr(ending, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
-        fill, weights = load.fill, FolderSource.weights
+        fill, weights = stand_in.fill, FolderSource.weights
 
         def filled(module: Any, *rest: Any) -> Any:
             self.filled.append(type(module).__name__)
@@ -44,7 +43,7 @@ class Runs:
             self.read.append(part)
             return weights(source, part, module)
 
-        patch.setattr(load, "fill", filled)
+        patch.setattr(stand_in, "fill", filled)
         patch.setattr(FolderSource, "weights", read)
 
     def line(self, out: Path, *flags: str) -> list[str]:
