@@ -1,6 +1,10 @@
-"""Many pictures in one call are the ones that are drawn one by one."""
+"""Many pictures in one call are the ones that are drawn one by one; between steps they are fp32."""
 
 from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +13,11 @@ from cached import loaded as sdxl_parts
 
 from difftrain.config import TrainConfig
 from difftrain.models.registry import make_family
+from difftrain.sampling import FLOW_SAMPLERS, SAMPLERS, make_sampler
 from difftrain.sampling.batch import draw_batch
+from difftrain.sampling.grid import denoiser_of
 
+FAMILIES = ["sdxl", "sd3"]
 CAPTIONS = ["a picture", "two, three", ""]
 
 
@@ -37,3 +44,63 @@ def test_a_lot_is_its_pictures(family: str, sampler: str, guidance: float) -> No
         np.testing.assert_allclose(drawn(slice(n, n + 1))[0], together[n], atol=2e-3)
     assert not torch.allclose(together[0], together[1], atol=0.05)
     assert pipeline.scheduler is scheduler
+
+
+@cache
+def made(family: str) -> Any:
+    cfg = TrainConfig.model_validate({"model": {"family": family, "init_from_config": "tiny"}, "training": {"seed": 1}})
+    return make_family(cfg).pipeline(sdxl_parts() if family == "sdxl" else make_family(cfg).load())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("halves", [torch.bfloat16, torch.float16])
+def test_latents_are_fp32_at_every_step_though_the_model_gives_halves(family: str, halves: torch.dtype) -> None:
+    """A step is much smaller than what is stepped from: rounded to halves each time, much of it is lost."""
+    pipeline = made(family)
+    denoiser = denoiser_of(pipeline)
+    noise = torch.randn(1, denoiser.config.in_channels, 4, 4, generator=torch.Generator().manual_seed(2))
+    seen: list[torch.Tensor] = []
+
+    def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    def answer(*_: Any) -> tuple[torch.Tensor]:
+        """Give 1.0 in place of what the model gives: an error of the steps' arithmetic alone is left."""
+        return (torch.ones_like(seen[-1], dtype=halves),)
+
+    hooks = denoiser.register_forward_pre_hook(look, with_kwargs=True), denoiser.register_forward_hook(answer)
+    try:
+        with torch.autocast("cpu", halves):
+            draw_batch(
+                pipeline, ["a"], noise, size_hw=(4 * pipeline.vae_scale_factor,) * 2, steps=12, guidance=1.0,
+                sampler="flow_euler" if family == "sd3" else "euler", seeds=[0],
+            )  # fmt: skip
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(seen) == 12 and {each.dtype for each in seen} == {torch.float32}
+    if family == "sd3":
+        assert seen[0].equal(noise)
+        sampler = make_sampler("flow_euler", pipeline.scheduler.config)
+        sampler.set_timesteps(12)
+        torch.testing.assert_close(seen[-1], noise + (sampler.sigmas[11] - 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*SAMPLERS, *FLOW_SAMPLERS])
+def test_a_step_in_fp32_is_that_of_diffusers(name: str) -> None:
+    import diffusers
+
+    config = made("sd3" if name in FLOW_SAMPLERS else "sdxl").scheduler.config
+    ours, draw = make_sampler(name, config), torch.Generator().manual_seed(4)
+    theirs = getattr(diffusers, type(ours).__name__).from_config(ours.config)
+    start, velocity = (torch.randn(1, 4, 4, 4, generator=draw) for _ in range(2))
+    found = []
+    for sampler in (ours, theirs):
+        sampler.set_timesteps(4)
+        more = {"generator": torch.Generator().manual_seed(5)}
+        more = {key: value for key, value in more.items() if key in inspect.signature(sampler.step).parameters}
+        x = start
+        for time in sampler.timesteps:
+            x = sampler.step(velocity, time, x, return_dict=False, **more)[0]
+        found.append(x)
+    assert found[0].equal(found[1])

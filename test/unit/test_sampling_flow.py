@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from PIL import Image
 from sd3 import config, loaded
 
@@ -63,6 +65,59 @@ def test_the_shift_is_the_trainings() -> None:
         assert sampler.config.shift == 2.0 and sampler.timesteps[0] == 1000
     for tokens, mu in ((256, 0.5), (4096, 1.15), (1024, 0.63)):
         assert make_sampler("flow_heun", FLUX, tokens).config.shift == pytest.approx(math.exp(mu), rel=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 1024, 4096])
+@pytest.mark.parametrize("steps", [20, 50])
+def test_a_flux_shift_walks_the_times_of_the_exported_scheduler(steps: int, tokens: int) -> None:
+    exported = FlowMatchEulerDiscreteScheduler(**FLUX)
+    exported.set_timesteps(steps, mu=calculate_shift(tokens))
+    euler, heun = (make_sampler(name, exported.config, tokens) for name in FLOW_SAMPLERS)
+    euler.set_timesteps(steps)
+    assert euler.sigmas.equal(exported.sigmas) and euler.timesteps.equal(exported.timesteps)
+    euler.set_timesteps(steps, mu=0.0)  # as the pipeline does, which counts the tokens itself
+    assert euler.sigmas[-2] == pytest.approx(0.001)
+    heun.set_timesteps(steps)
+    once = torch.cat([heun.sigmas[:1], heun.sigmas[1:-1:2], heun.sigmas[-1:]])  # each but the first stands there twice
+    torch.testing.assert_close(once, exported.sigmas, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("tuning", [PLAIN | {"shift": 3.0}, FLUX], ids=["static", "by size"])
+def test_a_prompt_may_have_a_shift_of_its_own(tuning: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a red star --fs 5.5\n")
+    file = read_prompts(path, "flow_euler", flow=True)
+    assert file.prompts == (Prompt("a red star", flow_shift=5.5),) and not file.notes
+    for name, kind in zip(FLOW_SAMPLERS, (FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler)):
+        ours, theirs = make_sampler(name, tuning, 4096, shift=file.prompts[0].flow_shift), kind(shift=5.5)
+        for sampler in (ours, theirs):
+            sampler.set_timesteps(20)
+        assert ours.sigmas.equal(theirs.sigmas) and ours.timesteps.equal(theirs.timesteps)
+
+
+def test_the_shift_of_a_prompt_changes_its_picture_only() -> None:
+    asked = {"sample_steps": 4, "width": 64, "height": 64, "seed": 3}
+    prompts = [Prompt("a", **asked), Prompt("a", flow_shift=2.0, **asked), Prompt("a", flow_shift=9.0, **asked)]
+    plain, same, other = (np.asarray(p.image) for p in draw_pictures(pipeline(), prompts, sampler="flow_euler", seed=0))
+    assert np.array_equal(plain, same) and not np.array_equal(plain, other)  # 2 is what the training has
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "nan", "inf", "three"])
+def test_a_shift_that_is_none_is_named_with_its_line(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text(f"a\nb --fs {value}\n")
+    told = rf"line 2: --fs \(flow_shift\): must be a finite number above 0, got '{value}'"
+    with pytest.raises(ConfigFault, match=told):
+        read_prompts(path, "flow_euler", flow=True)
+    (note,) = read_prompts(path).notes  # SDXL draws without it, as in kohya's script
+    assert "--fs (flow_shift) has no effect" in note
+
+
+@pytest.mark.parametrize("shift", [3, "3"])
+def test_a_table_of_prompts_has_the_shift_too(shift: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.toml"
+    path.write_text(f"[prompt]\nflow_shift = {shift!r}\n[[prompt.subset]]\nprompt = 'a'\n")
+    assert read_prompts(path, "flow_heun", flow=True).prompts == (Prompt("a", flow_shift=3.0),)
 
 
 def test_a_flux_shift_is_what_diffusers_makes_of_the_exported_scheduler() -> None:

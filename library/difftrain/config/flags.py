@@ -171,7 +171,7 @@ KOHYA: tuple[Flag, ...] = (
     on("sample_every_n_steps", "int", "sample.every_n_steps", "draw pictures every n steps"),
     on("sample_at_first", "switch", "sample.at_first", "draw pictures before the first step"),
     on("sample_every_n_epochs", "int", "sample.every_n_epochs", "draw pictures every n epochs"),
-    on("sample_prompts", "str", "sample.prompts", "what to draw: .txt, a prompt a line with kohya's options (--w --h --d --s --l --n --ss), .toml or .json"),
+    on("sample_prompts", "str", "sample.prompts", "what to draw: .txt, a prompt a line with kohya's options (--w --h --d --s --l --n --ss --fs), .toml or .json"),
     on("sample_sampler", "str", "sample.sampler", "sampler of prompts that name none"),
     on("config_file", "str", "", "kohya's TOML of arguments: names of flags, grouped as you like; flags win"),
     on("output_config", "switch", "", "write the flags of this command line as --config_file, and do nothing else"),

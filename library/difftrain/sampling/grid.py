@@ -56,7 +56,7 @@ def draw_pictures(pipeline: Any, prompts: Sequence[Prompt], *, sampler: str, see
         with evaluating(pipeline), torch.no_grad():
             for prompt in prompts:
                 name, tokens = prompt.sample_sampler or sampler, tokens_of(pipeline, *size_of(pipeline, prompt))
-                pipeline.scheduler = make_sampler(name, kept.config, tokens)
+                pipeline.scheduler = make_sampler(name, kept.config, tokens, shift=prompt.flow_shift)
                 chosen = prompt.seed if prompt.seed is not None else (seed or 0)
                 pictures.append(Picture(_draw(pipeline, prompt, chosen), chosen))
     finally:

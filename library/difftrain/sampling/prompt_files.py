@@ -33,6 +33,8 @@ def read_prompts(path: Path, sampler: str = "ddim", *, flow: bool = False) -> Pr
     to draw, or where the sampler cannot be used: at the start of a run, not at its first picture.
     """
     entries, faults = _entries(path)
+    for _, entry in entries:
+        entry.settle(flow=flow)
     faults += [Fault(where, what) for where, entry in entries for what in entry.faults]
     if not entries and not faults:
         faults.append(Fault(FLAG, f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))

@@ -19,7 +19,7 @@ UNIT = 8  # sides are rounded down to its multiples, as kohya does
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to draw. None: the model's native size (at most 512), or the run's sampler or seed."""
+    """What to draw. None: the model's native size (at most 512), the run's sampler or seed, or the training's shift."""
 
     prompt: str = ""
     negative_prompt: str = ""
@@ -29,6 +29,7 @@ class Prompt:
     sample_steps: int = 30
     scale: float = 7.5
     sample_sampler: str | None = None
+    flow_shift: float | None = None
 
 
 @dataclass
@@ -38,25 +39,31 @@ class Entry:
     fields: dict[str, Any] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
 
-    @property
-    def idle(self) -> list[str]:
-        """Name the fields that mean something to other models only."""
-        return [name for name in self.fields if name in IDLE]
+    def settle(self, *, flow: bool) -> None:
+        """Set the fields aside that mean something to other models only. flow: whether the model learns a flow."""
+        self.idle = [name for name in self.fields if name in IDLE and not (flow and name == SHIFT)]
+        if flow and SHIFT in self.fields:
+            try:
+                self.fields[SHIFT] = _shift(self.fields[SHIFT])
+            except ValueError as error:
+                self.faults.append(f"--fs ({SHIFT}): {error}")
 
     def prompt(self) -> Prompt:
-        """Return what is to be drawn; there must be no fault."""
-        known = {one.name for one in fields_of(Prompt)}
+        """Return what is to be drawn; the entry must be settled and have no fault."""
+        known = {one.name for one in fields_of(Prompt)} - set(self.idle)
         return Prompt(**{name: value for name, value in self.fields.items() if name in known})
 
 
+SHIFT = "flow_shift"
 # kohya's field -> (option of a line, why it does nothing); its SDXL script reads them and draws without them too
 IDLE: dict[str, tuple[str, str]] = {
-    "guidance_scale": ("--g", "is embedded guidance, which SDXL has not; --l (scale) is classifier-free guidance"),
+    "guidance_scale": ("--g", "is embedded guidance, which is not there; --l (scale) is classifier-free guidance"),
     "controlnet_image": ("--cn", "is a picture for a ControlNet, and there is none beside a full training"),
     "cfg_trunc_ratio": ("--ctr", "is a guidance cut-off of Lumina"),
     "renorm_cfg": ("--rcfg", "is Lumina's guidance renormalisation"),
-    "flow_shift": ("--fs", "is a shift of flow-matching models"),
+    SHIFT: ("--fs", "is a shift of flow-matching models"),
 }
 
 
@@ -77,6 +84,16 @@ def _number(value: Any) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"must be a finite number from 0 up, got {value}")
     return float(value)
+
+
+def _shift(value: Any) -> float:
+    try:
+        shift = float(value)  # of a line it is still a text
+    except (TypeError, ValueError):
+        shift = math.nan
+    if not 0 < shift < math.inf:
+        raise ValueError(f"must be a finite number above 0, got {value!r}")
+    return shift
 
 
 def _text(value: Any) -> str:
@@ -125,7 +142,7 @@ OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "cn": (_REST, "controlnet_image", str),
     "ctr": (_REST, "cfg_trunc_ratio", float),
     "rcfg": (_REST, "renorm_cfg", float),
-    "fs": (_REST, "flow_shift", str),
+    "fs": (_REST, SHIFT, str),
 }
 
 

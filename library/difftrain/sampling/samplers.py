@@ -7,10 +7,14 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ddpm import almost_zero_snr
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # name -> class of diffusers, arguments beside the noise schedule
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,19 +70,34 @@ def sampler_fault(name: str, *, flow: bool | None = None) -> str | None:
     return None
 
 
-def make_sampler(name: str, config: Mapping[str, Any], tokens: int | None = None) -> Any:
+def make_sampler(name: str, config: Mapping[str, Any], tokens: int | None = None, *, shift: float | None = None) -> Any:
     """Make a sampler from the configuration of a pipeline's scheduler. Raises ConfigFault where it cannot be used.
 
-    tokens: of the picture, where the shift of a flow's times follows it.
+    tokens: of the picture, where the shift of a flow's times follows it. shift: of a flow's times, in place of the
+    model's own.
     """
     flow = is_flow(config)
     fault = sampler_fault(name, flow=flow)
     if fault:
         raise ConfigFault([Fault("--sample_sampler", fault)])
+    return _in_fp32(_flow_sampler(name, config, tokens, shift) if flow else _sampler(name, config))
+
+
+def _in_fp32(sampler: Any) -> Any:
+    """Let a sampler step in fp32: diffusers rounds its latents to what the model gives, which autocast makes half."""
+    step = sampler.step
+
+    @wraps(step)  # pipelines look at what it takes
+    def wide(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **more: Any) -> Any:
+        return step(model_output.float(), timestep, sample.float(), *args, **more)
+
+    sampler.step = wide
+    return sampler
+
+
+def _sampler(name: str, config: Mapping[str, Any]) -> Any:
     import diffusers
 
-    if flow:
-        return _flow_sampler(getattr(diffusers, FLOW_SAMPLERS[name]), config, tokens)
     class_name, extra = SAMPLERS[name]
     made_from = getattr(diffusers, class_name)
     known = inspect.signature(made_from.__init__).parameters
@@ -95,11 +114,20 @@ def is_flow(config: Mapping[str, Any]) -> bool:
     return "shift" in config and "beta_schedule" not in config
 
 
-def _flow_sampler(made_from: Any, config: Mapping[str, Any], tokens: int | None) -> Any:
-    """Make a flow's sampler with one shift: where it follows the size, that of this picture."""
-    shift = config["shift"]
-    if config.get("use_dynamic_shifting"):
-        low, high = config["base_image_seq_len"], config["max_image_seq_len"]
-        rise = (config["max_shift"] - config["base_shift"]) / (high - low)
-        shift = math.exp(config["base_shift"] + rise * ((tokens or low) - low))
-    return made_from(num_train_timesteps=config["num_train_timesteps"], shift=shift)
+def _flow_sampler(name: str, config: Mapping[str, Any], tokens: int | None, shift: float | None) -> Any:
+    """Make a flow's sampler that walks the times of the model's own scheduler: where they follow the size, this one's."""
+    import diffusers
+
+    made_from, count = getattr(diffusers, FLOW_SAMPLERS[name]), config["num_train_timesteps"]
+    if shift is not None or not config.get("use_dynamic_shifting"):
+        return made_from(num_train_timesteps=count, shift=config["shift"] if shift is None else shift)
+    low, high = config["base_image_seq_len"], config["max_image_seq_len"]
+    rise = (config["max_shift"] - config["base_shift"]) / (high - low)
+    mu = config["base_shift"] + rise * ((tokens or low) - low)
+    if "use_dynamic_shifting" in inspect.signature(made_from.__init__).parameters:
+        sampler = made_from.from_config(config)
+        sampler.set_timesteps = partial(sampler.set_timesteps, mu=mu)
+        return sampler
+    sampler = made_from(num_train_timesteps=count, shift=math.exp(mu))
+    sampler.sigma_min = 1 / count  # the last time before it is shifted, which is done to it where steps are chosen
+    return sampler

@@ -62,6 +62,11 @@ class CaptionPipeline(StableDiffusion3Pipeline):
         no_tokens, no_pooled = self._encode(negatives, num_images_per_prompt)
         return tokens, no_tokens, pooled, no_pooled
 
+    def prepare_latents(self, *asked: Any) -> Tensor:
+        """Leave given noise as precise as it is: diffusers rounds it to the precision of the prompts."""
+        *_, device, _, noise = asked
+        return super().prepare_latents(*asked) if noise is None else noise.to(device)  # type: ignore[misc]
+
     def _encode(self, prompts: list[str], repeats: int) -> tuple[Tensor, Tensor]:
         encoders = {"text_encoder_1": self.text_encoder, "text_encoder_2": self.text_encoder_2}
         encoders["text_encoder_3"] = self.text_encoder_3
