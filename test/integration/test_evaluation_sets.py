@@ -85,6 +85,11 @@ def test_lines_of_a_run(one: tuple[Path, str]) -> None:
         for prefix in ("", "ema_"):
             nine = [line[f"held/{prefix}loss_quantile_0.{tenth}0"] for tenth in range(1, 10)]
             assert len(set(nine)) == 9 and line[f"held/{prefix}loss"] == pytest.approx(sum(nine) / 9, rel=1e-12)
+            for q, loss in zip(range(1, 10), nine, strict=True):
+                denoise, recon = (
+                    line[f"held/{prefix}{term}_loss_quantile_0.{q}0"] for term in ("denoise", "text_recon")
+                )
+                assert denoise + 0.1 * recon == pytest.approx(loss, rel=1e-5)
             parts = line[f"held/{prefix}denoise_loss"], line[f"held/{prefix}text_recon_loss"]
             assert parts[0] + 0.1 * parts[1] == pytest.approx(line[f"held/{prefix}loss"], rel=1e-5)
         assert line["held/kid_efflite0_pictures"] == 20 and line["held/kid_efflite0"] > 0

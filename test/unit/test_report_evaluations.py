@@ -36,9 +36,9 @@ def test_lines_are_taken_apart_by_set() -> None:
     sets = by_set(lines())
     assert [each.name for each in sets] == ["a/b", "c"]
     first = sets[0]
-    assert first.quantiles("") == first.quantiles("ema_") == [f"0.{k}0" for k in range(1, 10)]
+    assert first.quantiles("loss") == first.quantiles("ema_loss") == [f"0.{k}0" for k in range(1, 10)]
     assert first.last("samples") == 5 and first.values["kid_efflite0"] == [(0, 0.5), (20, 0.3)]
-    assert sets[1].quantiles("") == []
+    assert sets[1].quantiles("loss") == first.quantiles("denoise_loss") == []
 
 
 def test_a_summary_says_how_it_began_and_where_it_is() -> None:
@@ -59,6 +59,29 @@ def test_the_page_has_a_curve_for_each_quantile() -> None:
         page.count("held-out pictures through the VAE alone") == 2 and "kid efflite0 vae" not in page
     )  # SVG and legend
     assert "denoise loss" in page and "KID-efflite0 of drawn" not in section([lines()[1]])
+
+
+def test_what_was_measured_beside_the_loss_has_its_quantiles_too() -> None:
+    measured = lines()
+    for line in measured:
+        for prefix in ("", "ema_"):
+            loss = line[f"a/b/{prefix}loss"]
+            for term in ("denoise_loss", "text_recon_loss"):
+                line |= {f"a/b/{prefix}{term}_quantile_0.{k}0": k * loss for k in range(1, 10)}
+                line[f"a/b/{prefix}{term}"] = 5 * loss
+        line |= {f"c/denoise_loss_quantile_0.{k}0": 1.0 for k in range(1, 10)} | {
+            "c/denoise_loss": 1.0
+        }  # all of the loss
+    assert [key for key in summary(measured)[0] if "quantile" in key] == []
+    titles = re.findall("<h3>(.*?)</h3>", section(measured))
+    assert not any("quantile 0" in title for title in titles)
+    for term in ("loss", "denoise loss", "text recon loss"):
+        for whose in ("weights as trained", "averaged weights"):
+            assert titles.count(f"a/b, 5 records: {term} at each quantile of the noise, {whose}") == 1
+    assert [title for title in titles if title.startswith("c,")] == [
+        "c, 7 records: mean loss over nine quantiles",
+        "c, 7 records: denoise loss",
+    ]
 
 
 def test_report_and_page_have_them(tmp_path: Path) -> None:

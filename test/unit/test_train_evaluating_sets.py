@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,11 +58,16 @@ def test_numbers_have_the_names_that_were_promised() -> None:
     ]
     found = tags("held", "ema_", rows)
     assert found["held/ema_loss_quantile_0.10"] == 1.0 and found["held/ema_loss_quantile_0.90"] == 9.0
-    assert found["held/ema_loss"] == 5.0 and found["held/ema_denoise_loss"] == 10.0 and len(found) == 11
+    assert found["held/ema_loss"] == 5.0 and found["held/ema_denoise_loss"] == 10.0 and len(found) == 20
+    assert [found[f"held/ema_denoise_loss_quantile_0.{k}0"] for k in range(1, 10)] == [2.0 * k for k in range(1, 10)]
     assert set(tags("held", "", [{"quantile": 0.5, "loss": 1.0, "samples": 1}])) == {
         "held/loss_quantile_0.50",
         "held/loss",
     }
+    rows[8]["metrics"] = {}  # the model's answer was no number there
+    found = tags("held", "", rows)
+    assert found["held/denoise_loss_quantile_0.80"] == 16.0 and math.isnan(found["held/denoise_loss_quantile_0.90"])
+    assert math.isnan(found["held/denoise_loss"]) and found["held/loss"] == 5.0
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -15,10 +15,10 @@ from difftrain.report.tables import rows
 EMA = "ema_"
 KID = "kid_efflite0"
 ERROR = "_error"
-QUANTILE = "loss_quantile_"
+QUANTILE = "_quantile_"
 VAE_ALONE = KID + "_vae"
 _OWN = frozenset({"step", "epoch", "samples_seen"})
-_QUANTILE = re.compile(rf"({EMA})?{QUANTILE}(\d\.\d+)")
+_QUANTILE = re.compile(rf"(.+){QUANTILE}(\d\.\d+)")
 _FIRST_HUE, _LAST_HUE = 25, 265  # of little noise, of much
 
 
@@ -39,10 +39,10 @@ class SetLines:
         points = self.values.get(key, [])
         return points[-1][1] if points else None
 
-    def quantiles(self, prefix: str) -> list[str]:
-        """Return the quantiles that were measured, of the raw weights (no prefix) or of averaged ones."""
-        found = (_QUANTILE.fullmatch(key) for key in self.values)
-        return sorted(match[2] for match in found if match and (match[1] or "") == prefix)
+    def quantiles(self, key: str) -> list[str]:
+        """Return the quantiles at which a number was measured."""
+        found = (_QUANTILE.fullmatch(each) for each in self.values)
+        return sorted(match[2] for match in found if match and match[1] == key)
 
 
 def by_set(lines: Iterable[Mapping[str, Any]]) -> list[SetLines]:
@@ -83,23 +83,30 @@ def _of_set(each: SetLines, marks: Sequence[float]) -> str:
         means.append(each.curve("ema_loss", "averaged weights", "c2"))
     if "loss" in each.values:
         parts.append(_panel(line_chart(means, x_label="step", marks=marks), f"{title}: mean loss over nine quantiles"))
-    for prefix, whose in ((EMA, "averaged weights"), ("", "weights as trained")):
-        if names := each.quantiles(prefix):
-            curves = [
-                each.curve(f"{prefix}{QUANTILE}{name}", name.rstrip("0"), "hue", _hue(place, len(names)))
-                for place, name in enumerate(names)
-            ]
-            chart = line_chart(curves, x_label="step", marks=marks)
-            parts.append(_panel(chart, f"{title}: loss at each quantile of the noise, {whose}"))
+    parts += _at_quantiles(each, "loss", title, marks)
     measures = sorted(key for key in each.values if _is_measure(key))
     for key in measures:
         curves = [each.curve(key, key.replace("_", " "))]
         if EMA + key in each.values:
             curves.append(each.curve(EMA + key, "averaged weights", "c2"))
         parts.append(_panel(line_chart(curves, x_label="step", marks=marks), f"{title}: {key.replace('_', ' ')}"))
+        if each.values[key] != each.values.get("loss"):  # where it is all of the loss it is up there already
+            parts += _at_quantiles(each, key, title, marks)
     if KID in each.values:
         parts.append(_panel(_kid(each, marks), f"{title}: KID-efflite0 of drawn pictures"))
     return "".join(parts)
+
+
+def _at_quantiles(each: SetLines, key: str, title: str, marks: Sequence[float]) -> Iterator[str]:
+    """Yield panels with a curve for each quantile, of averaged weights and of those as trained."""
+    for prefix, whose in ((EMA, "averaged weights"), ("", "weights as trained")):
+        if names := each.quantiles(prefix + key):
+            curves = [
+                each.curve(f"{prefix}{key}{QUANTILE}{name}", name.rstrip("0"), "hue", _hue(place, len(names)))
+                for place, name in enumerate(names)
+            ]
+            chart = line_chart(curves, x_label="step", marks=marks)
+            yield _panel(chart, f"{title}: {key.replace('_', ' ')} at each quantile of the noise, {whose}")
 
 
 def _is_measure(key: str) -> bool:

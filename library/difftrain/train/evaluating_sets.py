@@ -76,11 +76,17 @@ def _opened(
 
 
 def tags(name: str, prefix: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Name the losses of a set as trackers and evaluation.jsonl have them: of each quantile, and their mean."""
-    found = {f"{name}/{prefix}loss_quantile_{row['quantile']:.2f}": float(row["loss"]) for row in rows}
-    found[f"{name}/{prefix}loss"] = math.fsum(row["loss"] for row in rows) / len(rows)
-    for measure in rows[0].get("metrics", {}):
-        found[f"{name}/{prefix}{measure}"] = math.fsum(row["metrics"][measure] for row in rows) / len(rows)
+    """Name the losses of a set as trackers and evaluation.jsonl have them: of each quantile, and their mean.
+
+    So is what was measured beside the loss, which may be a sum of it; NaN where one of the quantiles has none.
+    """
+    measured = [{"loss": row["loss"], **row.get("metrics", {})} for row in rows]
+    found: dict[str, float] = {}
+    for measure in dict.fromkeys(key for each in measured for key in each):
+        values = [float(each.get(measure, math.nan)) for each in measured]
+        places = [f"{name}/{prefix}{measure}_quantile_{row['quantile']:.2f}" for row in rows]
+        found |= dict(zip(places, values, strict=True))
+        found[f"{name}/{prefix}{measure}"] = math.fsum(values) / len(values)
     return found
 
 
