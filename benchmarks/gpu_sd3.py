@@ -1,4 +1,4 @@
-"""SD3-Light for gpu.py: 1.29 B parameters at 256 px, on features as a cache holds them; nothing else is there."""
+"""SD3-Light for gpu.py: 1.26 B parameters at 256 px, on features as a cache holds them; nothing else is there."""
 
 from __future__ import annotations
 

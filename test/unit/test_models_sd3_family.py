@@ -266,7 +266,15 @@ def test_in_fp16_what_overflows_of_t5_stays_wide() -> None:
 
 def test_the_published_sizes() -> None:
     light = named("light")
-    count = sum(each.numel() for each in light.build("transformer").parameters())
-    assert round(count / 1e9, 2) == 1.26
-    whole = replace(light, text_branch=True).build("transformer")
-    assert round(sum(each.numel() for each in whole.parameters()) / 1e9, 2) == 1.29
+    bare, whole = (
+        sum(each.numel() for each in replace(light, text_branch=branch).build("transformer").parameters())
+        for branch in (False, True)
+    )
+    assert (bare, whole) == (1_263_501_376, 1_294_187_584)
+    root = Path(__file__).resolve().parents[2]
+    page = " ".join((root / "docs" / "sd3_light.md").read_text("utf-8").split())
+    assert f"{bare / 1e9:.3f} billion parameters are trained, {whole / 1e9:.3f} with text reconstruction" in page
+    recipe = root / "configs" / "sd3_light" / "base.toml"  # without text reconstruction
+    assert f"{bare / 1e9:.3f} B trained parameters" in recipe.read_text("utf-8").partition("\n")[0]
+    more = " ".join((root / "docs" / "sd3_export.md").read_text("utf-8").split())
+    assert f"{bare / 1e9:.2f} billion parameters" in more and f"{whole / 1e9:.2f} billion parameters" in more
