@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import third_patch
@@ -12,7 +14,10 @@ import third_patch
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
-from difftrain.testing.family import tiny_step
+from difftrain.engine import accelerate_zero
+from difftrain.engine.base import BaseEngine
+from difftrain.evaluation import quantile_losses, validate
+from difftrain.testing.family import tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
@@ -35,7 +40,7 @@ def cases(folder: str, before: str) -> None:
     third_patch.apply_for("accelerate", "oss")
     out = Path(folder)
     with Ranks.open(Launch.from_environment(), choose("cpu"), 2.0) as ranks:
-        more = (crossed, half) if ranks.size == 2 else ()  # what three ranks add nothing to
+        more = (crossed, half, looked_at) if ranks.size == 2 else ()  # what three ranks add nothing to
         found = {case.__name__: case(ranks, out) for case in (losses, resume, not_finite, scaled, *more)}
         found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
         gathered = ranks.gather(found)
@@ -140,6 +145,32 @@ def half(ranks: Ranks, out: Path) -> dict:
     return found
 
 
+def looked_at(ranks: Ranks, out: Path) -> dict:
+    """Stage 3, every weight cut: nine quantiles and a validation of one batch and of three, other weights in place too."""
+    found = {}
+    real = accelerate_zero.make_plugin
+
+    def cut(*args) -> Any:
+        plugin = real(*args)  # DeepSpeed leaves weights below 100,000 numbers whole, which all are here
+        plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return plugin
+
+    def looks(engine: BaseEngine, count: int) -> list[float]:
+        mine = [tiny_batch(range(8 * n, 8 * n + 4)) for n in range(count)][ranks.rank :: ranks.size]
+        rows = quantile_losses(engine, mine, engine.family.features.draws, gather=ranks.gather)
+        return [*(row["loss"] for row in rows), validate(engine, mine, gather=ranks.gather).loss]
+
+    for way in ("native", "zero3"):
+        with mock.patch.object(accelerate_zero, "make_plugin", cut):
+            engine = built(ranks, way, PLAIN)
+        told = [looks(engine, 1), run(engine, 0, 2), looks(engine, 3)]  # of one batch the last rank has none
+        before = weights(engine)
+        with engine.swapped({name: 0.5 * value for name, value, _ in engine.shards()}):
+            told.append(looks(engine, 3))
+        found[way] = [*told, equal(weights(engine), before), looks(engine, 3) == told[2], run(engine, 2, 4)]
+    return found
+
+
 def other_size(ranks: Ranks, out: Path, before: Path) -> dict:
     """Take up states of another number of ranks, and write what came of it."""
     found = {}
@@ -192,6 +223,15 @@ def test_a_state_goes_between_engines(launched, way):
         there, back, native, again = each["crossed"][way]
         assert there and back
         assert again == pytest.approx(native, rel=1e-5)  # two steps on, at a hundred times the rate
+
+
+def test_losses_of_weights_that_no_rank_holds_are_those_of_the_native_engine(launched):
+    for each in launched[2]:
+        native, cut = each["looked_at"]["native"], each["looked_at"]["zero3"]
+        assert native[4:6] == cut[4:6] == [True, True]
+        for one, other in zip(native[:4] + native[6:], cut[:4] + cut[6:], strict=True):
+            assert other == pytest.approx(one, rel=1e-6)
+        assert cut[3] != pytest.approx(cut[2], rel=1e-3)  # other weights were in place
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +12,16 @@ from engines import COUNTS, config, equal, run, saved, weights
 from safetensors.torch import load_file
 
 from difftrain.config.sections import DeepSpeedSection, TrainConfig, TrainingSection
-from difftrain.contracts import ConfigFault, Parts
+from difftrain.contracts import ConfigFault, DrawSpec, FeatureSpec, Parts
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.engine.accelerate_plugin import make_plugin
+from difftrain.engine.accelerate_zero import as_evaluated
 from difftrain.engine.accelerate_zero_state import LossScale
 from difftrain.engine.base import BaseEngine
 from difftrain.optim import make_optimizer, make_schedule
-from difftrain.testing.family import TinyFamily, tiny_step
+from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +220,11 @@ def test_fairscale_without_its_patch_is_refused():
     engine = make_engine(config({"engine": "accelerate"}, type="oss"), choose("cpu"), Ranks(size=2))
     (found,) = engine.faults()
     assert 'third_patch.apply_for("accelerate", "oss")' in found
+
+
+def test_a_rank_goes_along_with_an_evaluation_by_a_batch_that_is_none_of_training():
+    batch = replace(tiny_batch(range(2)), step=7)
+    batch.draws["keep"] = torch.ones(2)
+    spec = TinyFamily().features
+    plain = as_evaluated(batch, FeatureSpec({}, {**spec.draws, "keep": DrawSpec("uniform", trains=True)}))
+    assert plain.step is None and plain.draws.keys() == {"noise", "timestep"} and "keep" in batch.draws

@@ -6,14 +6,15 @@ them. What it averages is multiplied back, and a step whose loss is not finite i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from difftrain.contracts import Batch, Group
+from difftrain.contracts import Batch, FeatureSpec, Group
 from difftrain.engine.accelerate import AccelerateEngine
 from difftrain.engine.accelerate_plugin import make_plugin, one_process_group, refusals
 from difftrain.engine.accelerate_setup import alone, make_accelerator
@@ -65,6 +66,7 @@ class ZeroEngine(AccelerateEngine):
         return ZeroMasters(self._trained, self.root, self.cfg.deepspeed.zero_stage)
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
+        self._spare = [as_evaluated(batch, self.family.features) for batch in warm]
         made = self._optimizer_for(groups, make_optimizer)
         self._kind = NamedState(made, {}).kind  # offloaded, it becomes one of DeepSpeed's, with the same state
         with alone(self._env):
@@ -96,6 +98,46 @@ class ZeroEngine(AccelerateEngine):
             yield
         finally:
             self._wrapped.set_gradient_accumulation_boundary(True)
+
+    # ------------------------------------------------------------------ weights that no rank holds whole
+
+    @property
+    def _cuts(self) -> bool:
+        return self.cfg.deepspeed.zero_stage == 3
+
+    def _evaluated(self, micro: list[Batch]) -> Tensor | None:
+        """Return this rank's sums; a rank with fewer batches than another goes along with its forwards, for nothing.
+
+        Every forward of stage 3 puts weights together, which takes all ranks.
+        """
+        if self._cuts and self.dp_size > 1:
+            with self._evaluating():
+                for _ in range(max(self.ranks.gather(len(micro))) - len(micro)):
+                    self._forward(self._spare[0], self.root)
+        return super()._evaluated(micro)
+
+    @contextmanager
+    def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put other weights in place for a while, with stage 3 on all ranks together."""
+        if not self._cuts:
+            with super().swapped(weights):
+                yield
+            return
+        self._must_not_be_swapped()
+        assert isinstance(self._masters, ZeroMasters)
+        self._swapped = True
+        try:
+            self._masters.lend(weights)
+            yield
+        finally:
+            self._masters.taken()
+            self._swapped = False
+
+
+def as_evaluated(batch: Batch, features: FeatureSpec) -> Batch:
+    """Return a batch of training as one of evaluation: without what makes a forward go another way in training."""
+    draws = {name: value for name, value in batch.draws.items() if not features.draws[name].trains}
+    return replace(batch, draws=draws, step=None)
 
 
 class ZeroUpdate:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ZeroMasters(Masters):
-    """Put weights and their state together, and take them apart. Collective: value, stored, chosen; every rank takes all.
+    """Put weights and their state together, and take them apart. Collective: value, stored, chosen, lend; every rank takes all.
 
     DeepSpeed's engine owns gradients and updates.
     """
@@ -93,6 +93,15 @@ class ZeroMasters(Masters):
         for place in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(place)
         zero.checkpoint_event_epilogue()
+
+    @torch.no_grad()
+    def lend(self, weights: Mapping[str, Tensor]) -> None:
+        """Let the model of stage 3 compute with other weights, until `taken` makes its own of the exact values again."""
+        from deepspeed import zero
+
+        for name, value in weights.items():
+            with zero.GatheredParameters([self.weights[name]], modifier_rank=0):
+                self.weights[name].copy_(value)
 
     # ------------------------------------------------------------------ weights of the whole model
 
