@@ -16,7 +16,7 @@ from encoded import encoded
 from safetensors.torch import load_file, save_file
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, Parts
+from difftrain.contracts import Batch, ConfigFault, Parts
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
 from difftrain.device import choose
@@ -190,10 +190,9 @@ def test_no_change_meets_a_stale_entry(
     assert counts == before
 
 
-@pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize(("part", "encoder"), [("vae", PICTURES), ("text_encoder_2", SECOND)])
 def test_other_weights_of_the_same_name_size_and_date_are_noticed(
-    pictures: Path, tmp_path: Path, part: str, encoder: str, trust: bool, monkeypatch: pytest.MonkeyPatch
+    pictures: Path, tmp_path: Path, part: str, encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprints, "_SETTLED_NS", 0)
     family = SDXLFamily(config(pictures, tmp_path))
@@ -204,7 +203,7 @@ def test_other_weights_of_the_same_name_size_and_date_are_noticed(
     compare(pictures, tmp_path, {}, **sections)
     assert set(counts) == {PICTURES, FIRST, SECOND}
     counts.clear()
-    compare(pictures, tmp_path, {"trust": trust}, **sections)
+    compare(pictures, tmp_path, {"trust": True}, **sections)
     assert not counts
     (file,) = (model / part).glob("*.safetensors")
     told, content = file.stat(), load_file(file)
@@ -213,5 +212,8 @@ def test_other_weights_of_the_same_name_size_and_date_are_noticed(
     save_file(scaled, file, {"format": "pt"})
     os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns))
     assert file.stat().st_size == told.st_size
-    compare(pictures, tmp_path, {"trust": trust}, **sections)
+    with pytest.raises(ConfigFault, match=f"--trust_cache: .* of these data by another encoder .* of {model}"):
+        compare(pictures, tmp_path, {"trust": True}, **sections)
+    assert not counts
+    compare(pictures, tmp_path, {}, **sections)
     assert set(counts) == {encoder}

@@ -36,6 +36,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip().count(".") == 2
 
 
+@pytest.mark.parametrize(
+    "words", [[name] for name in COMMANDS] + [["dataset", "inspect"], ["cache", "build"], ["cache", "info"]]
+)
+@pytest.mark.parametrize("asks", ["--help", "-h"])
+def test_every_command_has_help(words: list[str], asks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, asks]) == 0
+    assert f"usage: difftrain {words[0]}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", LATER)
 def test_commands_that_are_not_built_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--x"]) == 2

@@ -33,6 +33,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
      "--loss.text_recon_target_layer: is 16, the transformer has 15 blocks"),
     ({"loss": {"text_recon_gamma": 0.1, "text_recon_target_layer": 15}, "model": {"num_layers": 15}},
      "the last one's text would be compared with itself"),
+    ({"model": {"fp8_frozen": "unet"}}, "--fp8_base: holds weights of SDXL in 8 bits"),
+    ({"save": {"model_as": "safetensors"}}, "safetensors is not built for sd3, which is exported as a diffusers folder"),
     ({"noise": {"offset": 0.05}}, "--noise_offset: belongs to the noise schedule of SDXL, and sd3 learns a rectified flow"),
     ({"noise": {"zero_terminal_snr": True}}, "--zero_terminal_snr: belongs to the noise schedule"),
     ({"noise": {"max_timestep": 500}}, "--max_timestep: belongs to the noise schedule"),
@@ -52,6 +54,11 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 def test_one_contradiction_is_one_fault(given: dict[str, Any], says: str) -> None:
     faults, notes = found(given)
     assert len(faults) == 1 and says in faults[0] and not notes, faults
+
+
+def test_a_layer_beyond_the_depth_is_a_fault_without_gamma_too() -> None:
+    (fault,), _ = found({"loss": {"text_recon_target_layer": 9}, "model": {"num_layers": 3}})
+    assert "is 9, the transformer has 3 blocks" in fault
 
 
 def test_all_are_named_at_once() -> None:

@@ -39,6 +39,11 @@ def test_what_has_no_effect_is_said() -> None:
     assert "nothing to draw" in faults("sample.test_only", sample={"test_only": True})[0]
 
 
+def test_a_start_has_one_work() -> None:
+    both: dict[str, Any] = {"cache": {"only": True}, "sample": {"test_only": True, "prompts": "a.txt"}}
+    assert "--cache_only: contradicts --sample.test_only" in faults("cache.only", **both)[0]
+
+
 @pytest.mark.parametrize("resume", ["latest", "auto", "2000"])
 def test_words_and_steps_are_looked_up_in_run_directories_only(resume: str, tmp_path: Path) -> None:
     assert faults("save.resume", save={**RUNS, "resume": resume, "output_dir": str(tmp_path)})[0] == ""

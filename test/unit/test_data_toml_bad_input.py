@@ -128,7 +128,7 @@ def test_nothing_left_offers_no_share_to_raise(place: Path) -> None:
 
 def test_a_share_that_leaves_nothing_is_named(place: Path) -> None:
     found = fault(place, f"{ONE}subsample_ratio = 0.000001\n")
-    assert "subsample_ratio leaves out all 4 records" in found and "validation" not in found
+    assert "subsample_ratio = 1e-06 leaves out all 4 records" in found and "validation" not in found
 
 
 @pytest.mark.parametrize(

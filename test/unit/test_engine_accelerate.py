@@ -15,7 +15,7 @@ from difftrain.config.sections import DeepSpeedSection, TrainConfig, TrainingSec
 from difftrain.contracts import ConfigFault, DrawSpec, FeatureSpec, Parts
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
-from difftrain.engine import make_engine
+from difftrain.engine import ddp, make_engine
 from difftrain.engine.accelerate_plugin import make_plugin
 from difftrain.engine.accelerate_zero import as_evaluated
 from difftrain.engine.accelerate_zero_state import LossScale
@@ -228,3 +228,9 @@ def test_a_rank_goes_along_with_an_evaluation_by_a_batch_that_is_none_of_trainin
     spec = TinyFamily().features
     plain = as_evaluated(batch, FeatureSpec({}, {**spec.draws, "keep": DrawSpec("uniform", trains=True)}))
     assert plain.step is None and plain.draws.keys() == {"noise", "timestep"} and "keep" in batch.draws
+
+
+def test_constants_are_not_sent_and_torch_is_told_so_in_its_own_word() -> None:
+    constants, statistics = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+    constants.register_buffer("table", torch.zeros(1), persistent=False)
+    assert ddp.buffers(constants) == {"forward_sync_buffers": False} and ddp.buffers(statistics) == {}

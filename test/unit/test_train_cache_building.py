@@ -62,11 +62,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.flags("trust_cache")
-@pytest.mark.parametrize("trust", [False, True])
-def test_an_encoder_with_other_weights_is_noticed_and_said(
-    pictures: Path, own: Path, calls: list[int], trust: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+@pytest.fixture
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder of latents has other weights."""
     described = SDXLFamily.encoders
 
     def swapped(family: SDXLFamily, parts: Any) -> Any:
@@ -74,13 +72,38 @@ def test_an_encoder_with_other_weights_is_noticed_and_said(
         return found | {"latents": dataclasses.replace(found["latents"], fingerprint=lambda: "another one")}
 
     monkeypatch.setattr(SDXLFamily, "encoders", swapped)
+
+
+@pytest.mark.usefixtures("swapped")
+def test_an_encoder_with_other_weights_is_noticed_and_said(
+    pictures: Path, own: Path, calls: list[int], caplog: Any
+) -> None:
     with caplog.at_level(logging.INFO):
-        make(config(pictures, own, {**ON_DISK, "trust": trust}))
+        make(config(pictures, own, ON_DISK))
     assert (
         sum(calls) == FLIPPED
         and "cache of latents: it was built for the same data by an encoder with other" in caplog.text
     )
     assert "cache of text_encoder_1: it was built" not in caplog.text
+
+
+@pytest.mark.flags("trust_cache")
+@pytest.mark.usefixtures("swapped")
+def test_a_cache_of_another_encoder_alone_is_not_trusted(pictures: Path, own: Path, calls: list[int]) -> None:
+    trusting = config(pictures, own, {**ON_DISK, "trust": True})
+    before = entries(own)
+    for _ in range(2):  # a start that is refused leaves nothing that the next one trusts
+        with pytest.raises(ConfigFault) as caught:
+            make(trusting)
+        (fault,) = caught.value.faults
+        said = str(fault)
+        assert fault.where == "--trust_cache" and f"{own} has latents of these data by another encoder" in said
+        assert "(fingerprint another one)" in said and "leave this out to encode anew beside the old entries" in said
+    assert not calls and entries(own) == before
+    make(config(pictures, own, ON_DISK))
+    calls.clear()
+    make(trusting)
+    assert not calls
 
 
 @pytest.mark.flags("trust_cache")

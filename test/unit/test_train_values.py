@@ -11,6 +11,8 @@ from difftrain.config.train_line import literal, parse
 from difftrain.config.train_rows import Row, every_table, rows
 from difftrain.config.train_schema import schema_of_files
 from difftrain.config.train_values import Item, Layer, judged
+from difftrain.contracts import ConfigFault, DataFault
+from difftrain.data.prepare import prepare
 from difftrain.testing.pictures import write_folder
 
 RUN = """output_dir = "out"
@@ -89,6 +91,22 @@ def test_one_number_is_a_square_or_holds_for_all(run: Path) -> None:
     assert {"type": "integer"} in told["resolution"]["anyOf"] and {"type": "integer"} in told["repeats"]["anyOf"]
     (run.parent / "dataset.toml").write_text("[[directory]]\npath = 'pictures'\n")
     assert parse([f"--config={run}", "--data.resolution=128"]).config.data.datasets[0].resolution == (128, 128)
+
+
+def test_a_data_set_is_written_out_by_itself(run: Path) -> None:
+    with pytest.raises(ConfigFault) as caught:
+        parse([f"--config={run}", "--dump_dataset=there", "--cache_only", "--test_sample"])
+    said = str(caught.value)
+    assert "--cache_only: contradicts --dump_dataset" in said and "--test_sample: contradicts --dump_dataset" in said
+
+
+def test_a_share_that_leaves_nothing_is_named_with_its_file(run: Path) -> None:
+    (run.parent / "dataset.toml").write_text(
+        "resolutions = [64]\nsubsample_ratio = 0.0001\n[[directory]]\npath = 'pictures'\n"
+    )
+    cfg = parse([f"--config={run}", "--data.cache_dir=cache"]).config
+    with pytest.raises(DataFault, match=r"dataset.toml: subsample_ratio = 0.0001 leaves out all 2 records"):
+        prepare(cfg, log=lambda line: None)
 
 
 def test_the_page_speaks_of_no_values_of_python_and_says_what_keys_mean() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 
-from difftrain.cli.words import exactly
+from difftrain.cli.words import asks_for_help, exactly
 from difftrain.config.door import guard
 from difftrain.config.sections import TrainConfig
 
 
 def main(argv: list[str]) -> int:
     """Print the schema."""
+
+    if asks_for_help(argv):
+        print(
+            "usage: difftrain schema [--train]\n\nPrint the JSON schema of the TOML; --train: of every key of train.py."
+        )
+        return 0
 
     def work() -> int:
         exactly("schema", [word for word in argv if word != "--train"])

@@ -7,6 +7,11 @@ from pathlib import Path
 from difftrain.contracts.errors import ConfigFault, Fault
 
 
+def asks_for_help(argv: list[str]) -> bool:
+    """Tell whether a command line asks what the command is."""
+    return "-h" in argv or "--help" in argv
+
+
 def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
     """Return the words of a command that takes exactly these.
 

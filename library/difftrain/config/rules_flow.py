@@ -24,6 +24,7 @@ SDXL_ALONE: dict[str, tuple[str, str]] = {
     "loss.debiased_estimation": (_DIFFUSION, "timestep_sample_method weighs the times"),
     "loss.huber_schedule": (_DIFFUSION, "pseudo_huber_c is the same at all times"),
     "loss.huber_scale": (_DIFFUSION, "pseudo_huber_c is the same at all times"),
+    "model.fp8_frozen": ("holds weights of SDXL in 8 bits", "leave it out"),
     "model.clip_skip": ("sd3 reads hidden_states[-2] of CLIP", "leave it out"),
     "model.max_token_length": ("sd3's CLIP encoders read 77 tokens", "t5_max_length says how far T5 reads"),
     "model.train_text_encoder": (_ENCODERS, "leave it out"),
@@ -73,8 +74,8 @@ def other_family(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def layout(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """A family without a layout in one file is exported as a folder; one that runs code when read is not made of it."""
-    if cfg.model.family in FOLDER_EXPORTS and cfg.save.model_as == "ckpt":
-        what = f"ckpt is not built for {cfg.model.family}, which is exported as a diffusers folder"
+    if cfg.model.family in FOLDER_EXPORTS and cfg.save.model_as in ("ckpt", "safetensors"):
+        what = f"{cfg.save.model_as} is not built for {cfg.model.family}, which is exported as a diffusers folder"
         yield Finding(("save.model_as",), what, "leave it out")
 
 
@@ -107,7 +108,7 @@ def times(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def target_layer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Text is reconstructed from before the last block; a depth that only the weights tell is looked at by the family."""
     layer, depth = cfg.loss.text_recon_target_layer, cfg.model.num_layers
-    if cfg.model.family != "sd3" or not cfg.loss.text_recon_gamma or depth is None or layer < depth:
+    if cfg.model.family != "sd3" or depth is None or layer < depth:
         return
     what = f"is {layer}, the transformer has {depth} blocks"
     if layer == depth:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from difftrain.config.finding import Finding, Rule
+from difftrain.config.finding import Finding, Rule, option
 from difftrain.config.rules import Need, lacking
 from difftrain.config.sections import SaveSection, TrainConfig
 from difftrain.config.there import is_folder
@@ -48,6 +48,13 @@ def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     return lacking(NEEDS, cfg, asked)
 
 
+def one_work(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A start builds the cache, draws pictures or writes out the data set."""
+    if cfg.cache.only and cfg.sample.test_only:
+        what = f"contradicts {option('sample.test_only')}: one builds the cache and stops, the other draws pictures and stops"
+        yield Finding(("cache.only", "sample.test_only"), what, "give one of them")
+
+
 def can_be_resumed(save: SaveSection) -> bool:
     """Say whether what is to be resumed can be there: words and steps are looked up when the run begins."""
     given = save.resume or ""
@@ -57,4 +64,4 @@ def can_be_resumed(save: SaveSection) -> bool:
     return given == "auto" or any(map(is_folder, folders))
 
 
-RULES: tuple[Rule, ...] = (companions,)
+RULES: tuple[Rule, ...] = (companions, one_work)

@@ -107,6 +107,9 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = (), preset: Mapping[str
     train_launch.local_place(bare, line)
     train_launch.deepspeed(bare, line, {**file.values, **line.values})
     out = settle([file, line], preset or {})
+    for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
+        if value_of(out.cfg, path):
+            out.fault(path, "contradicts --dump_dataset, which writes the data set out and stops", "give one of them")
     if out.other_family or "model.family" in out.bad:
         found, said = check(out.cfg, _ANY_FAMILY, set(), out.bad, out.origins)
     else:

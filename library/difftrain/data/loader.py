@@ -300,23 +300,27 @@ def _end_workers(iterator: Any) -> None:
             worker.kill()
 
 
-def num_workers(wanted: int, local_size: int | None = None) -> int:
-    """Return the number of loader processes: as many as wanted, at most one a processor that this process has."""
+def num_workers(wanted: int, local_size: int | None = None, *, said_by: str = "--max_data_loader_n_workers") -> int:
+    """Return the number of loader processes: as many as wanted, at most one a processor that this process has.
+
+    said_by: what wants so many.
+    """
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = local_size or Launch.from_environment().local_size
     most = max(1, processors // ranks)
     if wanted > most:
-        _say_capped(wanted, most, processors, ranks)
+        _say_capped(wanted, most, processors, ranks, said_by)
     return min(wanted, most)
 
 
 @functools.cache
-def _say_capped(wanted: int, most: int, processors: int, ranks: int) -> None:
+def _say_capped(wanted: int, most: int, processors: int, ranks: int, said_by: str) -> None:
     log.info(
-        "%d loader process%s a rank instead of %d (--max_data_loader_n_workers): %d processors for %d rank%s here",
+        "%d loader process%s a rank instead of %d (%s): %d processors for %d rank%s here",
         most,
         "es"[: 2 * (most > 1)],
         wanted,
+        said_by,
         processors,
         ranks,
         "s"[: ranks > 1],

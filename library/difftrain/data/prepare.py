@@ -332,8 +332,10 @@ def refuse(cfg: TrainConfig, data: Data) -> None:
         )
     placed = tables.count - tables.unplaced
     if not tables.training and tables.left_out and not tables.validation:
+        shares = ", ".join(f"{share:g}" for share in sorted({source.share for source in data.index.sources}))
         raise DataFault(
-            f"subsample_ratio leaves out all {placed} records: nothing is left to train on; give a larger one"
+            f"{cfg.data.dataset_config or 'the data set'}: subsample_ratio = {shares} leaves out all {placed} records: "
+            "nothing is left to train on; give a larger one"
         )
     if not tables.training:
         raise DataFault(f"--validation_split={share} holds out all {placed} records: nothing is left to train on")

@@ -38,16 +38,15 @@ def make_accelerator(section: TrainingSection, device: Device, root: nn.Module, 
 
         AcceleratorState._reset_state(reset_partial_state=True)  # there may have been an engine before this one
         GradientState._reset_state()
-        handlers: list[Any] = [
-            DistributedDataParallelKwargs(
-                broadcast_buffers=ddp.has_statistics(root),
-                gradient_as_bucket_view=section.ddp_bucket_view,
-                static_graph=section.ddp_static_graph,
-            )
-        ]
-        if plugin is not None:
-            handlers.append(InitProcessGroupKwargs(backend=device.backend))
-        return Accelerator(
+
+        class Wrapping(DistributedDataParallelKwargs):  # type: ignore[misc]
+            """What DDP is told, with what accelerate has no field for."""
+
+            def to_kwargs(self) -> dict[str, Any]:
+                return {**super().to_kwargs(), **ddp.buffers(root)}
+
+        handlers: list[Any] = [InitProcessGroupKwargs(backend=device.backend)] if plugin is not None else []
+        made = Accelerator(
             mixed_precision=section.mixed_precision if plugin is not None else "no",
             cpu=device.module is None and plugin is None,  # with it accelerate would pass DeepSpeed over
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, adjust_scheduler=False),
@@ -56,6 +55,10 @@ def make_accelerator(section: TrainingSection, device: Device, root: nn.Module, 
             dynamo_backend="no",
             kwargs_handlers=handlers,
         )
+        made.ddp_handler = Wrapping(
+            gradient_as_bucket_view=section.ddp_bucket_view, static_graph=section.ddp_static_graph
+        )
+        return made
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """DistributedDataParallel that sums: gradients are never averaged, because the loss is divided by the global count."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> Distr
     wrapped = DistributedDataParallel(
         root,
         device_ids=None if device.torch_device.index is None else [device.torch_device.index],
-        broadcast_buffers=has_statistics(root),
+        **buffers(root),
         gradient_as_bucket_view=section.ddp_bucket_view,
         static_graph=section.ddp_static_graph,
     )
@@ -59,6 +60,13 @@ def lay_out(root: nn.Module) -> None:
     for parameter in root.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+
+def buffers(root: nn.Module) -> dict[str, bool]:
+    """Return what keeps DDP from sending buffers that never change; newer versions of torch call it otherwise."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {} if has_statistics(root) else {name: False}
 
 
 def has_statistics(root: nn.Module) -> bool:

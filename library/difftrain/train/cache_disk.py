@@ -69,13 +69,16 @@ class Disk:
     def look(self) -> tuple[Path, dict[str, np.ndarray]]:
         """Find out what is missing, (N,) bool of each encoder; return it with the database that says so.
 
-        Raises: TrainingFault where segments are damaged, DataFault for another format.
+        Raises: TrainingFault where segments are damaged, DataFault for another format, ConfigFault where what is
+        trusted is of other encoders.
         """
         use = self._known()
         if self.section.trust and use is not None and use.whole and self.database.exists():
             log.info("--trust_cache: everything was there when this cache was built; it is not looked through")
             uses.touch(self.folder, self.use)
             return self.database, {each.wish.name: np.zeros(each.wanted.count, bool) for each in self.listed}
+        if self.section.trust and use is None:
+            self._refuse_others()
         if self.writable:
             self._announce(use)
         if self.writable or not (self.remote or self.database.exists()):
@@ -177,20 +180,51 @@ class Disk:
 
     def _say_why(self, each: Listed) -> None:
         """Say where entries of the same data are there from an encoder that was another one then."""
-        name, here = each.wish.name, self.facts
+        if (use := self._of_another(each)) is not None:
+            log.info(
+                "cache of %s: it was built for the same data by an encoder with other weights or settings "
+                "(fingerprint %s, now %s); entries of that one are left alone and not used",
+                each.wish.name,
+                use.facts["encoders"][each.wish.name]["fingerprint"][:12],
+                each.fingerprint[:12],
+            )
+
+    def _of_another(self, each: Listed) -> Use | None:
+        """Find who else wanted entries of the same data, by an encoder of this name that was another one."""
+        here = self.facts
         for use in uses.all_uses(self.folder):
-            then = use.facts.get("encoders", {}).get(name)
-            if then is None or use.facts.get("dirs") != here.get("dirs") or use.id == self.use:
+            then = use.facts.get("encoders", {}).get(each.wish.name)
+            dirs = here.get("dirs")
+            same = (dirs and use.facts.get("dirs") == dirs) or use.facts.get("index", "") == here.get("index")
+            if then is None or not same or use.id == self.use or then["storage"] != each.wish.storage:
                 continue
-            if then["storage"] == each.wish.storage and then["fingerprint"] != each.fingerprint:
-                log.info(
-                    "cache of %s: it was built for the same data by an encoder with other weights or settings "
-                    "(fingerprint %s, now %s); entries of that one are left alone and not used",
-                    name,
-                    then["fingerprint"][:12],
-                    each.fingerprint[:12],
+            if then["fingerprint"] != each.fingerprint:
+                return use
+        return None
+
+    def _refuse_others(self) -> None:
+        """Refuse to trust a cache that has these data by another encoder and nothing by this one. Raises ConfigFault."""
+        others = [(each, use) for each in self.listed if (use := self._of_another(each)) is not None and use.whole]
+        if not others:
+            return
+        if self.writable or not (self.remote or self.database.exists()):
+            self._merge()
+        metadata, faults = Metadata(self.database), []
+        for each, use in others:
+            if each.wanted.missing(metadata.has_many).all():
+                name, now = each.wish.name, self.facts.get("model")
+                then, model = use.facts["encoders"][name]["fingerprint"], use.facts.get("model")
+                what = (
+                    f"{self.name} has {name} of these data by another encoder (fingerprint {then[:12]}"
+                    f"{f' of {model}' if model else ''}) and nothing by the one that is asked for "
+                    f"(fingerprint {each.fingerprint[:12]}{f' of {now}' if now else ''})"
                 )
-                return
+                remedy = (
+                    "name the model that it was built with, or leave this out to encode anew beside the old entries"
+                )
+                faults.append(Fault("--trust_cache", what, remedy))
+        if faults:
+            raise ConfigFault(faults)
 
     def refuse_incomplete(self, missing: Mapping[str, np.ndarray]) -> None:
         """Say how many entries are missing where none can be added. Raises ConfigFault."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from difftrain.config import TrainConfig
+from difftrain.config.finding import option
 from difftrain.config.there import expanded, is_url
 from difftrain.config.user_cache import user_cache
 from difftrain.contracts import EVERY, ConfigFault, DataFault, Family, Fault, Parts, Reject, Tokenize
@@ -131,7 +132,12 @@ def _places(cfg: TrainConfig, ranks: Ranks, data: Data, listed: Sequence[Listed]
     disk, memory = ([each for each in listed if each.wish.to_disk is to_disk] for to_disk in (True, False))
     places: list[Place] = []
     if disk:
-        facts = {"dirs": list(cfg.data.dirs), "index": data.index.fingerprint, "records": data.index.count}
+        facts = {
+            "dirs": list(cfg.data.dirs),
+            "index": data.index.fingerprint,
+            "records": data.index.count,
+            "model": cfg.model.pretrained,
+        }
         places.append(OnDisk(where_of(cfg), cfg.cache, ranks, disk, facts))
     if memory:
         places.append(InMemory(ranks, memory))
@@ -179,6 +185,7 @@ class _Work:
         of_group = f"cache/{token}/{place.group.leader}"
         handed = HandedOut(job.todo, ranks.counter(f"{of_group}/next"), news.stop)
         progress = Progress(each.wish.name, int(np.count_nonzero(job.missing)), ranks.tally(f"{of_group}/done"))
+        setting = "data.workers" if cfg.cache.workers is None else "cache.workers"
         wanted_workers = cfg.data.workers if cfg.cache.workers is None else cfg.cache.workers
 
         def encode_here() -> None:
@@ -194,7 +201,7 @@ class _Work:
                         parts=self.parts,
                         device=self.device,
                         precision=cfg.training.mixed_precision,
-                        workers=num_workers(wanted_workers, ranks.local_size),
+                        workers=num_workers(wanted_workers, ranks.local_size, said_by=option(setting)),
                         stop=news.stop,
                     )
             except BaseException as error:

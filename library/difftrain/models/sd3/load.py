@@ -84,7 +84,7 @@ def _nothing_trained(cfg: TrainConfig) -> list[Fault]:
 def _target_layer(cfg: TrainConfig, source: Source) -> list[Fault]:
     """Text is reconstructed from a block before the last: its own tokens would be no target."""
     layer, depth = cfg.loss.text_recon_target_layer, source.architecture.num_layers
-    if not cfg.loss.text_recon_gamma or layer < depth:
+    if layer < depth or not layer:
         return []
     remedy = f"0 for what enters the first block, or 1 to {depth - 1} for what leaves one before the last"
     what = f"is {layer}, the transformer has {depth} blocks"
