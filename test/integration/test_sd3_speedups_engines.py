@@ -148,7 +148,7 @@ def told(engine: BaseEngine, case: Case, out: Path) -> dict[str, Any]:
     losses += run(engine, case.pieces, 1, STEPS)
     average.update((name, shard) for name, shard, _ in engine.shards())
     found: dict[str, Any] = {"losses": losses, "evaluated": evaluated(engine)}
-    if case.way != "zero3":  # which has no place to put them
+    if case.way != "zero3":  # test_engine_accelerate.py does that
         with engine.swapped(average.weights):
             found["averaged"] = evaluated(engine)
     whole = dict(engine.full_weights(average.weights))
