@@ -62,7 +62,7 @@ def lay_out(root: nn.Module) -> None:
             parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
 
 
-def buffers(root: nn.Module) -> dict[str, bool]:
+def buffers(root: nn.Module) -> dict[str, Any]:
     """Return what keeps DDP from sending buffers that never change; newer versions of torch call it otherwise."""
     known = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
