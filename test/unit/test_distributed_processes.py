@@ -16,7 +16,8 @@ RANK = {"TORCHELASTIC_RUN_ID": "none"}
 
 def asked(*before: str, **env: str) -> str:
     words = [*before, sys.executable, "-c", ASK]
-    return subprocess.run(words, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout.strip()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_ranks_of_one_launcher_know_it_and_others_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

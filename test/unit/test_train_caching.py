@@ -240,7 +240,7 @@ def test_workers_that_decode_are_as_many_as_asked(
         return inner(decoding, handed, 0)
 
     monkeypatch.setattr(encoding, "pieces_of", pieces)
-    monkeypatch.setattr(caching, "num_workers", lambda wanted, ranks: wanted)
+    monkeypatch.setattr(caching, "num_workers", lambda wanted, ranks, **_: wanted)
     make(config(pictures, tmp_path / "a", {"latents": True, "workers": 2}))
     make(config(pictures, tmp_path / "a", {"latents": True}, data={"workers": 3}))
     assert seen == [2, 3]
