@@ -44,6 +44,23 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return read
 
 
+def test_a_choice_is_each_machines_own_copy_where_rank_0_has_it_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (
+        (tmp_path / "0" / "state", [tmp_path / "0" / "state", tmp_path / "1" / "state"]),
+        (Path("0/state"), [tmp_path / "0" / "state", tmp_path / "1" / "state"]),
+        (Path("other/state"), [tmp_path / "other" / "state"] * 2),
+        (None, [None, None]),
+    ):
+
+        def choose(ranks: ThreadRanks, given: Path | None = given) -> Path | None:
+            return everywhere.choose(Path(str(ranks.rank)), ranks, lambda ask: given)  # type: ignore[arg-type]
+
+        assert on_threads(2, choose, 1) == expected
+
+
 def test_machines_agree_on_what_all_of_them_have_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk = lambda rank: tmp_path / str(rank)  # noqa: E731
     saved(disk, 2, 4, 8, 12)

@@ -76,6 +76,20 @@ def newest(parent: Path, naming: Naming, ranks: Ranks) -> Path | None:
     return None if name is None else parent / name
 
 
+def choose(base: Path, ranks: Ranks, chosen: Callable[[Ask], Path | None]) -> Path | None:
+    """Let rank 0 choose a checkpoint; each rank gets its own copy of it: below `base`, where rank 0's is below its own."""
+
+    base = base.absolute()
+
+    def told(ask: Ask) -> Path | None:
+        found = chosen(ask)
+        whole = found.absolute() if found is not None else None
+        return whole.relative_to(base) if whole is not None and whole.is_relative_to(base) else whole
+
+    found = with_all(base, ranks, told)
+    return None if found is None else base / found
+
+
 def with_all(base: Path, ranks: Ranks, choose: Callable[[Ask], T]) -> T:
     """Let rank 0 choose, which may ask about checkpoints on its way; return its choice, or raise its error, everywhere.
 

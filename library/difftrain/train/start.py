@@ -74,7 +74,7 @@ def begin(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Start]:
         if resume == "auto" and not isinstance(state, Empty):
             of_run = names if isinstance(state, Foreign) else state.record.names
             state = replace(state, newest=everywhere.newest(out, of_run, ranks))
-        found = everywhere.with_all(out, ranks, lambda ask: _chosen(cfg, resume, ranks, state, ours, ask))
+        found = everywhere.choose(out, ranks, lambda ask: _chosen(cfg, resume, ranks, state, ours, ask))
         meta = for_all(ranks, ranks.is_logger, lambda: checkpoint.load_meta(found) if found else {})
         known = state.record if isinstance(state, Unfinished | Finished) else None
         same = known if known and known.config_digest == ours else None
