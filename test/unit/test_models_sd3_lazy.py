@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sd3 import config, loaded
+from woken import same
 
-from difftrain.contracts import EVERY, ConfigFault, Parts
+from difftrain.contracts import EVERY, ConfigFault
 from difftrain.device import choose, fp8
 from difftrain.device.attention_joint import JointAttention
 from difftrain.models.parts.stand_in import StandIn
@@ -34,18 +34,6 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def small_layers_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 8 bits be for the tiny model's layers too."""
     monkeypatch.setattr(fp8, "FEWEST_INPUTS", 16)
-
-
-def tensors(parts: Parts, name: str) -> dict[str, torch.Tensor]:
-    module = parts.frozen[name]
-    told = {f"state {key}": value for key, value in module.state_dict().items()}
-    return told | dict(module.named_parameters()) | dict(module.named_buffers())
-
-
-def same(ours: Parts, theirs: Parts, name: str) -> bool:
-    a, b = tensors(ours, name), tensors(theirs, name)
-    assert a.keys() == b.keys()
-    return all(a[key].dtype == b[key].dtype and a[key].equal(b[key]) for key in a)
 
 
 @pytest.mark.parametrize(("sections", "model"), WAYS)

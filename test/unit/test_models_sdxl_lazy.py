@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sdxl import config, loaded
+from woken import same
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import fp8, host
@@ -52,19 +53,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asleep(cfg: Any, names: tuple[str, ...] = FROZEN) -> tuple[SDXLFamily, Parts]:
     family = SDXLFamily(cfg)
     return family, family.load(lazy=names)
-
-
-def tensors(parts: Parts, name: str) -> dict[str, torch.Tensor]:
-    """Return all that a part computes with, and what its exports hold."""
-    module = parts.frozen[name]
-    told = {f"state {key}": value for key, value in module.state_dict().items()}
-    return told | dict(module.named_parameters()) | dict(module.named_buffers())
-
-
-def same(ours: Parts, theirs: Parts, name: str) -> bool:
-    a, b = tensors(ours, name), tensors(theirs, name)
-    assert a.keys() == b.keys()
-    return all(a[key].dtype == b[key].dtype and a[key].equal(b[key]) for key in a)
 
 
 @pytest.mark.parametrize(("sections", "model"), WAYS)

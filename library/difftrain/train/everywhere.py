@@ -78,7 +78,6 @@ def newest(parent: Path, naming: Naming, ranks: Ranks) -> Path | None:
 
 def choose(base: Path, ranks: Ranks, chosen: Callable[[Ask], Path | None]) -> Path | None:
     """Let rank 0 choose a checkpoint; each rank gets its own copy of it: below `base`, where rank 0's is below its own."""
-
     base = base.absolute()
 
     def told(ask: Ask) -> Path | None:

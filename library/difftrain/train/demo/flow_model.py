@@ -36,7 +36,7 @@ def write_tiny(folder: Path) -> None:
 
 
 def write_model(dataset: str, scale: float, data: Path, folder: Path, say: Say) -> None:
-    """Build a demo's model, fit its VAE and its vocabularies to a folder of tars, and save all as a diffusers folder."""
+    """Build a demo's model, fit VAE, vocabularies and CLIP to a folder of tars, and save all as a diffusers folder."""
     from difftrain.models.parts.vae import posterior
     from difftrain.train.demo.model import fit_vae, load_pictures
     from difftrain.train.demo.text_fit import fit_text
