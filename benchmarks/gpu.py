@@ -32,9 +32,9 @@ from torch import Tensor
 
 from difftrain.contracts import Batch, Bucket, Parts
 from difftrain.device import Device, attention, choose
+from difftrain.models.root import DenoiserRoot
 from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.sdxl.flops import unet_flops
-from difftrain.models.sdxl.root import SDXLRoot
+from difftrain.models.unet_flops import unet_flops
 from difftrain.report.environment import code_version, versions
 
 TEXT_TOKENS, LIGHT_SIDE = 77, 256
@@ -52,16 +52,16 @@ class LatentFamily(SDXLFamily):
     def load(self, *, meta: bool = False) -> Parts:
         """Build the UNet with torch's own first weights."""
         torch.manual_seed(0)
-        unet = self.source.architecture.build("unet")
+        unet = self.source.build("unet")
         if meta:
-            return Parts(SDXLRoot(unet))
+            return Parts(DenoiserRoot(self, "unet", unet))
         unet.to_empty(device="cpu")
         for module in unet.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         if self.cfg.training.gradient_checkpointing:
             unet.enable_gradient_checkpointing()
-        return Parts(SDXLRoot(unet))
+        return Parts(DenoiserRoot(self, "unet", unet))
 
     def latents(self, batch: Batch, parts: Parts) -> Tensor:
         """Take the batch's."""
@@ -77,16 +77,14 @@ class LatentFamily(SDXLFamily):
 
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
         """Count the UNet's forward and backward."""
-        factor = self.source.architecture.vae_factor
-        latent = (bucket.height // factor, bucket.width // factor)
-        return 3.0 * unet_flops(self.source.architecture.unet, latent, TEXT_TOKENS)
+        latent = (bucket.height // self.vae.factor, bucket.width // self.vae.factor)
+        return 3.0 * unet_flops(self.source.sizes["unet"], latent, TEXT_TOKENS)
 
     def batch(self, side: int, size: int, seed: int) -> Batch:
         """Make a batch of latents of unit spread, the same for a seed."""
-        architecture, draw = self.source.architecture, torch.Generator().manual_seed(seed)
-        unet = architecture.unet
+        unet, draw = self.source.sizes["unet"], torch.Generator().manual_seed(seed)
         pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
-        shape = (size, unet["in_channels"], side // architecture.vae_factor, side // architecture.vae_factor)
+        shape = (size, unet["in_channels"], side // self.vae.factor, side // self.vae.factor)
         sizes = torch.tensor([[side, side]] * size)
         ids = torch.arange(size)
         return Batch(

@@ -10,12 +10,11 @@ from gpu_trainer import Trainer, config, same
 from torch import Tensor
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, Bucket, Draw, Parts
+from difftrain.contracts import EVERY, Batch, Bucket, Draw, Parts
 from difftrain.data.samples import host_draws
 from difftrain.device import Device, choose
-from difftrain.models.parts.clip_vocabulary import LENGTH
 from difftrain.models.sd3.family import SD3Family
-from difftrain.models.sd3.load import FROZEN, load_parts
+from difftrain.models.text.encode import features_of
 
 LR, STEPS, SEED = 1e-4, 8, 1
 LOSS_LIMIT = {"no": 1e-4, "bf16": 2e-2}
@@ -24,31 +23,27 @@ LOSS_LIMIT = {"no": 1e-4, "bf16": 2e-2}
 class CachedSD3(SD3Family):
     """SD3 whose batches bring all that its encoders would make: the transformer alone is built."""
 
+    vocabularies = (None, None, None)  # nothing is tokenised
+
     def alone(self) -> Parts:
         """Build the transformer from the seed; nothing stands where the encoders were."""
-        parts = load_parts(self.cfg, self.source, None, meta=False, lazy=FROZEN)
+        parts = self.load(lazy=EVERY)
+        parts.fill_root()
         return Parts(parts.root, config=parts.config)
 
     def batch(self, side: int, size: int, seed: int) -> Batch:
         """Make a batch of unit spread, in the dtypes of a cache, with the host draws of training."""
-        architecture, draw = self.source.architecture, torch.Generator().manual_seed(seed)
-        bucket, sizes = Bucket(side, side), (architecture.text_encoder_1, architecture.text_encoder_2)
-        latents = (
-            size,
-            architecture.vae["latent_channels"],
-            side // architecture.vae_factor,
-            side // architecture.vae_factor,
-        )
+        draw, bucket = torch.Generator().manual_seed(seed), Bucket(side, side)
+        latents = (size, *self.features.features["latents"].shape(bucket))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw)
 
         found = {"moments": torch.cat((normal(*latents), torch.full(latents, 0.1)), dim=1)}
-        for number, each in enumerate(sizes, 1):
-            found[f"hidden_{number}"] = normal(size, LENGTH, each["hidden_size"]).bfloat16()
-            found[f"pooled_{number}"] = normal(size, each["projection_dim"]).bfloat16()
-        t5 = self.cfg.model.t5_max_length, architecture.text_encoder_3["d_model"]
-        found["hidden_3"] = normal(size, *t5).bfloat16()
+        for number, length in enumerate(self.lengths, 1):
+            sizes = self.source.complete(f"text_encoder_{number}")
+            made = features_of(self.texts, number, length, sizes, "bfloat16")
+            found |= {name: normal(size, *feature.shape(bucket)).bfloat16() for name, feature in made.items()}
         draws = [Draw(number, b"%d of %d" % (number, seed), 0) for number in range(size)]
         ids = torch.arange(size)
         return Batch(

@@ -10,9 +10,9 @@ cd "$here/.."
 # shellcheck source=test/find_python.sh
 source "$here/find_python.sh"
 
-TIERS="lint unit golden integration launchers simulated_npu"
+TIERS="lint unit contracts golden integration launchers simulated_npu"
 budget_min() { # on two cores
-    case "$1" in lint) echo 2 ;; unit) echo 3 ;; golden) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
+    case "$1" in lint) echo 2 ;; unit) echo 5 ;; contracts) echo 3 ;; golden) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
 }
 
 chosen=""
@@ -95,7 +95,7 @@ run_tier() {
             local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() side_by_side=() device=()
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
             # most tests wait for one process or compute on one thread; launchers and golden losses want the machine alone
-            case "$1" in unit | integration | simulated_npu) side_by_side=(-n 2 --dist loadfile) ;; esac
+            case "$1" in unit | contracts | integration | simulated_npu) side_by_side=(-n 2 --dist loadfile) ;; esac
             case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
             ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
                 ${side_by_side[@]+"${side_by_side[@]}"} ${words[@]+"${words[@]}"} || code=$?

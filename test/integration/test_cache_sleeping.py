@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from sdxl import config, loaded
 
 from difftrain.config.parse import parse
-from difftrain.models.parts import fingerprints, stand_in
-from difftrain.models.sdxl.folder_source import FolderSource
+from difftrain.models import loading, stand_in
+from difftrain.models.weights import fingerprints
+from difftrain.models.weights.source import Source
 from difftrain.train import dry_run, ending
 from difftrain.train.run import run
 
@@ -33,18 +34,19 @@ class Runs:
         patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
         patch.setattr(fingerprints, "_SETTLED_NS", 0)
         patch.setattr(ending, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
-        fill, weights = stand_in.fill, FolderSource.weights
+        fill, weights = stand_in.fill, Source.weights
 
-        def filled(module: Any, *rest: Any) -> Any:
+        def filled(module: Any, *rest: Any, **options: Any) -> Any:
             self.filled.append(type(module).__name__)
-            return fill(module, *rest)
+            return fill(module, *rest, **options)
 
-        def read(source: FolderSource, part: str, module: Any) -> Any:
+        def read(source: Source, part: str, module: Any) -> Any:
             self.read.append(part)
             return weights(source, part, module)
 
         patch.setattr(stand_in, "fill", filled)
-        patch.setattr(FolderSource, "weights", read)
+        patch.setattr(loading, "fill", filled)
+        patch.setattr(Source, "weights", read)
 
     def line(self, out: Path, *flags: str) -> list[str]:
         return [

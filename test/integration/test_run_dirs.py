@@ -151,7 +151,7 @@ def test_torchrun_starts_a_killed_rank_anew_and_a_reset_acts_once(trainer: Train
 
 def deeper(path: Path) -> Path:
     """Write the tiny architecture with one block more."""
-    content = json.loads(files("difftrain.models.sd3").joinpath("tiny.json").read_text())
+    content = json.loads(files("difftrain.models").joinpath("sizes_shipped", "sd3.tiny.json").read_text())
     content["transformer"]["num_layers"] += 1
     path.write_text(json.dumps(content))
     return path

@@ -211,7 +211,9 @@ def test_resume_refuses_another_global_batch_and_another_model(straight: Path, d
     state = straight / "NAME-step00000008-state"
     output = door.run(door.flags(tmp_path / "a", f"--resume={state}", batch=3), expect=2)
     assert "global batch" in output and "2" in output and "3" in output
-    other = json.loads((Path(__file__).parents[2] / "library/difftrain/models/sdxl/tiny.json").read_text())
+    other = json.loads(
+        (Path(__file__).parents[2] / "library/difftrain/models/sizes_shipped/sdxl.tiny.json").read_text()
+    )
     other["unet"]["block_out_channels"] = [2 * n for n in other["unet"]["block_out_channels"]]
     (tmp_path / "other.json").write_text(json.dumps(other))
     output = door.run(

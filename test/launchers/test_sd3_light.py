@@ -33,7 +33,7 @@ def tiny(launchers: Launchers, tmp_path_factory: pytest.TempPathFactory) -> Path
     from difftrain.train.demo.flow_model import write_tiny
 
     folder = tmp_path_factory.mktemp("weights") / "tiny"
-    write_tiny(folder)
+    write_tiny(folder, "sd3")
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.doors import ROOT, Door, write_pictures
 
 RUN = str(ROOT / "test/simulated_npu/run")
-SIZES = json.loads((ROOT / "library/difftrain/models/sdxl/tiny.json").read_text())
+SIZES = json.loads((ROOT / "library/difftrain/models/sizes_shipped/sdxl.tiny.json").read_text())
 BUILT = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # the device is built there already
 STEPS = 2
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from diffusers.models import activations, embeddings, normalization
 from support.engines import COUNTS, built, config
+from support.sdxl import source
 from torch import nn
 
 from difftrain.config.sections import TrainingSection
 from difftrain.device import choose, kernels, mends, tally
 from difftrain.engine import ddp, update
-from difftrain.models.parts.vae import posterior
-from difftrain.models.sdxl.architecture import named
+from difftrain.models.vae.posterior import posterior
 from difftrain.testing.family import tiny_step
 from difftrain.testing.spawn import free_port
 
@@ -191,17 +191,17 @@ LACKING = ("logsumexp", "conv3d", "convolution of five dimensions", "replication
 
 def test_models_call_nothing_that_some_cann_lack_in_bf16():
     """logsumexp, conv3d and replicate padding of bf16 are missing before CANN 8: a family that needs them must mend them."""
-    tiny = named("tiny")
+    tiny = source("tiny")
     unet, vae = (tiny.build(part).to_empty(device=NPU).bfloat16() for part in ("unet", "vae"))
     for parameter in (*unet.parameters(), *vae.parameters()):
         nn.init.normal_(parameter, std=0.02)
-    pooled = tiny.text_encoder_2["projection_dim"]
+    pooled = tiny.sizes["text_encoder_2"]["projection_dim"]
     with simulator.counting() as ran:
         posterior(vae, torch.zeros(1, 3, 64, 64, dtype=torch.uint8, device=NPU), fp32=False, batch_size=None)
         half = {"dtype": torch.bfloat16, "device": NPU}
         added = {"text_embeds": torch.zeros(1, pooled, **half), "time_ids": torch.zeros(1, 6, **half)}
-        latents = torch.zeros(1, tiny.unet["in_channels"], 16, 16, **half)
-        text = torch.zeros(1, 7, tiny.unet["cross_attention_dim"], **half)
+        latents = torch.zeros(1, tiny.sizes["unet"]["in_channels"], 16, 16, **half)
+        text = torch.zeros(1, 7, tiny.sizes["unet"]["cross_attention_dim"], **half)
         unet(latents, torch.zeros(1, device=NPU), text, added_cond_kwargs=added).sample.sum().backward()
     assert not [op for op in ran if any(name in op for name in LACKING)]
     gated = sum(isinstance(module, activations.GEGLU) for module in unet.modules())

@@ -59,21 +59,24 @@ def runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
     return runs
 
 
-def toml_runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
-    """Return a function that trains the tiny SD3: train("npu", "--loss.text_recon_gamma=0.1", steps=4)."""
+LIGHT = ('train_type = "sd3_light_pretrain"', "num_layers = 3")  # what SD3-Light's recipes say beside the family
+
+
+def toml_runner(data: Path, base: Path, patch: pytest.MonkeyPatch, family: str = "sd3") -> Runner:
+    """Return a function that trains a family's tiny size: train("npu", "--loss.text_recon_gamma=0.1", steps=4)."""
     from difftrain.config.train_line import parse
 
     watched = _watcher(base, patch)
     recipe, pictures = base / "recipe.toml", base / "pictures.toml"
     pictures.write_text(f"resolutions = [64]\n[[directory]]\npath = '{data}'\n")
     recipe.write_text(
-        f"""train_type = "sd3_light_pretrain"
+        f"""{LIGHT[0] if family == "sd3" else ""}
         [output]
         dataset = '{pictures}'
         [model]
-        type = "sd3"
+        type = "{family}"
         init_from_config = "tiny"
-        num_layers = 3
+        {LIGHT[1] if family == "sd3" else ""}
         t5_max_length = 32
         [training]
         micro_batch_size_per_gpu = 2

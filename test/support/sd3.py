@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,21 @@ from difftrain.data.samples import host_draws
 from difftrain.models.sd3.family import SD3Family
 
 T5_LENGTH = 16
+PARTS = ("transformer", "vae", "text_encoder_1", "text_encoder_2", "text_encoder_3")
+FOLDERS = {part: part.removesuffix("_1") for part in PARTS}
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """Return a shipped size: a section for each part, by its folder."""
+    file = resources.files("difftrain.models").joinpath("sizes_shipped", f"sd3.{name}.json")
+    return json.loads(file.read_text("utf-8"))
+
+
+def of_sizes(content: dict[str, Any], path: Path, **model: Any) -> SD3Family:
+    """Make a family of random weights of these sizes, with a file of them in a folder."""
+    file = path / "sizes.json"
+    file.write_text(json.dumps(content))
+    return SD3Family(config(init_from_config=str(file), **model))
 
 
 def config(sections: dict[str, Any] | None = None, **model: Any) -> TrainConfig:

@@ -9,6 +9,7 @@ import torch
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Parts
 from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.weights.source import Source
 
 
 def config(sections: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
@@ -16,6 +17,22 @@ def config(sections: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
     if "pretrained" not in model:
         model = {"init_from_config": "tiny"} | model
     return TrainConfig(model=model, **{"training": {"seed": 1}, **(sections or {})})
+
+
+def source(size: str = "tiny") -> Source:
+    """Return the random weights of a shipped size, and its sizes."""
+    return SDXLFamily(config(init_from_config=size)).source
+
+
+def sizes(size: str = "tiny") -> dict[str, Any]:
+    """Return a shipped size as a file of sizes has it."""
+    return SDXLFamily(config(init_from_config=size)).architecture()
+
+
+def text_of(root: Any, conditions: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states of both encoders side by side, and what is pooled; trained encoders run."""
+    made = root.text(conditions)
+    return torch.cat([made["hidden_1"], made["hidden_2"]], dim=-1), made["pooled"]
 
 
 def loaded(cfg: TrainConfig) -> tuple[SDXLFamily, Parts]:

@@ -9,8 +9,8 @@ import pytest
 from difftrain.checkpoint import clean, commit, newest, open_given
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
-from difftrain.models.parts.folder_export import _swap_in
-from difftrain.models.parts.weight_writers import aside_of
+from difftrain.models.weights.folder_export import _swap_in
+from difftrain.models.weights.writers import aside_of
 
 
 def write(work: Path) -> list[Path]:

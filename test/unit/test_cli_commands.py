@@ -218,7 +218,7 @@ def test_a_folder_that_is_no_runs_is_the_only_fault(tmp_path: Path) -> None:
 
 def test_the_layouts_are_the_familys() -> None:
     from difftrain.config.validate import choices_of
-    from difftrain.models.sdxl.export import SUFFIXES
+    from difftrain.models.export import SUFFIXES
 
     assert SUFFIXES == export.SUFFIXES
     assert set(choices_of("save.model_as")) == set(SUFFIXES)

@@ -283,7 +283,7 @@ def test_all_faults_of_a_file_at_once(folder: Path) -> None:
         ("[[datasets", "cannot be read as TOML"),
         ("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir='A'\nis_reg=true", "nothing but regularisation"),
         ("[[datasets]]\n[[datasets.subsets]]\nimage_dir='A'", "[[datasets]] 1: resolution is missing"),
-        ("[[datasets]]\nresolution=60\n[[datasets.subsets]]\nimage_dir='A'", "[[datasets]] 1 resolution must be multiples of 8"),
+        ("[[datasets]]\nresolution=60\n[[datasets.subsets]]\nimage_dir='A'", "[[datasets]] 1 resolution must be multiples of 32"),
         ("[[datasets]]\nresolution=64\n[[datasets.subsets]]\nimage_dir='A'\nmetadata_file='M'\nconditioning_data_dir='A'",
          "has both metadata_file and conditioning_data_dir"),
         ("[[datasets]]\nresolution=64\n[[datasets.subsets]]\nimage_dir='A'\nconditioning_data_dir='A'", "needs --masked_loss"),

@@ -7,7 +7,7 @@ import pytest
 from difftrain.config.digest import digest
 from difftrain.config.finding import check
 from difftrain.config.parse import parse
-from difftrain.config.rules_engine import _ELEMENTWISE, deepspeed
+from difftrain.config.rules_engine import _ELEMENTWISE, accelerate, deepspeed
 from difftrain.config.sections import TrainConfig
 from difftrain.contracts import ConfigFault
 
@@ -80,6 +80,14 @@ def test_faults_come_together():
         f"{ZERO} --zero_stage=0 --optimizer_type=Adafactor --full_fp16 --mixed_precision=fp16 --fused_backward_pass"
     )
     assert len(found) >= 4
+
+
+def test_a_base_that_is_only_held_trains_on_the_native_engine():
+    given = {"model": {"family": "flux", "train_only": ["attn"]}, "training": {"engine": "accelerate"}}
+    (fault,), _ = check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {})
+    assert "train_only" in str(fault) and "does not go with --engine=accelerate" in str(fault)
+    given["training"] = {"engine": "native"}
+    assert check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {}) == ([], [])
 
 
 @pytest.mark.parametrize("package", ["accelerate", "deepspeed", "fairscale"])

@@ -12,8 +12,10 @@ from difftrain.config.digest import digest
 from difftrain.config.parse import parse
 from difftrain.config.section import CacheDtype
 from difftrain.contracts import ConfigFault
-from difftrain.models.sd3 import text
-from difftrain.models.sdxl.encoders import OUTPUTS
+from difftrain.models.registry import FAMILIES
+from difftrain.models.sd3.family import SD3Family
+from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.text.encode import outputs_of
 
 LATENTS = [
     ("--random_crop", "--random_crop: contradicts --cache_latents: it cuts another part"),
@@ -230,6 +232,9 @@ def test_every_field_of_the_rules_exists() -> None:
 
 def test_the_names_of_features_and_dtypes_are_those_of_the_other_rooms() -> None:
     assert get_args(CacheDtype) == names.CACHE_DTYPES
-    outputs = {"sdxl": OUTPUTS, "sd3": text.OUTPUTS}
+    outputs = {
+        family.name: {text.part: outputs_of(family.texts, place) for place, text in enumerate(family.texts, 1)}
+        for family in (SD3Family(TrainConfig()), SDXLFamily(TrainConfig()))
+    }
     made = {family: tuple(name for names in told.values() for name in names) for family, told in outputs.items()}
-    assert made == names.TEXT_FEATURES
+    assert made == {family: FAMILIES[family].text_features for family in made}

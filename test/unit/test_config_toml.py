@@ -75,13 +75,13 @@ def test_committed_recipes_parse_with_what_a_user_adds(path: Path, tmp_path: Pat
 
 
 def test_there_are_recipes() -> None:
-    assert {"base", "tiny"} <= {path.stem for path in CONFIGS}
+    assert {"base", "pretrain_tiny"} <= {path.stem for path in CONFIGS}
 
 
 @pytest.mark.flags("config")
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    recipe = next(path for path in CONFIGS if path.stem == "tiny")
+    recipe = next(path for path in CONFIGS if path.stem == "pretrain_tiny")
     argv = [f"--config={recipe}", f"--train_data_dir={tmp_path / 'data'}", f"--output_dir={tmp_path}"]
     assert parse([*argv, "--train_batch_size=7"]).config.training.batch_size == 7
     assert parse(argv).config.training.batch_size == 2

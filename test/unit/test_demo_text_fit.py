@@ -18,7 +18,7 @@ COLOURS, SHAPES = ("red", "green", "blue", "white"), ("circle", "square", "star"
 
 def told(seed: int = 0) -> tuple[int, Tensor]:
     """Fit the tiny size's to latents that a colour and a shape make up; return the per cent that it says, and pooled."""
-    family = make_family(_config("tiny"))
+    family = make_family(_config("sd3", "tiny"))
     parts = family.load()
     captions = [f"a {colour} {shape}" for colour, shape in itertools.product(COLOURS, SHAPES)] * 8
     torch.manual_seed(seed)

@@ -112,7 +112,7 @@ def test_what_is_trained_odd_or_small_stays_as_it_is():
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """Make configurations of a model whose text encoders have layers wide enough."""
-    sizes = json.loads((ROOT / "library/difftrain/models/sdxl/tiny.json").read_text())
+    sizes = json.loads((ROOT / "library/difftrain/models/sizes_shipped/sdxl.tiny.json").read_text())
     for name in ("text_encoder", "text_encoder_2"):
         sizes[name] |= {"hidden_size": 192, "intermediate_size": 256}
     sizes["unet"]["cross_attention_dim"] = 2 * 192

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from sdxl import sizes
 
 from difftrain.config.finding import option
 from difftrain.config.parse import SHUFFLE_NUM
 from difftrain.config.rules_cache import _CAPTION, _PICTURE
 from difftrain.config.validate import default_of, fields
 from difftrain.data.cache.storage import CHOICES, stored
-from difftrain.models.sdxl.architecture import named
-from difftrain.models.sdxl.encoders import OUTPUTS
+from difftrain.models.registry import FAMILIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cached_features.md").read_text(encoding="utf-8")
 COLUMNS = ("fp32", "bf16", "fp8")
@@ -37,21 +37,20 @@ def row(beginning: str) -> list[str]:
 
 
 def sdxl_text() -> dict[str, tuple[int, ...]]:
-    base = named("base")
-    first, second = base.text_encoder_1["hidden_size"], base.text_encoder_2["hidden_size"]
-    return {"hidden_1": (77, first), "hidden_2": (77, second), "pooled": (base.text_encoder_2["projection_dim"],)}
+    first, second = (sizes("base")[section] for section in ("text_encoder", "text_encoder_2"))
+    hidden = {"hidden_1": (77, first["hidden_size"]), "hidden_2": (77, second["hidden_size"])}
+    return {**hidden, "pooled": (second["projection_dim"],)}
 
 
 def test_bytes_of_a_picture() -> None:
-    base = named("base")
-    channels, side = base.vae["latent_channels"], 1024 // base.vae_factor
+    channels, side = sizes("base")["vae"]["latent_channels"], 1024 // 8
     assert row("SDXL at 1024 px, moments") == kib(((2 * channels, side, side), None))
     assert row("mean, or sample") == kib(((channels, side, side), None))
 
 
 @pytest.mark.parametrize("name", ["hidden_1", "hidden_2", "pooled"])
 def test_bytes_of_a_caption(name: str) -> None:
-    assert {name for each in OUTPUTS.values() for name in each} == set(sdxl_text())
+    assert set(FAMILIES["sdxl"].text_features) == set(sdxl_text())
     assert row(f"`{name}`") == kib((sdxl_text()[name], None))
 
 

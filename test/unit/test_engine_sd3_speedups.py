@@ -27,9 +27,8 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.engine.native import NativeEngine
 from difftrain.evaluation import quantile_losses
-from difftrain.models.sd3.architecture import named
+from difftrain.models.routing import KEEP
 from difftrain.models.sd3.family import SD3Family
-from difftrain.models.sd3.routing import KEEP
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.optim.muon import is_matrix
 
@@ -163,7 +162,7 @@ def test_the_projector_is_trained_and_not_exported(tmp_path: Path) -> None:
 
 
 def test_of_sd3_the_attention_and_the_feed_forwards_are_matrices_and_nothing_else() -> None:
-    weights = dict(named("tiny").build("transformer").named_parameters())
+    weights = dict(SD3Family(config()).source.build("transformer").named_parameters())
     chosen = {name for name, weight in weights.items() if is_matrix(f"transformer.{name}", weight)}
     layer = re.compile(
         r"transformer_blocks\.\d\.(attn\.(to_[qkv]|add_[qkv]_proj|to_out\.0|to_add_out)|ff(_context)?\.net\.(0\.proj|2))\.weight"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ LAYERS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ALLOWED = {("engine", "optim")}
+# The one module of a higher room that configuration reads: the families' rows, from which choices, help, docs, defaults
+# and rules are derived before torch is imported. It stands on contracts and the standard library alone (tested below).
+ROWS = "difftrain.models.registry"
 NARROW = {"sampling", "evaluation"}  # contracts and the layer below, nothing else
 # imported only in their one room, and only where they are used
 OPTIONAL = {
@@ -97,6 +101,8 @@ def test_imports_keep_to_the_layers(path: Path) -> None:
         if parts[0] in ("test", "third_patch", "sd_scripts_xl", "benchmarks"):
             wrong.append(f"line {line}: library/ imports nothing of {parts[0]}/")
         elif parts[0] == "difftrain" and parts[1:2] not in ([], ["__version__"]):
+            if source == "config" and module.startswith(f"{ROWS}."):
+                continue
             wrong += [f"line {line}: {reason}" for reason in [breaks(source, parts[1])] if reason]
     assert not wrong, "\n".join(wrong)
 
@@ -106,6 +112,15 @@ def test_the_rule_itself_bites() -> None:
     assert breaks("optim", "engine") and breaks("sampling", "config") and breaks("train", "cli")
     assert breaks("train", "nowhere") and breaks("diffusion", "device") and breaks("data", "testing")
     assert not breaks("engine", "optim") and not breaks("train", "data") and not breaks("sampling", "device")
+
+
+def test_the_rows_of_families_stand_below_configuration() -> None:
+    rows = {module for module, _, _ in imports(parsed(PACKAGE / "models" / "registry.py"))}
+    assert not {
+        each for each in rows if each.split(".")[0] == "difftrain" and not each.startswith("difftrain.contracts.")
+    }
+    assert {each.split(".")[0] for each in rows} <= {"difftrain", *sys.stdlib_module_names}
+    assert not list(imports(parsed(PACKAGE / "models" / "__init__.py"))), "it is loaded with the rows"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -284,6 +299,8 @@ def test_every_field_of_the_configuration_is_read_by_somebody() -> None:
         "data.resize_interpolation", "data.color_aug", "data.face_crop_range", "data.alpha_mask",
         # by rates.part_rates
         "optimizer.unet_lr", "optimizer.text_encoder_lr",
+        # by models.weights.source, by number
+        *(f"model.{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in (1, 2, 3)),
     }  # fmt: skip
     whole = {"metadata"}  # read as a whole section
     unread = [path for path in fields() if path not in read | elsewhere and path.split(".")[0] not in whole]

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from sdxl import batch_of, config, loaded
+from sdxl import batch_of, config, loaded, text_of
 
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.models.parts.prompt_weights import weigh, weighted_pieces
 from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.sdxl.text import join_chunks, unused_names
-from difftrain.models.sdxl.tokens import SDXLTokenize
+from difftrain.models.text import trained
+from difftrain.models.text.clip_tokens import ClipTokenize
+from difftrain.models.text.encode import join_chunks
+from difftrain.models.text.prompt_weights import weigh, weighted_pieces
 
 CAPTIONS = ["a (large:1.5) red [star]", "two ((small)) green circles (on a white:0.3) background"]
 
@@ -75,7 +76,7 @@ def test_weighing_keeps_the_mean_of_each_text() -> None:
 def test_tokens_carry_the_weights_of_their_pieces(length: int) -> None:
     family, parts = made(weighted=True, max_token_length=length)
     tokenize = family.tokenizer(parts)
-    without = SDXLTokenize(family.vocabularies, length)
+    without = ClipTokenize(family.vocabularies, length)
     long = "(" + "star " * 90 + ":1.5) end"
     found = tokenize([*CAPTIONS, long, "", "(a:1.2)"])
     chunks = tokenize.num_chunks
@@ -104,14 +105,14 @@ def test_weights_multiply_the_states_of_both_encoders(length: int) -> None:
     frozen, parts = made(weighted=True, max_token_length=length)
     trained, root_parts = made(weighted=True, max_token_length=length, train_text_encoder=True)
     batch = batch_of(frozen, parts, [*CAPTIONS, "a star"])
-    hidden, pooled = parts.root.text(frozen.text(batch, parts))
-    again, again_pooled = root_parts.root.text(trained.text(batch, root_parts))
+    hidden, pooled = text_of(parts.root, frozen.text(batch, parts))
+    again, again_pooled = text_of(root_parts.root, trained.text(batch, root_parts))
     assert torch.allclose(hidden, again, atol=1e-6) and torch.allclose(pooled, again_pooled, atol=1e-6)
 
     unweighted = {k: v for k, v in batch.features.items() if not k.startswith("token_weights")}
     weights = [join_chunks(batch.features[f"token_weights_{i}"].flatten(0, 1)[..., None], length // 75) for i in (1, 2)]
     batch.features = unweighted
-    plain, plain_pooled = parts.root.text(frozen.text(batch, parts))
+    plain, plain_pooled = text_of(parts.root, frozen.text(batch, parts))
     assert torch.equal(pooled, plain_pooled) and torch.equal(hidden[2], plain[2])
     width = parts.frozen["text_encoder_1"].config.hidden_size
     expected = []
@@ -125,7 +126,7 @@ def test_weights_multiply_the_states_of_both_encoders(length: int) -> None:
 @pytest.mark.flags("weighted_captions", "clip_skip")
 def test_prompts_are_drawn_as_captions_are_trained() -> None:
     family, parts = made(weighted=True, clip_skip=1)
-    hidden, pooled = parts.root.text(family.text(batch_of(family, parts, CAPTIONS), parts))
+    hidden, pooled = text_of(parts.root, family.text(batch_of(family, parts, CAPTIONS), parts))
     with torch.no_grad():
         found = family.pipeline(parts).encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
     assert torch.allclose(found[0], hidden, atol=1e-6) and torch.allclose(found[2], pooled, atol=1e-6)
@@ -140,9 +141,9 @@ def test_clip_skip_takes_other_layers_as_diffusers_does(trains: bool) -> None:
         family, parts = made(train_text_encoder=trains, clip_skip=skip) if skip != 2 else made(clip_skip=2)
         theirs = None if skip is None else skip - 2
         with torch.no_grad():
-            hidden, pooled = parts.root.text(family.text(batch, parts))
+            hidden, pooled = text_of(parts.root, family.text(batch, parts))
             expected = pipeline.encode_prompt(CAPTIONS, do_classifier_free_guidance=False, clip_skip=theirs)
-            usual = plain_parts.root.text(plain.text(batch, plain_parts))[0]
+            usual = text_of(plain_parts.root, plain.text(batch, plain_parts))[0]
         assert torch.allclose(hidden, expected[0], atol=1e-5) and torch.allclose(pooled, expected[2], atol=1e-5)
         assert torch.allclose(hidden, usual, atol=1e-3) == (skip != 1)
     notes = made(train_text_encoder=trains, clip_skip=1)[1].notes
@@ -156,7 +157,7 @@ def test_what_gets_no_gradient_follows_the_layer() -> None:
         inputs = family.inputs(batch_of(family, parts, CAPTIONS), parts)
         family.loss_sums(family.forward(parts.root, inputs), inputs)["loss"].backward()
         without = {name for name, p in parts.root.text_encoder_1.named_parameters() if p.grad is None}
-        assert without == set(unused_names(parts.root.text_encoder_1, skip or 2))
+        assert without == set(trained.unread(family.texts[0], parts.root.text_encoder_1))
         layers = {int(name.split("layers.")[1].split(".")[0]) for name in without if "layers." in name}
         assert layers == unread and any("final_layer_norm" in name for name in without)
         assert all(p.grad is not None for p in parts.root.text_encoder_2.parameters())

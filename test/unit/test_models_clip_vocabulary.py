@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from sdxl import config
 
 from difftrain.contracts import ConfigFault
-from difftrain.models.parts.clip_vocabulary import BOS, EOS, ClipVocabulary, byte_symbols, learn_merges
 from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.sdxl.tokens import SDXLTokenize
+from difftrain.models.text.clip_tokens import ClipTokenize
+from difftrain.models.text.clip_vocabulary import BOS, EOS, ClipVocabulary, byte_symbols, learn_merges
 
 TEXT = "a photo of a cat and a photo of a dog, the cat is red; the dog's bone is green"
 PLAIN = ClipVocabulary.learn(TEXT, 20)
@@ -140,7 +140,7 @@ def kohya(vocabulary: ClipVocabulary, ids: list[int], chunks: int) -> list[list[
 )
 def test_chunks_equal_kohya(length: int, max_token_length: int, pad: str) -> None:
     vocabulary = PLAIN if pad == EOS else BANG
-    tokenize = SDXLTokenize((vocabulary, vocabulary), max_token_length)
+    tokenize = ClipTokenize((vocabulary, vocabulary), max_token_length)
     ids = vocabulary.backend().encode("cat " * length, add_special_tokens=False).ids
     assert len(ids) == length
     found = tokenize(["cat " * length, ""])["input_ids_1"]
@@ -151,16 +151,16 @@ def test_chunks_equal_kohya(length: int, max_token_length: int, pad: str) -> Non
 
 def test_a_vocabulary_of_another_length_makes_sequences_so_long(tmp_path: Path) -> None:
     short = replace(PLAIN, length=5)
-    tokenize = SDXLTokenize((short, replace(BANG, length=5)))
+    tokenize = ClipTokenize((short, replace(BANG, length=5)))
     ids = PLAIN.backend().encode("cat cat cat cat", add_special_tokens=False).ids
     assert tokenize(["cat cat cat cat"])["input_ids_1"].tolist() == [[[PLAIN.bos_id, *ids[:3], PLAIN.eos_id]]]
-    assert tokenize.limit == 3 and tokenize.identity != SDXLTokenize((PLAIN, BANG)).identity
+    assert tokenize.limit == 3 and tokenize.identity != ClipTokenize((PLAIN, BANG)).identity
     short.save(tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 5
 
 
 def test_tokenize_survives_pickling_after_use() -> None:
-    tokenize = SDXLTokenize((PLAIN, BANG))
+    tokenize = ClipTokenize((PLAIN, BANG))
     expected = tokenize(["a red cat"])
     found = pickle.loads(pickle.dumps(tokenize))(["a red cat"])
     assert all(found[key].equal(expected[key]) for key in ("input_ids_1", "input_ids_2"))
@@ -169,7 +169,7 @@ def test_tokenize_survives_pickling_after_use() -> None:
 
 @pytest.mark.parametrize("text", ["\ud83d half a pair", "\x00 nul", "x" * 10_000, "star " * 10_000])
 def test_odd_captions_are_encoded(text: str) -> None:
-    found = SDXLTokenize((PLAIN, BANG), 225)([text])
+    found = ClipTokenize((PLAIN, BANG), 225)([text])
     assert found["input_ids_2"].shape == (1, 3, 77) and found["input_ids_2"][0, :, 0].tolist() == [PLAIN.bos_id] * 3
 
 
@@ -199,7 +199,7 @@ _PIECES = st.text("abX ,.'!?\t\n\u00a0\u3000\u0301\u0327\u1100\u1161ΣςİßÅ�
 @given(st.lists(_PIECES, max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_words_one_by_one_give_the_ids_of_the_whole_text(texts: list[str]) -> None:
-    tokenize = SDXLTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)), 225)
+    tokenize = ClipTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)), 225)
     for text in (*texts, *texts):  # the second time from memory
         found = tokenize([text])
         for i, vocabulary in enumerate(tokenize._pair, start=1):
@@ -209,15 +209,15 @@ def test_words_one_by_one_give_the_ids_of_the_whole_text(texts: list[str]) -> No
 
 
 def test_what_is_kept_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("difftrain.models.parts.clip_tokens._WORDS", 10)
-    tokenize = SDXLTokenize((PLAIN, BANG))
+    monkeypatch.setattr("difftrain.models.text.clip_tokens._WORDS", 10)
+    tokenize = ClipTokenize((PLAIN, BANG))
     text = " ".join(f"{n}" for n in range(30)) + " " + "x" * 65
-    assert tokenize([text])["input_ids_1"].equal(SDXLTokenize((PLAIN, BANG))([text])["input_ids_1"])
+    assert tokenize([text])["input_ids_1"].equal(ClipTokenize((PLAIN, BANG))([text])["input_ids_1"])
     assert len(tokenize._known[0]) <= 10 and not tokenize._known[1]  # both cut texts alike: one of them is asked
 
 
 def test_the_identity_of_a_tokenizer_tells_of_all_that_decides_ids() -> None:
-    made = [SDXLTokenize((PLAIN, BANG)), SDXLTokenize((BANG, PLAIN)), SDXLTokenize((PLAIN, BANG), 150),
-            SDXLTokenize((PLAIN, BANG), weighted=True), SDXLTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)))]  # fmt: skip
+    made = [ClipTokenize((PLAIN, BANG)), ClipTokenize((BANG, PLAIN)), ClipTokenize((PLAIN, BANG), 150),
+            ClipTokenize((PLAIN, BANG), weighted=True), ClipTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)))]  # fmt: skip
     assert len({each.identity for each in made}) == len(made)
-    assert pickle.loads(pickle.dumps(made[0])).identity == SDXLTokenize((PLAIN, BANG)).identity
+    assert pickle.loads(pickle.dumps(made[0])).identity == ClipTokenize((PLAIN, BANG)).identity

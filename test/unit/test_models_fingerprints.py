@@ -14,8 +14,8 @@ import torch
 from sdxl import config, loaded
 
 from difftrain.contracts import ConfigFault, Encoder
-from difftrain.models.parts import fingerprints
 from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.weights import fingerprints
 
 PARTS = ("latents", "text_encoder_1", "text_encoder_2")
 
@@ -179,7 +179,7 @@ def test_later_starts_read_no_weights(stored: Path, monkeypatch: pytest.MonkeyPa
         read.append(1)
         return inner(named)
 
-    monkeypatch.setattr("difftrain.models.sdxl.file_source.of_tensors", counted)
+    monkeypatch.setattr("difftrain.models.weights.part_files.of_tensors", counted)
     for name in ("as_diffusers_safetensors", "as_safetensors.safetensors"):
         first = prints(pretrained=str(stored / name))
         assert len(read) == 3
@@ -218,4 +218,4 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigFault, match="weights: changes while it is read"):
         fingerprints.of_files([file], "all", changing)
     with pytest.raises(ConfigFault, match="changes while it is read"):
-        fingerprints.of_files([file], "all", lambda: "a", since=[0, 0, 0, 0])
+        fingerprints.of_files([file], "all", lambda: "a", since=[[0, 0, 0, 0]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from difftrain.models.parts.initial import by_fan_in, clip_scale, initial_weights
+from difftrain.models.weights.initial import by_fan_in, clip_scale, initial_weights
 
 
 def module(width: int = 64) -> nn.Module:

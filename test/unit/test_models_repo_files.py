@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sd3 import config, loaded
 
-from difftrain.models.parts import repo_files
+from difftrain.models.weights import repo_files
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,11 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from scipy.stats import binomtest
-from sd3 import T5_LENGTH, batch_of, config, loaded
+from sd3 import T5_LENGTH, batch_of, config, loaded, sizes_of
 from torch import Tensor
 
 from difftrain.contracts import Batch, Bucket, ConfigFault, Draw, Parts
 from difftrain.data.samples import host_draws
-from difftrain.models.sd3.architecture import named
 from difftrain.models.sd3.family import SD3Family
 
 CAPTIONS = ["a large red star", "two small green circles on a white background"]
@@ -90,7 +89,7 @@ def test_conditions_are_those_of_diffusers_pipeline() -> None:
 
 
 def test_sequences_are_as_long_as_the_clip_encoders_have_positions(tmp_path: Path) -> None:
-    sizes = named("tiny").to_dict()
+    sizes = sizes_of("tiny")
     for encoder in ("text_encoder", "text_encoder_2"):
         sizes[encoder]["max_position_embeddings"] = 6
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
@@ -265,11 +264,8 @@ def test_in_fp16_what_overflows_of_t5_stays_wide() -> None:
 
 
 def test_the_published_sizes() -> None:
-    light = named("light")
-    bare, whole = (
-        sum(each.numel() for each in replace(light, text_branch=branch).build("transformer").parameters())
-        for branch in (False, True)
-    )
+    families = (SD3Family(config({"loss": {"text_recon_gamma": g}}, init_from_config="light")) for g in (0, 0.1))
+    bare, whole = (sum(e.numel() for e in each.source.build("transformer").parameters()) for each in families)
     assert (bare, whole) == (1_263_501_376, 1_294_187_584)
     root = Path(__file__).resolve().parents[2]
     page = " ".join((root / "docs" / "sd3_light.md").read_text("utf-8").split())

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sd3 import batch_of, config, loaded
+from sd3 import FOLDERS, PARTS, batch_of, config, loaded
 
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.models.parts.weight_files import dtypes_of
 from difftrain.models.registry import make_family
-from difftrain.models.sd3.architecture import PARTS
 from difftrain.models.sd3.family import SD3Family
-from difftrain.models.sd3.folder_source import FOLDERS
+from difftrain.models.weights.files import dtypes_of
 
 GAMMAS = (0.0, 0.25)
 
@@ -292,6 +290,16 @@ def test_fingerprints_hang_on_the_weights(plain: Exported, tmp_path: Path) -> No
     assert parted == ["text_encoder_2"]
 
 
+def test_fingerprints_stay_where_an_export_gives_files_a_second_name(plain: Exported, tmp_path: Path) -> None:
+    family, parts = loaded(config(pretrained=str(plain.path), init_from_config=None))
+    before = {name: each.fingerprint() for name, each in family.encoders(parts).items()}
+    again, others = loaded(config(pretrained=str(plain.path), init_from_config=None))
+    path = again.export(weights_of(others), others, "safetensors", tmp_path / "linked")
+    assert (path / "vae" / "config.json").is_file()
+    for each, held in ((family, parts), (again, others)):
+        assert {name: encoder.fingerprint() for name, encoder in each.encoders(held).items()} == before
+
+
 def test_a_whole_last_block_begins_anew_where_none_is_stored(plain: Exported) -> None:
     """Its text branch is new; the velocity stays as it was."""
     family, parts = loaded(with_gamma(0.1, pretrained=str(plain.path), init_from_config=None))
@@ -308,7 +316,7 @@ def test_sd3_light_begins_at_its_own_depth(plain: Exported, tmp_path: Path) -> N
     (folder / "difftrain.json").unlink()
     light = {"pretrained": str(folder), "init_from_config": None, "train_type": "sd3_light_pretrain"}
     family = SD3Family(config(**light))
-    assert family.source.architecture.num_layers == 15 and "random" in " ".join(family.source.notes)
+    assert family.source.num_layers == 15 and "random" in " ".join(family.source.notes)
     stored, parts = loaded(config(**light, num_layers=3))
     assert losses(stored, parts) == losses(plain.family, plain.parts) and "as they are stored" in parts.notes[0]
     own, parts = loaded(config(**light, num_layers=5))
@@ -322,7 +330,7 @@ def test_parts_come_from_elsewhere(plain: Exported, tmp_path: Path) -> None:
     paths = {field: str(plain.path / folder) for field, folder in given.items()}
     family, parts = loaded(config(init_from_config="tiny", **paths))
     assert losses(family, parts) == losses(*loaded(config()))
-    assert "vae is" in " ".join(family.source.notes)
+    assert "the VAE is" in " ".join(family.source.notes)
     whole = config(pretrained=None, init_from_config=None, transformer=str(plain.path), **paths)
     assert losses(*loaded(whole)) == losses(plain.family, plain.parts)
     with pytest.raises(ConfigFault, match=r"joint_attention_dim.*4096"):
@@ -346,7 +354,7 @@ def test_every_fault_of_a_folder_is_named(plain: Exported, tmp_path: Path) -> No
         make_family(config(pretrained=str(folder), init_from_config=None, transformer=str(tmp_path / "none"))).load()
     told = str(found.value)
     assert "text_encoder_3/config.json is missing" in told and "vae/config.json is missing or is not JSON" in told
-    assert "[model] transformer: there is no folder" in told
+    assert "[model] transformer: there is no file or folder" in told
     for part in ("vae", "text_encoder_3"):
         shutil.rmtree(folder / part, ignore_errors=True)
         shutil.copytree(plain.path / part, folder / part)
@@ -362,7 +370,7 @@ def test_every_fault_of_a_folder_is_named(plain: Exported, tmp_path: Path) -> No
     [
         ({"num_layers": 5}, r"num_layers: is 5, the transformer has 3"),
         ({"init_from_config": "tiny"}, "contradicts"),
-        ({"vae": "/nowhere"}, r"\[model\] vae: there is no folder"),
+        ({"vae": "/nowhere"}, r"\[model\] vae: there is no file or folder"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change: dict[str, Any], says: str, plain: Exported) -> None:

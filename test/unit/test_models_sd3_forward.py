@@ -14,9 +14,10 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import Inputs
 from difftrain.device import use_attention
 from difftrain.device.choice import choose
-from difftrain.models.sd3 import objective
-from difftrain.models.sd3.forward import Plan, run
-from difftrain.models.sd3.root import SD3Root
+from difftrain.models import passes
+from difftrain.models.passes import Outputs, Plan
+from difftrain.models.root import DenoiserRoot
+from difftrain.models.sd3.family import SD3Family
 
 SIZES: dict[str, Any] = {
     "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 8,
@@ -24,6 +25,12 @@ SIZES: dict[str, Any] = {
     "pos_embed_max_size": 12,
 }  # fmt: skip
 GAMMA = 0.25
+FAMILY = SD3Family(TrainConfig())
+WHOLE = Plan()
+
+
+def run(model: Any, given: Inputs, plan: Plan = WHOLE) -> Outputs:
+    return passes.run(FAMILY, model, given.x_t, given.timestep, given.conditions, plan)
 
 
 def made(*, text_branch: bool, **sizes: Any) -> Any:
@@ -90,9 +97,10 @@ def test_velocity_loss_and_gradients_are_diffusers(
         model.enable_gradient_checkpointing()
     if how == "our attention":
         use_attention(model, choose("cpu", 0, 1))
-    section = TrainConfig().loss.model_copy(update={"text_recon_gamma": GAMMA})
-    outputs = SD3Root(model, target_layer=layer)(given.x_t, given.timestep, given.conditions)
-    sums = objective.sums(section, outputs, given)
+    family = SD3Family(TrainConfig.model_validate({"loss": {"text_recon_gamma": GAMMA}}))
+    root = DenoiserRoot(family, "transformer", model, target_layer=layer)
+    outputs = root(given.x_t, given.timestep, given.conditions)
+    sums = family.loss_sums(outputs, given)
     total = sum(value for name, value in sums.items() if not name.startswith("metric/"))
     torch.testing.assert_close(total, wanted, rtol=1e-10, atol=1e-10)
     total.backward()
@@ -116,7 +124,7 @@ def test_other_sizes_and_designs_are_diffusers_too() -> None:
             given = inputs(height, width)
             words = given.conditions
             theirs = model(given.x_t, words["tokens"], words["pooled"], given.timestep, return_dict=False)[0]
-            ours = run(model, given.x_t, given.timestep, words["tokens"], words["pooled"]).velocity
+            ours = run(model, given).velocity
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -124,7 +132,7 @@ def test_what_lies_between_blocks_is_handed_out() -> None:
     model, given = made(text_branch=True), inputs()
     words = given.conditions
     plan = Plan(text=(0, 4), taps=(1, 3))
-    out = run(model, given.x_t, given.timestep, words["tokens"], words["pooled"], plan=plan)
-    assert set(out.text_after) == {0, 4} and set(out.picture_after) == {1, 3}
-    assert out.text_after[4].shape == (3, 7, 16) and out.picture_after[1].shape == (3, 15, 16)
+    out = run(model, given, plan)
+    assert set(out.text_after) == {0, 4} and set(out.image_after) == {1, 3}
+    assert out.text_after[4].shape == (3, 7, 16) and out.image_after[1].shape == (3, 15, 16)
     torch.testing.assert_close(out.text_after[0], model.context_embedder(words["tokens"]))

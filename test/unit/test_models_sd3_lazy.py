@@ -13,9 +13,9 @@ from woken import same
 from difftrain.contracts import EVERY, ConfigFault
 from difftrain.device import choose, fp8
 from difftrain.device.attention_joint import JointAttention
-from difftrain.models.parts.stand_in import StandIn
-from difftrain.models.sd3.architecture import named
 from difftrain.models.sd3.family import SD3Family
+from difftrain.models.stand_in import StandIn
+from difftrain.models.weights import source
 from difftrain.train.caching import lazy_parts
 from difftrain.train.check import check
 from difftrain.train.ending import parameter_counts
@@ -28,6 +28,20 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"training": {"seed": 1, "mixed_precision": "bf16"}}, {"fp8_frozen": "all"}),
     ({"training": {"seed": 1, "mixed_precision": "fp16"}}, {"vae_fp32": False}),
 ]
+
+# of caches that version 0.5 wrote: they are read as long as these stay
+PLAIN_0_5 = {
+    "latents": "a1b7391847b98c4c9528652fbae99a02",
+    "text_encoder_1": "cdef4c8bec3dcaa2192a7e9411e9d3c5",
+    "text_encoder_2": "1f0ae965402e2e4c9bd032de801f85d8",
+    "text_encoder_3": "d1d08efb3050b9ab8fc22823b20703da",
+}
+MASKED_0_5 = {
+    "latents": "a1b7391847b98c4c9528652fbae99a02",
+    "text_encoder_1": "7dd829e3beaf72c183a4c28695be65eb",
+    "text_encoder_2": "0616b9ce8ed1a8405a63012fef96bce3",
+    "text_encoder_3": "ba16325b399b9381448a1169b80bb125",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +84,8 @@ def test_only_frozen_parts_that_are_named_sleep() -> None:
 def test_a_run_that_caches_builds_none_of_what_the_cache_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is checked at the start, nor the parts, nor the encoders' fingerprints, nor counts need a module."""
     built: list[str] = []
-    kind = type(named("tiny"))
-    build = kind.build
-    monkeypatch.setattr(kind, "build", lambda self, part: built.append(part) or build(self, part))
+    build = source.build
+    monkeypatch.setattr(source, "build", lambda kind, part, sizes: built.append(part) or build(kind, part, sizes))
     cfg = config(CACHED)
     family = SD3Family(cfg)
     check(cfg, family, whole=False)
@@ -132,3 +145,12 @@ def test_exports_with_sleeping_parts_are_those_with_loaded_ones(tmp_path: Path) 
         written.append({str(each.relative_to(path)): each.read_bytes() for each in files})
     assert written[0].keys() == written[1].keys()
     assert not [name for name in written[0] if written[0][name] != written[1][name]]
+
+
+def test_fingerprints_are_those_of_version_0_5() -> None:
+    half = {"training": {"seed": 1, "mixed_precision": "bf16"}}
+    for cfg, wanted in ((config(), PLAIN_0_5), (config(half, t5_attention_mask=True), MASKED_0_5)):
+        family = SD3Family(cfg)
+        described = family.encoders(family.load(lazy=FROZEN))
+        assert {name: each.fingerprint() for name, each in described.items()} == wanted
+        assert described["text_encoder_3"].inputs == ("input_ids_3", "t5_mask")

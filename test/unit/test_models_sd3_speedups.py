@@ -13,15 +13,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from difftrain.config.sections import CacheSection, LossSection, PatchMaskingSection, RepaSection, TreadSection
+from difftrain.config.sections import (
+    CacheSection,
+    LossSection,
+    ModelSection,
+    PatchMaskingSection,
+    RepaSection,
+    TreadSection,
+)
 from difftrain.contracts import EVERY, METRIC, Bucket
 from difftrain.device import choose
-from difftrain.models.sd3 import repa, routing, speedups
-from difftrain.models.sd3.architecture import named
+from difftrain.models import passes, repa, routing
+from difftrain.models.flops import flops_per_sample
+from difftrain.models.passes import Outputs, Plan
+from difftrain.models.root import DenoiserRoot
+from difftrain.models.routing import Kept, Span
 from difftrain.models.sd3.family import SD3Family
-from difftrain.models.sd3.forward import Plan, run
-from difftrain.models.sd3.root import SD3Root
-from difftrain.models.sd3.routing import Kept, Span
 from difftrain.train.cache_plan import wishes
 from difftrain.train.caching import awake
 
@@ -31,6 +38,14 @@ SIZES: dict[str, Any] = {
     "pos_embed_max_size": 12,
 }  # fmt: skip
 HEIGHT, WIDTH = 6, 10  # of latents: 3 x 5 tokens
+
+
+FAMILY = SD3Family(config())
+WHOLE = Plan()
+
+
+def run(model: Any, x: Tensor, time: Tensor, words: Tensor, pooled: Tensor, plan: Plan = WHOLE) -> Outputs:
+    return passes.run(FAMILY, model, x, time, {"tokens": words, "pooled": pooled}, plan)
 
 
 def made() -> Any:
@@ -99,8 +114,8 @@ def test_spared_tokens_pass_by_and_the_others_see_themselves_alone(span: Span) -
             for each, rows, some in zip(before, PLACES, picture):
                 each[rows] = some
             picture = before
-        assert found.picture_after[number].shape[1] == (4 if span.spares(number) else 15), inside
-        torch.testing.assert_close(found.picture_after[number], picture, rtol=0, atol=1e-12)
+        assert found.image_after[number].shape[1] == (4 if span.spares(number) else 15), inside
+        torch.testing.assert_close(found.image_after[number], picture, rtol=0, atol=1e-12)
     patches = model.proj_out(model.norm_out(picture, temb))
     if span.last is None:
         expected = patches.unflatten(2, (2, 2, 4)).permute(0, 4, 1, 2, 3).flatten(2, 3)
@@ -123,7 +138,7 @@ def test_checkpointing_changes_no_gradient() -> None:
 
 def test_a_root_keeps_tokens_only_where_its_conditions_say_so() -> None:
     x, time, words, pooled = given()
-    root = SD3Root(made(), span=Span(2, 3))
+    root = DenoiserRoot(FAMILY, "transformer", made(), span=Span(2, 3))
     conditions = {"tokens": words, "pooled": pooled}
     (plain,) = root(x, time, conditions)
     torch.testing.assert_close(plain, run(root.transformer, x, time, words, pooled).velocity, rtol=0, atol=0)
@@ -137,10 +152,10 @@ def test_the_projector_makes_tokens_of_one_block_and_is_reached_by_every_gradien
     torch.nn.Module.to_empty(module, device="cpu")
     for name, value in repa.weights(module, 3):
         module.get_parameter(name).data.copy_(value)
-    root = SD3Root(made(), projector=module.double(), align_layer=2, span=Span(2, 3))
+    root = DenoiserRoot(FAMILY, "transformer", made(), projector=module.double(), align_layer=2, span=Span(2, 3))
     conditions = {"tokens": words, "pooled": pooled}
     *_, projected = root(x, time, conditions, align=True)
-    after = run(root.transformer, x, time, words, pooled, plan=Plan(taps=(2,))).picture_after[2]
+    after = run(root.transformer, x, time, words, pooled, plan=Plan(taps=(2,))).image_after[2]
     torch.testing.assert_close(projected, module(after), rtol=0, atol=1e-12)
     *_, some = root(x, time, {**conditions, routing.KEEP: PLACES}, align=True)
     assert some.shape == (2, 4, 5)
@@ -211,11 +226,13 @@ def test_the_image_encoder_is_for_training_alone(tmp_path: Path) -> None:
 
 def test_the_page_has_the_figures_that_the_code_computes() -> None:
     page = " ".join((Path(__file__).resolve().parents[2] / "docs" / "speedups.md").read_text("utf-8").split())
-    light = named("light")
+    light = ModelSection(family="sd3", init_from_config="light")
 
     def left(side: int, **sections: Any) -> str:
-        whole = speedups.flops(config(), light, Bucket(side, side))
-        return f"{speedups.flops(config(**sections), light, Bucket(side, side)) / whole:.2f}"
+        whole, less = (
+            flops_per_sample(SD3Family(config(model=light, **each)), Bucket(side, side)) for each in ({}, sections)
+        )
+        return f"{less / whole:.2f}"
 
     routed = [left(side, tread=TreadSection(share=0.5)) for side in (256, 512, 1024)]
     masked = [left(side, patch_masking=PatchMaskingSection(share=0.75)) for side in (256, 512, 1024)]

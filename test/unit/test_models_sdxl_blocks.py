@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from sdxl import batch_of, config, loaded
+from sdxl import batch_of, config, loaded, source
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
-from difftrain.models.sdxl.architecture import named
 from difftrain.models.sdxl.blocks import block_of, count
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.optim import make_optimizer, make_schedule
@@ -21,7 +20,7 @@ TINY = 17  # 3 levels of one layer: 6 input, 3 middle and 6 output blocks
 
 
 def test_base_has_kohyas_23_blocks() -> None:
-    unet = named("base").build("unet")
+    unet = source("base").build("unet")
     blocks = block_of(unet)
     assert count(unet) == 23 and set(blocks.values()) == set(range(23))
     assert set(blocks) == {name for name, _ in unet.named_parameters()}

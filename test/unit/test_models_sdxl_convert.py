@@ -2,53 +2,60 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
 import torch
+from sdxl import config
 
-from difftrain.models.parts.places import Place
-from difftrain.models.sdxl.architecture import PARTS, named
-from difftrain.models.sdxl.convert import PREFIXES, original_places
+from difftrain.models.export import key_map
+from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.weights.keys import KeyMap, Piece
+
+PARTS = ("unet", "vae", "text_encoder_1", "text_encoder_2")
+
+
+def maps(size: str, *parts: str) -> dict[str, KeyMap]:
+    family = SDXLFamily(config(init_from_config=size))
+    return {part: key_map(family, part) for part in parts or PARTS}
 
 
 @pytest.mark.parametrize("size", ["tiny", "demo"])
 @pytest.mark.parametrize("part", PARTS)
 def test_every_tensor_has_one_place_and_every_place_is_filled(size: str, part: str) -> None:
-    module = named(size).build(part)
-    places = original_places(part, module)
-    assert set(places) == set(module.state_dict())
-    slots = defaultdict(list)
-    for place in places.values():
-        assert place.key.startswith(PREFIXES[part])
-        slots[place.key].append((place.index, place.count))
-    for key, found in slots.items():
-        count = found[0][1]
-        assert sorted(found) == [(i, count) for i in range(count)], key
+    family = SDXLFamily(config(init_from_config=size))
+    names = key_map(family, part)
+    tensors = family.source.build(part).state_dict()
+    assert set(names.pieces) == set(tensors)
+    for key, members in names.members.items():
+        rows = [tuple(tensors[name].shape) for name in members]
+        starts = [names.pieces[name].start for name in members]
+        assert starts == [sum(shape[0] for shape in rows[:i]) for i in range(len(rows))], key
+        if len(members) > 1:
+            assert names.stored[key] == (sum(shape[0] for shape in rows), *rows[0][1:])
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_stored_comes_back(part: str) -> None:
-    module = named("tiny").build(part)
-    places = original_places(part, module)
+    names = maps("tiny", part)[part]
     values = {
-        n: torch.randn(v.shape, generator=torch.Generator().manual_seed(i))
-        for i, (n, v) in enumerate(module.state_dict().items())
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        for i, (name, shape) in enumerate(names.shapes.items())
     }
-    pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for name in sorted(places, key=lambda n: places[n].index):
-        pieces[places[name].key].append(places[name].stored(values[name]))
-    for name, place in places.items():
-        stored = torch.cat(pieces[place.key]) if place.count > 1 else pieces[place.key][0]
-        assert tuple(stored.shape) == place.stored_shape(values[name].shape)
-        assert place.restored(stored).equal(values[name]), name
+    waiting: dict[str, torch.Tensor] = {}
+    stored = {}
+    for name in sorted(values, reverse=True):  # in any order
+        if (joined := names.collected(name, values[name], waiting)) is not None:
+            stored[names.pieces[name].key] = joined
+    assert not waiting and {key: tuple(value.shape) for key, value in stored.items()} == names.stored
+    for name, piece in names.pieces.items():
+        assert names.restored(name, stored[piece.key]).equal(values[name]), name
 
 
 def test_forms() -> None:
     x = torch.arange(6.0).reshape(2, 3)
-    assert Place("k", "transposed").stored(x).shape == (3, 2)
-    assert Place("k", "conv").stored_shape(x.shape) == (2, 3, 1, 1)
-    assert Place("k", index=1, count=3).stored_shape((4, 5)) == (12, 5)
+    forms = {"t": Piece("t", form="transposed"), "c": Piece("c", form="conv"), "a": Piece("s"), "b": Piece("s", 2)}
+    names = KeyMap(dict.fromkeys(forms, (2, 3)), forms.__getitem__)
+    assert names.stored == {"t": (3, 2), "c": (2, 3, 1, 1), "s": (4, 3)}
+    assert names.joined("s", {"b": x, "a": -x}).equal(torch.cat([-x, x]))
 
 
 @pytest.mark.parametrize(
@@ -70,11 +77,11 @@ def test_forms() -> None:
         ("text_encoder_2", "text_projection.weight", "text_projection"),
     ],
 )  # fmt: skip
-def test_names_of_sdxl_base(base_places: dict[str, dict[str, Place]], part: str, name: str, key: str) -> None:
+def test_names_of_sdxl_base(base_maps: dict[str, KeyMap], part: str, name: str, key: str) -> None:
     """Spot checks; the whole list is compared with an independent one in the integration tests."""
-    assert base_places[part][name].key == PREFIXES[part] + key
+    assert base_maps[part].pieces[name].key == key
 
 
 @pytest.fixture(scope="module")
-def base_places() -> dict[str, dict[str, Place]]:
-    return {part: original_places(part, named("base").build(part)) for part in PARTS if part != "text_encoder_1"}
+def base_maps() -> dict[str, KeyMap]:
+    return maps("base", "unet", "vae", "text_encoder_2")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sdxl import batch_of, config, loaded
+from sdxl import batch_of, config, loaded, text_of
 
 from difftrain.contracts import Batch, ConfigFault, Parts
 from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.sdxl.load import DTYPES
-from difftrain.models.sdxl.text import join_chunks
+from difftrain.models.stand_in import DTYPES
+from difftrain.models.text.encode import join_chunks
 
 CAPTIONS = ["a large red star", "two small green circles on a white background"]
 
@@ -86,7 +86,7 @@ def test_conditions_and_prediction_are_those_of_diffusers_pipeline() -> None:
         inputs = family.inputs(batch, parts)
         added = {"text_embeds": pooled, "time_ids": torch.cat(time_ids)}
         expected = pipeline.unet(inputs.x_t, inputs.timestep, hidden, added_cond_kwargs=added).sample
-        ours, ours_pooled = parts.root.text(inputs.conditions)
+        ours, ours_pooled = text_of(parts.root, inputs.conditions)
         assert torch.allclose(ours, hidden, atol=1e-5) and torch.allclose(ours_pooled, pooled, atol=1e-5)
         assert torch.allclose(family.forward(parts.root, inputs)[0], expected, atol=1e-5)
 
@@ -230,10 +230,10 @@ def test_long_captions_in_chunks() -> None:
     family, parts = loaded(config(max_token_length=150))
     long = "star " * 100
     batch = batch_of(family, parts, [long, "a"])
-    hidden, pooled = parts.root.text(family.text(batch, parts))
+    hidden, pooled = text_of(parts.root, family.text(batch, parts))
     assert hidden.shape == (2, 152, 56)
     short_family, short = plain()
-    first, short_pooled = short.root.text(short_family.text(batch_of(short_family, short, [long, "a"]), short))
+    first, short_pooled = text_of(short.root, short_family.text(batch_of(short_family, short, [long, "a"]), short))
     assert torch.allclose(hidden[:, :76], first[:, :76], atol=1e-5)
     assert torch.allclose(pooled, short_pooled, atol=1e-5)
     assert family.forward(parts.root, family.inputs(batch, parts))[0].isfinite().all()
@@ -244,7 +244,7 @@ def test_long_prompts_are_drawn_as_long_captions_are_trained() -> None:
     pipeline = family.pipeline(parts)
     pipeline.set_progress_bar_config(disable=True)
     captions = ["star " * 100, "a"]
-    hidden, pooled = parts.root.text(family.text(batch_of(family, parts, captions), parts))
+    hidden, pooled = text_of(parts.root, family.text(batch_of(family, parts, captions), parts))
     with torch.no_grad():
         found = pipeline.encode_prompt(captions, num_images_per_prompt=1, negative_prompt="star")
         assert pipeline.encode_prompt("a", do_classifier_free_guidance=False)[1] is None

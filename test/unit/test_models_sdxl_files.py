@@ -16,10 +16,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sdxl import config, loaded
+from sdxl import config, loaded, sizes
 
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.models.sdxl.architecture import read_architecture
 from difftrain.models.sdxl.family import SDXLFamily
 
 LAYOUTS = ("safetensors", "ckpt", "diffusers", "diffusers_safetensors")
@@ -161,7 +160,7 @@ def test_weights_are_cast_but_positions_are_not(exports: Exports, layout: str, t
 def test_the_header_holds_metadata_and_sizes(exports: Exports) -> None:
     metadata = header_of(exports)
     assert metadata["modelspec.title"] == "v1"
-    assert json.loads(metadata["difftrain.architecture"]) == read_architecture("tiny").to_dict()
+    assert json.loads(metadata["difftrain.architecture"]) == sizes()
     with safe_open(Path(exports.folder) / "unet" / "diffusion_pytorch_model.safetensors", "pt") as file:
         assert file.metadata()["modelspec.title"] == "v1"
 
@@ -336,15 +335,15 @@ def _model_folder(exports: Exports, path: Path) -> Path:
 )
 def test_a_vae_from_elsewhere(exports: Exports, tmp_path: Path, place: Callable[[Exports, Path], Path]) -> None:
     """Into a model of another seed, whose own VAE is random."""
-    sizes = read_architecture("tiny").to_dict()
-    sizes["vae"] |= {"scaling_factor": 0.4}  # no longer the shipped VAE's sizes
-    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    given = sizes()
+    given["vae"] |= {"scaling_factor": 0.4}  # no longer the shipped VAE's sizes
+    (tmp_path / "sizes.json").write_text(json.dumps(given))
     family, parts = loaded(config(init_from_config=str(tmp_path / "sizes.json"), vae=str(place(exports, tmp_path))))
     wanted, found = exports.parts.frozen["vae"].state_dict(), parts.frozen["vae"].state_dict()
     assert all(value.equal(found[name]) for name, value in wanted.items())
     assert any("the VAE is" in note for note in parts.notes)
     from_folder = place in (_vae_folder, _model_folder)
-    assert family.source.architecture.vae["scaling_factor"] == (0.5 if from_folder else 0.4)
+    assert family.source.sizes["vae"]["scaling_factor"] == (0.5 if from_folder else 0.4)
 
 
 def test_a_vae_that_does_not_fit_is_named(exports: Exports, tmp_path: Path) -> None:
@@ -362,26 +361,27 @@ def test_wrong_sizes_are_named_all_at_once(tmp_path: Path) -> None:
         (tmp_path / "sizes.json").write_text(content if isinstance(content, str) else json.dumps(content))
         return fault(init_from_config=str(tmp_path / "sizes.json"))
 
-    sizes = read_architecture("tiny").to_dict()
+    tiny = sizes()
     assert "there is no file 'huge'" in fault(init_from_config="huge")
     assert "is not JSON" in given("{")
     assert "holds a list" in given("[]")
-    assert "has no section 'vae'" in given({**sizes, "vae": None})
-    assert "unknown section 'uent'" in given(sizes | {"uent": {}})
-    bare = given(sizes | {"unet": {}, "vae": {"latents_mean": [0.0]}})
+    assert "has no section 'vae'" in given({**tiny, "vae": None})
+    assert "unknown section 'uent'" in given(tiny | {"uent": {}})
+    bare = given(tiny | {"unet": {}, "vae": {"latents_mean": [0.0]}})
     assert "[unet]: 'cross_attention_dim' is missing" in bare and "[vae]: 'latent_channels' is missing" in bare
-    assert "latents_mean is not SDXL's" in given(sizes | {"vae": sizes["vae"] | {"latents_mean": [0.0]}})
-    assert "the sizes of unet: make no model: " in given(sizes | {"unet": sizes["unet"] | {"norm_num_groups": 7}})
-    assert "the sizes of unet: make no model: " in given(sizes | {"unet": sizes["unet"] | {"layers_per_block": "x"}})
-    assert "[unet]: unknown key 'depth'" in given(sizes | {"unet": sizes["unet"] | {"depth": 3}})
-    wrong = given(sizes | {"unet": sizes["unet"] | {"cross_attention_dim": 57, "in_channels": 4}})
+    assert "latents_mean is not SDXL's" in given(tiny | {"vae": tiny["vae"] | {"latents_mean": [0.0]}})
+    assert "the sizes of unet: make no model: " in given(tiny | {"unet": tiny["unet"] | {"norm_num_groups": 7}})
+    odd = given(tiny | {"unet": tiny["unet"] | {"layers_per_block": "x"}})
+    assert "[unet] layers_per_block: is 'x', must be a positive whole number" in odd
+    assert "[unet]: unknown key 'depth'" in given(tiny | {"unet": tiny["unet"] | {"depth": 3}})
+    wrong = given(tiny | {"unet": tiny["unet"] | {"cross_attention_dim": 57, "in_channels": 4}})
     assert "[unet] cross_attention_dim: is 57, must be 56" in wrong and "[unet] in_channels: is 4, must be 16" in wrong
 
 
 ON_A_FULL_DISK = """
 import errno, resource, sys
 from pathlib import Path
-from sdxl import config, loaded
+from sdxl import config, loaded, sizes
 
 family, parts = loaded(config())
 folder = Path(sys.argv[1])

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from sdxl import config, loaded
+from sdxl import config, loaded, sizes
 from woken import same
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import fp8, host
-from difftrain.models.parts import fingerprints
-from difftrain.models.parts.stand_in import StandIn
-from difftrain.models.sdxl.architecture import Architecture, named
 from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.stand_in import StandIn
+from difftrain.models.weights import fingerprints
+from difftrain.models.weights.source import Source
 from difftrain.sampling.grid import draw_pictures
 from difftrain.sampling.prompts import Prompt
 from difftrain.train.caching import lazy_parts
@@ -98,6 +98,20 @@ def test_only_frozen_parts_that_are_named_sleep() -> None:
     assert not one.sleeps("text_encoder_1")
 
 
+def test_the_root_may_wait_until_the_caches_are_built() -> None:
+    """Trained encoders with it: what is frozen stays so, and the weights are those of the start."""
+    cfg = config(train_text_encoder=True)
+    _, parts = asleep(cfg, ("root", "vae"))
+    assert all(each.is_meta for each in parts.root.parameters())
+    parts.fill_root()
+    wanted = loaded(cfg)[1]
+    assert parts.notes == wanted.notes and not any(each.is_meta for each in parts.root.parameters())
+    for (name, ours), (other, theirs) in zip(
+        parts.root.named_parameters(), wanted.root.named_parameters(), strict=True
+    ):
+        assert name == other and ours.equal(theirs) and ours.requires_grad == theirs.requires_grad
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("sections", "model"), WAYS[:2])
 def test_exports_with_sleeping_parts_are_those_with_loaded_ones(
@@ -154,7 +168,7 @@ def test_with_known_files_no_weight_of_a_sleeping_part_is_read(
     assert asked == ["unet"]
     found = family.encoders(parts)
     assert {each: one.fingerprint() for each, one in found.items()} == first
-    assert found["text_encoder_2"].features["pooled"].channels == named("tiny").text_encoder_2["projection_dim"]
+    assert found["text_encoder_2"].features["pooled"].channels == sizes()["text_encoder_2"]["projection_dim"]
     assert asked == ["unet"]
 
 
@@ -171,8 +185,8 @@ def test_a_run_that_caches_builds_none_of_what_the_cache_saves(
     family, whole = loaded(cfg)
     prints = {each: one.fingerprint() for each, one in family.encoders(whole).items()}
     built: list[str] = []
-    build = Architecture.build
-    monkeypatch.setattr(Architecture, "build", lambda self, part: built.append(part) or build(self, part))
+    build = Source.build
+    monkeypatch.setattr(Source, "build", lambda self, part: built.append(part) or build(self, part))
     family = SDXLFamily(cfg)
     check(cfg, family, whole=False)
     parts = family.load(lazy=lazy_parts(cfg, family))
@@ -228,10 +242,10 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_sleeping_parts_take_no_memory_and_give_back_what_they_took(tmp_path: Path) -> None:
     """Text encoders of 32 MiB each beside a tiny UNet."""
-    sizes = named("tiny").to_dict()
+    wide = sizes()
     for encoder in ("text_encoder", "text_encoder_2"):
-        sizes[encoder] = sizes[encoder] | {"intermediate_size": 1 << 16, "num_hidden_layers": 3}
-    (tmp_path / "wide.json").write_text(json.dumps(sizes))
+        wide[encoder] = wide[encoder] | {"intermediate_size": 1 << 16, "num_hidden_layers": 3}
+    (tmp_path / "wide.json").write_text(json.dumps(wide))
     cfg = config(init_from_config=str(tmp_path / "wide.json"))
     family, parts = asleep(cfg)  # what loading takes at its first time is not the parts'
     large = sum(each.nbytes for each in parts.frozen["text_encoder_2"].state_dict().values())

@@ -64,7 +64,7 @@ def test_no_path_of_the_machine_is_written(tmp_path: Path) -> None:
     vae = tmp_path / "vae.safetensors"
     vae.write_bytes(b"")
     cfg = config(SECTIONS).model_copy(update={"model": config(vae=str(vae)).model})
-    from difftrain.models.parts.header import kohya_keys
+    from difftrain.models.metadata import kohya_keys
 
     found = kohya_keys(cfg, FACTS, 2000.0, "sdxl_base_v1-0", {})
     assert found["ss_vae_name"] == "vae.safetensors"

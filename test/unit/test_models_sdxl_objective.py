@@ -9,7 +9,7 @@ import torch
 from sdxl import batch_of
 
 from difftrain.config.parse import parse
-from difftrain.contracts import Batch, Bucket, Draw, Inputs, Parts
+from difftrain.contracts import Batch, Bucket, Draw, DrawSpec, Inputs, Parts
 from difftrain.data.samples import host_draws
 from difftrain.diffusion import ddpm, losses
 from difftrain.evaluation.quantile import value_at
@@ -196,16 +196,16 @@ def test_zero_terminal_snr(tmp_path: Path, parts: Parts) -> None:
     assert given.x_t.equal(batch.draws["noise"]) and torch.allclose(given.target, -one.latents(batch, parts))
     plain = family(tmp_path, V)
     assert not plain.inputs(batch, parts).x_t.equal(batch.draws["noise"])
-    exported = one.schedule.make("EulerDiscreteScheduler").config
+    exported = one.scheduler().config
     assert exported["rescale_betas_zero_snr"] is True and exported["timestep_spacing"] == "trailing"
-    usual = plain.schedule.make("EulerDiscreteScheduler").config
+    usual = plain.scheduler().config
     assert usual["rescale_betas_zero_snr"] is False and usual["timestep_spacing"] == "leading"
 
 
 @pytest.mark.parametrize("name", sorted(set(SAMPLERS) - {"lms", "k_lms"}))
 def test_every_sampler_starts_from_pure_noise_and_finds_the_picture(tmp_path: Path, name: str) -> None:
     """An ideal predictor of velocity is led back to its picture, by samplers that know zero terminal SNR or not."""
-    config = family(tmp_path, V, "--zero_terminal_snr").schedule.make("EulerDiscreteScheduler").config
+    config = family(tmp_path, V, "--zero_terminal_snr").scheduler().config
     sampler = make_sampler(name, config)
     assert float(sampler.alphas_cumprod[-1]) <= 1e-7
     sampler.set_timesteps(30)
@@ -269,7 +269,9 @@ def test_the_weight_of_a_source_multiplies_the_others(tmp_path: Path, parts: Par
 def test_without_these_flags_draws_are_as_ever(tmp_path: Path) -> None:
     one = family(tmp_path)
     assert set(one.features.draws) == {"noise", "moments", "timestep"}
-    assert one.features.draws == one.source.architecture.features.draws
+    latent = DrawSpec("normal", channels=16, factor=8)
+    steps = DrawSpec("integer", high=1000)
+    assert one.features.draws == {"noise": latent, "moments": latent, "timestep": steps}
 
 
 def test_the_header_of_an_export_names_what_was_set(tmp_path: Path) -> None:

@@ -7,16 +7,18 @@ import json
 import pickle
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from fetched import clip_bpe, t5_tokenizer
 
-from difftrain.models.parts.clip_tokens import PAD_1, PAD_2
-from difftrain.models.parts.clip_vocabulary import ClipVocabulary
-from difftrain.models.parts.small_vocabulary import small_clip, small_t5
-from difftrain.models.parts.t5_vocabulary import EOS_ID, UNK_ID, T5Vocabulary
-from difftrain.models.sd3.tokens import SD3Tokenize, Vocabularies
+from difftrain.models.facts import Text
+from difftrain.models.text.clip_tokens import PAD_1, PAD_2
+from difftrain.models.text.clip_vocabulary import ClipVocabulary
+from difftrain.models.text.small_vocabulary import small_clip, small_t5
+from difftrain.models.text.t5_vocabulary import EOS_ID, UNK_ID, T5Vocabulary
+from difftrain.models.text.tokenize import Tokenize
 
 HOUSE = "translate English to German: The house is wonderful."
 HOUSE_IDS = [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5]
@@ -29,6 +31,21 @@ CAPTIONS = [
     "\ud800",
     "x" * 900,
 ]
+
+
+class Vocabularies(NamedTuple):
+    first: ClipVocabulary
+    second: ClipVocabulary
+    third: T5Vocabulary
+
+
+def tokens_of(three: Vocabularies, t5_length: int, *, masked: bool = False) -> Tokenize:
+    texts = (
+        Text("text_encoder_1", "tokenizer", "clip", 77),
+        Text("text_encoder_2", "tokenizer_2", "clip", 77, pads_zero=True),
+        Text("text_encoder_3", "tokenizer_3", "t5", 256, masked=masked, mask="t5_mask"),
+    )
+    return Tokenize(texts, three, (77, 77, t5_length))
 
 
 def small() -> Vocabularies:
@@ -47,7 +64,7 @@ def test_the_real_ones_together_and_as_transformers_has_them(tmp_path: Path) -> 
     three = Vocabularies(
         ClipVocabulary.read(merges, PAD_1), ClipVocabulary.read(merges, PAD_2), T5Vocabulary.read(t5_tokenizer())
     )
-    ids = SD3Tokenize(three, 12)(["a photo of a cat", HOUSE])
+    ids = tokens_of(three, 12)(["a photo of a cat", HOUSE])
     cat = [49406, 320, 1125, 539, 320, 2368, 49407]
     assert ids["input_ids_1"][0].tolist() == cat + [49407] * 70
     assert ids["input_ids_2"][0].tolist() == cat + [0] * 70
@@ -59,13 +76,13 @@ def test_the_real_ones_together_and_as_transformers_has_them(tmp_path: Path) -> 
     plain = [text for text in CAPTIONS if text.isprintable() and "<" not in text]
     for length in (8, 32):
         expected = theirs(plain, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-        found = SD3Tokenize(three, length, masked=True)(plain)
+        found = tokens_of(three, length, masked=True)(plain)
         assert torch.equal(found["input_ids_3"], expected.input_ids)
         assert torch.equal(found["t5_mask"].long(), expected.attention_mask)
 
 
 def test_the_built_in_one_ends_fills_up_and_cuts_as_t5_does() -> None:
-    found = SD3Tokenize(small(), 6, masked=True)(["a red cat", "", "a photo of a cat and a dog"])
+    found = tokens_of(small(), 6, masked=True)(["a red cat", "", "a photo of a cat and a dog"])
     ids = found["input_ids_3"]
     assert ids[0, 3:].tolist() == [EOS_ID, 0, 0] and found["t5_mask"].sum(1).tolist() == [4, 1, 6]
     assert ids[1].tolist() == [EOS_ID, 0, 0, 0, 0, 0]
@@ -74,7 +91,7 @@ def test_the_built_in_one_ends_fills_up_and_cuts_as_t5_does() -> None:
 
 @pytest.mark.parametrize("caption", CAPTIONS)
 def test_every_caption_becomes_ids_of_the_right_shape(caption: str) -> None:
-    found = SD3Tokenize(small(), 16)([caption])
+    found = tokens_of(small(), 16)([caption])
     assert {name: tuple(value.shape) for name, value in found.items()} == {
         "input_ids_1": (1, 77), "input_ids_2": (1, 77), "input_ids_3": (1, 16),
     }  # fmt: skip
@@ -83,20 +100,20 @@ def test_every_caption_becomes_ids_of_the_right_shape(caption: str) -> None:
 
 
 def test_a_tokenizer_is_picklable_and_known_by_what_decides_ids() -> None:
-    one = SD3Tokenize(small(), 16)
+    one = tokens_of(small(), 16)
     one(["a"])
     other = pickle.loads(pickle.dumps(one))
     assert other.identity == one.identity and torch.equal(
         other(["a cat"])["input_ids_3"], one(["a cat"])["input_ids_3"]
     )
-    assert SD3Tokenize(small(), 17).identity != one.identity
-    assert SD3Tokenize(small(), 16, masked=True).identity != one.identity
+    assert tokens_of(small(), 17).identity != one.identity
+    assert tokens_of(small(), 16, masked=True).identity != one.identity
     shorter = small()._replace(third=small_t5(300))
-    assert SD3Tokenize(shorter, 16).identity != one.identity
+    assert tokens_of(shorter, 16).identity != one.identity
 
 
 def test_captions_are_counted_before_they_are_cut() -> None:
-    tokens = SD3Tokenize(small(), 4)
+    tokens = tokens_of(small(), 4)
     assert tokens.lengths(["a red cat", "", "a red cat and a dog"]) == [3, 0, 6] and tokens.limit == 3
 
 

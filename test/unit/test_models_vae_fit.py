@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from difftrain.models.parts.materialise import fill
-from difftrain.models.parts.vae import pixels_to_unit
-from difftrain.models.parts.vae_fit import closed_form_encoder, principal, psnr, psnr_of, train_decoder
-from difftrain.models.sdxl.architecture import named
-from difftrain.models.sdxl.make_tiny_vae import TEST_SEED, synthetic_pictures
-from difftrain.models.sdxl.sources import shipped_vae
+from difftrain.models.build import build
+from difftrain.models.materialise import fill
+from difftrain.models.vae.fit import closed_form_encoder, principal, psnr, psnr_of, train_decoder
+from difftrain.models.vae.make_tiny import TEST_SEED, synthetic_pictures
+from difftrain.models.vae.posterior import pixels_to_unit
+from difftrain.models.vae.shipped import shipped_sizes, shipped_vae
 
 FACTOR_4 = {
     "down_block_types": ["DownEncoderBlock2D"] * 3,
@@ -43,7 +43,7 @@ def pictures() -> torch.Tensor:
 
 @cache
 def shipped() -> Any:
-    vae = named("tiny").build("vae")
+    vae = build("diffusers:AutoencoderKL", "vae", shipped_sizes())
     return fill(vae, shipped_vae(vae), torch.float32).requires_grad_(False)
 
 
@@ -125,12 +125,12 @@ def test_the_shipped_vae_at_other_sizes() -> None:
 def test_its_latents_have_variance_one() -> None:
     with torch.no_grad():
         latents = shipped().encode(pixels_to_unit(synthetic_pictures(60, 64, TEST_SEED))).latent_dist.mean
-    scaled = latents * named("tiny").vae["scaling_factor"]
+    scaled = latents * shipped_sizes()["scaling_factor"]
     assert abs(scaled.std() - 1) < 0.1 and scaled.std((0, 2, 3)).min() > 0.7
 
 
 def test_the_file_is_small_and_says_what_it_is() -> None:
-    with resources.as_file(resources.files("difftrain.models.sdxl") / "tiny_vae.safetensors") as path:
+    with resources.as_file(resources.files("difftrain.models.vae") / "tiny_vae.safetensors") as path:
         assert path.stat().st_size < 200_000
         with safe_open(path, "pt") as file:
             assert file.metadata()["origin"].startswith("trained by difftrain on synthetic pictures")

@@ -11,8 +11,8 @@ import torch
 from sd3_speedups import KINDS, SIZES, vision_folder
 
 from difftrain.contracts import Bucket, ConfigFault
-from difftrain.models.parts import vision
-from difftrain.models.parts.vision import VisionFolder, encoder, tokens_of
+from difftrain.models import vision
+from difftrain.models.vision import VisionFolder, encoder, tokens_of
 
 PIXELS = torch.randint(256, (2, 3, 64, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from difftrain.models.parts.weight_files import DTYPES, UnreadableWeights, open_weights
-from difftrain.models.parts.weight_writers import Shapes, safetensors_writer, torch_writer
+from difftrain.models.weights.files import DTYPES, UnreadableWeights, open_weights
+from difftrain.models.weights.writers import Shapes, safetensors_writer, torch_writer
 
 STACK, IDS = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.arange(3)[None]
 VALUES = {"stack": STACK.half(), "ids": IDS, "scalar": torch.tensor(2.5), "odd": torch.ones(3, 5).bfloat16()}

@@ -16,7 +16,7 @@ from difftrain.config.train_toml import read
 from difftrain.config.train_values import Layer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "README.zh.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "README.zh.md", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 PLACES = ("/models/sdxl-base-1.0", "/models/sdxl", "/models/sd3_light", "/data/laion", "/data/pictures")
 
 

@@ -18,7 +18,7 @@ from sd3 import config, loaded
 from difftrain.config import TrainConfig, rules_names
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import choose
-from difftrain.models.parts.stand_in import StandIn
+from difftrain.models.stand_in import StandIn
 from difftrain.sampling import FLOW_SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler, read_prompts
 from difftrain.sampling.grid import size_of, tokens_of
 from difftrain.train.caching import awake

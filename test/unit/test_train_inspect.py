@@ -424,7 +424,7 @@ def test_pictures_keep_to_their_share_of_the_page() -> None:
         ),
         ("--output=x.html --train_data_dir={here} --resolution=64 --epochs=no", ["--epochs: must be a whole number"]),
         ("--output={here} --train_data_dir={here} --resolution=64", ["is a folder (give the name of a file)"]),
-        ("--output=x.html --train_data_dir={here}/none --resolution=65", ["no such folder", "multiples of 8"]),
+        ("--output=x.html --train_data_dir={here}/none --resolution=65", ["no such folder", "multiples of 32"]),
         (
             "--output=x.html --train_data_dir={here} --resolution=64 --sed=1",
             ["--sed: no such flag (did you mean --seed?)"],

@@ -15,7 +15,7 @@ from difftrain.checkpoint.retain import export_is_whole
 from difftrain.config.digest import digest
 from difftrain.config.sections import TrainConfig
 from difftrain.distributed.ranks import Ranks
-from difftrain.models.parts.weight_writers import safetensors_writer
+from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.run_dir import settle
 from difftrain.train.saving import _folder_for
 from difftrain.train.start import begin

@@ -215,12 +215,12 @@ def test_a_batch_that_is_said_twice_is_one_fault() -> None:
 
 def test_a_family_that_is_not_built_hides_no_other_fault() -> None:
     Path("run.toml").write_text(
-        TOP + "lr_scheduler = 'cosin'\n[model]\ntype = 'flux'\n[optimizer]\ntype = 'SGD'\nmomentun = 0.9\n"
+        TOP + "lr_scheduler = 'cosin'\n[model]\ntype = 'chroma'\n[optimizer]\ntype = 'SGD'\nmomentun = 0.9\n"
     )
     with pytest.raises(ConfigFault) as caught:
         parse(["--config=run.toml"])
     said = "\n".join(map(str, caught.value.faults))
-    assert len(caught.value.faults) == 3 and "'flux' is not built yet" in said
+    assert len(caught.value.faults) == 3 and "'chroma' is not built yet" in said
     assert "did you mean cosine?" in said and "did you mean momentum?" in said
 
 

@@ -17,10 +17,10 @@ from difftrain.cli.words import run_folder as run_folder_of
 from difftrain.cli.writing import writing
 from difftrain.config import rules, rules_flow, rules_paths
 from difftrain.config.door import enter
+from difftrain.config.families import row_of
 from difftrain.config.flag import Flag, on
 from difftrain.config.flags import FLAGS, KOHYA
 from difftrain.config.help import entries
-from difftrain.config.names import FOLDER_EXPORTS
 from difftrain.config.parse import Parsed, resolve
 from difftrain.config.validate import build_section
 from difftrain.contracts.errors import ConfigFault, Fault
@@ -126,8 +126,8 @@ def width_of(parsed: Parsed) -> float:
 
 def layout_of(parsed: Parsed) -> str:
     """Return the layout that is asked for; safetensors where none is."""
-    given = parsed.config.save.model_as or "safetensors"
-    return "diffusers_safetensors" if parsed.config.model.family in FOLDER_EXPORTS and given != "ckpt" else given
+    given = parsed.config.save.model_as or row_of(parsed.config).defaults.get("save.model_as") or "safetensors"
+    return "diffusers_safetensors" if row_of(parsed.config).folder_only and given != "ckpt" else given
 
 
 def _stem(parsed: Parsed) -> Path:

@@ -1,7 +1,7 @@
-"""`difftrain init sd3_light`: a pipeline folder with a transformer of random weights, the same from the same seed.
+"""`difftrain init FAMILY`: a diffusers folder of random weights, the same from the same seed.
 
-Its VAE and text encoders are those of another SD3 folder, by a second name of their files where the disk has such, or,
-of the size `tiny`, small ones that come with difftrain.
+`difftrain init sd3_light` begins SD3-Light: its VAE and text encoders are those of another SD3 folder, by a second name
+of their files where the disk has such, or, of the size `tiny`, small ones that come with difftrain.
 """
 
 from __future__ import annotations
@@ -18,18 +18,31 @@ from difftrain.config.door import enter
 from difftrain.config.flag import Flag, on
 from difftrain.config.flags import FLAGS
 from difftrain.config.help import entries
-from difftrain.config.names import INIT_CONFIGS, did_you_mean
+from difftrain.config.names import did_you_mean
 from difftrain.config.parse import Parsed, resolve
 from difftrain.contracts.errors import ConfigFault, Fault
+from difftrain.models.registry import FAMILIES
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
 
-KINDS = ("sd3_light",)
-SIZES = INIT_CONFIGS["sd3"]
-SIZE = on("size", "str", "model.init_from_config", f"{', '.join(SIZES)} or a JSON file: how many blocks, how wide")
+# what is made beside the families: a word of its own for a family that begins with only its denoiser at random
+_BEGINNINGS = {f"{name}_light": name for name, row in FAMILIES.items() if row.networks_by_train_type}
+KINDS = (*_BEGINNINGS, *FAMILIES)
+SIZES = tuple(dict.fromkeys(size for kind in (*_BEGINNINGS.values(), *FAMILIES) for size in FAMILIES[kind].sizes))
+SIZE = on(
+    "size",
+    "str",
+    "model.init_from_config",
+    f"{', '.join(SIZES)} (what the family has), or a JSON file: how many blocks, how wide",
+)
 OUTPUT = on("output", "str", "", "the folder to write")
-FROM = on("from", "str", "model.pretrained", "SD3 folder of diffusers: its VAE, encoders, tokenizers, and widths")
+FROM = on(
+    "from",
+    "str",
+    "model.pretrained",
+    "of sd3_light: SD3 folder of diffusers: its VAE, encoders, tokenizers, and widths",
+)
 TABLE: dict[str, Flag] = {
     "size": SIZE,
     "output": OUTPUT,
@@ -50,15 +63,18 @@ def read(argv: list[str]) -> Parsed:
     """Read the command line. Raises ConfigFault with every fault."""
     kind, rest = _kind(argv)
     faults = list(_kind_faults(kind))
+    family = _BEGINNINGS.get(kind or "", kind if kind in FAMILIES else next(iter(_BEGINNINGS.values())))
     try:
         parsed = resolve(
-            [*rest, "--family=sd3"], TABLE | {"family": FLAGS["family"]}, (rules_paths.weights, rules_paths.size)
+            [*rest, f"--family={family}"], TABLE | {"family": FLAGS["family"]}, (rules_paths.weights, rules_paths.size)
         )
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None
-    faults += _faults(parsed)
+    begins = kind not in FAMILIES
+    faults += _faults(parsed, begins=begins)
     if faults:
         raise ConfigFault(faults)
+    parsed.bare["begins"] = "yes" if begins else ""
     return parsed
 
 
@@ -76,11 +92,14 @@ def _kind_faults(kind: str | None) -> Iterator[Fault]:
         yield Fault(repr(kind), "is nothing that init makes", did_you_mean(kind, KINDS) or f"known: {', '.join(KINDS)}")
 
 
-def _faults(parsed: Parsed) -> Iterator[Fault]:
+def _faults(parsed: Parsed, *, begins: bool) -> Iterator[Fault]:
     size, source = parsed.config.model.init_from_config, parsed.config.model.pretrained
     if size is None:
         yield Fault(SIZE.option, "is missing", SIZE.help)
-    elif size in SIZES and size != "tiny" and not source:
+    elif source and not begins:
+        what = "has no meaning here: every weight of the folder is random"
+        yield Fault(FROM.option, what, "leave it out; difftrain init sd3_light takes parts of another folder")
+    elif begins and size in SIZES and size != "tiny" and not source:
         what = "is missing: the VAE and the text encoders of this size are pretrained ones"
         yield Fault(FROM.option, what, f"{FROM.help}; --size=tiny needs none")
     if "output" not in parsed.bare:
@@ -99,37 +118,48 @@ def work(parsed: Parsed) -> int:
     hide_unusable_npu("cpu")
     path = Path(parsed.bare["output"])
     with writing(path):
-        make(parsed.config, path)
+        (begin if parsed.bare["begins"] else make)(parsed.config, path)
     print(path)
     return 0
 
 
 def make(cfg: TrainConfig, path: Path) -> Path:
+    """Write a folder of a family whose every weight is random, a function of the seed."""
+    from difftrain.models.registry import make_family
+
+    return _export(make_family(cfg), cfg, path)
+
+
+def begin(cfg: TrainConfig, path: Path) -> Path:
     """Write the folder of a configuration whose size says the depth, and whose folder, if any, the rest."""
+    from difftrain.models.registry import make_family
+
+    train_type = next(iter(FAMILIES[cfg.model.family].networks_by_train_type))
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"train_type": train_type})})
+    family: Any = make_family(cfg)
+    family.source = family.beginning()
+    return _export(family, cfg, path)
+
+
+def _export(family: Any, cfg: TrainConfig, path: Path) -> Path:
+    """Stream the weights of a family's source into a folder."""
     import torch
 
-    from difftrain.models.sd3.assembled import LIGHT
-    from difftrain.models.sd3.family import SD3Family
-    from difftrain.models.sd3.sources import begun
-
-    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"train_type": LIGHT})})
-    family = SD3Family(cfg)
-    family.source = begun(cfg)
     dtypes: dict[Any, torch.dtype | None] = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     parts = family.load(meta=True)
     for note in parts.notes:
         print(f"difftrain init: {note}", file=sys.stderr)
-    seed = f"seed {cfg.training.seed or 0}"
-    architecture = family.source.architecture
-    print(f"difftrain init: {architecture.num_layers} joint blocks {architecture.width} wide, {seed}", file=sys.stderr)
-    return family.export(
-        family.stream(parts), parts, "diffusers_safetensors", path, dtype=dtypes.get(cfg.save.precision)
+    count = sum(each.numel() for each in parts.root.parameters())
+    print(f"difftrain init: {count:,} parameters to be trained, seed {cfg.training.seed or 0}", file=sys.stderr)
+    return Path(
+        family.export(family.stream(parts), parts, "diffusers_safetensors", path, dtype=dtypes.get(cfg.save.precision))
     )
 
 
 def _help(prog: str) -> str:
     return (
-        f"usage: {prog} sd3_light --size=tiny --output=FOLDER [--seed=N]\n"
+        f"usage: {prog} FAMILY --size=tiny --output=FOLDER [--seed=N]    FAMILY: {', '.join(FAMILIES)}\n"
+        f"       {prog} sd3_light --size=tiny --output=FOLDER [--seed=N]\n"
         f"       {prog} sd3_light --size=light --from=SD3_FOLDER --output=FOLDER [--seed=N]\n\n"
         + entries(TABLE.values())
     )

@@ -17,7 +17,7 @@ from difftrain.config import dataset_file, hub_ids
 from difftrain.config.dataset_file import Resolved
 from difftrain.config.dataset_toml_read import Directory, directories_of, is_kohyas, tables_of
 from difftrain.config.dataset_toml_sizes import Sizes, sides_of, sizes_of
-from difftrain.config.names import CLIP_FAMILIES, CONTROL_FAMILIES
+from difftrain.config.families import row_of
 from difftrain.config.sections import CaptionSection, DatasetSection, PictureSection, SubsetSection, TrainConfig
 from difftrain.config.there import expanded, is_file, is_folder, settled
 from difftrain.contracts.errors import Fault
@@ -211,10 +211,10 @@ class _Resolver:
     def refuse(self, directory: Directory) -> None:
         """Name what needs a family that is not built yet."""
         values, family = directory.values, self.cfg.model.family
-        if "control_path" in values and family not in CONTROL_FAMILIES:
+        if "control_path" in values and not row_of(self.cfg).control:
             what = f"training on control pictures is not built yet, for the family {family!r} or any other"
             self.fault(directory.where("control_path"), what, "leave it out")
-        if family in CLIP_FAMILIES:
+        if row_of(self.cfg).clips:
             return
         if values.get("support_video"):
             what = f"clips are not built yet for the family {family!r}, which makes pictures"

@@ -13,7 +13,7 @@ from typing import Any
 
 from difftrain.config import hub_ids
 from difftrain.config.datasets import draws_captions
-from difftrain.config.names import TEXT_FEATURES
+from difftrain.config.families import row_of
 from difftrain.config.sections import DatasetSection, TrainConfig
 from difftrain.config.validate import default_of, fields
 
@@ -39,6 +39,8 @@ NAMED = frozenset({
     "model.transformer", "model.text_encoder1", "model.text_encoder2", "model.text_encoder3", "repa.encoder", "demo.folder",
     "data.conditioning_dir", "data.in_json",
 })  # fmt: skip
+# fields that came after version 0.5: at their default they are left out, so that its runs are known again
+ADDED = frozenset({"model.guidance", "model.train_only"})
 
 
 def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
@@ -52,6 +54,8 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
         if path in FREE or section in FREE:
             continue
         value = getattr(getattr(cfg, section), field)
+        if path in ADDED and value == default_of(path):
+            continue
         out[path] = _last_name(value) if path in NAMED and value else value
     for field in ("dirs", "reg_dirs"):
         out[f"data.{field}"] = tuple(_last_name(folder) for folder in getattr(cfg.data, field))
@@ -69,7 +73,7 @@ def _cached(cfg: TrainConfig) -> dict[str, Any]:
     """Return what makes cached features others than those of online training: what is rounded, or drawn once."""
     cache = cfg.cache
     pictures, captions = cache.latents or cache.latents_to_disk, cache.text or cache.text_to_disk
-    words = TEXT_FEATURES[cfg.model.family]
+    words = row_of(cfg).text_features
     told = {
         "latents_as": cache.latents_as,
         "latents_dtype": cache.latents_dtype if pictures else None,

@@ -6,8 +6,10 @@ here. Defaults are the ones of sections.py; kohya's is named where it is another
 
 from __future__ import annotations
 
+from difftrain.config.families import sizes_listed
 from difftrain.config.flag import Flag, later, near, never, on
 from difftrain.config.names import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
+from difftrain.models.registry import TRAINED
 
 _ONE_ATTENTION = "picks no kernel here: the device's best exact attention is used either way"
 _LORA = "adapters; what is trained here are the full weights"
@@ -195,7 +197,7 @@ KOHYA: tuple[Flag, ...] = (
     on("fp16_master_weights_and_gradients", "switch", "deepspeed.fp16_master_weights",
        "with fp16, --zero_stage=2 and --offload_optimizer_device=cpu, masters and gradients are fp16 too"),
     # exports
-    on("save_model_as", "str", "save.model_as", "layout of exports; unset: safetensors"),
+    on("save_model_as", "str", "save.model_as", "layout of exports; unset: safetensors, or the family's own"),
     on("use_safetensors", "switch", "save.model_as", "safetensors, unless --save_model_as is given", sets="safetensors", weak=True),
     # optimizer and schedule
     on("optimizer_type", "str", "optimizer.type",
@@ -249,7 +251,7 @@ OURS: tuple[Flag, ...] = (
     on("config", "str", "", "sectioned TOML of this package: a file of configs/, or a run's own config.toml; flags win"),
     on("dry_run", "switch", "", "print configuration, steps, memory and FLOP estimates; touch no device"),
     on("family", "str", "model.family", "what is trained"),
-    on("init_from_config", "str", "model.init_from_config", "random weights of a size: base, tiny, demo (of sd3: light, medium, tiny) or FILE.json"),
+    on("init_from_config", "str", "model.init_from_config", f"random weights of a size ({sizes_listed(TRAINED)}) or FILE.json"),
     on("tokenizer1_path", "str", "model.tokenizer1", "folder of the first tokenizer (CLIP-L), or a hub id"),
     on("tokenizer2_path", "str", "model.tokenizer2", "folder of the second tokenizer (OpenCLIP bigG), or a hub id"),
     on("half_vae", "switch", "model.vae_fp32", "the VAE computes in the mixed precision", sets=False),

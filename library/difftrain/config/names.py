@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-INIT_CONFIGS = {"sdxl": ("base", "tiny", "demo"), "sd3": ("light", "medium", "tiny", "demo")}
-
 EIGHT_BIT = (
     "AdamW8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "PagedLion8bit", "SGDNesterov8bit",
 )  # fmt: skip
@@ -52,28 +50,13 @@ SCHEDULERS = (
 )  # fmt: skip
 
 CACHE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
-TEXT_FEATURES = {  # what frozen text encoders of a family make of captions
-    "sdxl": ("hidden_1", "hidden_2", "pooled"),
-    "sd3": ("hidden_1", "pooled_1", "hidden_2", "pooled_2", "hidden_3"),
-}
-CLIP_FAMILIES: tuple[str, ...] = ()  # that make clips
-CONTROL_FAMILIES: tuple[str, ...] = ()  # that are shown another picture
-FOLDER_EXPORTS = ("sd3",)  # exported as a diffusers folder whatever layout is asked for
-# families that are known and not built yet, as [model] type spells them
-FAMILIES_LATER = (
-    "flux", "ltx-video", "hunyuan-video", "cosmos", "lumina_2", "wan", "chroma", "hidream", "cosmos_predict2", "omnigen2",
-    "qwen_image", "hunyuan_image", "auraflow", "z_image", "hunyuan_video_15", "flux2", "ernie_image", "ltx2", "anima",
-)  # fmt: skip
 
 SAMPLERS = (
     "ddim", "pndm", "lms", "euler", "euler_a", "heun", "dpm_2", "dpm_2_a", "dpmsolver", "dpmsolver++", "dpmsingle",
     "k_lms", "k_euler", "k_euler_a", "k_dpm_2", "k_dpm_2_a",
 )  # fmt: skip
 
-SIZE_MULTIPLES = {"sdxl": 8, "sd3": 16}  # of sides of pictures, by family
-
 FLOW_SAMPLERS = ("flow_euler", "flow_heun")
-FLOW_FAMILIES = ("sd3",)  # that learn a flow, and have samplers of their own
 
 COMPILE_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "tvm", "openxla")
 COMPILE_BACKENDS_GONE = ("aot_ts_nvfuser", "nvprims_nvfuser", "ofi", "fx2trt", "onnxrt", "tensort", "ipex")

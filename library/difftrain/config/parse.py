@@ -31,10 +31,10 @@ from difftrain.config import (
 )
 from difftrain.config import rules as together
 from difftrain.config.datasets import draws_captions
+from difftrain.config.families import row_of
 from difftrain.config.finding import Rule, check, value_of
 from difftrain.config.flag import Flag, convert
 from difftrain.config.flags import FLAGS, flag_of
-from difftrain.config.names import FLOW_FAMILIES, FLOW_SAMPLERS
 from difftrain.config.scan import scan
 from difftrain.config.secrets import keep_in_environment, redact
 from difftrain.config.sections import TrainConfig
@@ -124,7 +124,7 @@ def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -
         path = f"{section}.{key}"
         src.bad.add(path)
         src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
-    cfg = _with_sampler(_with_engine(_with_data_sets(cfg, src), src), src)
+    cfg = _with_family(_with_engine(_with_data_sets(cfg, src), src), src)
     cfg = with_variants(cfg, src.bad, src.notes)
     asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
     faults, notes = check(cfg, rules, asked, src.bad, src.origins)
@@ -142,11 +142,17 @@ def _with_engine(cfg: TrainConfig, src: _Sources) -> TrainConfig:
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"engine": "accelerate"})})
 
 
-def _with_sampler(cfg: TrainConfig, src: _Sources) -> TrainConfig:
-    """Take a flow's own sampler where nobody has chosen one, so that what a run records of itself can be read again."""
-    if cfg.model.family not in FLOW_FAMILIES or "sample.sampler" in src.origins:
-        return cfg
-    return cfg.model_copy(update={"sample": cfg.sample.model_copy(update={"sampler": FLOW_SAMPLERS[0]})})
+def _with_family(cfg: TrainConfig, src: _Sources) -> TrainConfig:
+    """Take what a family's model is, its sampler and the layout of its exports, where nobody has chosen one.
+
+    Rates and caches stay kohya's; the rest must be what the family means, so that what a run records can be read again.
+    """
+    own: dict[str, dict[str, Any]] = {}
+    for path, value in row_of(cfg).defaults.items():
+        section, _, field = path.partition(".")
+        if (section in ("model", "sample") or path == "save.model_as") and path not in src.origins:
+            own.setdefault(section, {})[field] = value
+    return cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=values) for name, values in own.items()})
 
 
 def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainConfig:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from difftrain.config import names
+from difftrain.config.families import row_of
 from difftrain.config.sections import OptimizerSection, TrainConfig
 
-DENOISERS = {"sdxl": "unet", "sd3": "transformer"}
 UNET_BLOCKS = 23  # of SDXL, as --block_lr counts them
 ENCODERS = ("text_encoder_1", "text_encoder_2")
 ADAFACTOR = "adafactor"
@@ -21,7 +21,7 @@ def part_rates(cfg: TrainConfig) -> dict[str, float]:
     As kohya: an encoder's rate defaults to --learning_rate; --learning_rate=0 freezes the UNet whatever its blocks say.
     Families other than SDXL train their denoiser alone, at --learning_rate.
     """
-    section, denoiser = cfg.optimizer, DENOISERS[cfg.model.family]
+    section, denoiser = cfg.optimizer, row_of(cfg).denoiser
     if denoiser != "unet":
         return {denoiser: section.learning_rate} if section.learning_rate > 0 else {}
     unet = section.learning_rate if section.unet_lr is None else section.unet_lr

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from difftrain.config.datasets import has_buckets
+from difftrain.config.families import row_of, takes
 from difftrain.config.finding import Finding, Rule, value_of
 from difftrain.config.rates import is_schedule_free, schedule_name
 from difftrain.config.sections import TrainConfig
@@ -121,12 +122,10 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Weights come from one place."""
-    elsewhere = cfg.model.family == "sd3" and any(
-        value_of(cfg, f"model.{part}")
-        for part in ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3")
-    )
+    parts = ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3")
+    elsewhere = takes(cfg, "model.transformer") and any(value_of(cfg, f"model.{part}") for part in parts)
     if not cfg.model.pretrained and not cfg.model.init_from_config and not elsewhere:
-        remedy = "give weights, or --init_from_config=base|tiny|FILE.json for random ones"
+        remedy = f"give weights, or --init_from_config={'|'.join(row_of(cfg).sizes[:2])}|FILE.json for random ones"
         yield Finding(("model.pretrained", "model.init_from_config"), "is missing", remedy)
     if cfg.model.pretrained and cfg.model.init_from_config:
         remedy = "give weights to start from, or a size for random ones, not both"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from difftrain.config.datasets import draws_captions
+from difftrain.config.families import row_of
 from difftrain.config.finding import Finding, Rule, option
-from difftrain.config.names import CACHE_DTYPES, TEXT_FEATURES, did_you_mean
+from difftrain.config.names import CACHE_DTYPES, did_you_mean
 from difftrain.config.rules import Need, lacking
 from difftrain.config.sections import CaptionSection, PictureSection, TrainConfig
 from difftrain.config.there import is_url
@@ -72,7 +73,7 @@ def text(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def dtypes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """What single features are stored in is said of features that there are, in dtypes that there are."""
     latent = "moments" if cfg.cache.latents_as == "moments" else "latents"
-    made = {latent: "latents"} | dict.fromkeys(TEXT_FEATURES[cfg.model.family], "text")
+    made = {latent: "latents"} | dict.fromkeys(row_of(cfg).text_features, "text")
     for name, dtype in cfg.cache.dtypes.items():
         if name not in made:
             remedy = did_you_mean(name, made) or f"known are {', '.join(made)}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from difftrain.config import hub_ids
 from difftrain.config.datasets import subsets_of
+from difftrain.config.families import multiple_of
 from difftrain.config.finding import Finding, Rule, option
 from difftrain.config.rules import Need, lacking
 from difftrain.config.sections import SizeSection, TrainConfig
@@ -73,30 +74,33 @@ def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 
 def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """Sizes must fit together, and the VAE's factor of 8; a family that wants more says so when it is made."""
+    """Sizes must fit together, and what the family's model divides them by."""
+    multiple = multiple_of(cfg)
     if not cfg.data.datasets:
-        for keys, what, remedy in _misfits(cfg.data):
+        for keys, what, remedy in _misfits(cfg.data, multiple):
             yield Finding(tuple(f"data.{key}" for key in keys), what, remedy)
     for number, dataset in enumerate(cfg.data.datasets, 1):
-        for keys, what, remedy in _misfits(dataset):
+        for keys, what, remedy in _misfits(dataset, multiple):
             yield Finding(("data.datasets",), f"[[datasets]] {number} {keys[0]} {what}", remedy)
 
 
-def _misfits(size: SizeSection) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Find (fields, what is wrong, what would be right); the first field is the one to name."""
     for width, height in size.sizes:
-        if width % 8 or height % 8:
-            yield ("sizes",), f"must be multiples of 8, got {width},{height}", "the family's own multiple"
+        if width % multiple or height % multiple:
+            yield ("sizes",), f"must be multiples of {multiple}, got {width},{height}", "the family's own multiple"
     if size.sizes:
         return
-    width, height = size.resolution or (8, 8)
-    if width % 8 or height % 8:
-        yield ("resolution",), f"must be multiples of 8, got {width},{height}", "1024,1024 for SDXL"
+    width, height = size.resolution or (multiple, multiple)
+    least = 8 if size.enable_bucket else multiple  # of buckets it is the area alone
+    if width % least or height % least:
+        yield ("resolution",), f"must be multiples of {least}, got {width},{height}", "1024,1024 for SDXL"
     if not size.enable_bucket:
         return
     for key in ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"):
-        if getattr(size, key) % 8:
-            yield (key,), f"must be a multiple of 8, got {getattr(size, key)}", "64 is usual"
+        divisor = multiple if key == "bucket_reso_steps" else 8  # both ends are rounded to the steps
+        if getattr(size, key) % divisor:
+            yield (key,), f"must be a multiple of {divisor}, got {getattr(size, key)}", "64 is usual"
     low, high = size.min_bucket_reso, size.max_bucket_reso
     if low > high:
         about = ("min_bucket_reso", "max_bucket_reso")

@@ -71,6 +71,7 @@ def accelerate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         ("optimizer.fused_backward", cfg.optimizer.fused_backward),
         ("optimizer.fused_groups", cfg.optimizer.fused_groups),
         ("training.full_precision", cfg.training.full_precision),
+        ("model.train_only", cfg.model.train_only),  # its checkpoints leave the base out: not built there
     ):
         if value:
             yield Finding((field, _ENGINE), "does not go with --engine=accelerate", remedy)

@@ -1,47 +1,16 @@
-"""Rules of rectified flows and of what one family has alone: times, dropped texts, reconstructed text."""
+"""Rules of rectified flows and of what some families have alone: times, dropped texts, reconstructed text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from difftrain.config.families import learns_flow, row_of, takes, why_not
 from difftrain.config.finding import Finding, Rule, value_of
-from difftrain.config.names import FOLDER_EXPORTS
 from difftrain.config.rules import Need, lacking
 from difftrain.config.sections import TrainConfig
-from difftrain.config.validate import default_of, section_class
+from difftrain.config.validate import default_of
+from difftrain.models.registry import TRAINED
 
-_DIFFUSION = "belongs to the noise schedule of SDXL, and sd3 learns a rectified flow"
-_ENCODERS = "sd3's text encoders are frozen: only the transformer is trained"
-# field -> why it means nothing to sd3, and what does the same there
-SDXL_ALONE: dict[str, tuple[str, str]] = {
-    **{f"noise.{field}": (_DIFFUSION, "") for field in section_class("noise").model_fields},
-    "noise.min_timestep": (_DIFFUSION, "min_t = 0.0 to 1.0"),
-    "noise.max_timestep": (_DIFFUSION, "max_t = 0.0 to 1.0"),
-    "model.prediction_type": (_DIFFUSION, "leave it out: the velocity is predicted"),
-    "loss.min_snr_gamma": (_DIFFUSION, "timestep_sample_method weighs the times"),
-    "loss.scale_v_pred_like_noise_pred": (_DIFFUSION, ""),
-    "loss.v_pred_like": (_DIFFUSION, ""),
-    "loss.debiased_estimation": (_DIFFUSION, "timestep_sample_method weighs the times"),
-    "loss.huber_schedule": (_DIFFUSION, "pseudo_huber_c is the same at all times"),
-    "loss.huber_scale": (_DIFFUSION, "pseudo_huber_c is the same at all times"),
-    "model.fp8_frozen": ("holds weights of SDXL in 8 bits", "leave it out"),
-    "model.clip_skip": ("sd3 reads hidden_states[-2] of CLIP", "leave it out"),
-    "model.max_token_length": ("sd3's CLIP encoders read 77 tokens", "t5_max_length says how far T5 reads"),
-    "model.train_text_encoder": (_ENCODERS, "leave it out"),
-    "optimizer.learning_rate_te1": (_ENCODERS, "leave it out"),
-    "optimizer.learning_rate_te2": (_ENCODERS, "leave it out"),
-    "optimizer.text_encoder_lr": (_ENCODERS, "leave it out"),
-    "optimizer.unet_lr": ("sd3 has no UNet", "the learning rate itself is the transformer's"),
-    "optimizer.block_lr": ("names blocks of a UNet, and sd3 has none", "one learning rate for all blocks"),
-    "captions.weighted": ("weighs tokens of CLIP's chunks, which sd3 has not", "leave it out"),
-}
-_SD3_SECTIONS = ("flow", "repa", "tread", "patch_masking")
-_SD3_FIELDS = (
-    "model.train_type", "model.num_layers", "model.transformer", "model.tokenizer3", "model.text_encoder1",
-    "model.text_encoder2", "model.text_encoder3", "model.t5_max_length", "model.t5_attention_mask",
-    "model.enable_uncond_text_dropout", "model.uncond_text_dropout_prob", "loss.text_recon_gamma",
-    "loss.text_recon_target_layer",
-)  # fmt: skip
 _RECON = "has no effect: text_recon_gamma is 0"
 
 NEEDS: tuple[Need, ...] = (
@@ -57,25 +26,29 @@ NEEDS: tuple[Need, ...] = (
 
 def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Find fields of a flow that were given without what gives them a meaning."""
-    return lacking(NEEDS, cfg, asked) if cfg.model.family == "sd3" else iter(())
+    return lacking((need for need in NEEDS if takes(cfg, need.field)), cfg, asked)
+
+
+def trained(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A family may be known as a form only: it is built and exported, and not trained yet."""
+    if not row_of(cfg).trains:
+        what = f"{cfg.model.family!r} is known, its training is not built yet"
+        yield Finding(("model.family",), what, f"trained are {', '.join(TRAINED)}")
 
 
 def other_family(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """What one family has alone is refused for the other, by name; what is left at its default says nothing."""
+    """What a family does not take is refused by name; what is left at its default says nothing."""
     for path in sorted(asked):
-        section, _, _ = path.partition(".")
-        if _unsaid(cfg, path):
-            continue
-        if cfg.model.family == "sd3" and path in SDXL_ALONE:
-            yield Finding((path,), *SDXL_ALONE[path])
-        elif cfg.model.family == "sdxl" and (section in _SD3_SECTIONS or path in _SD3_FIELDS):
-            yield Finding((path,), "is sd3's: SDXL has nothing like it", 'leave it out, or say type = "sd3"')
+        if not _unsaid(cfg, path) and not takes(cfg, path):
+            yield Finding((path,), *why_not(cfg.model.family, path))
 
 
 def layout(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """A family without a layout in one file is exported as a folder; one that runs code when read is not made of it."""
-    if cfg.model.family in FOLDER_EXPORTS and cfg.save.model_as in ("ckpt", "safetensors"):
-        what = f"{cfg.save.model_as} is not built for {cfg.model.family}, which is exported as a diffusers folder"
+    row, asks = row_of(cfg), cfg.save.model_as
+    if asks is not None and asks not in row.layouts:
+        what = f"{asks} is not built for {cfg.model.family}, which is exported as "
+        what += "a diffusers folder" if row.folder_only else ", ".join(row.layouts)
         yield Finding(("save.model_as",), what, "leave it out")
 
 
@@ -89,8 +62,8 @@ def _unsaid(cfg: TrainConfig, path: str) -> bool:
 
 def loss_type(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Two of kohya's losses bend where the noise schedule says."""
-    if cfg.model.family == "sd3" and cfg.loss.type in ("huber", "smooth_l1"):
-        what = f"{cfg.loss.type} bends where SDXL's noise schedule says, and sd3 has none"
+    if learns_flow(cfg) and cfg.loss.type in ("huber", "smooth_l1"):
+        what = f"{cfg.loss.type} bends where SDXL's noise schedule says, and {cfg.model.family} has none"
         yield Finding(("loss.type",), what, "pseudo_huber, with pseudo_huber_c")
 
 
@@ -108,7 +81,7 @@ def times(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def target_layer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Text is reconstructed from before the last block; a depth that only the weights tell is looked at by the family."""
     layer, depth = cfg.loss.text_recon_target_layer, cfg.model.num_layers
-    if cfg.model.family != "sd3" or depth is None or layer < depth:
+    if not takes(cfg, "loss.text_recon_target_layer") or depth is None or layer < depth:
         return
     what = f"is {layer}, the transformer has {depth} blocks"
     if layer == depth:
@@ -117,4 +90,4 @@ def target_layer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     yield Finding(("loss.text_recon_target_layer",), what, remedy)
 
 
-RULES: tuple[Rule, ...] = (companions, other_family, layout, loss_type, times, target_layer)
+RULES: tuple[Rule, ...] = (trained, companions, other_family, layout, loss_type, times, target_layer)

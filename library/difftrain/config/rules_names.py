@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from difftrain.config import names
+from difftrain.config.families import learns_flow
 from difftrain.config.finding import Finding, Rule, value_of
 from difftrain.config.sections import TrainConfig
 
@@ -37,7 +38,7 @@ def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def sampler(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """The samplers of kohya's prompt files; a flow has its own."""
     given, family = cfg.sample.sampler, cfg.model.family
-    flow = family in names.FLOW_FAMILIES
+    flow = learns_flow(cfg)
     known, others = (names.FLOW_SAMPLERS, names.SAMPLERS) if flow else (names.SAMPLERS, names.FLOW_SAMPLERS)
     if given in others:
         if "sample.sampler" in asked:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from difftrain.config import hub_ids, names
+from difftrain.config.families import row_of
 from difftrain.config.finding import Finding, Rule, value_of
 from difftrain.config.rules_saving import can_be_resumed
 from difftrain.config.sections import TrainConfig
@@ -34,7 +35,7 @@ def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """A size of random weights is one of ours, or a file."""
-    given, shipped = cfg.model.init_from_config, names.INIT_CONFIGS[cfg.model.family]
+    given, shipped = cfg.model.init_from_config, row_of(cfg).sizes
     if given is None or given in shipped:
         return
     remedy = names.did_you_mean(given, shipped) or f"{', '.join(shipped)} or a JSON file"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from difftrain.config.families import takes
 from difftrain.config.finding import Finding, Rule
 from difftrain.config.rules import Need, lacking
 from difftrain.config.sections import TrainConfig
@@ -22,7 +23,7 @@ NEEDS: tuple[Need, ...] = (
 
 def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(NEEDS, cfg, asked) if cfg.model.family == "sd3" else iter(())
+    return lacking((need for need in NEEDS if takes(cfg, need.field)), cfg, asked)
 
 
 def encoder(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

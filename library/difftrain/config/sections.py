@@ -6,7 +6,7 @@ Field names are the ones users see in TOML; `flags.py` maps kohya's spelling ont
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,12 @@ from difftrain.config.sections_objective import (
     RepaSection,
     TreadSection,
 )
+from difftrain.models.registry import DEFAULT, FAMILIES
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]  # the choices are those of the rows
 
 __all__ = [
     "CacheSection",
@@ -69,7 +75,7 @@ __all__ = [
 class ModelSection(Section):
     """Which model, from where."""
 
-    family: Literal["sdxl", "sd3"] = "sdxl"
+    family: FamilyName = DEFAULT
     train_type: Literal["normal_training", "sd3_light_pretrain"] = "normal_training"
     num_layers: PositiveInt | None = Field(
         None, description="joint blocks; unset: those of the weights, 15 in SD3-Light"
@@ -77,21 +83,27 @@ class ModelSection(Section):
     init_from_config: str | None = Field(None, description="random weights: a size by name, or a JSON file")
     pretrained: str | None = Field(None, description="diffusers folder or single .safetensors/.ckpt file")
     vae: str | None = None
-    transformer: str | None = Field(None, description="the transformer from elsewhere: its folder, or a whole model's")
-    text_encoder1: str | None = Field(
-        None, description="that text encoder from elsewhere: its folder, or a whole model's"
+    transformer: str | None = Field(
+        None, description="the transformer from elsewhere: its folder, a whole model's, or one file"
     )
-    text_encoder2: str | None = Field(None, description="the same for the second")
-    text_encoder3: str | None = Field(None, description="the same for T5")
+    text_encoder1: str | None = Field(
+        None, description="the family's first text encoder from elsewhere: its folder, or a whole model's"
+    )
+    text_encoder2: str | None = Field(None, description="the same for its second")
+    text_encoder3: str | None = Field(None, description="the same for its third")
     tokenizer1: str | None = None
     tokenizer2: str | None = None
     tokenizer3: str | None = Field(None, description="folder of the third tokenizer (T5), or a hub id")
     t5_max_length: PositiveInt = 256
+    guidance: NonNegative = Field(1.0, description="what a guidance-distilled model is told that it is guided by")
     t5_attention_mask: bool = Field(False, description="T5 reads with the mask; rows at its pad positions are zeros")
     enable_uncond_text_dropout: bool = Field(
         False, description="zeros in place of a text encoder's outputs, drawn for each"
     )
     uncond_text_dropout_prob: Share = 0.464
+    train_only: tuple[str, ...] = Field(
+        (), description="regular expressions: parameters of the denoiser that are trained; the others are only held"
+    )
     tokenizer_cache_dir: str | None = Field(None, description="where tokenizers fetched from a hub are kept")
     max_token_length: Literal[75, 77, 150, 225] = 77
     clip_skip: PositiveInt | None = Field(None, description="hidden_states[-n] of both text encoders; unset: 2, SDXL's")

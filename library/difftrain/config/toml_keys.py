@@ -10,6 +10,7 @@ from typing import Any
 
 from difftrain.config.sections import TrainConfig
 from difftrain.config.toml_key import Key, Kind
+from difftrain.models.registry import TRAINED
 
 # a key of one may stand in the other
 SWAPPED = {"training": "optimization", "optimization": "training"}
@@ -26,7 +27,7 @@ HELD = {
 }  # fmt: skip
 _STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
-_PARTS = "of families that are not built yet; sdxl and sd3 read their parts from diffusers_path"
+_PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
 _CLIPS = "clips of videos: no family that is built has them, and pictures are taken as they are"
 
 
@@ -70,7 +71,7 @@ KEYS: tuple[Key, ...] = (
        "true: fp32 weights beside what is computed with; false: trained weights in dtype alone; or fp32, kahan, "
        "stochastic, none", "any"),
     # [model]
-    on("type", "model", "?family", "what is trained: sdxl or sd3", "str"),
+    on("type", "model", "?family", f"what is trained: {', '.join(TRAINED)}", "str"),
     on("diffusers_path", "model", "model.pretrained", "the model: a folder in diffusers' layout, or a hub id"),
     on("checkpoint_path", "model", "model.pretrained", "the model as one file, in SDXL's original layout"),
     on("vae", "model", "model.vae", "another VAE: a folder of diffusers, a file, or a hub id"),
@@ -96,15 +97,17 @@ KEYS: tuple[Key, ...] = (
     on("min_snr_gamma", "loss model", "loss.min_snr_gamma", "min-SNR weights with this gamma (SDXL); 0: off"),
     on("debiased_estimation_loss", "loss model", "loss.debiased_estimation", "weigh by 1 / sqrt(SNR) (SDXL)"),
     on("cache_text_embeddings", "cache model", "cache.text_to_disk", "encode every caption once"),
-    later("guidance", "model", "an embedding of guidance, which no family that is built has", 1, 1.0, None),
-    on("transformer_path", "model", "model.transformer", "the transformer from elsewhere: its folder, or a whole model's"),
+    on("guidance", "model", "model.guidance", "what a guidance-distilled model is told that it is guided by (Flux.1)"),
+    on("transformer_path", "model", "model.transformer", "the transformer from elsewhere: its folder, a whole model's, or one file of its original layout"),
     on("diffusion_model", "model", "model.transformer", "the same as transformer_path"),
     on("text_encoders", "model", "?text_encoders",
-       "text encoders from elsewhere: [{type = 't5', path = 'FOLDER'}, ...]; types clip_l, clip_g and t5", "any"),
-    on("t5_path", "model", "model.text_encoder3", "the same for T5 alone"),
+       "text encoders from elsewhere: [{type = 't5', path = 'FOLDER'}, ...]; types clip_l, clip_g, t5, umt5, llm", "any"),
+    on("t5_path", "model", "?t5_path", "the same for T5 alone", "str"),
+    on("clip_path", "model", "?clip_path", "the same for CLIP alone, of a family with one of it", "str"),
+    on("llm_path", "model", "?llm_path", "the same for a language model alone", "str"),
+    on("text_encoder_path", "model", "?text_encoder_path", "the same for the family's first text encoder", "str"),
     *(later(name, "model", _PARTS, "") for name in (
-        "llm_path", "clip_path", "ckpt_path", "unet_path", "umt5_path", "qwen_path", "text_encoder_path", "llama3_path",
-        "single_file_path",
+        "ckpt_path", "unet_path", "umt5_path", "qwen_path", "llama3_path", "single_file_path",
     )),
     # [optimizer]
     on("type", "optimizer", "optimizer.type", "name of the optimizer, in any case: adamw, AdamW8bit, Prodigy, ..."),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config import dataset_file, dataset_toml, rules_data
+from difftrain.config.families import row_of
 from difftrain.config.finding import value_of
-from difftrain.config.names import SIZE_MULTIPLES
 from difftrain.config.sections import EvalSetSection, TrainConfig
 from difftrain.config.train_settle import Settling
 from difftrain.config.train_words import faults_in_own_words, in_own_words
@@ -24,7 +24,7 @@ def with_data_sets(out: Settling, *, named_now: bool) -> TrainConfig:
     named_now: the command line names the file, which then counts.
     """
     cfg = out.cfg
-    multiple = SIZE_MULTIPLES[cfg.model.family]
+    multiple = row_of(cfg).multiple
     path = cfg.data.dataset_config
     if path and not (cfg.data.datasets and not named_now) and _FILE not in out.bad:
         found = dataset_toml.resolve(Path(path), cfg, multiple=multiple, batch_of=_batch_of(out, cfg))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from difftrain.config.names import FAMILIES_LATER, OPTIMIZERS_LATER, OPTIMIZERS_NEAR
+from collections.abc import Mapping
+
+from difftrain.config.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
 from difftrain.config.train_options import OPTIONS
 from difftrain.config.train_rows import Row, every_table, nearest, not_built, rows, says
-from difftrain.config.train_settle import DOOR_DEFAULTS, FAMILY_DEFAULTS
+from difftrain.config.train_settle import DOOR_DEFAULTS
+from difftrain.models.registry import FAMILIES, LATER, TRAINED, UNTRAINED
 
 INTRO = """# The TOML of `sd_scripts_xl/train.py`
 
@@ -50,7 +53,7 @@ trains: the same step losses to the last bit with the same settings.
 ## Precision
 `dtype` is what is computed in. Frozen weights (VAE, text encoders) are kept in it; trained weights are fp32, with an optimizer state in
 fp32: with AdamW 16 B a parameter (weight, gradient, two of state). `master_weights = false` keeps weights, gradients and state in `dtype`: 8 B,
-and updates below half a unit of the last place are lost; `master_weights = "kahan"` (10 B) keeps them. `--dry_run` estimates the memory, and the
+and updates below half a unit of the last place are lost; `master_weights = "kahan"` (14 B) keeps them. `--dry_run` estimates the memory, and the
 log says what it is behind the first update.
 `transformer_dtype` and `diffusion_model_dtype` are for a denoiser that is not trained: here it is, so that they are named and left.
 
@@ -80,7 +83,7 @@ def render() -> str:
         "## Not built yet\n\n"
         + _lines(
             [
-                f"`[model] type`: {', '.join(FAMILIES_LATER)}",
+                f"`[model] type`: {', '.join((*UNTRAINED, *LATER))}",
                 "`[adapter]`: lora, lokr, ia3",
                 f"`[optimizer] type`: {', '.join(OPTIMIZERS_LATER)}; "
                 + "; ".join(f"{name} means {ours}, {why}" for name, (ours, why) in OPTIMIZERS_NEAR.items()),
@@ -117,13 +120,13 @@ def _table(found: list[Row]) -> str:
 def _defaults() -> str:
     told = [f"every run of this door: {_pairs(DOOR_DEFAULTS)}"]
     told += [
-        f"`{family}`: {_pairs(values) if values else 'as sdxl_pretrain.py'}"
-        for family, values in FAMILY_DEFAULTS.items()
+        f"`{family}`: {_pairs(FAMILIES[family].defaults) if FAMILIES[family].defaults else 'as sdxl_pretrain.py'}"
+        for family in TRAINED
     ]
     return _lines(told)
 
 
-def _pairs(values: dict[str, object]) -> str:
+def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(
         f"`{path} = {str(value).lower() if isinstance(value, bool) else value}`" for path, value in values.items()
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
-from difftrain.config.names import FAMILIES_LATER, OPTIMIZERS_LATER
+from difftrain.config.names import OPTIMIZERS_LATER
 from difftrain.config.train_options import OPTIONS
 from difftrain.config.train_rows import Row, every_table, not_built, rows, says
+from difftrain.models.registry import LATER, UNTRAINED
 
 _GAP = 42
 
@@ -27,7 +28,7 @@ def help_text(prog: str) -> str:
     for table in every_table():
         parts.append(f"[{table}] {says(table)}\n" + "".join(_line(_left(row), _right(row)) for row in rows(table)))
     waiting = ", ".join(
-        [*(f"[model] type = '{name}'" for name in FAMILIES_LATER), "[adapter]",
+        [*(f"[model] type = '{name}'" for name in (*UNTRAINED, *LATER)), "[adapter]",
          *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.place for key in not_built()),
          "[optimization] pipeline_stages above 1", "[engine] type = 'deepspeed'"])  # fmt: skip
     parts.append(f"not built yet\n{textwrap.fill(waiting, 116, initial_indent='  ', subsequent_indent='  ')}\n")

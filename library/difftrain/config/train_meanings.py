@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from difftrain.config.names import FAMILIES_LATER, did_you_mean
-from difftrain.config.validate import choices_of, show
+from difftrain.config.names import did_you_mean
+from difftrain.config.validate import show
+from difftrain.models.registry import LATER, TRAINED, UNTRAINED
 
 if TYPE_CHECKING:
     from difftrain.config.train_values import Item, Layer
@@ -16,14 +17,15 @@ Meaning = Callable[["Layer", "Item", Any], None]
 
 def _family(layer: Layer, item: Item, value: Any) -> None:
     """Take a family by its name; one that is known and not built yet is refused by that."""
-    built = choices_of("model.family")
-    if value in built:
+    built = f"built are {', '.join(TRAINED)}"
+    if value in TRAINED:
         layer.put("model.family", value, item)
-    elif value in FAMILIES_LATER:
+    elif value in (*UNTRAINED, *LATER):
         layer.other_family = str(value)
-        layer.fault(item, f"the family {value!r} is not built yet", f"built are {', '.join(built)}", bad="model.family")
+        what = "is not built yet" if value in LATER else "is known, its training is not built yet"
+        layer.fault(item, f"the family {value!r} {what}", built, bad="model.family")
     else:
-        remedy = did_you_mean(str(value), (*built, *FAMILIES_LATER)) or f"built are {', '.join(built)}"
+        remedy = did_you_mean(str(value), (*TRAINED, *UNTRAINED, *LATER)) or built
         layer.fault(item, f"no such family: {value!r}", remedy, bad="model.family")
 
 
@@ -134,13 +136,26 @@ def _text_encoders(layer: Layer, item: Item, value: Any) -> None:
             what = f"type is {show(kind)}" if kind not in _ENCODERS else f"path is {show(path)}"
             layer.fault(item, f"{number}: {what}", f"type one of {', '.join(_ENCODERS)}, path a folder")
         else:
-            layer.put(_ENCODERS[kind], layer.path(item, path), item)
+            layer.set(ENCODER + _ENCODERS[kind], layer.path(item, path), item.origin)
 
 
-_ENCODERS = {
-    "clip_l": "model.text_encoder1", "clip_g": "model.text_encoder2", "t5": "model.text_encoder3",
-    "t5xxl": "model.text_encoder3",
-}  # fmt: skip
+ENCODER = "?encoder."  # before a kind: which field that is hangs on the family, which another line may name
+_ENCODERS = {"clip_l": "clip_l", "clip_g": "clip_g", "t5": "t5", "t5xxl": "t5", "umt5": "umt5", "llm": "llm"}
+
+
+def _encoder(kind: str) -> Meaning:
+    """Take the path of the text encoder of a kind."""
+
+    def take(layer: Layer, item: Item, value: Any) -> None:
+        if value:
+            layer.set(ENCODER + kind, layer.path(item, value), item.origin)
+
+    return take
+
+
+def _first_encoder(layer: Layer, item: Item, value: Any) -> None:
+    if value:
+        layer.put("model.text_encoder1", layer.path(item, value), item)
 
 
 def _masters(layer: Layer, item: Item, value: Any) -> None:
@@ -210,6 +225,8 @@ MEANINGS: Mapping[str, Meaning] = {
     "?eval_sets": _eval_sets,
     "?masters": _masters,
     "?text_encoders": _text_encoders,
+    "?text_encoder_path": _first_encoder,
+    **{f"?{kind}_path": _encoder(kind) for kind in ("clip", "t5", "llm")},
     "?te1": _encoder_rate(1),
     "?te2": _encoder_rate(2),
     "?resume": _resume,

@@ -14,7 +14,8 @@ from difftrain.config.toml_keys import KEYS, TABLES, key_of
 from difftrain.config.train_settle import DOOR_DEFAULTS, EMA_DEFAULTS
 from difftrain.config.train_values import ONE_NUMBER
 from difftrain.config.train_words import in_own_words
-from difftrain.config.validate import default_of, section_class
+from difftrain.config.validate import OFFERED, default_of, section_class
+from difftrain.models.registry import TRAINED
 
 # fields that are written by what reads the files, and never by hand
 WRITTEN = frozenset({"data.datasets", "eval.sets"})
@@ -27,7 +28,7 @@ _DEFAULTS = {
     "?caching_batch": 32,
 }
 _CHOICES = {
-    "?family": ("sdxl", "sd3"),
+    "?family": TRAINED,
     "?engine": ("native", "accelerate", "deepspeed"),
     "?clip_mode": ("single_beginning", "single_middle"),
 }
@@ -117,6 +118,7 @@ def _meaning(path: str) -> str:
 def _values(path: str) -> str:
     section, _, name = path.partition(".")
     form = form_of(section_class(section).model_fields[name].annotation)
+    form = "|".join(map(str, OFFERED.get(path, ()))) or form
     return f"{ONE_NUMBER[path]}|{form}" if path in ONE_NUMBER else form
 
 

@@ -9,25 +9,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from difftrain.config.constructors import optimizer_takes, wrong_argument
+from difftrain.config.families import encoder_fields
 from difftrain.config.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
 from difftrain.config.sections import TrainConfig
 from difftrain.config.toml_keys import home_of
+from difftrain.config.train_meanings import ENCODER
 from difftrain.config.train_values import Item, Layer, judged, keys_of
 from difftrain.config.train_words import spelt
 from difftrain.config.validate import build, default_of
 from difftrain.contracts.errors import Fault
+from difftrain.models.registry import DEFAULT, FAMILIES
 
-# what differs from a field's own default: in this door, and for a family
+# what differs from a field's own default in this door; a family's row says what does for it
 DOOR_DEFAULTS: dict[str, Any] = {"save.run_dirs": True, "save.naming": "steps"}
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "sdxl": {},  # as sdxl_pretrain.py: one trainer, two spellings
-    "sd3": {
-        "cache.latents_to_disk": True,
-        "cache.text_to_disk": True,
-        "optimizer.learning_rate": 1e-4,
-        "sample.sampler": "flow_euler",
-    },
-}
 EMA_DEFAULTS = {"ema.decay": 0.99, "ema.update_every": 100}
 _RATE = "optimizer.learning_rate"
 
@@ -75,7 +69,9 @@ class Settling:
 def settle(layers: Sequence[Layer], preset: Mapping[str, Any]) -> Settling:
     """Put layers over one another, the last on top, and build the configuration; faults are collected."""
     out = Settling()
+    _text_encoders(layers, preset)
     for layer in layers:
+        _other_weights(out, layer)
         out.given |= layer.values
         out.origins |= {path: layer.origins[path] for path in layer.values}
         out.bad |= layer.bad
@@ -108,9 +104,41 @@ def settle(layers: Sequence[Layer], preset: Mapping[str, Any]) -> Settling:
     return out
 
 
+def _other_weights(out: Settling, layer: Layer) -> None:
+    """Weights from a folder take the place of an earlier layer's seed, and the other way round."""
+    pair = ("model.pretrained", "model.init_from_config")
+    for new, old in (pair, pair[::-1]):
+        if new in layer.values and old not in layer.values and old in out.given:
+            out.note(old, f"{out.pop(old)} is left aside: weights are taken from {layer.values[new]}")
+
+
+def _text_encoders(layers: Sequence[Layer], preset: Mapping[str, Any]) -> None:
+    """Give a path that names a text encoder by its kind to the field of the family's encoder of that kind.
+
+    Done in each layer before they are merged, so that a later layer wins whichever way it names the encoder.
+    """
+    family = DEFAULT
+    for values in (*(layer.values for layer in layers), preset):
+        family = str(values.get("model.family", family))
+    row = FAMILIES[family]
+    unknown = any(layer.other_family or "model.family" in layer.bad for layer in layers)
+    for layer in layers:
+        for path in [path for path in layer.values if path.startswith(ENCODER)]:
+            value, origin, kind = layer.values.pop(path), layer.origins.pop(path), path.removeprefix(ENCODER)
+            fields = encoder_fields(row, kind)
+            if unknown:  # nobody knows which encoders it has
+                continue
+            if len(fields) == 1:
+                layer.set(fields[0], value, origin)
+            else:
+                what = f"{row.title} has {len(fields) or 'no'} text encoder{'s' if fields else ''} of this kind"
+                remedy = f"text_encoders = [{{type = ..., path = ...}}], types {', '.join(row.encoders)}"
+                layer.faults.append(Fault(origin, what, remedy))
+
+
 def _build(out: Settling) -> None:
     family = str(out.given.get("model.family", default_of("model.family")))
-    values = {**DOOR_DEFAULTS, **FAMILY_DEFAULTS[family], **out.given}
+    values = {**DOOR_DEFAULTS, **FAMILIES[family].defaults, **out.given}
     sections: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         section, _, name = path.partition(".")
@@ -198,11 +226,13 @@ def _precision(out: Settling, layers: Sequence[Layer]) -> None:
         out.set("training.full_precision", mixed, "?masters")
         out.set("training.master_weights", "none", "?masters")
         out.note("?masters", f"false: weights, gradients and optimizer state in {mixed}, 8 B a parameter with AdamW in place of "
-                 "16; updates below half a unit of the last place are lost ('kahan', 10 B, keeps them)")  # fmt: skip
+                 "16; updates below half a unit of the last place are lost ('kahan', 14 B, keeps them)")  # fmt: skip
     held = out.pop("?held")
     frozen = out.given.get("optimizer.unet_lr") == 0
     if held == "float8" and frozen:
         out.set("model.fp8_frozen", "unet", "?held")
+    elif held and out.given.get("model.train_only"):
+        out.note("?held", f"{held} has no effect: what train_only leaves out is kept in dtype")
     elif held and held != "float32" and masters is not False:
         what = f"{held} is for weights that are not trained: all of the denoiser's are, and stay fp32"
         out.note("?held", f"{what} (16 B a parameter with AdamW: weight, gradient, two of state; master_weights)")
@@ -320,7 +350,7 @@ def _caches(out: Settling, layers: Sequence[Layer]) -> None:
     """What is asked of a cache where none was named means one on disk of everything that is frozen."""
     asks = [path for path in ("cache.only", "cache.trust", "cache.regenerate") if out.given.get(path)]
     named = [path for path in ("latents", "latents_to_disk", "text", "text_to_disk") if f"cache.{path}" in out.given]
-    if not asks or named or FAMILY_DEFAULTS[str(out.given.get("model.family", "sdxl"))].get("cache.latents_to_disk"):
+    if not asks or named or FAMILIES[str(out.given.get("model.family", DEFAULT))].defaults.get("cache.latents_to_disk"):
         return
     trained = bool(out.given.get("model.train_text_encoder"))
     out.set("cache.latents_to_disk", True, asks[0])
@@ -329,4 +359,4 @@ def _caches(out: Settling, layers: Sequence[Layer]) -> None:
     out.note(asks[0], f"{what} are cached on disk, since [cache] says nothing else")
 
 
-__all__ = ["DOOR_DEFAULTS", "EMA_DEFAULTS", "FAMILY_DEFAULTS", "Item", "Settling", "settle"]
+__all__ = ["DOOR_DEFAULTS", "EMA_DEFAULTS", "Item", "Settling", "settle"]

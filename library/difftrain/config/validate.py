@@ -14,8 +14,11 @@ from pydantic_core import ErrorDetails
 from difftrain.config.forms import needed
 from difftrain.config.names import did_you_mean
 from difftrain.config.sections import Section, TrainConfig
+from difftrain.models.registry import TRAINED
 
 Values = dict[str, dict[str, Any]]  # section -> field -> value
+# of what a field may be, less is offered: a family can be known and not be trained yet, which a rule says
+OFFERED: dict[str, tuple[Any, ...]] = {"model.family": TRAINED}
 Misfit = tuple[str, str, str, str]  # section, field, what is wrong, what would be right
 
 
@@ -45,8 +48,8 @@ def default_of(path: str) -> Any:
 
 
 def choices_of(path: str) -> tuple[Any, ...]:
-    """Return the values that "section.field" is limited to, or nothing where it is open."""
-    return _choices(_info(path).annotation)
+    """Return the values that "section.field" offers, or nothing where it is open."""
+    return OFFERED.get(path) or _choices(_info(path).annotation)
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

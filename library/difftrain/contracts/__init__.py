@@ -5,6 +5,7 @@ from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, F
 from difftrain.contracts.family import (
     EVERY,
     METRIC,
+    Drawer,
     DrawSpec,
     Encoder,
     Family,
@@ -29,6 +30,7 @@ __all__ = [
     "DifftrainError",
     "Draw",
     "DrawSpec",
+    "Drawer",
     "Encoder",
     "Engine",
     "Extent",

@@ -134,6 +134,17 @@ class Parts:
     lazy: dict[str, Callable[[], None]] = field(default_factory=dict)  # frozen part -> fills its module, on the host
     on_build: list[Callable[[nn.Module], Any]] = field(default_factory=list)  # done to what takes a stand-in's place
     training_only: set[str] = field(default_factory=set)  # frozen parts that neither evaluation nor a picture needs
+    base: set[str] = field(
+        default_factory=set
+    )  # names in root that are held as their source has them: in no checkpoint
+    held: dict[str, str] = field(default_factory=dict)  # part of root that base is of -> fingerprint of its weights
+    load_root: Callable[[], None] | None = None  # reads root's weights, which has none until then; done once
+
+    def fill_root(self) -> None:
+        """Read the root's weights where they have waited for the caches to be built. Raises ConfigFault."""
+        load, self.load_root = self.load_root, None
+        if load is not None:
+            load()
 
     def wake(self, name: str) -> None:
         """Give a lazy part its weights, on the host; every other part has them. Raises ConfigFault where they do not fit."""
@@ -163,7 +174,8 @@ class Encoder:
     fingerprint: hash of settings and weights; where these lie in files it reads them without loading a module, and not
     again where the files are the ones that it has read before.
     inputs: of a caption's tokenised features those that decide the outcome; ones that a tokenizer leaves out are none.
-    masks: of a maskable feature the tokenised mask, (B, L): rows behind the last one that it keeps are zeros.
+    masks: of a maskable feature its mask, (B, L): rows behind the last one that it keeps are zeros. It is what `encode`
+    returns under that name, where a template's head is cut off or a picture takes rows, else the tokenised one.
     """
 
     source: Literal["pixels", "caption"]
@@ -191,6 +203,33 @@ class Inputs:
     weight: Tensor
     mask: Tensor | None = None
     aims: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Drawer(Protocol):
+    """Draw with the modules of a family: what a sampler needs of it, and nothing of a diffusers pipeline.
+
+    scheduler: the model's own, whose configuration samplers are made from. modules: those that take part. unit: pixels
+    of which both sides are multiples. walks: the model's own sampler walks sigmas from 1 to 1/n.
+    """
+
+    scheduler: Any
+    unit: int
+    walks: bool
+
+    @property
+    def modules(self) -> list[nn.Module]: ...
+    @property
+    def native_size(self) -> tuple[int, int] | None: ...  # (height, width) that the training saw, or the model's own
+    def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]: ...
+    def tokens(self, size_hw: tuple[int, int]) -> int: ...
+    def conditions(
+        self, prompts: list[str], size_hw: tuple[int, int], guidance: float | None = None
+    ) -> dict[str, Tensor]: ...  # guidance: embedded, where the model is told one
+    def unconditional(
+        self, negatives: list[str], size_hw: tuple[int, int], guidance: float | None = None
+    ) -> dict[str, Tensor]: ...  # what no text is, or negative prompts
+    def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor: ...  # fp32, as x
+    def decode(self, latents: Tensor) -> Tensor: ...  # (B, C, [F,] h, w) -> (B, 3, [F,] H, W) in 0..1
 
 
 @dataclass
@@ -253,7 +292,7 @@ class Family(Protocol):
         metadata: dict[str, str] | None = None,
     ) -> Path: ...
     def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]: ...
-    def pipeline(self, parts: Parts) -> Any: ...  # a diffusers pipeline over the very modules of parts
+    def pipeline(self, parts: Parts) -> Any: ...  # a diffusers pipeline over the very modules of parts, or a Drawer
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float: ...
 
 

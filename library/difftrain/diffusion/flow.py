@@ -32,6 +32,8 @@ class FlowTime:
     shift: of t <- s t / (1 + (s - 1) t); None: none. flux_shift: s follows the number of latent tokens. token: pixels
     along a token's side. The cut is a truncation of the distribution after the shift: what lies within keeps its
     proportions, nothing piles up at the ends.
+    dynamic: of flux_shift, first and last number of tokens and mu there. frames: of a clip that one latent frame after
+    the first stands for, 0 for pictures.
     """
 
     method: str = "logit_normal"
@@ -42,6 +44,8 @@ class FlowTime:
     min_t: float = 0.0
     max_t: float = 1.0
     token: int = 16
+    dynamic: tuple[int, int, float, float] = (*FLUX_TOKENS, *FLUX_MU)
+    frames: int = 0
 
     def __call__(self, u: float, bucket: Bucket) -> float:
         """Return the quantile u, of a picture of a bucket's size."""
@@ -53,7 +57,8 @@ class FlowTime:
     def shift_of(self, bucket: Bucket) -> float:
         """Return s of a picture of a bucket's size; 1 is no shift."""
         if self.flux_shift:
-            return flux_shift((bucket.height // self.token) * (bucket.width // self.token))
+            layers = (bucket.frames - 1) // self.frames + 1 if self.frames else 1
+            return flux_shift(layers * (bucket.height // self.token) * (bucket.width // self.token), self.dynamic)
         return 1.0 if self.shift is None else self.shift
 
     def _base(self, u: float) -> float:
@@ -110,9 +115,9 @@ def shifted(t: float, s: float) -> float:
     return s * t / (1.0 + (s - 1.0) * t)
 
 
-def flux_shift(tokens: int) -> float:
-    """Return s = e^mu with mu linear in the number of latent tokens: 0.5 at 256, 1.15 at 4096, and on beyond these."""
-    (first, last), (low, high) = FLUX_TOKENS, FLUX_MU
+def flux_shift(tokens: int, dynamic: tuple[int, int, float, float] = (*FLUX_TOKENS, *FLUX_MU)) -> float:
+    """Return s = e^mu with mu linear in the number of latent tokens: of Flux 0.5 at 256, 1.15 at 4096, on beyond these."""
+    first, last, low, high = dynamic
     return math.exp(low + (tokens - first) * (high - low) / (last - first))
 
 

@@ -82,6 +82,7 @@ class BaseEngine:
         trained get no gradient, or the optimizer cannot be stepped.
         """
         self.family, self.parts = family, parts
+        parts.fill_root()  # the encoders have filled the caches by now: never both in memory
         self.root = self._placed(parts.root).train()
         for name in parts.frozen:
             parts.frozen[name].eval()
@@ -308,13 +309,18 @@ class BaseEngine:
     def _must_not_be_swapped(self) -> None:
         assert not self._swapped, "other weights are in place of the trained ones"
 
+    def _own_state(self) -> dict[str, Tensor]:
+        """Return the root's weights but those that are held as their source has them."""
+        base = self.parts.base
+        return {name: value for name, value in self.root.state_dict().items() if name not in base}
+
     def full_weights(self, source: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all of the root's weights by name, on the CPU, those of `source` in place of the trained ones.
+        """Yield the root's weights by name, on the CPU, those of `source` in place of the trained ones; not its base.
 
         Half weights come as the model computes with them; to be rounded to another precision, as the values they stand
         for.
         """
-        weights = self.root.state_dict()
+        weights = self._own_state()
         assert source is None or source.keys() <= weights.keys(), "weights of another model"
         exact = self._trained if self.cfg.export_precision and not self._swapped else {}
         for name, tensor in weights.items():
@@ -330,11 +336,13 @@ class BaseEngine:
         self._must_not_be_swapped()
         self._snapshots += 1
         mine = self._snapshots
-        weights = self.root.state_dict()
+        weights = self._own_state()
         sharded = inner(self.optimizer) is not self.optimizer
         writes = self.ranks.rank == self.ranks.local_rank  # on the first machine
         shapes = self._masters.shapes(weights)
-        share = shares({name: math.prod(shapes[name]) for name in self._parameters}, self.ranks.local_size)
+        share = shares(
+            {name: math.prod(shapes[name]) for name in self._parameters & weights.keys()}, self.ranks.local_size
+        )
         names = set(share[self.ranks.local_rank]) if writes else set()
         if self.ranks.rank == 0:  # running statistics differ between ranks; rank 0's are the ones that hold
             names |= weights.keys() - self._parameters
@@ -384,7 +392,7 @@ class BaseEngine:
             raise ConfigFault([Fault("--resume", f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
         weights, stored = Shelf(path, WEIGHTS, self.ranks), Shelf(path, OPTIMIZER, self.ranks)
         states = merge_states(stored.metadata)
-        own = self.root.state_dict()
+        own = self._own_state()
         fitting = states if optimizer else None
         check_fits(path, about, weights, fitting, self._masters.shapes(own), self._trained, self._state.kind)
         for name, tensor in weights.tensors(lambda name: True):

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,11 @@ def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> DistributedDataParallel:
-    """Wrap the root; parameters keep their names inside."""
-    leave_out_held(root)
+def wrap(
+    root: nn.Module, device: "Device", section: "TrainingSection", base: Collection[str] = ()
+) -> DistributedDataParallel:
+    """Wrap the root; parameters keep their names inside. base: names that are never sent."""
+    leave_out_held(root, base)
     lay_out(root)
     wrapped = DistributedDataParallel(
         root,
@@ -44,9 +46,9 @@ def wrap(root: nn.Module, device: "Device", section: "TrainingSection") -> Distr
     return wrapped
 
 
-def leave_out_held(root: nn.Module) -> None:
-    """Let DDP pass over what is held in 8 bits, which is frozen and cannot be sent."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, list(fp8.held(root)))
+def leave_out_held(root: nn.Module, base: Collection[str] = ()) -> None:
+    """Let DDP pass over what is frozen: held in 8 bits, which cannot be sent, or read by every rank from its source."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, [*fp8.held(root), *base])
 
 
 def lay_out(root: nn.Module) -> None:

@@ -20,7 +20,7 @@ class NativeEngine(BaseEngine):
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
         if self.dp_size > 1 and not self._fused:
-            self._wrapped = ddp.wrap(self.root, self.device, self.cfg.training)
+            self._wrapped = ddp.wrap(self.root, self.device, self.cfg.training, self.parts.base)
             ddp.warm_up(self.root, warm[0], self._dummy_backward)
         return self._optimizer_for(groups, make_optimizer)
 

@@ -1,5 +1,4 @@
-"""Model families: the maths of each, where its weights come from and how they are written."""
+"""Model families: the maths of each, where its weights come from and how they are written.
 
-from difftrain.models.registry import FAMILIES, make_family
-
-__all__ = ["FAMILIES", "make_family"]
+Import from its files: configuration reads registry.py, and must not load a family with it.
+"""

@@ -1,26 +1,231 @@
-"""Which families there are: one line each."""
+"""Which families there are: one row each, from which configuration, help, docs and the commands are derived.
+
+A row is literal data that is read without torch: what a family is called, what it is made of, which fields of the
+configuration mean something to it. The maths stands where `target` says. This file imports nothing but contracts and
+the standard library, so that configuration, which lies below the models, may read it.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from difftrain.contracts import ConfigFault, Family, Fault
 
-if TYPE_CHECKING:
-    from difftrain.config import TrainConfig
+LAYOUTS = ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")
+_FOLDER_LAYOUTS = ("diffusers", "diffusers_safetensors")
 
-FAMILIES = {
-    "sdxl": "difftrain.models.sdxl.family:SDXLFamily",
-    "sd3": "difftrain.models.sd3.family:SD3Family",
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyRow:
+    """Say of a family what is known without its weights.
+
+    title: what people call it; network: what logs and reports call it, by train_type where one has a name of its own.
+    target: "module:Class". pipeline: diffusers' class. parts: name -> "library:Class", the denoiser first (where a folder
+    of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
+    order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples;
+    sizes: random models by name, and
+    sizes_multiple where such a model is smaller. layouts: those of exports. trains: what can be trained, nothing of a
+    family that is known as a form only.
+
+    takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
+    another one means nothing, where config/families.py has no sentence that fits. defaults: "section.field" -> value
+    that differs from the field's own.
+    """
+
+    title: str
+    network: str
+    target: str
+    pipeline: str
+    parts: Mapping[str, str]
+    encoders: tuple[str, ...]
+    objective: Literal["ddpm", "flow"]
+    multiple: int
+    text_features: tuple[str, ...]
+    tasks: tuple[str, ...] = ("text-to-image",)
+    sizes: tuple[str, ...] = ()
+    sizes_multiple: Mapping[str, int] = field(default_factory=dict)
+    layouts: tuple[str, ...] = LAYOUTS
+    trains: tuple[str, ...] = ()
+    clips: bool = False  # whether data may hold clips
+    control: bool = False  # whether it is shown another picture
+    takes: frozenset[str] = frozenset()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    networks_by_train_type: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def denoiser(self) -> str:
+        """Return the name of the part that is trained."""
+        return next(iter(self.parts))
+
+    @property
+    def folder_only(self) -> bool:
+        """Whether exports are diffusers folders, whatever layout is asked for."""
+        return not set(self.layouts) - set(_FOLDER_LAYOUTS)
+
+    def has(self, path: str) -> bool:
+        """Tell whether a field, or its whole section, is named in `takes`."""
+        return path in self.takes or path.partition(".")[0] in self.takes
+
+
+# what every rectified flow over a transformer has
+_FLOW_FIELDS = ("flow", "repa", "model.transformer")
+# of those whose positions are added to tokens, so that blocks may see some of them; rotary ones hang on a token's place
+_ROUTED_FIELDS = ("tread", "patch_masking")
+_FLOW_DEFAULTS: dict[str, Any] = {
+    "cache.latents_to_disk": True,
+    "cache.text_to_disk": True,
+    "optimizer.learning_rate": 1e-4,
+    "sample.sampler": "flow_euler",
 }
 
+FAMILIES: dict[str, FamilyRow] = {
+    "sdxl": FamilyRow(
+        title="SDXL",
+        network="StableDiffusionXL",
+        target="difftrain.models.sdxl.family:SDXLFamily",
+        pipeline="StableDiffusionXLPipeline",
+        parts={
+            "unet": "diffusers:UNet2DConditionModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder_1": "transformers:CLIPTextModel",
+            "text_encoder_2": "transformers:CLIPTextModelWithProjection",
+        },
+        encoders=("clip_l", "clip_g"),
+        objective="ddpm",
+        multiple=32,
+        text_features=("hidden_1", "hidden_2", "pooled"),
+        sizes=("base", "tiny", "demo"),
+        sizes_multiple={"demo": 16},
+        trains=("full",),
+        takes=frozenset({
+            "noise", "model.prediction_type", "model.fp8_frozen", "model.clip_skip", "model.max_token_length",
+            "model.train_text_encoder", "model.tokenizer1", "model.tokenizer2", "loss.min_snr_gamma",
+            "loss.scale_v_pred_like_noise_pred", "loss.v_pred_like", "loss.debiased_estimation", "loss.huber_schedule",
+            "loss.huber_scale", "optimizer.learning_rate_te1", "optimizer.learning_rate_te2",
+            "optimizer.text_encoder_lr", "optimizer.unet_lr", "optimizer.block_lr", "captions.weighted",
+        }),
+    ),
+    "sd3": FamilyRow(
+        title="SD3",
+        network="StableDiffusion3",
+        networks_by_train_type={"sd3_light_pretrain": "StableDiffusion3-Light"},
+        target="difftrain.models.sd3.family:SD3Family",
+        pipeline="StableDiffusion3Pipeline",
+        parts={
+            "transformer": "diffusers:SD3Transformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder_1": "transformers:CLIPTextModelWithProjection",
+            "text_encoder_2": "transformers:CLIPTextModelWithProjection",
+            "text_encoder_3": "transformers:T5EncoderModel",
+        },
+        encoders=("clip_l", "clip_g", "t5"),
+        objective="flow",
+        multiple=16,
+        text_features=("hidden_1", "pooled_1", "hidden_2", "pooled_2", "hidden_3"),
+        sizes=("light", "medium", "tiny", "demo"),
+        sizes_multiple={"demo": 8},
+        layouts=_FOLDER_LAYOUTS,
+        trains=("full",),
+        takes=frozenset({
+            *_FLOW_FIELDS, *_ROUTED_FIELDS, "model.train_type", "model.num_layers", "model.text_encoder1", "model.text_encoder2",
+            "model.text_encoder3", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3", "model.t5_max_length",
+            "model.t5_attention_mask", "model.enable_uncond_text_dropout", "model.uncond_text_dropout_prob",
+            "loss.text_recon_gamma", "loss.text_recon_target_layer",
+        }),
+        reasons={
+            "model.clip_skip": "sd3 reads hidden_states[-2] of CLIP",
+            "model.max_token_length": "sd3's CLIP encoders read 77 tokens",
+        },
+        defaults=_FLOW_DEFAULTS,
+    ),
+    "flux": FamilyRow(
+        title="Flux.1",
+        network="Flux.1",
+        target="difftrain.models.flux:Flux",
+        pipeline="FluxPipeline",
+        parts={
+            "transformer": "diffusers:FluxTransformer2DModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:CLIPTextModel",
+            "text_encoder_2": "transformers:T5EncoderModel",
+        },
+        encoders=("clip_l", "t5"),
+        objective="flow",
+        multiple=16,
+        text_features=("pooled_1", "hidden_2"),
+        sizes=("tiny", "demo"),
+        layouts=("safetensors", *_FOLDER_LAYOUTS),
+        trains=("full",),
+        takes=frozenset({
+            *_FLOW_FIELDS, "model.text_encoder1", "model.text_encoder2", "model.tokenizer1", "model.tokenizer2",
+            "model.t5_max_length", "model.guidance", "model.train_only",
+        }),
+        reasons={
+            "model.clip_skip": "flux takes the pooled output of CLIP",
+            "model.max_token_length": "flux's CLIP encoder reads 77 tokens",
+        },
+        defaults={**_FLOW_DEFAULTS, "model.t5_max_length": 512, "save.model_as": "diffusers_safetensors"},
+    ),
+    "wan": FamilyRow(
+        title="Wan 2.1",
+        network="Wan2.1",
+        target="difftrain.models.wan:Wan",
+        pipeline="WanPipeline",
+        parts={
+            "transformer": "diffusers:WanTransformer3DModel",
+            "vae": "diffusers:AutoencoderKLWan",
+            "text_encoder": "transformers:UMT5EncoderModel",
+        },
+        encoders=("umt5",),
+        tasks=("text-to-video",),
+        objective="flow",
+        multiple=16,
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        layouts=("safetensors", *_FOLDER_LAYOUTS),
+        takes=frozenset({*_FLOW_FIELDS, "model.text_encoder1", "model.tokenizer1", "model.t5_max_length"}),
+        defaults={**_FLOW_DEFAULTS, "model.t5_max_length": 512},
+    ),
+    "qwen_image": FamilyRow(
+        title="Qwen-Image",
+        network="Qwen-Image",
+        target="difftrain.models.qwen_image:QwenImage",
+        pipeline="QwenImagePipeline",
+        parts={
+            "transformer": "diffusers:QwenImageTransformer2DModel",
+            "vae": "diffusers:AutoencoderKLQwenImage",
+            "text_encoder": "transformers:Qwen2_5_VLForConditionalGeneration",
+        },
+        encoders=("llm",),
+        objective="flow",
+        multiple=16,
+        text_features=("hidden_1",),
+        sizes=("tiny",),
+        layouts=("safetensors", *_FOLDER_LAYOUTS),
+        takes=frozenset({*_FLOW_FIELDS, "model.text_encoder1", "model.tokenizer1"}),
+        defaults=_FLOW_DEFAULTS,
+    ),
+}  # fmt: skip
+DEFAULT = "sdxl"  # of a configuration that names no family: kohya's command lines name none
+TRAINED = tuple(name for name, row in FAMILIES.items() if row.trains)
+UNTRAINED = tuple(name for name, row in FAMILIES.items() if not row.trains)
+# families that are known and have no row yet, as [model] type of diffusion-pipe spells them
+LATER = (
+    "ltx-video", "hunyuan-video", "cosmos", "lumina_2", "chroma", "hidream", "cosmos_predict2", "omnigen2",
+    "hunyuan_image", "auraflow", "z_image", "hunyuan_video_15", "flux2", "ernie_image", "ltx2", "anima",
+)  # fmt: skip
 
-def make_family(cfg: TrainConfig) -> Family:
-    """Make the family that a configuration names. Raises ConfigFault for an unknown one."""
-    target = FAMILIES.get(cfg.model.family)
-    if target is None:
+
+def make_family(cfg: Any) -> Family:
+    """Make the family that a configuration (a TrainConfig) names. Raises ConfigFault for an unknown one."""
+    row = FAMILIES.get(cfg.model.family)
+    if row is None:
         known = ", ".join(sorted(FAMILIES))
         raise ConfigFault([Fault("[model] family", f"there is no family {cfg.model.family!r}", f"one of: {known}")])
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)(cfg)
+    module, _, attribute = row.target.partition(":")
+    family: Family = getattr(importlib.import_module(module), attribute)(cfg)
+    return family

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from difftrain.config.datasets import has_buckets, subsets_of
+from difftrain.config.families import takes
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -50,15 +51,16 @@ DEFINITIONS: dict[str, str] = {
 
 def _of_family(cfg: TrainConfig) -> dict[str, bool]:
     """Return what only some models can have."""
-    if cfg.model.family != "sd3":
-        return {"min-SNR weighting": bool(cfg.loss.min_snr_gamma)}
-    return {
-        "text reconstruction": cfg.loss.text_recon_gamma > 0,
-        "dropping the texts' encodings (unconditional zeros)": cfg.model.enable_uncond_text_dropout,
-        "alignment with an image encoder (REPA)": bool(cfg.repa.encoder),
-        "token routing (TREAD)": cfg.tread.share > 0,
-        "deferred patch masking": cfg.patch_masking.share > 0,
-    }
+    some = {
+        "loss.min_snr_gamma": ("min-SNR weighting", bool(cfg.loss.min_snr_gamma)),
+        "loss.text_recon_gamma": ("text reconstruction", cfg.loss.text_recon_gamma > 0),
+        "model.enable_uncond_text_dropout": (
+            "dropping the texts' encodings (unconditional zeros)", cfg.model.enable_uncond_text_dropout),
+        "repa": ("alignment with an image encoder (REPA)", bool(cfg.repa.encoder)),
+        "tread": ("token routing (TREAD)", cfg.tread.share > 0),
+        "patch_masking": ("deferred patch masking", cfg.patch_masking.share > 0),
+    }  # fmt: skip
+    return dict(some[path] for path in some if takes(cfg, path))
 
 
 def not_enabled(cfg: TrainConfig) -> list[str]:

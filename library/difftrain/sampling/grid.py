@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.sampling import draw
 from difftrain.sampling.prompts import UNIT, Prompt
 from difftrain.sampling.samplers import make_sampler
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+
+    from difftrain.contracts import Drawer
 
 LARGEST_DEFAULT = 512  # kohya's size where a prompt names none; smaller models draw their own
 
@@ -49,11 +51,14 @@ def draw_grid(
 
 def draw_pictures(pipeline: Any, prompts: Sequence[Prompt], *, sampler: str, seed: int | None) -> list[Picture]:
     """Draw every prompt. The noise comes from the host, so a seed draws the same on every device."""
+    if hasattr(pipeline, "predict"):
+        with draw.evaluating(pipeline.modules):
+            return [draw_one(pipeline, prompt, sampler=sampler, seed=seed) for prompt in prompts]
     pipeline.set_progress_bar_config(disable=True)
     kept = pipeline.scheduler
     pictures = []
     try:
-        with evaluating(pipeline), torch.no_grad():
+        with draw.evaluating(modules_of(pipeline)), torch.no_grad():
             for prompt in prompts:
                 name, tokens = prompt.sample_sampler or sampler, tokens_of(pipeline, *size_of(pipeline, prompt))
                 pipeline.scheduler = make_sampler(name, kept.config, tokens, shift=prompt.flow_shift)
@@ -62,6 +67,46 @@ def draw_pictures(pipeline: Any, prompts: Sequence[Prompt], *, sampler: str, see
     finally:
         pipeline.scheduler = kept
     return pictures
+
+
+def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -> Picture:
+    """Draw one prompt. The caller may hold autocast: the VAE is decoded outside of it, in its own dtype."""
+    chosen = prompt.seed if prompt.seed is not None else (seed or 0)
+    size = drawn_size(model, prompt)
+    generator = torch.Generator("cpu").manual_seed(chosen)
+    noise = torch.randn((1, *model.latent_shape(size)), generator=generator)
+    negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
+    name = prompt.sample_sampler or sampler
+    stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift)
+    conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale)
+    device = next(iter(conditions.values())).device
+    latents = draw.walk(
+        model,
+        conditions,
+        None if negative is None else model.unconditional(negative, size, prompt.guidance_scale),
+        noise.to(device),
+        sampler=stepper,
+        steps=prompt.sample_steps,
+        guidance=prompt.scale,
+        generator=generator,
+    )
+    return Picture(image_of(model.decode(latents)[0]), chosen)
+
+
+def image_of(pixels: Tensor) -> Image:
+    """Make a picture of pixels in 0..1, (3, H, W), or of the first frame of a clip."""
+    from PIL import Image as images_of
+
+    frame = pixels[:, 0] if pixels.ndim == 4 else pixels
+    return images_of.fromarray((frame.movedim(0, -1) * 255).round().byte().cpu().numpy())
+
+
+def drawn_size(model: Drawer, prompt: Prompt) -> tuple[int, int]:
+    """Return (height, width): the prompt's, else the training's or the model's own; multiples of 8 and of the model's."""
+    native = model.native_size or (LARGEST_DEFAULT, LARGEST_DEFAULT)
+    height, width = prompt.height or native[0], prompt.width or native[1]
+    unit = math.lcm(UNIT, model.unit)
+    return max(unit, height - height % unit), max(unit, width - width % unit)
 
 
 def _draw(pipeline: Any, prompt: Prompt, seed: int) -> Image:
@@ -123,18 +168,9 @@ def size_of(pipeline: Any, prompt: Prompt) -> tuple[int, int]:
     return max(unit, height - height % unit), max(unit, width - width % unit)
 
 
-@contextmanager
-def evaluating(pipeline: Any) -> Iterator[None]:
-    """Put a pipeline's modules into eval mode, and every submodule back into the mode that it had."""
-    modules = [m for part in pipeline.components.values() if isinstance(part, torch.nn.Module) for m in part.modules()]
-    modes = [(module, module.training) for module in modules]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def modules_of(pipeline: Any) -> list[torch.nn.Module]:
+    """Return the modules among a diffusers pipeline's components."""
+    return [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
 
 
 def grid_of(images: Sequence[Image]) -> Image:

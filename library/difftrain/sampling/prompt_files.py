@@ -26,15 +26,16 @@ class PromptFile:
     notes: tuple[str, ...] = ()
 
 
-def read_prompts(path: Path, sampler: str = "ddim", *, flow: bool = False) -> PromptFile:
+def read_prompts(path: Path, sampler: str = "ddim", *, flow: bool = False, guided: bool = False) -> PromptFile:
     """Read a file of prompts by its suffix.
 
-    sampler: that of prompts that name none. flow: whether the model learns a flow. Raises: ConfigFault with every fault of the file, where there is nothing
-    to draw, or where the sampler cannot be used: at the start of a run, not at its first picture.
+    sampler: that of prompts that name none. flow: whether the model learns a flow. guided: whether it is told a
+    guidance. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where the sampler
+    cannot be used: at the start of a run, not at its first picture.
     """
     entries, faults = _entries(path)
     for _, entry in entries:
-        entry.settle(flow=flow)
+        entry.settle(flow=flow, guided=guided)
     faults += [Fault(where, what) for where, entry in entries for what in entry.faults]
     if not entries and not faults:
         faults.append(Fault(FLAG, f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))

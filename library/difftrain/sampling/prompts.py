@@ -19,7 +19,9 @@ UNIT = 8  # sides are rounded down to its multiples, as kohya does
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to draw. None: the model's native size (at most 512), the run's sampler or seed, or the training's shift."""
+    """What to draw. None: the model's native size (at most 512), the run's sampler, seed or embedded guidance, or the
+    training's shift.
+    """
 
     prompt: str = ""
     negative_prompt: str = ""
@@ -30,6 +32,7 @@ class Prompt:
     scale: float = 7.5
     sample_sampler: str | None = None
     flow_shift: float | None = None
+    guidance_scale: float | None = None
 
 
 @dataclass
@@ -41,14 +44,23 @@ class Entry:
     notes: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
-    def settle(self, *, flow: bool) -> None:
-        """Set the fields aside that mean something to other models only. flow: whether the model learns a flow."""
-        self.idle = [name for name in self.fields if name in IDLE and not (flow and name == SHIFT)]
+    def settle(self, *, flow: bool, guided: bool = False) -> None:
+        """Set the fields aside that mean something to other models only.
+
+        flow: whether the model learns a flow. guided: whether it is told a guidance.
+        """
+        meant = {SHIFT: flow, GUIDANCE: guided}
+        self.idle = [name for name in self.fields if name in IDLE and not meant.get(name)]
         if flow and SHIFT in self.fields:
             try:
                 self.fields[SHIFT] = _shift(self.fields[SHIFT])
             except ValueError as error:
                 self.faults.append(f"--fs ({SHIFT}): {error}")
+        if guided and GUIDANCE in self.fields:
+            try:
+                self.fields[GUIDANCE] = _number(self.fields[GUIDANCE])
+            except ValueError as error:
+                self.faults.append(f"--g ({GUIDANCE}): {error}")
 
     def prompt(self) -> Prompt:
         """Return what is to be drawn; the entry must be settled and have no fault."""
@@ -56,10 +68,10 @@ class Entry:
         return Prompt(**{name: value for name, value in self.fields.items() if name in known})
 
 
-SHIFT = "flow_shift"
+SHIFT, GUIDANCE = "flow_shift", "guidance_scale"
 # kohya's field -> (option of a line, why it does nothing); its SDXL script reads them and draws without them too
 IDLE: dict[str, tuple[str, str]] = {
-    "guidance_scale": ("--g", "is embedded guidance, which is not there; --l (scale) is classifier-free guidance"),
+    GUIDANCE: ("--g", "is embedded guidance, which is not there; --l (scale) is classifier-free guidance"),
     "controlnet_image": ("--cn", "is a picture for a ControlNet, and there is none beside a full training"),
     "cfg_trunc_ratio": ("--ctr", "is a guidance cut-off of Lumina"),
     "renorm_cfg": ("--rcfg", "is Lumina's guidance renormalisation"),

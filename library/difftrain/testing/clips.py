@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from difftrain.contracts import Batch, Bucket, DrawSpec, Encoder, Feature, FeatureSpec, Inputs, Parts
-from difftrain.models.parts.fingerprints import hashed, of_tensors
-from difftrain.models.parts.materialise import fill
+from difftrain.models.materialise import fill
+from difftrain.models.weights.fingerprints import hashed, of_tensors
 from difftrain.testing.family import TinyFamily
 
 CHANNELS, FACTOR, FRAMES = 6, 8, 4  # of a latent: pixels a side, and frames, to one of it

@@ -20,7 +20,7 @@ from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ema import Average, Ema
 from difftrain.diffusion.power_ema import PowerEma
 from difftrain.engine.shelf import Shelf
-from difftrain.models.parts.weight_writers import safetensors_writer
+from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.state import Run
 from difftrain.train.streams import all_tried, to_the_end
 

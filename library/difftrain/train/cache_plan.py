@@ -99,7 +99,8 @@ def dtypes_of(cfg: TrainConfig, encoder: Encoder) -> dict[str, str]:
     of_pictures = section.latents_dtype if encoder.modules == ("vae",) else "auto"
     general = of_pictures if encoder.source == "pixels" else section.text_dtype
     asked = {name: section.dtypes.get(name, general) for name in encoder.features}
-    return {name: CHOICES.get(asked[name], each.dtype) for name, each in encoder.features.items()}
+    kept = {name: CHOICES.get(asked[name], each.dtype) for name, each in encoder.features.items()}
+    return {name: "uint8" if encoder.features[name].dtype == "uint8" else dtype for name, dtype in kept.items()}
 
 
 @dataclass(frozen=True)

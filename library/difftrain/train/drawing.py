@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.config import TrainConfig
-from difftrain.config.names import FLOW_FAMILIES, FLOW_SAMPLERS
+from difftrain.config.families import learns_flow, row_of
+from difftrain.config.names import FLOW_SAMPLERS
 from difftrain.device.memory import during
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
 from difftrain.train.caching import awake
@@ -27,12 +28,14 @@ def prompts_of(cfg: TrainConfig) -> PromptFile:
     """Read the prompts that are asked for. Raises ConfigFault with everything that cannot be drawn."""
     if not cfg.sample.prompts:
         return PromptFile()
-    return read_prompts(Path(cfg.sample.prompts), sampler_of(cfg), flow=cfg.model.family in FLOW_FAMILIES)
+    return read_prompts(
+        Path(cfg.sample.prompts), sampler_of(cfg), flow=learns_flow(cfg), guided=row_of(cfg).has("model.guidance")
+    )
 
 
 def sampler_of(cfg: TrainConfig) -> str:
     """Return the sampler of prompts that name none; a flow has one of its own where the default is no flow's."""
-    flow = cfg.model.family in FLOW_FAMILIES
+    flow = learns_flow(cfg)
     return FLOW_SAMPLERS[0] if flow and cfg.sample.sampler not in FLOW_SAMPLERS else cfg.sample.sampler
 
 

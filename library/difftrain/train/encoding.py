@@ -96,7 +96,8 @@ def encode(
             made: dict[str, Tensor] = {}
             if piece.batch is not None:
                 found = encoder.encode(device.to_device(piece.batch))
-                made = {name: found[name].detach().cpu() for name in encoder.features}
+                names = {*encoder.features, *(mask for mask in encoder.masks.values() if mask in found)}
+                made = {name: found[name].detach().cpu() for name in names}
                 _check_shapes(job, piece, made)
             passed = _passed(job, piece)
             job.passed |= passed
@@ -127,7 +128,8 @@ def _item(job: Job, piece: Piece, place: int, row: int, made: dict[str, Tensor])
     try:
         features = []
         for name, dtype in wish.dtypes.items():
-            mask = batch.features.get(wish.encoder.masks.get(name, ""))
+            by = wish.encoder.masks.get(name, "")
+            mask = made[by] if by in made else batch.features.get(by)  # of what came out, where the encoder says it
             rows = None if mask is None else kept_rows(mask[place])
             features.append(stored(name, made[name][place], dtype, rows))
     except Unstorable as error:

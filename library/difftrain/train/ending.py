@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.families import row_of
 from difftrain.contracts import Bucket, Parts
 from difftrain.data.length import why
 from difftrain.engine.halves import precision_of
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from difftrain.train.saving import Saving
 
 log = logging.getLogger("difftrain")
-# as ModelZoo's logs call them
-NETWORKS = {"sdxl": "StableDiffusionXL", "sd3": "StableDiffusion3", "sd3_light": "StableDiffusion3-Light"}
 PARTS_FROM_ELSEWHERE = ("vae", "transformer", "text_encoder1", "text_encoder2", "text_encoder3")
 
 
@@ -110,8 +109,8 @@ def main_bucket(run: Run) -> Bucket:
 
 def network_of(cfg: TrainConfig) -> str:
     """Return what reports and logs call the network."""
-    light = cfg.model.family == "sd3" and cfg.model.train_type == "sd3_light_pretrain"
-    return NETWORKS["sd3_light"] if light else NETWORKS.get(cfg.model.family, cfg.model.family)
+    row = row_of(cfg)
+    return row.networks_by_train_type.get(cfg.model.train_type, row.network)
 
 
 def parameter_counts(parts: Parts) -> dict[str, int]:

@@ -21,7 +21,7 @@ from difftrain.diffusion.draws import normal
 from difftrain.diffusion.permutation import Permutation
 from difftrain.evaluation.features import INSTALL, NAME, EffLite0, missing
 from difftrain.evaluation.kid import kid
-from difftrain.sampling.batch import decoded, draw_batch
+from difftrain.sampling.batch import decode_latents, draw_batch
 from difftrain.train.caching import awake
 from difftrain.train.drawing import sampler_of
 from difftrain.train.evaluating import drawable
@@ -116,7 +116,7 @@ class DrawnPictures:
             if each.name not in self._lots:
                 numbered = enumerate(chosen(each.data, section.kid_pictures, each.cfg.batch_sizes))
                 mine = [(n, *lot) for n, lot in numbered if n % run.ranks.size == run.ranks.rank]
-                self._lots[each.name] = dict(self._looked_at(run, each, mine, pipeline.vae))
+                self._lots[each.name] = dict(self._looked_at(run, each, mine, pipeline))
             for number, lot in self._lots[each.name].items():
                 shape = run.family.features.draws["noise"].shape(lot.bucket)
                 noise = np.stack([normal(SEED, key, 0, "drawn", shape) for key in lot.keys])
@@ -133,7 +133,7 @@ class DrawnPictures:
                 yield number, self._features(pictures)
 
     def _looked_at(
-        self, run: Run, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], vae: Any
+        self, run: Run, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], pipeline: Any
     ) -> Iterator[tuple[int, Lot]]:
         """Read held-out pictures, as large as they will be drawn, and their captions."""
         bare = dataclasses.replace(each.data, store=NOTHING_CACHED)  # pixels, not what is cached of them
@@ -150,7 +150,7 @@ class DrawnPictures:
                 real = self._features(torch.stack(pixels) / 255)
                 batch = run.device.to_device(maker.collate(bucket, samples, kept, rejects))
                 with torch.no_grad():
-                    through = self._features(decoded(vae, run.family.latents(batch, run.parts)))
+                    through = self._features(decode_latents(pipeline, run.family.latents(batch, run.parts)))
                 yield number, Lot(bucket, tuple(draw.key for draw in kept), captions, real, through)
 
     def _features(self, pictures: Tensor) -> Tensor:

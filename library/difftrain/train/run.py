@@ -177,7 +177,7 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
     check_sizes(data.tables, family.features)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, data.rejects(), afresh=start.checkpoint is None)
-    parts = family.load(lazy=lazy_parts(here, family))
+    parts = family.load(lazy=lazy_parts(here, family) | {"root"})  # its weights are read once the caches are built
     engine = make_engine(cfg, device, ranks)
     faults = engine.faults()
     if faults:

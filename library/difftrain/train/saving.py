@@ -20,7 +20,8 @@ import torch
 from difftrain import checkpoint
 from difftrain.checkpoint import STEPS, Naming, SaveName
 from difftrain.checkpoint.names import ONE_FILE
-from difftrain.config.names import FOLDER_EXPORTS
+from difftrain.config import TrainConfig
+from difftrain.config.families import row_of
 from difftrain.contracts import RunFacts
 from difftrain.train.averages import SNAPSHOTS, store_snapshots, write_averages
 from difftrain.train.run_dir import how_to_go_on
@@ -215,7 +216,7 @@ class Saving:
         dtype = DTYPES[run.cfg.export_precision] if run.cfg.export_precision else None
         broken: list[str] = []
         layout, path = save.model_as or "safetensors", run.out / name
-        with _folder_for(path, self._by_step and is_one_file(run.cfg.model.family, layout)) as target:
+        with _folder_for(path, self._by_step and is_one_file(run.cfg, layout)) as target:
             written = run.family.export(
                 _watched(weights, broken),
                 run.parts,
@@ -233,9 +234,9 @@ class Saving:
         run.uploads.add(path, f"{path.name}, step {run.progress.step}")
 
 
-def is_one_file(family: str, layout: str) -> bool:
+def is_one_file(cfg: TrainConfig, layout: str) -> bool:
     """Tell whether an export in this layout is one file, not a folder."""
-    return family not in FOLDER_EXPORTS and layout in ("safetensors", "ckpt")
+    return not row_of(cfg).folder_only and layout in ("safetensors", "ckpt")
 
 
 @contextlib.contextmanager

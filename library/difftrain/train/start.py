@@ -165,6 +165,7 @@ def identity(cfg: TrainConfig, parts: Parts, plan: EpochPlan, ranks: Ranks, thre
         "config_digest": digest(cfg, ranks.size),
         "world_size": ranks.size,
         "threads": threads,
+        **({"held": parts.held} if parts.held else {}),
     }
 
 
@@ -182,6 +183,8 @@ def check_same(start: Start, now: dict[str, Any]) -> None:
     for key, word in (("family", "model family"), ("model", "model"), ("trained", "set of trained parts")):
         if was.get(key) != now[key]:
             faults.append(_differs(flag, word, was.get(key), now[key]))
+    if (was.get("held") or {}) != (now.get("held") or {}):  # the checkpoint has what is trained alone
+        faults.append(_differs(flag, "weights that are only held (train_only)", was.get("held"), now.get("held")))
     if save.reset_dataloader:
         pass
     elif was.get("global_batch") != now["global_batch"]:

@@ -1,160 +1,329 @@
-"""Stable Diffusion 3 as a Family: its maths, and nothing of ranks, devices or optimizers."""
+"""Stable Diffusion 3 (Esser et al. 2024) and SD3-Light: joint transformer blocks that learn a rectified flow.
+
+SD3-Light is a small SD3 that begins with a random transformer beside the frozen parts of any SD3. Texts may be dropped
+as zeros, each encoder on its own, and text tokens reconstructed at the end of the transformer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch, Bucket, Encoder, FeatureSpec, Group, Inputs, Parts, RunFacts
-from difftrain.diffusion import flow
-from difftrain.models.parts import stand_in, vision
-from difftrain.models.parts.fingerprints import Stamp
-from difftrain.models.parts.latents import raw_latents
-from difftrain.models.sd3 import encoders, objective, repa, speedups
-from difftrain.models.sd3.groups import param_groups
-from difftrain.models.sd3.load import load_parts, storage_dtype
-from difftrain.models.sd3.text import joined
-from difftrain.models.sd3.tokens import SD3Tokenize, Vocabularies, comes_without, vocabularies
+from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault, Parts
+from difftrain.models.facts import Agree, Bound, Sizes, Text, clip_bounds
+from difftrain.models.family import ModelFamily
+from difftrain.models.passes import Tokens
+from difftrain.models.sd3.model_card import card
+from difftrain.models.sd3.text_branch import BranchSource, folded
+from difftrain.models.text.tokenize import Tokenize
+from difftrain.models.weights.part_files import PartFiles
+from difftrain.models.weights.source import parts_elsewhere, shipped_sizes, source_of
+from difftrain.models.weights.stored_part import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
-    from difftrain.models.sd3.sources import Source
+
+LIGHT = "sd3_light_pretrain"
+LIGHT_LAYERS = 15
+FULL = "transformer_full"  # beside an export: the transformer as it is trained, with the last block's text branch
+MEDIUM, OTHER = "stable-diffusion-v3-medium", "stable-diffusion-v3"  # ModelSpec knows the one by name
 
 
-# part, dtype -> the file, and what it was when it was written
-Written = dict[tuple[str, torch.dtype], tuple[Path, Stamp]]
+def _width(s: Sizes) -> int:
+    return int(s["transformer"]["num_attention_heads"] * s["transformer"]["attention_head_dim"])
 
 
-class SD3Family:
-    """Stable Diffusion 3 (Esser et al. 2024) and SD3-Light: a joint transformer that learns a rectified flow."""
+def _clip_too_wide(s: Sizes) -> str:
+    first, room = s["text_encoder_1"]["hidden_size"], s["transformer"]["joint_attention_dim"]
+    both = first + s["text_encoder_2"]["hidden_size"]
+    return "" if both <= room else f"is {first}, with text_encoder_2's {both}: more than joint_attention_dim {room}"
+
+
+def _few_positions(s: Sizes) -> str:
+    model = s["transformer"]
+    side, most = model["sample_size"] // model["patch_size"], model["pos_embed_max_size"]
+    return "" if side <= most else f"is {most}, sample_size / patch_size is {side}"
+
+
+def _absent(s: Sizes) -> list[int]:
+    dual = s["transformer"]["dual_attention_layers"] or ()
+    return [block for block in dual if not 0 <= block < s["transformer"]["num_layers"]]
+
+
+class SD3Family(ModelFamily):
+    """The facts and the pass of SD3, and what SD3-Light has beside them."""
 
     name = "sd3"
+    texts: tuple[Text, ...] = (
+        Text("text_encoder_1", "tokenizer", "clip", 77, hidden=-2, pooled="text_embeds",
+             hub="openai/clip-vit-large-patch14"),
+        Text("text_encoder_2", "tokenizer_2", "clip", 77, hidden=-2, pooled="text_embeds", pads_zero=True,
+             hub="laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"),
+        Text("text_encoder_3", "tokenizer_3", "t5", 256, mask="t5_mask", hub="google/t5-v1_1-xxl"),
+    )  # fmt: skip
+    blocks = ("transformer_blocks",)
+    folders = MappingProxyType({"text_encoder_1": "text_encoder"})
+    zero = r"(norm1|norm1_context|norm_out)\.linear\.|^proj_out\."
+    vae_scales = MappingProxyType({"scaling_factor": 1.5305, "shift_factor": 0.0609, "norm_num_groups": 32})
+    index = MappingProxyType({"feature_extractor": (None, None), "image_encoder": (None, None)})
+    beside_sizes = ("text_branch",)
+    needed = MappingProxyType({"transformer": (
+        "sample_size", "patch_size", "in_channels", "out_channels", "num_layers", "attention_head_dim",
+        "num_attention_heads", "joint_attention_dim", "caption_projection_dim", "pooled_projection_dim",
+        "pos_embed_max_size",
+    )})  # fmt: skip
+    agree = (
+        Agree("transformer.joint_attention_dim", lambda s: s["text_encoder_3"]["d_model"],
+              "text_encoder_3's d_model: its states stand beside those of CLIP"),
+        Agree("transformer.pooled_projection_dim",
+              lambda s: s["text_encoder_1"]["projection_dim"] + s["text_encoder_2"]["projection_dim"],
+              "the CLIP encoders' projection_dim together"),
+        Agree("transformer.caption_projection_dim", _width, "num_attention_heads x attention_head_dim"),
+        Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
+        Agree("transformer.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
+        Agree("text_encoder_2.max_position_embeddings", lambda s: s["text_encoder_1"]["max_position_embeddings"],
+              "text_encoder's: their states stand side by side"),
+        Bound("text_encoder_1.hidden_size", _clip_too_wide,
+              "both CLIP states stand side by side in one token, filled up with zeros"),
+        Bound("transformer.attention_head_dim", lambda s: f"makes a width of {_width(s)}" if _width(s) % 4 else "",
+              "positions need a multiple of 4"),
+        Bound("transformer.pos_embed_max_size", _few_positions, "positions must reach over a picture of sample_size"),
+        Bound("transformer.sample_size",
+              lambda s: f"is {n}" if (n := s["transformer"]["sample_size"]) % s["transformer"]["patch_size"] else "",
+              "a multiple of patch_size {transformer[patch_size]}"),
+        Bound("transformer.dual_attention_layers",
+              lambda s: f"names block {wrong}, of {s['transformer']['num_layers']}" if (wrong := _absent(s)) else "",
+              "blocks are counted from 0"),
+        Bound("vae.latents_mean", lambda s: "is not SD3's" if s["vae"]["latents_mean"] is not None else "",
+              "its latents are shifted by shift_factor and scaled by scaling_factor"),
+        *clip_bounds("text_encoder_1"),
+        *clip_bounds("text_encoder_2"),
+    )  # fmt: skip
 
     def __init__(self, cfg: TrainConfig) -> None:
-        self.cfg = cfg
-        self.written: Written = {}  # what exports of this run wrote of frozen parts
+        super().__init__(cfg)
+        *clips, t5 = self.texts
+        self.texts = (*clips, replace(t5, masked=cfg.model.t5_attention_mask))
+
+    # ------------------------------------------------------------------ the pass
+
+    def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
+        """Make tokens. Shapes: x_t (B, C, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, D), temb (B, D)."""
+        image = net.pos_embed(x_t).contiguous()
+        temb = net.time_text_embed(t, conditions["pooled"])
+        text = net.context_embedder(conditions["tokens"])
+        patch = net.config.patch_size
+        return Tokens(image, text, temb, (x_t.shape[-2] // patch, x_t.shape[-1] // patch))
+
+    def block(self, block: Any, tokens: Tokens) -> Tokens:
+        """Run one joint block; a last one without a text branch ends the text: None."""
+        text, image = block(hidden_states=tokens.image, encoder_hidden_states=tokens.text, temb=tokens.temb)
+        return replace(tokens, text=text, image=image)
+
+    def leave(self, net: Any, tokens: Tokens) -> Tensor:
+        """Return the velocity, (B, C, H, W)."""
+        patches, p = net.proj_out(net.norm_out(tokens.image, tokens.temb)), net.config.patch_size
+        patches = patches.unflatten(1, tokens.size).unflatten(-1, (p, p, -1))
+        return patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+    # ------------------------------------------------------------------ texts, dropped one by one
+
+    def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
+        """Return the host draws: of the flow, and which text encoders are dropped, of tokens and pooled state alike."""
+        dropped = self.texts if self.cfg.model.enable_uncond_text_dropout else ()
+        own = {f"uncond_{place}": DrawSpec("uniform", trains=True) for place, _ in enumerate(dropped, start=1)}
+        return super().draws(latent) | own
+
+    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
+        """Return tokens (B, 77 + L, J) and pooled (B, P), with zeros for what the draws drop; in evaluation for nothing.
+
+        CLIP's two stand side by side, filled up with zeros; T5's come behind them.
+        """
+        places = range(1, len(self.texts) + 1)
+        drawn = [None if batch is None else batch.draws.get(f"uncond_{place}") for place in places]
+        keep = [None if u is None else u >= self.cfg.model.uncond_text_dropout_prob for u in drawn]
+        one, two, three = (_zeroed(made[f"hidden_{place}"], keep[place - 1]) for place in places)
+        clip = torch.cat([one, two], dim=-1)
+        clip = torch.nn.functional.pad(clip, (0, self.sizes["joint_attention_dim"] - clip.shape[-1]))
+        pooled = torch.cat([_zeroed(made[f"pooled_{place}"], keep[place - 1]) for place in (1, 2)], dim=-1)
+        return {"tokens": torch.cat([clip, three], dim=1), "pooled": pooled}
+
+    def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what guidance starts from: zeros where training dropped texts as such."""
+        if not self.cfg.model.enable_uncond_text_dropout:
+            return conditions
+        return {name: torch.zeros_like(value) for name, value in conditions.items()}
+
+    def text_settings(self, place: int) -> str:
+        """Say what decides what a text encoder makes of a caption in the words of version 0.5, whose caches are read."""
+        tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(place)
+        return f"{self.precision(self.texts[place - 1].part)}, {tokens}"
+
+    # ------------------------------------------------------------------ sizes, depth and the text branch
 
     @cached_property
-    def source(self) -> Source:
-        """Find the weights that the configuration names."""
-        from difftrain.models.sd3.sources import source_of
+    def sizes(self) -> Mapping[str, Any]:
+        """Return the transformer's sizes, defaults included."""
+        return self.source.complete(self.denoiser)
 
-        return source_of(self.cfg)
+    @cached_property
+    def patch(self) -> int:  # type: ignore[override]
+        """Latent pixels along a token's side."""
+        return int(self.sizes["patch_size"])
+
+    @cached_property
+    def source(self) -> BranchSource:
+        """Find the weights that the configuration names, of the depth that it asks for. Raises ConfigFault."""
+        return self._at_depth(BranchSource(**vars(source_of(self.cfg, self))))
+
+    def drawn_sizes(self) -> dict[str, Any]:
+        """Return the sizes of parts that may be stored nowhere: of SD3-Light the transformer need be. Raises ConfigFault."""
+        model = self.cfg.model
+        stored = model.pretrained or model.init_from_config or model.transformer
+        if model.train_type == LIGHT and not stored and parts_elsewhere(self.cfg, self):
+            return {"transformer": shipped_sizes(self, "light")["transformer"]}
+        return super().drawn_sizes()
+
+    def beginning(self) -> BranchSource:
+        """Return a model to begin with: a random transformer of the size's depth, the rest from the folder if there is one.
+
+        With a folder its widths count: the transformer must fit its encoders. Raises ConfigFault.
+        """
+        size = shipped_sizes(self, self.cfg.model.init_from_config or "light", "--size")
+        if not self.cfg.model.pretrained:
+            return self.source
+        depth = size["transformer"]["num_layers"]
+        model = self.cfg.model.model_copy(update={"init_from_config": None, "num_layers": depth, "train_type": LIGHT})
+        source = type(self)(self.cfg.model_copy(update={"model": model})).source
+        readers = {part: reader for part, reader in source.readers.items() if part != "transformer"}
+        note = f"the transformer begins with random weights: {depth} joint blocks as wide as the folder's"
+        return replace(source, readers=readers, notes=(note,), scheduler={})
+
+    def _at_depth(self, source: BranchSource) -> BranchSource:
+        """Choose the number of blocks, and whether the stored ones are taken, with a text branch or without.
+
+        SD3-Light begins with random weights of its own depth beside the parts of any SD3, or goes on from its own.
+        """
+        cfg, own, readers = self.cfg, source.num_layers, dict(source.readers)
+        root = Path(cfg.model.pretrained).expanduser() if cfg.model.pretrained else None
+        is_light, stored = cfg.model.train_type == LIGHT, readers.get("transformer")
+        begins = is_light and stored is not None and not (root and read_json(root / "difftrain.json").get("light"))
+        depth = cfg.model.num_layers or (LIGHT_LAYERS if begins else own)
+
+        # --- the blocks: stored, or random
+        notes, branchless = [], False
+        if stored is None and readers:
+            notes.append(f"the transformer begins with random weights: {depth} joint blocks")
+        elif stored is not None and depth == own and is_light:
+            notes.append(f"the transformer's weights are taken as they are stored: {own} joint blocks")
+        elif stored is not None and depth != own:
+            if not is_light:
+                what = f"is {depth}, the transformer has {own} joint blocks"
+                remedy = "leave it out; train_type = 'sd3_light_pretrain' begins another depth with random weights"
+                raise ConfigFault([Fault("[model] num_layers", what, remedy)])
+            of_which = f"{depth} joint blocks of the stored width, of which there are {own}"
+            notes.append(f"the transformer begins with random weights: {of_which}")
+            del readers["transformer"]
+            stored = None
+
+        # --- the last block's text branch: as it was trained, anew, or none
+        whole = cfg.loss.text_recon_gamma > 0
+        if stored is not None and whole:
+            full = stored.path.parent / FULL
+            if stored.path.name == "transformer" and (full / "config.json").is_file():
+                kind, mmap = self.parts["transformer"], not cfg.model.disable_mmap
+                readers["transformer"] = PartFiles(full, kind, stored.flag, mmap=mmap)
+                notes.append(f"the transformer is {full}: with the text branch of its last block")
+            else:
+                branchless, why = True, "diffusers' layout has none, and there is no transformer_full"
+                notes.append(f"the last block's text branch begins anew: {why}")
+        elif stored is not None and root is not None and (root / FULL).is_dir():
+            notes.append(f"{root / FULL} is left aside: without text_recon_gamma the last block has no text branch")
+
+        shift = source.scheduler.get("shift") if stored is not None else None
+        return replace(
+            source,
+            sizes={**source.sizes, "transformer": _of_depth(source.sizes["transformer"], depth)},
+            readers=readers,
+            notes=(*notes, *source.notes),
+            scheduler={"num_train_timesteps": 1000, "shift": float(shift)} if isinstance(shift, int | float) else {},
+            text_branch=whole,
+            branchless=branchless,
+        )
+
+    def architecture(self) -> dict[str, Any]:
+        """Return the sizes of all parts, as --init_from_config=FILE.json takes them."""
+        return super().architecture() | {"text_branch": self.source.text_branch}
+
+    def largest_side(self) -> int:
+        """Return the longest side in pixels that there are positions for."""
+        return int(self.token * self.sizes["pos_embed_max_size"])
+
+    # ------------------------------------------------------------------ exports
 
     @property
-    def features(self) -> FeatureSpec:
-        architecture = self.source.architecture
-        found, patch = architecture.features, architecture.transformer["patch_size"]
-        latents = found.features["latents"]
-        return replace(found, draws=objective.draws(self.cfg, latents.channels, latents.factor, patch))
+    def as_trained(self) -> str:  # type: ignore[override]
+        """Name the folder beside an export with the whole transformer, where its last block has a text branch."""
+        return FULL if self.source.text_branch else ""
 
-    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
-        """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault.
+    def exported(self, part: str) -> nn.Module:
+        """Build a part as exports hold it, without memory."""
+        return self.source.cut() if part == self.denoiser else super().exported(part)
 
-        lazy: frozen parts that something stands in for until they are woken, also beside others without weights (meta).
-        """
-        return load_parts(self.cfg, self.source, None if meta else self.vocabularies, meta=meta, lazy=lazy)
+    def folded(self, name: str, value: Tensor) -> Tensor | None:
+        """Turn a tensor of the whole transformer into diffusers'; None: it has no such one."""
+        return folded(name, value, self.source.num_layers)
 
-    @cached_property
-    def vocabularies(self) -> Vocabularies:
-        """Read all three. Raises ConfigFault."""
-        return vocabularies(self.cfg, self.source)
-
-    def comes_without(self) -> dict[str, str]:
-        """Return what the weights lack and a hub has: its field -> its id. Raises ConfigFault."""
-        return comes_without(self.cfg, self.source)
-
-    def tokenizer(self, parts: Parts) -> SD3Tokenize:
-        """Return the picklable function from captions to token ids. Raises ConfigFault."""
+    def facts(self) -> dict[str, Any]:
+        """Return what diffusers' own files cannot say of an export, for difftrain.json."""
         model = self.cfg.model
-        return SD3Tokenize(self.vocabularies, model.t5_max_length, masked=model.t5_attention_mask)
+        return super().facts() | {
+            "light": model.train_type == LIGHT,
+            "num_layers": self.source.num_layers,
+            "unconditional": "zeros" if model.enable_uncond_text_dropout else "encoded empty text",
+            "t5_max_length": model.t5_max_length,
+            "t5_attention_mask": model.t5_attention_mask,
+            "text_recon_gamma": self.cfg.loss.text_recon_gamma,
+            FULL: self.source.text_branch,
+        }
 
-    def encoders(self, parts: Parts) -> dict[str, Encoder]:
-        """Describe what may be cached: "latents", and the three text encoders by name."""
-        return encoders.encoders(self.cfg, parts, self.source, self.vocabularies)
+    def card(self) -> str:
+        """Write the page beside an export."""
+        return card(self.facts())
 
-    def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
-        """List the blocks in the order in which they run."""
-        blocks = parts.root.get_submodule("transformer.transformer_blocks")
-        return [(f"transformer.transformer_blocks.{name}", block) for name, block in blocks.named_children()]
+    @property
+    def modelspec(self) -> str:  # type: ignore[override]
+        """Say which SD3 it is."""
+        medium = shipped_sizes(self, "medium")["transformer"]
+        return MEDIUM if self.source.sizes["transformer"].items() >= medium.items() else OTHER
 
-    def repeated(self, parts: Parts) -> list[nn.Module]:
-        """List the blocks that recur; a last one without a text branch is compiled by itself."""
-        return [block for _, block in self.units(parts)]
+    def native_size(self) -> tuple[int, int] | None:
+        """Return (width, height) in pixels that its positions were made for."""
+        return (self.sizes["sample_size"] * self.vae.factor,) * 2
 
-    @torch.no_grad()
-    def inputs(self, batch: Batch, parts: Parts) -> Inputs:
-        """Encode, noise and weigh one micro batch, in fp32."""
-        t, noise = batch.draws["timestep"].float(), batch.draws["noise"].float()
-        latents = self.latents(batch, parts)
-        found = Inputs(
-            x_t=flow.add_noise(latents, noise, t),
-            timestep=flow.SCALE * t,
-            conditions=self.text(batch, parts),
-            target=flow.target(latents, noise),
-            weight=objective.weight_of(batch, len(t), latents.device),
-            mask=objective.mask_of(batch, latents),
-        )
-        return speedups.applied(self.cfg, self.source.architecture, batch, parts, found)
-
-    def latents(self, batch: Batch, parts: Parts) -> Tensor:
-        """Sample the VAE's posterior with the draw "moments", or take its mean; shifted and scaled."""
-        vae = self.source.architecture.vae
-        return (raw_latents(self.cfg, batch, parts) - (vae.get("shift_factor") or 0.0)) * vae["scaling_factor"]
-
-    def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
-        """Return conditions: tokens (B, 77 + L, J) and pooled (B, P), without what the draws drop of each encoder."""
-        width = self.source.architecture.transformer["joint_attention_dim"]
-        probability = self.cfg.model.uncond_text_dropout_prob
-        keep = [objective.kept(batch, number, probability) for number in range(1, objective.NUM_TEXTS + 1)]
-        tokens, pooled = joined(encoders.words(batch, parts), keep, width)
-        return {"tokens": tokens, "pooled": pooled}
-
-    def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Predict the velocity, (B, C, H, W) as x_t; where text is reconstructed its tokens and their target too."""
-        return root(inputs.x_t, inputs.timestep, inputs.conditions, align=repa.TERM in inputs.aims)
-
-    def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]:
-        """Sum over samples of weight times the sample's own mean loss, in fp32, a term each."""
-        if self.cfg.repa.encoder is None:
-            return objective.sums(self.cfg.loss, outputs, inputs)
-        found = objective.sums(self.cfg.loss, outputs[:-1], inputs)
-        return repa.with_term(found, outputs[-1], inputs, self.cfg.repa.weight)
-
-    def param_groups(self, root: nn.Module) -> list[Group]:
-        """Group what is trained."""
-        return param_groups(root, self.cfg)
-
-    def export(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        parts: Parts,
-        layout: str,
-        path: Path,
-        *,
-        dtype: torch.dtype | None = None,
-        metadata: dict[str, str] | None = None,
-    ) -> Path:
-        """Write weights for inference; what the stream lacks comes from parts, or from its source where a part sleeps."""
-        from difftrain.models.sd3.export import export
-
-        return export(self, weights, parts, layout, path, dtype=dtype, metadata=metadata or {})
-
-    def stream(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """Give every weight of the configured model straight from its source: parts may be on the meta device."""
-        frozen = {part: module for part, module in parts.frozen.items() if part != vision.PART}
-        yield from stand_in.stored(self.source, {"transformer": parts.root.get_submodule("transformer"), **frozen})
-
-    def asleep(self, parts: Parts, without: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Give the weights of lazy parts as they would be if they were awake; without: of which they are not wanted."""
-        return stand_in.asleep(self.source, parts, partial(storage_dtype, self.cfg), {vision.PART, *without})
+    def objective_facts(self) -> dict[str, Any]:
+        """Return what a header says of the loss, the times and the texts, under kohya's names."""
+        loss, model = self.cfg.loss, self.cfg.model
+        made = super().objective_facts()
+        own = {
+            "train_type": LIGHT if model.train_type == LIGHT else None,
+            **{name: made.pop(name, None) for name in ("loss_type", "pseudo_huber_c")},
+            "text_recon_gamma": loss.text_recon_gamma or None,
+            "text_recon_target_layer": loss.text_recon_target_layer if loss.text_recon_gamma else None,
+            **made,
+            "t5_max_length": model.t5_max_length,
+            "t5_attention_mask": model.t5_attention_mask,
+            "uncond_text_dropout_prob": model.uncond_text_dropout_prob if model.enable_uncond_text_dropout else None,
+        }
+        return {name: value for name, value in own.items() if value is not None}
 
     def pipeline(self, parts: Parts) -> Any:
         """Return a StableDiffusion3Pipeline over the very modules of parts."""
@@ -162,12 +331,17 @@ class SD3Family:
 
         return make_pipeline(self, parts)
 
-    def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
-        """Count forward and backward of one sample (see flops.py)."""
-        return speedups.flops(self.cfg, self.source.architecture, bucket)
 
-    def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]:
-        """Return what an export says of itself (see metadata.py)."""
-        from difftrain.models.sd3.metadata import header
+def _zeroed(value: Tensor, keep: Tensor | None) -> Tensor:
+    """Put zeros in place of samples that are not kept, (B,) bool; None: all are."""
+    if keep is None:
+        return value
+    return torch.where(keep.view(-1, *(1,) * (value.ndim - 1)), value, torch.zeros_like(value))
 
-        return header(self.cfg, self.source.architecture, title, saved_at, facts)
+
+def _of_depth(transformer: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the same sizes with another number of joint blocks."""
+    made = {**transformer, "num_layers": num_layers}
+    if "dual_attention_layers" in made:
+        made["dual_attention_layers"] = tuple(i for i in made["dual_attention_layers"] or () if i < num_layers)
+    return made

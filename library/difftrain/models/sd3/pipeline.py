@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Parts
-from difftrain.models.parts.quiet import quiet_imports
-from difftrain.models.sd3 import text
-from difftrain.models.sd3.export import ZEROS, unconditional
-from difftrain.models.sd3.schedule import make_scheduler
-from difftrain.models.sd3.tokens import SD3Tokenize
+from difftrain.models.quiet import quiet_imports
+from difftrain.models.text.encode import encode
 
 with quiet_imports():
     from diffusers import StableDiffusion3Pipeline
@@ -20,14 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.models.sd3.family import SD3Family
+    from difftrain.models.text.tokenize import Tokenize
 
 
 class CaptionPipeline(StableDiffusion3Pipeline):
     """Encode prompts as this training encodes captions; no text is what the training took for it."""
 
-    tokenize: SD3Tokenize
-    zeros_for_no_text: bool
-    width: int  # of a token
+    family: SD3Family
+    tokenize: Tokenize
     native_size: tuple[int, int] | None  # (height, width) that the training saw
     text_encoder: Any
     text_encoder_2: Any
@@ -57,7 +54,7 @@ class CaptionPipeline(StableDiffusion3Pipeline):
         count = len(tokens) // num_images_per_prompt
         negative = negative_prompt or ""
         negatives = [negative] * count if isinstance(negative, str) else negative
-        if self.zeros_for_no_text and not any(negatives):
+        if not any(negatives) and self.family.cfg.model.enable_uncond_text_dropout:
             return tokens, torch.zeros_like(tokens), pooled, torch.zeros_like(pooled)
         no_tokens, no_pooled = self._encode(negatives, num_images_per_prompt)
         return tokens, no_tokens, pooled, no_pooled
@@ -68,34 +65,32 @@ class CaptionPipeline(StableDiffusion3Pipeline):
         return super().prepare_latents(*asked) if noise is None else noise.to(device)  # type: ignore[misc]
 
     def _encode(self, prompts: list[str], repeats: int) -> tuple[Tensor, Tensor]:
-        encoders = {"text_encoder_1": self.text_encoder, "text_encoder_2": self.text_encoder_2}
-        encoders["text_encoder_3"] = self.text_encoder_3
         device = next(self.text_encoder.parameters()).device
-        given = {name: value.to(device) for name, value in self.tokenize(prompts).items()}
-        found: dict[str, Tensor] = {}
-        for part, encoder in encoders.items():
-            found |= text.encode(part, encoder, given)
-        tokens, pooled = text.joined(found, [None] * len(encoders), self.width)
+        ids = {name: value.to(device) for name, value in self.tokenize(prompts).items()}
+        made: dict[str, Tensor] = {}
+        for place, encoder in enumerate((self.text_encoder, self.text_encoder_2, self.text_encoder_3), start=1):
+            made |= encode(self.family.texts, place, encoder, ids)
+        wide = {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+        tokens, pooled = self.family.conditions(wide).values()
         return tokens.repeat_interleave(repeats, 0), pooled.repeat_interleave(repeats, 0)
 
 
 def make_pipeline(family: SD3Family, parts: Parts) -> Any:
     """Make a StableDiffusion3Pipeline over awake parts, that draws as the training taught."""
-    cfg, three = family.cfg, family.vocabularies
+    cfg = family.cfg
+    first, second, third = (vocabulary.transformers_tokenizer() for vocabulary in family.vocabularies)
     pipeline = CaptionPipeline(
         transformer=parts.root.get_submodule("transformer"),
-        scheduler=make_scheduler(cfg, family.source),
+        scheduler=family.scheduler(),
         vae=parts.frozen["vae"],
         text_encoder=parts.frozen["text_encoder_1"],
         text_encoder_2=parts.frozen["text_encoder_2"],
         text_encoder_3=parts.frozen["text_encoder_3"],
-        tokenizer=three.first.transformers_tokenizer(),
-        tokenizer_2=three.second.transformers_tokenizer(),
-        tokenizer_3=three.third.transformers_tokenizer(),
+        tokenizer=first,
+        tokenizer_2=second,
+        tokenizer_3=third,
     )
-    pipeline.tokenize = family.tokenizer(parts)
-    pipeline.zeros_for_no_text = unconditional(cfg) == ZEROS
-    pipeline.width = family.source.architecture.transformer["joint_attention_dim"]
+    pipeline.family, pipeline.tokenize = family, family.tokenizer(parts)
     resolution = cfg.data.resolution or next((each.resolution for each in cfg.data.datasets if each.resolution), None)
     pipeline.native_size = (resolution[1], resolution[0]) if resolution else None
     return pipeline

@@ -7,16 +7,77 @@ velocity reads no more than that, so cutting a whole block leaves it as it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.models.sizes import possible
+from difftrain.models.weights.initial import initial_weights
+from difftrain.models.weights.source import Source
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from difftrain.contracts import Fault
 
 NORM = "norm1_context.linear."
 BRANCH = ("attn.to_add_out.", "ff_context.")
 Stream = Iterable[tuple[str, "Tensor"]]
+
+
+@dataclass(frozen=True)
+class BranchSource(Source):
+    """Where the weights of an SD3 come from whose last block may have its text branch.
+
+    text_branch: it has. branchless: the stored transformer has not, so that its branch begins anew.
+    """
+
+    text_branch: bool = False
+    branchless: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Count the joint blocks."""
+        return int(self.sizes[self.denoiser]["num_layers"])
+
+    def build(self, part: str) -> Any:
+        """Build a part whose parameters have no memory. Raises ConfigFault for impossible sizes."""
+        model = super().build(part)
+        if part != self.denoiser or not self.text_branch:
+            return model
+        from diffusers.models.attention import JointTransformerBlock
+
+        config, last = model.config, len(model.transformer_blocks) - 1
+        with possible(part), torch.device("meta"):
+            model.transformer_blocks[last] = JointTransformerBlock(
+                dim=model.inner_dim,
+                num_attention_heads=config.num_attention_heads,
+                attention_head_dim=config.attention_head_dim,
+                context_pre_only=False,
+                qk_norm=config.qk_norm,
+                use_dual_attention=last in config.dual_attention_layers,
+            )
+        return model
+
+    def cut(self) -> nn.Module:
+        """Build the transformer as diffusers has it, without memory."""
+        module: nn.Module = super().build(self.denoiser)
+        return module
+
+    def faults(self, modules: Mapping[str, Any]) -> list[Fault]:
+        """Compare stored parts with modules of them."""
+        own = {self.denoiser: self.cut()} if self.branchless and self.denoiser in modules else {}
+        return super().faults({**modules, **own})
+
+    def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Give a part's tensors one at a time; a branch that begins anew is drawn as in a model that is random as a whole."""
+        if part != self.denoiser or not self.branchless:
+            yield from super().weights(part, module)
+            return
+        scale, depth = self._scale(part, module), self.num_layers
+        fresh = dict(initial_weights(module, part, self.seed, scale, only=lambda name: is_branch(name, depth)))
+        yield from unfolded(super().weights(part, self.cut()), depth, fresh)
 
 
 def last_block(num_layers: int) -> str:
@@ -24,7 +85,7 @@ def last_block(num_layers: int) -> str:
     return f"transformer_blocks.{num_layers - 1}."
 
 
-def cut(name: str, num_layers: int) -> bool:
+def is_branch(name: str, num_layers: int) -> bool:
     """Tell whether a tensor of a whole transformer is left out of the cut one."""
     prefix = last_block(num_layers)
     return name.startswith(tuple(prefix + each for each in BRANCH))
@@ -39,7 +100,7 @@ def folded(name: str, value: Tensor, num_layers: int) -> Tensor | None:
     if name.startswith(last_block(num_layers) + NORM):
         shift, scale, *_ = value.chunk(6)
         return torch.cat((scale, shift))
-    return None if cut(name, num_layers) else value
+    return None if is_branch(name, num_layers) else value
 
 
 def unfolded(weights: Stream, num_layers: int, fresh: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

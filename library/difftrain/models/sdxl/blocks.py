@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from difftrain.contracts import Fault
-from difftrain.models.sdxl.convert import PREFIXES, original_places
+from difftrain.contracts import Fault, Group
+from difftrain.models.weights import original
 
 _MIDDLE = 3
 
@@ -29,9 +29,9 @@ def block_of(unet: Any) -> Mapping[str, int]:
     """Map every tensor of the UNet, by its name in the module, to its block."""
     number = _inputs(unet)
     starts = {"input_blocks": 1, "middle_block": 1 + number, "output_blocks": 1 + number + _MIDDLE}
-    found = {}
-    for name, place in original_places("unet", unet).items():
-        key = place.key.removeprefix(PREFIXES["unet"])
+    found, rule = {}, original.unet_rule(unet)
+    for name in unet.state_dict():
+        key = rule(name).key
         numbered = re.match(r"(input_blocks|middle_block|output_blocks)\.(\d+)\.", key)
         if numbered:
             found[name] = starts[numbered[1]] + int(numbered[2])
@@ -49,10 +49,19 @@ def faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
     return [Fault("--block_lr", f"has {len(rates)} values, this UNet has {count(unet)} blocks", remedy)]
 
 
-def freeze(unet: Any, rates: tuple[float, ...]) -> str:
+def groups(unet: Any, named: list[tuple[str, Any]], rates: tuple[float, ...]) -> list[Group]:
+    """Group what is trained by block, named as in kohya's logs. named: parameters under root's names."""
+    blocks = block_of(unet)
+    found = {block: Group(f"block{block}", [], rate) for block, rate in enumerate(rates) if rate > 0}
+    for name, parameter in named:
+        found[blocks[name.removeprefix("unet.")]].named_params.append((name, parameter))
+    return list(found.values())
+
+
+def freeze(unet: Any, rates: tuple[float, ...]) -> list[str]:
     """Freeze the blocks whose rate is 0; return a sentence that names them, or nothing."""
     frozen = [block for block, rate in enumerate(rates) if rate == 0]
     for name, block in block_of(unet).items() if frozen else ():
         if block in frozen:
             unet.get_parameter(name).requires_grad_(False)
-    return f"UNet blocks {', '.join(map(str, frozen))} are frozen: --block_lr is 0 there" if frozen else ""
+    return [f"UNet blocks {', '.join(map(str, frozen))} are frozen: --block_lr is 0 there"] if frozen else []

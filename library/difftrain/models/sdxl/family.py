@@ -1,172 +1,256 @@
-"""SDXL as a Family: its maths, and nothing of ranks, devices or optimizers."""
+"""Stable Diffusion XL (Podell et al. 2023): a UNet that reads two CLIP encoders and the sizes of the picture.
+
+Epsilon or v-prediction over 1000 scaled-linear steps. The text encoders may be trained with it; captions may be longer
+than 77 tokens and weigh; any layer of the encoders may be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import math
 from dataclasses import replace
-from functools import cached_property, partial
-from itertools import chain
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch, Bucket, Encoder, FeatureSpec, Group, Inputs, Parts, RunFacts
-from difftrain.diffusion import ddpm
-from difftrain.models.parts import stand_in
-from difftrain.models.parts.latents import raw_latents
-from difftrain.models.sdxl import encoders, objective
-from difftrain.models.sdxl.export import export_file, export_folder
-from difftrain.models.sdxl.flops import flops_per_sample
-from difftrain.models.sdxl.groups import param_groups
-from difftrain.models.sdxl.load import by_name, clip_skip_of, learning_rates, load_parts, storage_dtype
-from difftrain.models.sdxl.metadata import header
-from difftrain.models.sdxl.schedule import SchedulerConfig
-from difftrain.models.sdxl.tokens import SDXLTokenize, chunks_of, comes_without, vocabularies
+from difftrain.contracts import Batch, Bucket, Fault, Group, Parts
+from difftrain.models import passes, unet_flops
+from difftrain.models.facts import Agree, OneFile, Sizes, Text
+from difftrain.models.family import ModelFamily
+from difftrain.models.objective.ddpm import DdpmObjective
+from difftrain.models.sdxl import blocks
+from difftrain.models.text.clip_tokens import CHUNK, ClipTokenize, chunks_of
+from difftrain.models.weights import original
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
-    from difftrain.models.parts.clip_vocabulary import ClipVocabulary
-    from difftrain.models.sdxl.sources import Source
+    from difftrain.models.root import DenoiserRoot
+    from difftrain.models.weights.keys import Rule
+
+CLIP_SKIP = 2  # SDXL's: hidden_states[-2]; 1 is the last layer's output, before its norm
+SIZE_FEATURES = ("original_size", "crop_top_left", "target_size")  # (B, 2) each, height or top first
+PREFIXES = {
+    "unet": "model.diffusion_model.",
+    "vae": "first_stage_model.",
+    "text_encoder_1": "conditioner.embedders.0.transformer.",
+    "text_encoder_2": "conditioner.embedders.1.model.",
+}
+# tensors of single files that are no weights of a module: written for readers that expect them, ignored when read
+POSITION_IDS = PREFIXES["text_encoder_1"] + "text_model.embeddings.position_ids"
+LOGIT_SCALE = PREFIXES["text_encoder_2"] + "logit_scale"
+# tables and marks that trainers and mergers leave beside the weights
+IGNORED = (
+    r"^(betas|alphas_cumprod.*|sqrt_.*|log_one_minus_.*|posterior_.*|logvar|model_ema\..*|denoiser\.sigmas"
+    r"|v_pred|ztsnr|edm_vpred\..*|edm_(mean|std)|difftrain\..*)$"
+)
+_HUB_IDS = ("openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k")  # kohya's
 
 
-class SDXLFamily:
-    """Stable Diffusion XL (Podell et al. 2023), epsilon or v-prediction over 1000 scaled-linear steps."""
+class SDXLFamily(DdpmObjective, ModelFamily):
+    """The facts of an SDXL model, the UNet's call, and what kohya's tools can do with it."""
 
     name = "sdxl"
+    modelspec = "stable-diffusion-xl-v1-base"
+    kohya_name = "sdxl_base_v1-0"
+    flags = MappingProxyType({"pretrained": "--pretrained_model_name_or_path", "vae": "--vae"})
+    folders = MappingProxyType({"text_encoder_1": "text_encoder"})
+    texts: tuple[Text, ...] = (
+        Text("text_encoder_1", "tokenizer", "clip", 77, hidden=-CLIP_SKIP, hub=_HUB_IDS[0]),
+        Text(
+            "text_encoder_2", "tokenizer_2", "clip", 77, hidden=-CLIP_SKIP, pooled="text_embeds", pooled_as="pooled",
+            pads_zero=True, hub=_HUB_IDS[1],
+        ),
+    )  # fmt: skip
+    vae_scales = None
+    named_hashes = True
+    widens_text = False
+    one_file = OneFile(
+        prefixes=PREFIXES,
+        released="base",
+        layout="SDXL's original layout has model.diffusion_model., first_stage_model. and conditioner.embedders.0 and 1",
+        beside=(POSITION_IDS, LOGIT_SCALE),
+        ignored=IGNORED,
+    )
+    # dropped captions are trained as the encoded empty text (kohya), so that is what "no prompt" means here, not zeros
+    index = MappingProxyType({
+        "feature_extractor": [None, None], "image_encoder": [None, None], "force_zeros_for_empty_prompt": False,
+    })  # fmt: skip
+    needed = MappingProxyType({
+        "unet": (
+            "in_channels", "out_channels", "block_out_channels", "down_block_types", "up_block_types",
+            "layers_per_block", "transformer_layers_per_block", "attention_head_dim", "cross_attention_dim",
+            "addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim",
+        ),
+    })  # fmt: skip
+    agree = (
+        Agree("unet.cross_attention_dim", lambda s: s["text_encoder_1"]["hidden_size"] + s["text_encoder_2"]["hidden_size"],
+              "the text encoders' widths together"),
+        Agree("unet.projection_class_embeddings_input_dim",
+              lambda s: 6 * s["unet"]["addition_time_embed_dim"] + s["text_encoder_2"]["projection_dim"],
+              "6 x addition_time_embed_dim + text_encoder_2's projection_dim"),
+        Agree("unet.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
+        Agree("unet.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
+    )  # fmt: skip
 
     def __init__(self, cfg: TrainConfig) -> None:
-        self.cfg = cfg
+        super().__init__(cfg)
+        self.clip_skip = cfg.model.clip_skip or CLIP_SKIP
+        self.texts = tuple(replace(text, hidden=-self.clip_skip) for text in type(self).texts)
 
-    @cached_property
-    def source(self) -> Source:
-        """Find the weights that the configuration names."""
-        from difftrain.models.sdxl.sources import source_of
+    # ------------------------------------------------------------------ the UNet
 
-        return source_of(self.cfg)
+    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
+        """Return time_ids (B, 6) and, of each text encoder, its output where it is frozen, else the ids for it."""
+        if batch is None:
+            return made
+        sizes = [batch.features[name] for name in SIZE_FEATURES]
+        return {"time_ids": torch.cat(sizes, dim=1).float(), **made}
+
+    def size_features(self, size_hw: tuple[int, int], count: int) -> dict[str, Tensor]:
+        """Return the sizes of pictures that are drawn whole: original and target are their own, nothing is cropped."""
+        own, corner = torch.tensor(size_hw).repeat(count, 1), torch.zeros((count, 2), dtype=torch.int64)
+        return dict(zip(SIZE_FEATURES, (own, corner, own), strict=True))
+
+    def denoise(
+        self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.Plan
+    ) -> passes.Outputs:
+        """Predict noise or velocity. Shapes: x_t (B, C, H, W), t (B,), hidden_1 (B, L, D1), hidden_2 (B, L, D2)."""
+        first, second = conditions["hidden_1"], conditions["hidden_2"]
+        hidden = torch.cat([first, second.to(first.dtype)], dim=-1)
+        added = {"text_embeds": conditions["pooled"], "time_ids": conditions["time_ids"]}
+        return passes.Outputs(net(x_t, t, hidden, added_cond_kwargs=added, return_dict=False)[0])
 
     @property
-    def features(self) -> FeatureSpec:
-        found = self.source.architecture.features
-        draws = objective.noise_draws(self.cfg.noise, found.draws)
-        if self.cfg.cache.latents_as != "moments":
-            del draws["moments"]
-        return replace(found, draws=draws)
-
-    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
-        """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault.
-
-        lazy: frozen parts that something stands in for until they are woken, also beside others without weights (meta).
-        """
-        return load_parts(self.cfg, self.source, None if meta else self.vocabularies, meta=meta, lazy=lazy)
-
-    @cached_property
-    def vocabularies(self) -> tuple[ClipVocabulary, ClipVocabulary]:
-        """Read both; a conversion to a single file needs neither. Raises ConfigFault."""
-        return vocabularies(self.cfg, self.source)
-
-    def comes_without(self) -> dict[str, str]:
-        """Return what the weights lack and a hub has: its field -> its id. Raises ConfigFault."""
-        return comes_without(self.cfg, self.source)
-
-    def tokenizer(self, parts: Parts) -> SDXLTokenize:
-        """Return the picklable function from captions to token ids. Raises ConfigFault."""
-        return SDXLTokenize(self.vocabularies, self.cfg.model.max_token_length, weighted=self.cfg.captions.weighted)
-
-    def encoders(self, parts: Parts) -> dict[str, Encoder]:
-        """Describe what may be cached: "latents", and each text encoder that is frozen, by its name."""
-        num_chunks = self.tokenizer(parts).num_chunks
-        return encoders.encoders(self.cfg, parts, self.source, self.vocabularies, num_chunks)
+    def patch(self) -> int:  # type: ignore[override]
+        """Latent pixels that both sides of a picture are multiples of: each level of the UNet but the last halves them."""
+        return 2 ** (len(self.source.sizes["unet"]["block_out_channels"]) - 1)
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""
         found = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
-        unet: Any = parts.root.unet
-        blocks = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
-        blocks += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
-        return found + [(f"unet.{name}", unet.get_submodule(name)) for name in blocks]
+        unet: Any = parts.root.get_submodule("unet")
+        names = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
+        names += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
+        return found + [(f"unet.{name}", unet.get_submodule(name)) for name in names]
 
     def repeated(self, parts: Parts) -> list[nn.Module]:
         """List the blocks that recur, each compiled once a width; whole UNet blocks would unroll dozens of them."""
         kinds = ("BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer")
         return [module for module in parts.root.modules() if type(module).__name__ in kinds]
 
-    @torch.no_grad()
-    def inputs(self, batch: Batch, parts: Parts) -> Inputs:
-        """Encode, noise and weigh one micro batch; trained encoders get their ids, in root."""
-        section, t = self.cfg.noise, batch.draws["timestep"].long()
-        latents = self.latents(batch, parts)
-        noise = objective.noise_of(section, batch, latents)
-        table = objective.table_of(section, latents.device)
-        target = ddpm.target(table, latents, noise, t, self.cfg.model.prediction_type)
-        x_t = ddpm.add_noise(table, latents, objective.perturbed(section, batch, noise), t)
-        weight, mask = objective.weight_of(self.cfg, batch, t), objective.mask_of(batch, latents)
-        return Inputs(x_t, t, self.text(batch, parts), target, weight, mask)
+    def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
+        """Count forward and backward of one sample (see unet_flops.py)."""
+        latent = (bucket.height // self.vae.factor, bucket.width // self.vae.factor)
+        chunks = chunks_of(self.cfg.model.max_token_length)
+        return unet_flops.flops(self.source.sizes, latent, num_chunks=chunks, trained=self.rates)
 
-    def latents(self, batch: Batch, parts: Parts) -> Tensor:
-        """Sample the VAE's posterior with the draw "moments", or take its mean, scaled to the UNet's range."""
-        return raw_latents(self.cfg, batch, parts) * self.source.architecture.vae["scaling_factor"]
+    # ------------------------------------------------------------------ captions
 
-    def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
-        """Return conditions: size ids, and of each text encoder its output where frozen, else the ids for it."""
-        sizes = [batch.features[name] for name in ("original_size", "crop_top_left", "target_size")]
-        return {"time_ids": torch.cat(sizes, dim=1).float(), **encoders.words(self.cfg, batch, parts)}
+    @property
+    def skips(self) -> bool:
+        """Tell whether other states of the encoders are read than SDXL's."""
+        return self.clip_skip != CLIP_SKIP
 
-    def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Predict noise or velocity. Shapes: (B, C, H, W) as x_t."""
-        return (root(inputs.x_t, inputs.timestep, inputs.conditions),)
+    def tokenizer(self, parts: Parts) -> ClipTokenize:  # type: ignore[override]
+        """Return the picklable function from captions to ids (B, N, 77) of both encoders. Raises ConfigFault."""
+        model = self.cfg.model
+        return ClipTokenize(self.vocabularies, model.max_token_length, weighted=self.cfg.captions.weighted)
 
-    def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]:
-        """Sum over samples of weight times the sample's own mean loss, in fp32."""
-        table = objective.table_of(self.cfg.noise, inputs.timestep.device)
-        found = objective.sample_losses(self.cfg.loss, table, outputs[0], inputs)
-        return {"loss": (inputs.weight * found).sum()}
+    def _length(self, text: Text) -> int:
+        return CHUNK * chunks_of(self.cfg.model.max_token_length) + 2
+
+    def text_settings(self, place: int) -> str:
+        """Say all that decides what a text encoder makes of a caption, weights aside, for its fingerprint."""
+        tokens = f"tokens {ClipTokenize.digest(self.vocabularies)} in {chunks_of(self.cfg.model.max_token_length)}"
+        return f"clip_skip {self.clip_skip}, {self.precision(self.texts[place - 1].part)}, {tokens}"
+
+    def reader(self, text: Text) -> str:
+        """Name who decides which states of an encoder are read, for messages."""
+        return f"--clip_skip={self.clip_skip}" if self.skips else self.row.title
+
+    def remarks(self) -> list[str]:
+        """Say where weights predict something else, and how a model of other layers is used: no format carries that."""
+        notes, wanted = [], self.cfg.model.prediction_type
+        if (said := self._prediction_of_source()) not in (None, wanted):
+            notes.append(f"these weights say that they predict {said}; this run trains {wanted}")
+        if self.skips:
+            notes.append(
+                f"clip_skip {self.clip_skip}: draw with the same clip skip; in diffusers, which counts from SDXL's own, "
+                f"that is clip_skip={self.clip_skip - CLIP_SKIP}"
+            )
+        return notes
+
+    def _prediction_of_source(self) -> str | None:
+        whole = self.source.whole
+        if whole is None:
+            return self.source.scheduler.get("prediction_type")
+        if {"v_pred", "edm_vpred.sigma_max"} & whole.marks:
+            return "v_prediction"
+        return {"v": "v_prediction", "epsilon": "epsilon"}.get(whole.header.get("modelspec.prediction_type", ""))
+
+    # ------------------------------------------------------------------ rates, checks
 
     def param_groups(self, root: nn.Module) -> list[Group]:
         """Group parameters by part, and by the UNet's blocks where they have rates of their own."""
-        return param_groups(root, self.cfg)
+        groups, rates = super().param_groups(root), self.cfg.optimizer.block_lr
+        if not rates or "unet" not in self.rates:
+            return groups
+        return [*blocks.groups(root.get_submodule("unet"), groups[0].named_params, rates), *groups[1:]]
 
-    def export(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        parts: Parts,
-        layout: str,
-        path: Path,
-        *,
-        dtype: torch.dtype | None = None,
-        metadata: dict[str, str] | None = None,
-    ) -> Path:
-        """Write weights for inference; what the stream lacks comes from parts, or from its source where a part sleeps."""
-        dtype_of = partial(storage_dtype, self.cfg)
-        metadata, weights = metadata or {}, chain(weights, stand_in.asleep(self.source, parts, dtype_of))
-        if layout.startswith("diffusers"):
-            parts = replace(parts, tokenizers=by_name(self.vocabularies))
-            return export_folder(weights, parts, path, layout, dtype, metadata, self.schedule)
-        scale = getattr(self.source, "logit_scale", None)
-        return export_file(weights, parts, path, layout, dtype, metadata, scale)
+    def freeze(self, parts: Parts, root: DenoiserRoot) -> list[str]:
+        notes = super().freeze(parts, root)
+        return notes + (blocks.freeze(root.denoiser, self.cfg.optimizer.block_lr) if "unet" in self.rates else [])
 
-    @property
-    def schedule(self) -> SchedulerConfig:
-        return SchedulerConfig(self.cfg.model.prediction_type, self.cfg.noise.zero_terminal_snr)
+    def faults(self, net: nn.Module) -> list[Fault]:
+        """Find what a configuration asks of this model and it has not. net: without weights."""
+        problems = super().faults(net) + blocks.faults(net, self.cfg.optimizer.block_lr)
+        layers = min(self.source.sizes[text.part]["num_hidden_layers"] for text in self.texts)
+        if self.clip_skip > layers:
+            what = f"is {self.clip_skip}, a text encoder here has {layers} layers"
+            problems.append(Fault("--clip_skip", what, "2 is SDXL's"))
+        return problems
 
-    def stream(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """Give every weight of the configured model straight from its source: parts may be on the meta device."""
-        yield from stand_in.stored(self.source, {**dict(parts.root.named_children()), **parts.frozen})
+    def misfits(self, sizes: Sizes, where: str) -> list[Fault]:
+        """Name what does not fit together, before a weight is read."""
+        made, taken = sizes["vae"].get("latent_channels"), sizes["unet"].get("in_channels")
+        if self.cfg.model.vae and made != taken:
+            return [Fault("--vae", f"{self.cfg.model.vae} makes {made} latent channels, the UNet takes {taken}")]
+        if sizes["vae"].get("latents_mean") is not None:
+            what = "latents_mean is not SDXL's: its latents are scaled by scaling_factor alone"
+            return [Fault(f"{where} [vae]", what)]
+        return super().misfits(sizes, where)
+
+    # ------------------------------------------------------------------ files
+
+    def rule(self, part: str) -> Callable[[Any], Rule] | None:
+        """Return what says, of a part's module, where its tensors lie in the original layout."""
+        own = {"unet": original.unet_rule, "text_encoder_2": original.clip_rule}
+        return own.get(part) or super().rule(part)
+
+    def beside(self, parts: Parts) -> dict[str, Tensor]:
+        """Return two tensors that the released file has; the contrastive temperature is the loaded file's, or OpenCLIP's."""
+        whole = self.source.whole
+        stored = whole is not None and LOGIT_SCALE in whole.marks
+        scale = whole.get(LOGIT_SCALE) if whole and stored else torch.tensor(math.log(1 / 0.07))
+        length = self.source.complete("text_encoder_1")["max_position_embeddings"]
+        return {POSITION_IDS: torch.arange(length)[None], LOGIT_SCALE: scale}
+
+    def model_index(self, classes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what model_index.json says, in its usual order."""
+        return {**dict(sorted(classes.items())), **self.index}
+
+    def header_facts(self) -> dict[str, str | None]:
+        """Return what modelspec says of this model, by its names."""
+        native = self.source.sizes["unet"].get("sample_size", 128) * self.vae.factor
+        width, height = self.cfg.data.resolution or (native, native)
+        return {"architecture": self.modelspec, "resolution": f"{width}x{height}", **super().header_facts()}
 
     def pipeline(self, parts: Parts) -> Any:
         """Return a StableDiffusionXLPipeline over the very modules of parts."""
         from difftrain.models.sdxl.pipeline import make_pipeline
 
-        return make_pipeline(parts, self.tokenizer(parts), self.schedule, clip_skip_of(self.cfg))
-
-    def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
-        """Count forward and backward of one sample (see flops.py)."""
-        chunks = chunks_of(self.cfg.model.max_token_length)
-        trained = frozenset(learning_rates(self.cfg))
-        return flops_per_sample(self.source.architecture, bucket, num_chunks=chunks, trained=trained)
-
-    def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]:
-        """Return modelspec.* and, of a run, ss_* for the header of an export (see metadata.py)."""
-        return header(self.cfg, self.source.architecture, title, saved_at, facts)
+        return make_pipeline(self, parts)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Parts
-from difftrain.models.parts.quiet import quiet_imports
-from difftrain.models.sdxl.text import CLIP_SKIP, encode_first, encode_second
-from difftrain.models.sdxl.tokens import SDXLTokenize
+from difftrain.models.quiet import quiet_imports
+from difftrain.models.text.encode import encode
 
 with quiet_imports():
     from diffusers import StableDiffusionXLPipeline
@@ -17,14 +16,14 @@ with quiet_imports():
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difftrain.models.sdxl.schedule import SchedulerConfig
+    from difftrain.models.sdxl.family import SDXLFamily
 
 
 class CaptionPipeline(StableDiffusionXLPipeline):
     """Encode prompts as this training encodes captions: in chunks of 75 tokens, with weights, from its layers."""
 
-    tokenize: SDXLTokenize
-    trained_clip_skip: int
+    tokenize: Any
+    texts: Any
     text_encoder: Any
     text_encoder_2: Any
 
@@ -50,30 +49,28 @@ class CaptionPipeline(StableDiffusionXLPipeline):
     def _encode(self, prompts: list[str], repeats: int) -> tuple[Tensor, Tensor]:
         device = next(self.text_encoder.parameters()).device
         read = {name: value.to(device) for name, value in self.tokenize(prompts).items()}
-        skip = self.trained_clip_skip
-        first = encode_first(self.text_encoder, read["input_ids_1"], read.get("token_weights_1"), skip)
-        second, pooled = encode_second(self.text_encoder_2, read["input_ids_2"], read.get("token_weights_2"), skip)
-        hidden = torch.cat([first, second.to(first.dtype)], dim=-1)
-        return hidden.repeat_interleave(repeats, 0), pooled.repeat_interleave(repeats, 0)
+        made = encode(self.texts, 1, self.text_encoder, read) | encode(self.texts, 2, self.text_encoder_2, read)
+        hidden = torch.cat([made["hidden_1"], made["hidden_2"].to(made["hidden_1"].dtype)], dim=-1)
+        return hidden.repeat_interleave(repeats, 0), made["pooled"].repeat_interleave(repeats, 0)
 
 
-def make_pipeline(parts: Parts, tokenize: SDXLTokenize, schedule: SchedulerConfig, clip_skip: int = CLIP_SKIP) -> Any:
+def make_pipeline(family: SDXLFamily, parts: Parts) -> Any:
     """Make a StableDiffusionXLPipeline; where captions are encoded in another way than diffusers', prompts are too."""
-    held = {**dict(parts.root.named_children()), **parts.frozen}
-    plain = tokenize.num_chunks == 1 and not tokenize.weighted and clip_skip == CLIP_SKIP
+    held, tokenize = {**dict(parts.root.named_children()), **parts.frozen}, family.tokenizer(parts)
+    plain = tokenize.num_chunks == 1 and not tokenize.weighted and not family.skips
     kind = StableDiffusionXLPipeline if plain else CaptionPipeline
     pipeline = kind(
         vae=held["vae"],
         text_encoder=held["text_encoder_1"],
         text_encoder_2=held["text_encoder_2"],
-        tokenizer=parts.tokenizers["tokenizer_1"].transformers_tokenizer(),
+        tokenizer=parts.tokenizers["tokenizer"].transformers_tokenizer(),
         tokenizer_2=parts.tokenizers["tokenizer_2"].transformers_tokenizer(),
         unet=held["unet"],
-        scheduler=schedule.make("EulerDiscreteScheduler"),
+        scheduler=family.scheduler(),
         # dropped captions are trained as the encoded empty text (kohya), so that is what no prompt means, not zeros
         force_zeros_for_empty_prompt=False,
         add_watermarker=False,
     )
     if isinstance(pipeline, CaptionPipeline):
-        pipeline.tokenize, pipeline.trained_clip_skip = tokenize, clip_skip
+        pipeline.tokenize, pipeline.texts = tokenize, family.texts
     return pipeline

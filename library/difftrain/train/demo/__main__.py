@@ -9,8 +9,9 @@ from pathlib import Path
 from difftrain.config.held import hold_back
 from difftrain.contracts.errors import DifftrainError
 from difftrain.device.choice import calm_threads, hide_unusable_npu, hold_autoload
+from difftrain.models.registry import FAMILIES
 from difftrain.train.demo.home import ALL, make
-from difftrain.train.demo.make import KINDS
+from difftrain.train.demo.make import DEFAULT_FAMILY, KINDS
 from difftrain.train.demo.prepare import prepare
 from difftrain.train.demo.recipe import SIZES
 
@@ -26,9 +27,10 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full demo")
     parser.add_argument("--data_only", action="store_true", help="make no model")
     parser.add_argument(
-        "--make", choices=KINDS, help="SD3-Light's, in --folder, in place of SDXL's in the user's cache"
+        "--make", choices=KINDS, help="of a recipe of train.py, in --folder, in place of SDXL's in the user's cache"
     )
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--family", choices=sorted(FAMILIES), default=DEFAULT_FAMILY, help="of the model in --folder")
     parser.add_argument("--part", action="append", choices=ALL, help="of it: all unless given")
     asked = parser.parse_args()
     hold_autoload()
@@ -37,7 +39,7 @@ def main() -> int:
     hide_unusable_npu("cpu")
     try:
         if asked.make and asked.folder:
-            make(asked.make, asked.folder, asked.scale, _say, tuple(asked.part or ALL))
+            make(asked.make, asked.folder, asked.scale, _say, tuple(asked.part or ALL), asked.family)
         else:
             prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=_say)
     except DifftrainError as error:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from difftrain.contracts import DataFault
+from difftrain.models.registry import FAMILIES
 from difftrain.train.demo import recipe, sets
-from difftrain.train.demo.make import MODEL, TRAIN, UNSEEN, data_text
+from difftrain.train.demo.make import DEFAULT_FAMILY, MODEL, TRAIN, UNSEEN, data_text
 from difftrain.train.demo.prepare import whole
 
 Say = Callable[[str], None]
@@ -20,7 +21,9 @@ PROMPTS = {
 }
 
 
-def make(kind: str, home: Path, scale: float, say: Say, parts: tuple[str, ...] = ALL) -> None:
+def make(
+    kind: str, home: Path, scale: float, say: Say, parts: tuple[str, ...] = ALL, family: str = DEFAULT_FAMILY
+) -> None:
     """Make what is missing of a folder: the data first, to which the model is fitted.
 
     Raises: DataFault where pictures cannot be fetched, or nothing can be written.
@@ -30,7 +33,7 @@ def make(kind: str, home: Path, scale: float, say: Say, parts: tuple[str, ...] =
         if "data" in parts or kind != "tiny":
             _make_data(kind, home, scale, say)
         if MODEL in parts:
-            whole(home / MODEL, lambda aside: _make_model(kind, home, scale, aside, say))
+            whole(home / MODEL, lambda aside: _make_model(kind, family, home, scale, aside, say))
     except OSError as error:
         raise DataFault(f"{home}: the demo's folder cannot be written: {error}") from error
 
@@ -55,14 +58,14 @@ def _write_pictures(kind: str, place: Path, scale: float, aside: Path, say: Say)
     say(f"captioned pictures: {said}, {time.monotonic() - started:.0f} s: {place}")
 
 
-def _make_model(kind: str, home: Path, scale: float, aside: Path, say: Say) -> None:
+def _make_model(kind: str, family: str, home: Path, scale: float, aside: Path, say: Say) -> None:
     from difftrain.train.demo import flow_model
 
     if kind == "tiny":
-        flow_model.write_tiny(aside)
-        say(f"a random model, SD3-Light's tiny stand-in: {home / MODEL}")
+        flow_model.write_tiny(aside, family)
+        say(f"a random model, the smallest {FAMILIES[family].title}: {home / MODEL}")
     else:
-        flow_model.write_model(kind, scale, home / "pictures" / TRAIN, aside, say)
+        flow_model.write_model(kind, scale, home / "pictures" / TRAIN, aside, say, family)
 
 
 def _replace(path: Path, text: str) -> None:

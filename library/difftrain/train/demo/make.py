@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftrain.config.there import Coming
+from difftrain.models.registry import FAMILIES
 from difftrain.train.demo.recipe import SIDE
 
 MODEL, TRAIN, UNSEEN = "model", "train", "unseen"
 KINDS = ("tiny", "shapes", "emoji")
+DEFAULT_FAMILY = next(name for name, row in FAMILIES.items() if row.networks_by_train_type)  # of the launchers' demos
 WITH_UNSEEN = ("shapes", "emoji")  # what is held out, and prompts
 _WAIT_S = 3600.0  # for another process that makes it
 _PATHS = {  # what the folder holds, by the keys that name it
@@ -30,11 +32,12 @@ _PATHS = {  # what the folder holds, by the keys that name it
 
 
 class Wish(NamedTuple):
-    """What to make where."""
+    """What to make where, for which family."""
 
     kind: str
     folder: Path
     parts: tuple[str, ...]  # "model", "data"
+    family: str
 
 
 def wished(argv: Sequence[str]) -> Wish | None:
@@ -57,7 +60,8 @@ def wished(argv: Sequence[str]) -> Wish | None:
     }
     parts = tuple(part for part, values in named.items() if any(_inside(value, home) for value in values))
     absent = tuple(part for part in parts if not _there(home, part))
-    return Wish(demo.make, home, absent) if absent else None
+    family = given.get("model.type") or _at(tables, "model.type") or _at(tables, "type")
+    return Wish(demo.make, home, absent, str(family or DEFAULT_FAMILY)) if absent else None
 
 
 def foreseen(argv: Sequence[str], say: Callable[[str], None] = print) -> Coming | None:
@@ -95,7 +99,12 @@ def _make(wish: Wish, say: Callable[[str], None]) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return _wait(wish)
     say(f"{wish.folder}: making {' and '.join(wish.parts)} of the demo {wish.kind!r}, which the recipe names")
-    words = [f"--make={wish.kind}", f"--folder={wish.folder}", *(f"--part={part}" for part in wish.parts)]
+    words = [
+        f"--make={wish.kind}",
+        f"--folder={wish.folder}",
+        f"--family={wish.family}",
+        *(f"--part={part}" for part in wish.parts),
+    ]
     library = Path(__file__).resolve().parents[3]
     path = os.pathsep.join(filter(None, [str(library), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "difftrain.train.demo", *words]

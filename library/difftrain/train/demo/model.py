@@ -12,8 +12,8 @@ import torch
 
 from difftrain.config import ModelSection, TrainConfig, TrainingSection
 from difftrain.data.media import decode
-from difftrain.models.parts.vae_fit import closed_form_encoder, psnr, train_decoder
 from difftrain.models.registry import make_family
+from difftrain.models.vae.fit import closed_form_encoder, psnr, train_decoder
 from difftrain.train.demo import recipe
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from difftrain.config.families import learns_flow
 from difftrain.contracts import Batch, Bucket
 from difftrain.data.loader import make_loader
 from difftrain.data.validation import validation_batches
@@ -55,7 +56,7 @@ TARGETS: dict[str, tuple[tuple[str, float, bool], ...]] = {
 
 def score_run(run: Run) -> tuple[dict[str, Any], list[Target]]:
     """Score the averaged weights; every rank calls it and takes its share. Return scores, and targets of a full demo."""
-    if run.cfg.model.family != "sdxl":
+    if learns_flow(run.cfg):
         from difftrain.train.demo.flow_score import score_flow
 
         return score_flow(run)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.models.parts.vae_fit import principal
+from difftrain.models.vae.fit import principal
 from difftrain.train.demo import recipe
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def fit_text(
     basis, _ = principal(x[..., None, None], min(COMPONENTS, *x.shape))
     wanted = (x - x.mean(0)) @ basis.T
     scale = wanted.std()
-    head = torch.nn.Linear(sum(encoder.config.projection_dim for encoder in encoders), wanted.shape[1])
+    with torch.no_grad():
+        width = _said(encoders, [each[:1] for each in ids]).shape[1]
+    head = torch.nn.Linear(width, wanted.shape[1])
     torch.nn.init.normal_(head.weight, std=head.in_features**-0.5, generator=rng)
     torch.nn.init.zeros_(head.bias)
     weights = [*head.parameters(), *(weight for encoder in encoders for weight in encoder.parameters())]
@@ -69,7 +71,8 @@ def fit_text(
 
 
 def _said(encoders: Sequence[Any], ids: Sequence[Tensor]) -> Tensor:
-    return torch.cat([encoder(each).text_embeds for encoder, each in zip(encoders, ids)], dim=-1)
+    outputs = [encoder(each) for encoder, each in zip(encoders, ids)]
+    return torch.cat([out.text_embeds if "text_embeds" in out else out.pooler_output for out in outputs], dim=-1)
 
 
 def _fewer(config: Any, ids: Tensor, rng: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ from difftrain.config import TrainConfig, hub_ids
 from difftrain.config.finding import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.distributed.ranks import Ranks
-from difftrain.models.parts import repo_files
+from difftrain.models.weights import repo_files
 from difftrain.train.hub import client
 from difftrain.train.hub.ids import TOKENIZERS, Places, Slot, Wanted, localised, named, unasked, wanted
 from difftrain.train.hub.repository import DEFAULT, NotFetched, Repository, is_commit

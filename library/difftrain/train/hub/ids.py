@@ -13,8 +13,8 @@ from difftrain.config.sections import SubsetSection
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.data.sources.configured import CAPTION_SUFFIXES
 from difftrain.data.sources.repo_files import data_files
-from difftrain.models.parts import repo_files
 from difftrain.models.registry import make_family
+from difftrain.models.weights import repo_files
 from difftrain.train.hub import client
 
 Slot = tuple[str, str]  # a field of the configuration, and what is written there

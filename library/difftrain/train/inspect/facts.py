@@ -42,7 +42,7 @@ class Look:
     seeded: bool
     ranks: int
     stops: list[str]
-    tokens: Any = None  # counts tokens (SDXLTokenize), or None without a model
+    tokens: Any = None  # counts tokens (a family's tokenizer), or None without a model
 
 
 def gather(look: Look) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""What a family is made of, and what follows from that before a module is filled: sizes, latents, draws, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.config.rates import part_rates
+from difftrain.contracts import (
+    DrawSpec,
+    Fault,
+    Feature,
+    FeatureSpec,
+    Parts,
+)
+from difftrain.models import speedups
+from difftrain.models.facts import Agree, Bound, Lora, OneFile, Option, Shift, Sizes, Text
+from difftrain.models.objective import flow
+from difftrain.models.registry import FAMILIES, FamilyRow
+from difftrain.models.text.small_vocabulary import MAX_BUILT_IN
+from difftrain.models.text.tokenize import Tokenize, vocabularies
+from difftrain.models.vae.adapters import Latents
+from difftrain.models.vae.latents import MOMENTS
+from difftrain.models.weights import original
+from difftrain.models.weights.fingerprints import Stamp
+from difftrain.models.weights.keys import Rule, table_rule
+from difftrain.models.weights.source import Source, misfits, shipped_sizes, source_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difftrain.config import TrainConfig
+
+# (part, dtype) -> the file that an export of this run wrote, and what it was then
+Written = dict[tuple[str, torch.dtype], tuple[Path, Stamp]]
+
+
+class Description:
+    """What a family is made of: its facts, and what follows from them and the configuration without a weight.
+
+    Facts: texts, blocks (lists of the denoiser, in order), patch (latent pixels along a token's side), shift, keys (the
+    table of the original layout), infer (its sizes from shapes), agree, zero and unread (patterns of the denoiser's
+    parameters that begin as zeros, and that no loss reaches; {last} is the last block), lora, options, vae_scales (of a
+    VAE in a single file; None: those of the model that it is for), folders (part -> folder where they differ),
+    beside_sizes (what a file of sizes may say beside its sections), index (more of model_index.json), modelspec and
+    kohya_name (what headers call it), needed (sizes of a part that have to be said), one_file (of all parts in the
+    original layout), flags (field of [model] -> the flag that messages name), as_trained (folder of an export with the
+    denoiser as it is trained, where the export's is another).
+    named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
+    widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
+    """
+
+    name: str
+    texts: tuple[Text, ...] = ()
+    blocks: tuple[str, ...] = ()
+    patch: int = 2
+    shift: Shift = Shift()
+    keys: str = ""
+    infer: Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]] | None = None
+    agree: tuple[Agree | Bound, ...] = ()
+    zero: str = ""
+    unread: str = ""
+    lora: Lora = Lora()
+    options: tuple[Option, ...] = ()
+    vae_scales: Mapping[str, Any] | None = MappingProxyType({})
+    folders: Mapping[str, str] = {}
+    beside_sizes: tuple[str, ...] = ()
+    tokenizer_classes: Mapping[str, str] = {"clip": "CLIPTokenizer", "t5": "T5TokenizerFast", "llm": "Qwen2Tokenizer"}
+    index: Mapping[str, Any] = {}
+    modelspec: str = ""
+    as_trained: str = ""
+    kohya_name: str = ""
+    needed: Mapping[str, tuple[str, ...]] = {}
+    one_file: OneFile | None = None
+    flags: Mapping[str, str] = {}
+    named_hashes: bool = False
+    widens_text: bool = True
+
+    def __init__(self, cfg: TrainConfig) -> None:
+        self.cfg = cfg
+        self.written: Written = {}  # what exports of this run wrote of frozen parts
+
+    # ------------------------------------------------------------------ what it is made of
+
+    @property
+    def row(self) -> FamilyRow:
+        """What is known of it before torch is imported."""
+        return FAMILIES[self.name]
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Map each part to its class; the first is the denoiser."""
+        return self.row.parts
+
+    @property
+    def denoiser(self) -> str:
+        """Name the part that is trained."""
+        return next(iter(self.parts))
+
+    def folder(self, part: str) -> str:
+        """Return a part's folder in diffusers' layout, which is its section in a file of sizes."""
+        return self.folders.get(part, part)
+
+    @cached_property
+    def rates(self) -> Mapping[str, float]:
+        """Map the parts that are trained to their rates."""
+        return part_rates(self.cfg)
+
+    @cached_property
+    def in_root(self) -> tuple[str, ...]:
+        """Name the parts that the root holds: the denoiser, and the text encoders that are trained with it."""
+        return (self.denoiser, *dict.fromkeys(text.part for text in self.texts if text.part in self.rates))
+
+    def where(self, field: str) -> str:
+        """Return what messages call a field of [model]."""
+        usual = {"pretrained": "diffusers_path"}.get(field, field)
+        return self.flags.get(field, f"[model] {usual}")
+
+    def rule(self, part: str) -> Callable[[Any], Rule] | None:
+        """Return what says, of a part's module, where its tensors lie in the original layout; None: by their names."""
+        if part == self.denoiser and self.keys:
+            return lambda module: table_rule(
+                self.keys, {name: tuple(value.shape) for name, value in module.state_dict().items()}
+            )
+        return original.vae_rule if self.parts[part] == "diffusers:AutoencoderKL" else None
+
+    def misfits(self, sizes: Sizes, where: str) -> list[Fault]:
+        """Name what does not fit together, before a weight is read. where: the sizes come from."""
+        return misfits(self, sizes, where)
+
+    @cached_property
+    def source(self) -> Source:
+        """Find the weights that the configuration names. Raises ConfigFault."""
+        return source_of(self.cfg, self)
+
+    def drawn_sizes(self) -> dict[str, Any]:
+        """Return the sizes of parts that may be stored nowhere: a section each, by its folder. Raises ConfigFault."""
+        choice = self.cfg.model.init_from_config
+        return shipped_sizes(self, choice) if choice else {}
+
+    @cached_property
+    def vae(self) -> Latents:
+        """Say how raw latents and latents hang together."""
+
+        def stored(name: str) -> Tensor:
+            reader = self.source.readers.get("vae")
+            if reader is not None:
+                return reader.tensor(name)
+            drawn = dict(self.source.weights("vae", self.source.build("vae")))
+            return drawn[name]
+
+        return Latents(self.parts["vae"], self.source.complete("vae"), stored)
+
+    @property
+    def features(self) -> FeatureSpec:
+        """Say what is needed of the data: raw latents, and the draws."""
+        vae = self.vae
+        drawn = DrawSpec("normal", channels=vae.channels, factor=vae.factor, frames=vae.frames)
+        raw = Feature(vae.raw_channels, vae.raw_factor, frames=vae.frames)
+        draws = self.draws(drawn)
+        if self.cfg.cache.latents_as == "moments":
+            draws[MOMENTS] = DrawSpec("normal", channels=raw.channels, factor=raw.factor, frames=raw.frames)
+        return FeatureSpec({"latents": raw}, draws | speedups.draws(self.cfg, self.token), self.token)
+
+    @property
+    def token(self) -> int:
+        """Pixels along a token's side, of which both sides of a picture are multiples."""
+        return self.vae.factor * self.patch
+
+    def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
+        """Return the host draws of the objective."""
+        return flow.draws(latent, flow.time_of(self.cfg.flow, self.token, self.shift, self.vae.frames))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each text encoder's output keeps."""
+        return tuple(self._length(text) for text in self.texts)
+
+    def _length(self, text: Text) -> int:
+        if text.kind == "clip":
+            return min(text.length, int(self.source.complete(text.part).get("max_position_embeddings", text.length)))
+        return self.cfg.model.t5_max_length if "model.t5_max_length" in self.row.takes else text.length
+
+    @cached_property
+    def vocabularies(self) -> tuple[Any, ...]:
+        """Read the vocabulary of every text encoder. Raises ConfigFault."""
+        sizes = {text.part: self.source.complete(text.part) for text in self.texts}
+        return vocabularies(self.texts, self.source.tokenizer_dirs, sizes, self.row.title)
+
+    def comes_without(self) -> dict[str, str]:
+        """Return the vocabularies that the weights lack and a hub has: field -> id. Raises ConfigFault."""
+        source = self.source
+        return {
+            f"model.tokenizer{place}": text.hub
+            for place, text in enumerate(self.texts, start=1)
+            if text.hub and text.tokenizer not in source.tokenizer_dirs
+            if source.complete(text.part).get("vocab_size", 0) > MAX_BUILT_IN
+        }
+
+    def tokenizer(self, parts: Parts) -> Tokenize:
+        """Return the picklable function from captions to token ids. Raises ConfigFault."""
+        return Tokenize(self.texts, self.vocabularies, self.lengths)

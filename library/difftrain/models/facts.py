@@ -1,0 +1,155 @@
+"""What a family says of itself as data. Nothing here imports torch: messages, docs and loading read the same facts.
+
+The row of a family (models/registry.py) names its parts; its class holds these facts and the maths of its denoiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Sizes = Mapping[str, Mapping[str, Any]]  # part -> its constructor's arguments, defaults included
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text encoder: from a caption to hidden states, to a vector, or to both.
+
+    part: its name among the family's parts. tokenizer: folder of diffusers' layout. length: tokens that are kept; of
+    CLIP's no more than it has positions.
+    hidden: which of hidden_states is read; "last": the output, behind the last norm; None: none.
+    layers: several hidden states side by side, in place of one. pooled: the field of the output with the vector.
+    template: around the caption, which stands for "{}". drop: tokens of the template's head that are cut off what
+    comes out. masked: tokens are masked up to their end. reads_mask: the encoder is given that mask. zeros: rows of
+    padding become zeros. passes_mask: the denoiser is given the mask of what comes out.
+    pads_zero: of CLIP: texts are filled up with id 0, as OpenCLIP does, in place of the end's.
+    mask: its name among features; pooled_as: the vector's; empty: by the encoder's place, mask_1 and pooled_1.
+    hub: a repository that has the vocabulary, for weights that come without it.
+    """
+
+    part: str
+    tokenizer: str
+    kind: Literal["clip", "t5", "llm"]
+    length: int
+    hidden: int | Literal["last"] | None = "last"
+    layers: tuple[int, ...] = ()
+    pooled: str | None = None
+    template: str = "{}"
+    drop: int = 0
+    masked: bool = False
+    reads_mask: bool = True
+    zeros: bool = True
+    passes_mask: bool = False
+    pads_zero: bool = False
+    mask: str = ""
+    pooled_as: str = ""
+    hub: str = ""
+
+
+@dataclass(frozen=True)
+class OneFile:
+    """A single file with all parts of a model in their original layout.
+
+    prefixes: part -> what stands before the names of its tensors. released: the shipped size of a file that says none.
+    beside: tensors that such files have and no part reads; ignored: pattern of what trainers and mergers leave there.
+    layout: what such a file is known by, for messages.
+    """
+
+    prefixes: Mapping[str, str]
+    released: str
+    layout: str
+    beside: tuple[str, ...] = ()
+    ignored: str = "$^"
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How a sampler shifts the times of a flow, t <- s t / (1 + (s - 1) t), where the weights' folder does not say it.
+
+    dynamic: (first, last tokens, low, high mu): s = e^mu with mu linear in the number of image tokens.
+    terminal: the last time that is walked to, stretched to it. walks: its pipeline walks from 1 to 1/n; else the
+    scheduler chooses its own times.
+    """
+
+    s: float = 1.0
+    dynamic: tuple[int, int, float, float] | None = None
+    terminal: float | None = None
+    walks: bool = True
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Where adapters go by default: leaves of the names of linear layers inside the blocks.
+
+    comfy: prefix of ComfyUI's keys. original: these are spelt as in the original layout, else as in diffusers'.
+    """
+
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    comfy: str = "diffusion_model."
+    original: bool = True
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting that few families know. field: of the configuration. meaning: one line for docs and messages."""
+
+    field: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Agree:
+    """What must hold between parts before a weight is read. where: "part.argument". must: what it has to be, by sizes."""
+
+    where: str
+    must: Callable[[Sizes], Any]
+    why: str
+
+    def misfit(self, sizes: Sizes) -> tuple[str, str, str] | None:
+        """Return (place, what, remedy) where the sizes do not agree."""
+        part, _, argument = self.where.partition(".")
+        value, right = sizes[part].get(argument), self.must(sizes)
+        return (
+            None
+            if _plain(value) == _plain(right)
+            else (f"[{part}] {argument}", f"is {value}, must be {right}", self.why)
+        )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What must not be. where: "part.argument". wrong: says what is wrong, by sizes; nothing where it is right.
+
+    why: with "{part[argument]}" where a size stands.
+    """
+
+    where: str
+    wrong: Callable[[Sizes], str]
+    why: str
+
+    def misfit(self, sizes: Sizes) -> tuple[str, str, str] | None:
+        """Return (place, what, remedy) where a bound is broken."""
+        part, _, argument = self.where.partition(".")
+        what = self.wrong(sizes)
+        return (f"[{part}] {argument}", what, self.why.format(**sizes)) if what else None
+
+
+def clip_bounds(part: str) -> tuple[Bound, ...]:
+    """Say what no CLIP text encoder may be."""
+
+    def heads(sizes: Sizes) -> str:
+        width = sizes[part]["hidden_size"]
+        return f"is {width}" if width % sizes[part]["num_attention_heads"] else ""
+
+    def positions(sizes: Sizes) -> str:
+        number = sizes[part]["max_position_embeddings"]
+        return "" if number >= 3 else f"is {number}"
+
+    why = "a sequence has two marks and at least one token between them"
+    multiple = f"a multiple of num_attention_heads {{{part}[num_attention_heads]}}"
+    return Bound(f"{part}.hidden_size", heads, multiple), Bound(f"{part}.max_position_embeddings", positions, why)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,144 @@
+"""Floating-point operations of one sample: the very pass, forward and backward, counted by torch without memory.
+
+A step's work is a polynomial in the number of image tokens, of degree 2: products over tokens, and attention. Blocks of
+one list are alike, the first and the last apart. So few blocks are counted at three sizes, and the rest is arithmetic,
+exact to the last digit. Recomputed activations are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from difftrain.contracts import Batch, Bucket, Inputs
+from difftrain.models import repa
+from difftrain.models.root import DenoiserRoot
+from difftrain.models.routing import KEEP
+from difftrain.models.text.encode import features_of
+from difftrain.models.text.tokenize import mask_name
+
+if TYPE_CHECKING:
+    from difftrain.models.family import ModelFamily
+
+_FEW = 4  # blocks of a list that are counted one by one
+_SIDES, _KEPT = (2, 3, 4), (2, 4, 6)  # widths of small pictures of two rows, and how many tokens of them stay
+Points = list[tuple[int, int]]  # tokens and what they cost
+_known: dict[str, tuple[Points, Points]] = {}
+
+
+def flops_per_sample(family: ModelFamily, bucket: Bucket) -> float:
+    """Count what a step costs for one sample of a bucket; frozen weights need no gradient of their own.
+
+    All tokens and those that stay add up, f(N, K) = g(N) + h(K), each of degree 2: five counts say all of them.
+    """
+    sizes = {part: family.source.sizes[part] for part in family.parts}
+    speed = [family.cfg.repa.model_dump(), family.cfg.tread.model_dump(), family.cfg.patch_masking.model_dump()]
+    told = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed]
+    key = json.dumps([*told, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
+    if key not in _known:
+        _known[key] = _counts(family, bucket.frames)
+    by_tokens, by_kept = _known[key]
+    total = _through(by_tokens, (bucket.height // family.token) * (bucket.width // family.token))
+    if by_kept:
+        (kept,) = family.features.draws[KEEP].shape(bucket)
+        total += _through(by_kept, kept) - by_kept[0][1]
+    return float(total)
+
+
+def _counts(family: ModelFamily, frames: int) -> tuple[Points, Points]:
+    """Count small pictures: of several sizes, and of the largest with more and more tokens that stay."""
+    root, token = on_meta(family), family.token
+    fewest = 0 if root.span is None else _KEPT[0]
+    by_tokens = [(2 * s, _by_blocks(family, root, Bucket(2 * token, s * token, frames), fewest)) for s in _SIDES]
+    if root.span is None:
+        return by_tokens, []
+    largest = Bucket(2 * token, _SIDES[-1] * token, frames)
+    more = [(kept, _by_blocks(family, root, largest, kept)) for kept in _KEPT[1:]]
+    return by_tokens, [(fewest, by_tokens[-1][1]), *more]
+
+
+def _through(points: Points, x: int) -> int:
+    """Return the value at x of the polynomial through points (Lagrange), exact."""
+    total = Fraction(0)
+    for i, (xi, yi) in enumerate(points):
+        term = Fraction(yi)
+        for j, (xj, _) in enumerate(points):
+            term *= Fraction(x - xj, xi - xj) if i != j else 1
+        total += term
+    return int(total)
+
+
+def _by_blocks(family: ModelFamily, root: Any, bucket: Bucket, kept: int) -> int:
+    """Count with few blocks of each list whose middle ones are alike, and once more with one block more of each."""
+    inputs = blank_inputs(family, bucket)
+    if kept:
+        inputs.conditions[KEEP] = inputs.conditions[KEEP].new_zeros((1, kept))
+    net = root.denoiser
+    lists = {name: list(net.get_submodule(name)) for name in family.blocks}
+    whole = root.span is not None or root.target_layer is not None or hasattr(root, "projector")
+    whole = whole or any(len({_design(block) for block in blocks[1:-1]}) > 1 for blocks in lists.values())
+
+    def count(more: str = "") -> int:
+        for name, blocks in lists.items():
+            few = blocks if whole or len(blocks) < _FEW else [*blocks[: 2 + (name == more)], blocks[-1]]
+            owner, _, leaf = name.rpartition(".")
+            setattr(net.get_submodule(owner), leaf, torch.nn.ModuleList(few))
+        with FlopCounterMode(display=False) as counter:
+            align = hasattr(root, "projector")
+            outputs = root(inputs.x_t, inputs.timestep, inputs.conditions, align=align)
+            torch.stack([each.sum() for each in outputs if each.requires_grad]).sum().backward()
+        return int(counter.get_total_flops())
+
+    total = base = count()
+    if not whole:
+        total += sum((len(blocks) - 3) * (count(name) - base) for name, blocks in lists.items() if len(blocks) >= _FEW)
+    for name, blocks in lists.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(net.get_submodule(owner), leaf, torch.nn.ModuleList(blocks))
+    return total
+
+
+def _design(block: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    """Return what tells blocks of one list apart: not all of them have the same layers."""
+    return tuple((name, each.shape) for name, each in block.named_parameters())
+
+
+def on_meta(family: ModelFamily) -> DenoiserRoot:
+    """Build the root as it is trained, wholly without memory; attention is counted there alone."""
+    net = family.source.build(family.denoiser).to("meta")
+    root = DenoiserRoot(family, family.denoiser, net, **family.root_options(net, meta=True)).to("meta")
+    for name, each in net.named_parameters():
+        each.requires_grad_(not family.is_base(name))
+    return root
+
+
+def blank_inputs(family: ModelFamily, bucket: Bucket, device: str = "meta", batch: int = 1) -> Inputs:
+    """Make inputs of the shapes of a bucket, without content."""
+
+    def blank(*shape: int) -> torch.Tensor:
+        return torch.zeros((batch, *shape), device=device)
+
+    made: dict[str, torch.Tensor] = {}
+    for place, text in enumerate(family.texts, start=1):
+        sizes = family.source.complete(text.part)
+        features = features_of(family.texts, place, family.lengths[place - 1], sizes, "float32")
+        made |= {name: blank(*feature.shape(bucket)) for name, feature in features.items()}
+        if text.passes_mask:
+            shape = (batch, family.lengths[place - 1])
+            made[mask_name(family.texts, place)] = torch.ones(shape, dtype=torch.bool, device=device)
+    own = family.size_features((bucket.height, bucket.width), batch)
+    rows = torch.arange(batch)
+    told = Batch(bucket, rows, rows, {name: value.to(device) for name, value in own.items()}, {})
+    conditions = family.conditions(made, told)
+    draws = family.features.draws
+    if KEEP in draws:
+        conditions[KEEP] = torch.zeros((batch, *draws[KEEP].shape(bucket)), dtype=torch.int64, device=device)
+    x = blank(*draws["noise"].shape(bucket))
+    aims = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
+    return Inputs(
+        x, torch.full((batch,), 500.0, device=device), conditions, x, torch.ones(batch, device=device), aims=aims
+    )

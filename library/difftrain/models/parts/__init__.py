@@ -1,1 +1,0 @@
-"""Pieces that several families share: text encoders and their vocabularies, VAEs, weight files."""

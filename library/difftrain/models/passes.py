@@ -1,0 +1,151 @@
+"""The pass through a transformer: how an image enters, passes one block after another, and leaves.
+
+A family writes `enter`, `block` and `leave` over diffusers' own modules; `run` does the rest for all of them: it keeps
+activations or recomputes them, routes tokens around blocks, hands out what is between blocks, and is cut into stages.
+diffusers' own forward is the oracle: a pass gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from difftrain.models.routing import Kept, chosen, returned
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What goes from block to block. Shapes: image (B, N, D), text (B, L, D), temb (B, D) or (B, N, D).
+
+    size: of the latents in tokens, ([F,] h, w). rope: positions, whatever the blocks take. more: what else they take.
+    """
+
+    image: Tensor
+    text: Tensor | None
+    temb: Tensor
+    size: tuple[int, ...]
+    rope: Any = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class Blocks(Protocol):
+    """What a family says of its pass."""
+
+    blocks: tuple[str, ...]  # lists of the denoiser, in the order in which they run
+
+    def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens: ...
+    def block(self, block: Any, tokens: Tokens) -> Tokens: ...
+    def leave(self, net: Any, tokens: Tokens) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say what of the pass is handed out beside its result, and which image tokens pass blocks by.
+
+    text: numbers of blocks after which text tokens are, 0 = as they enter the first one. taps: those after which image
+    tokens are, as many as there are then. Blocks are counted from 1.
+    """
+
+    text: tuple[int, ...] = ()
+    taps: tuple[int, ...] = ()
+    kept: Kept | None = None
+
+
+@dataclass
+class Outputs:
+    """What a pass makes. Shapes: velocity as x_t; text (B, L, D) and image tokens (B, N, D) by block.
+
+    Where K tokens were kept for good the velocity is of their patches, one below another: (B, C, K p, p).
+    """
+
+    velocity: Tensor
+    text_after: dict[int, Tensor] = field(default_factory=dict)
+    image_after: dict[int, Tensor] = field(default_factory=dict)
+
+
+_PLAIN = Plan()
+
+
+def blocks_of(family: Blocks, net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks in the order in which they run, by their names in the denoiser."""
+    for each in family.blocks:
+        yield from ((f"{each}.{name}", block) for name, block in net.get_submodule(each).named_children())
+
+
+def run(
+    family: Blocks, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: Plan = _PLAIN
+) -> Outputs:
+    """Predict. Shapes: x_t (B, C, [F,] H, W), t (B,) in 0..1000."""
+    tokens = family.enter(net, x_t, t, conditions)
+    text_after = {0: tokens.text} if 0 in plan.text and tokens.text is not None else {}
+    image_after: dict[int, Tensor] = {}
+    kept, waiting = plan.kept, tokens.image
+    for number, (_, block) in enumerate(blocks_of(family, net), start=1):
+        if kept is not None and number == kept.span.first:
+            waiting, tokens = tokens.image, replace(tokens, image=chosen(tokens.image, kept.places))
+        tokens = through(family, net, block, tokens)
+        if kept is not None and number == kept.span.last:
+            tokens = replace(tokens, image=returned(waiting, kept.places, tokens.image))
+        if number in plan.text and tokens.text is not None:
+            text_after[number] = tokens.text
+        if number in plan.taps:
+            image_after[number] = tokens.image
+    if kept is not None and kept.span.last is None:
+        tokens = replace(tokens, size=(tokens.image.shape[1], 1))
+    return Outputs(family.leave(net, tokens), text_after, image_after)
+
+
+def through(family: Blocks, net: Any, block: nn.Module, tokens: Tokens) -> Tokens:
+    """Run one block, keeping its activations or computing them again in the backward pass."""
+    if not (torch.is_grad_enabled() and net.gradient_checkpointing):
+        return family.block(block, tokens)
+
+    def again(image: Tensor, text: Tensor | None, temb: Tensor) -> tuple[Tensor, Tensor | None]:
+        out = family.block(block, replace(tokens, image=image, text=text, temb=temb))
+        return out.image, out.text
+
+    image, text = net._gradient_checkpointing_func(again, tokens.image, tokens.text, tokens.temb)
+    return replace(tokens, image=image, text=text)
+
+
+def stage(family: Blocks, net: Any, tokens: Tokens, first: int, last: int) -> Tokens:
+    """Run the blocks first to last, counted from 1: a slice of the same list that `run` goes through."""
+    for number, (_, block) in enumerate(blocks_of(family, net), start=1):
+        if first <= number <= last:
+            tokens = through(family, net, block, tokens)
+    return tokens
+
+
+# ------------------------------------------------------------------ latents as tokens
+
+
+def pack(x: Tensor, patch: int) -> Tensor:
+    """Lay patch x patch latent pixels into a token, channels slowest. Shapes: (B, C, h p, w p) -> (B, h w, C p p)."""
+    x = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, p, w, p)
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack(tokens: Tensor, patch: int, size: Sequence[int]) -> Tensor:
+    """Undo pack. size: (h, w) in tokens. Shapes: (B, h w, C p p) -> (B, C, h p, w p)."""
+    x = tokens.unflatten(1, tuple(size[-2:])).unflatten(3, (-1, patch, patch))  # (B, h, w, C, p, p)
+    return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+def grid(height: int, width: int, *, axes: int = 3, first: int = 0) -> Tensor:
+    """Say where tokens lie: (h w, axes) fp32 on the host; the last two axes are row and column, the first `first`."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places = torch.zeros(height * width, axes)
+    places[:, 0] = first
+    places[:, -2], places[:, -1] = rows.flatten(), columns.flatten()
+    return places
+
+
+def behind_text(places: Tensor, length: int) -> Tensor:
+    """Put `length` text tokens, which have position 0 on all axes, before the image's."""
+    return torch.cat((places.new_zeros(length, places.shape[1]), places))

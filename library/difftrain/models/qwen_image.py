@@ -1,0 +1,97 @@
+"""Qwen-Image (Alibaba 2025, arXiv:2508.02324): picture and text in one stream, read by a language model that also sees.
+
+Its rotary tables are complex in diffusers, and so here: the blocks multiply by them. A device without complex numbers
+needs a patch of the attention processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from difftrain.contracts import Batch
+from difftrain.models import passes
+from difftrain.models.facts import Agree, Lora, Shift, Text
+from difftrain.models.family import ModelFamily
+from difftrain.models.passes import Tokens
+from difftrain.models.weights.infer import count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# around a caption; its first 34 tokens say nothing of the picture and are cut off
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+class QwenImage(ModelFamily):
+    """The facts of a Qwen-Image model. Loading, caching, noising, loss, export, FLOPs and sampling follow from them."""
+
+    name = "qwen_image"
+    modelspec = "qwen-image"
+    texts = (
+        Text(
+            "text_encoder", "tokenizer", "llm", 1024, hidden=-1, template=TEMPLATE, drop=34, masked=True, passes_mask=True
+        ),
+    )  # fmt: skip
+    blocks = ("transformer_blocks",)
+    shift = Shift(dynamic=(256, 8192, 0.5, 0.9), terminal=0.02)
+    zero = r"(img_mod|txt_mod)\.1\.|^norm_out\.linear\.|^proj_out\."
+    unread = r"^transformer_blocks\.{last}\.(txt_mlp|attn\.to_add_out)\."  # text ends with the last block's attention
+    lora = Lora((
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "img_mlp.net.0.proj",
+        "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "txt_mod.1",
+    ))  # fmt: skip
+    agree = (
+        Agree("transformer.in_channels", lambda s: 4 * s["vae"]["z_dim"], "two by two latent pixels are a token"),
+        Agree("transformer.out_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
+        Agree("transformer.patch_size", lambda s: 2, "two by two latent pixels are a token"),
+        Agree(
+            "transformer.joint_attention_dim", lambda s: s["text_encoder"]["text_config"]["hidden_size"],
+            "the language model's hidden_size",
+        ),
+        Agree("transformer.attention_head_dim", lambda s: sum(s["transformer"]["axes_dims_rope"]), "axes_dims_rope in all"),
+    )  # fmt: skip
+
+    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
+        """Return tokens (B, L, J) and which of them are a caption's, (B, L)."""
+        return {"tokens": made["hidden_1"], "mask": made["mask_1"]}
+
+    def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
+        """Make tokens. Shapes: x_t (B, C, 1, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, D), temb (B, D)."""
+        image = net.img_in(passes.pack(x_t[:, :, 0], self.patch))
+        text = net.txt_in(net.txt_norm(conditions["tokens"]))
+        temb = net.time_text_embed(t / 1000.0, image)
+        size = (1, x_t.shape[-2] // self.patch, x_t.shape[-1] // self.patch)
+        rope = net.pos_embed(
+            [[size]], max_txt_seq_len=text.shape[1], device=x_t.device
+        )  # kept by diffusers, once a size
+        return Tokens(image, text, temb, size, rope=rope, more={"mask": conditions.get("mask")})
+
+    def block(self, block: Any, tokens: Tokens) -> Tokens:
+        """Run one block, which takes and returns text and image apart."""
+        text, image = block(tokens.image, tokens.text, tokens.more["mask"], tokens.temb, tokens.rope)
+        return replace(tokens, text=text, image=image)
+
+    def leave(self, net: Any, tokens: Tokens) -> Tensor:
+        """Return the velocity, (B, C, 1, H, W)."""
+        patches = net.proj_out(net.norm_out(tokens.image, tokens.temb))
+        return passes.unpack(patches, self.patch, tokens.size).unsqueeze(2)
+
+    @staticmethod
+    def infer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Read the transformer's sizes off its tensors, which are called alike in every layout. Raises KeyError."""
+        width, channels = shapes["img_in.weight"]
+        head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+        return {
+            "in_channels": channels,
+            "out_channels": shapes["proj_out.weight"][0] // 4,
+            "num_layers": count(shapes, r"transformer_blocks\.(\d+)\."),
+            "attention_head_dim": head,
+            "num_attention_heads": width // head,
+            "joint_attention_dim": shapes["txt_in.weight"][1],
+            "axes_dims_rope": [head // 8, 7 * head // 16, 7 * head // 16],
+        }

@@ -1,0 +1,110 @@
+"""What frozen text encoders make of captions: hidden states, vectors, and the mask of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.contracts import Feature
+from difftrain.models.facts import Text
+from difftrain.models.text.prompt_weights import weigh
+from difftrain.models.text.tokenize import mask_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def outputs_of(texts: Sequence[Text], place: int) -> tuple[str, ...]:
+    """Name what one encoder makes; places count from 1."""
+    text = texts[place - 1]
+    hidden = (f"hidden_{place}",) if text.hidden is not None else ()
+    return (*hidden, *((text.pooled_as or f"pooled_{place}",) if text.pooled else ()))
+
+
+def inputs_of(texts: Sequence[Text], place: int) -> tuple[str, ...]:
+    """Name what one encoder reads of the tokenised caption; its mask, or the weights of CLIP's tokens, where there are some."""
+    if texts[place - 1].kind == "clip" and not texts[place - 1].masked:
+        return f"input_ids_{place}", f"token_weights_{place}"
+    return f"input_ids_{place}", mask_name(texts, place)
+
+
+def features_of(
+    texts: Sequence[Text], place: int, length: int, sizes: Mapping[str, Any], dtype: str
+) -> dict[str, Feature]:
+    """Describe what one encoder makes. length: rows of hidden states. sizes: complete ones of the encoder."""
+    text, names = texts[place - 1], outputs_of(texts, place)
+    inner = sizes.get("text_config") or sizes
+    width = inner.get("d_model") or inner["hidden_size"]
+    made: dict[str, Feature] = {}
+    if text.hidden is not None:
+        channels = width * max(1, len(text.layers))
+        made[names[0]] = Feature(channels, length=length, dtype=dtype, maskable=text.masked and text.zeros)
+    if text.passes_mask:
+        made[mask_name(texts, place)] = Feature(length, dtype="uint8")
+    if text.pooled:
+        made[names[-1]] = Feature(sizes["projection_dim"] if text.pooled == "text_embeds" else width, dtype=dtype)
+    return made
+
+
+@torch.no_grad()
+def encode(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Encode the ids of one frozen encoder; see run."""
+    return run(texts, place, encoder, features)
+
+
+def run(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Encode the ids of one encoder. Shapes: (B, L) -> hidden (B, L - drop, D), pooled (B, P), mask (B, L - drop).
+
+    Rows behind the mask are zeros where the facts say so. A T5 in fp16 computes without autocast, which would put into
+    fp16 what overflows there (stand_in.py keeps those layers wide).
+    Captions of CLIP may come in N chunks, (B, N, 77): their states are joined, (B, 75 N + 2, D), and weighed where
+    tokens weigh; what is pooled is the first chunk's, as it is.
+    """
+    text, names = texts[place - 1], outputs_of(texts, place)
+    ids, mask = features[f"input_ids_{place}"], features.get(mask_name(texts, place))
+
+    # --- run
+    states = bool(text.layers) or isinstance(text.hidden, int)
+    options: dict[str, Any] = {"output_hidden_states": True} if states else {}
+    if mask is not None and text.reads_mask:
+        options["attention_mask"] = mask.long()
+    dtype = encoder.shared.weight.dtype if text.kind == "t5" else next(encoder.parameters()).dtype
+    narrow = text.kind == "t5" and dtype == torch.float16
+    num_chunks = ids.shape[1] if ids.ndim == 3 else 1
+    with torch.autocast(ids.device.type, enabled=False) if narrow else nullcontext():
+        out = encoder(ids.flatten(0, 1) if ids.ndim == 3 else ids, return_dict=True, **options)
+
+    # --- what of it is kept
+    made: dict[str, Tensor] = {}
+    if text.hidden is not None:
+        if text.layers:
+            hidden = torch.cat([out.hidden_states[layer] for layer in text.layers], dim=-1)
+        else:
+            hidden = out.hidden_states[text.hidden] if isinstance(text.hidden, int) else out.last_hidden_state
+        hidden = join_chunks(hidden, num_chunks)[:, text.drop :]
+        if (weights := features.get(f"token_weights_{place}")) is not None:
+            hidden = weigh(hidden, join_chunks(weights.flatten(0, 1).unsqueeze(-1), num_chunks).squeeze(-1))
+        if text.kind != "clip":
+            hidden = hidden.to(dtype)
+        kept = None if mask is None else mask.bool()[:, text.drop :]
+        if kept is not None and text.zeros:
+            hidden = torch.where(kept.unsqueeze(-1), hidden, torch.zeros_like(hidden))
+        made[names[0]] = hidden
+        if kept is not None:
+            made[mask_name(texts, place)] = kept.to(torch.uint8)
+    if text.pooled:
+        pooled = getattr(out, text.pooled)[::num_chunks]
+        # behind a norm, which autocast computes wide on some devices
+        made[names[-1]] = pooled.to(dtype) if text.pooled == "pooler_output" else pooled
+    return made
+
+
+def join_chunks(states: Tensor, num_chunks: int) -> Tensor:
+    """Join (B N, 77, D) to (B, 75 N + 2, D): the first BOS, the inner 75 of every chunk, the last end (kohya)."""
+    if num_chunks == 1:
+        return states
+    states = states.unflatten(0, (-1, num_chunks))
+    return torch.cat([states[:, 0, :1], states[:, :, 1:-1].flatten(1, 2), states[:, -1, -1:]], dim=1)

@@ -1,0 +1,205 @@
+"""T5's Unigram vocabularies: a tokenizer.json as it is shipped, or a small one learned from text.
+
+What turns text into ids is the `tokenizers` library on the very tokenizer.json, so every version of T5's rules
+(character map, white space, dummy prefix) holds as its file has it. A bare spiece.model is turned into one.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.models.text.sentencepiece_file import read_pieces
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # of every T5
+SENTINELS = 100  # that T5's tokenizers have behind the pieces of their spiece.model
+META = "▁"  # stands for the blank before a word
+JSON, PIECES = "tokenizer.json", "spiece.model"
+_RULES = ("model", "normalizer", "pre_tokenizer", "added_tokens")  # of a tokenizer.json what decides ids
+
+
+@dataclass(frozen=True)
+class T5Vocabulary:
+    """A tokenizer.json of T5, as text."""
+
+    content: str
+
+    @classmethod
+    def read(cls, path: Path) -> T5Vocabulary:
+        """Read a folder with tokenizer.json or spiece.model, or either file.
+
+        Raises ValueError that says what is missing where neither is there, or what is no vocabulary of T5's kind.
+        """
+        file = path
+        if path.is_dir():
+            found = [path / name for name in (JSON, PIECES) if (path / name).is_file()]
+            if not found:
+                raise ValueError(f"{path} holds neither {JSON} nor {PIECES}")
+            file = found[0]
+        if file.suffix == ".model":
+            return cls(_checked(_converted(file), file))
+        return cls(_checked(file.read_text(encoding="utf-8"), file))
+
+    @classmethod
+    def learn(cls, text: str, size: int) -> T5Vocabulary:
+        """Make a vocabulary of up to so many tokens: T5's marks, printable ASCII, then words, frequent ones first.
+
+        Raises ValueError where there is no room for marks and signs.
+        """
+        counts = Counter(text.split())
+        signs = [META, *(chr(i) for i in range(33, 127))]
+        words = [META + word for word in sorted(counts, key=lambda word: (-counts[word], word))]
+        room = size - 3 - len(signs)
+        if room < 0:
+            raise ValueError(f"a built-in T5 vocabulary has {3 + len(signs)} tokens or more, {size} are allowed")
+        total = sum(counts.values())
+        likely = [math.log(counts[word.removeprefix(META)] / total) for word in words[:room]]
+        rare = min(likely, default=0.0) - 4.0  # a sign costs more than any word that holds it
+        pieces = [(PAD, 0.0), (EOS, 0.0), (UNK, 0.0), *((sign, rare) for sign in signs), *zip(words[:room], likely)]
+        return cls(json.dumps(_tokenizer_json(pieces), ensure_ascii=False))
+
+    @functools.cached_property
+    def _parsed(self) -> dict[str, Any]:
+        return json.loads(self.content)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"content": self.content}
+
+    @property
+    def eos_id(self) -> int:
+        return self._id(EOS)
+
+    @property
+    def pad_id(self) -> int:
+        return self._id(PAD)
+
+    def _id(self, token: str) -> int:
+        return _ids(self._parsed)[token]
+
+    def __len__(self) -> int:
+        return max(_ids(self._parsed).values()) + 1
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Return what tells it from others: all that decides the ids of a text."""
+        rules = json.dumps({key: self._parsed.get(key) for key in _RULES}, sort_keys=True)
+        return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()
+
+    def backend(self) -> Tokenizer:
+        """Build the tokenizer that turns text into ids, without marks, padding and cutting."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(self.content)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that transformers' T5TokenizerFast loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        marks = {"eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
+        extra = sum(token.startswith("<extra_id_") for token in _ids(self._parsed))
+        config = {"tokenizer_class": "T5Tokenizer", "model_max_length": 512, "extra_ids": extra} | marks
+        (folder / JSON).write_text(self.content, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
+
+    def transformers_tokenizer(self) -> Any:
+        """Return the T5TokenizerFast that a diffusers pipeline takes."""
+        import tempfile
+
+        from transformers import T5TokenizerFast  # type: ignore[attr-defined]
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            return T5TokenizerFast.from_pretrained(folder)
+
+
+def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()) -> dict[str, Any]:
+    """Lay pieces out as T5's tokenizer.json does: white space split, a mark before each word, EOS behind the text."""
+    marks = [
+        {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for i, (token, _) in enumerate(pieces) if token in {PAD, EOS, UNK, *special}
+    ]  # fmt: skip
+    space = {"type": "Metaspace", "replacement": META, "prepend_scheme": "always", "split": True}
+    text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": EOS, "type_id": 0}}
+    other = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": marks,
+        "normalizer": {"type": "NFKC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [text, end],
+            "pair": [text, end, other, end],
+            "special_tokens": {
+                EOS: {
+                    "id": EOS,
+                    "ids": [next(i for i, (token, _) in enumerate(pieces) if token == EOS)],
+                    "tokens": [EOS],
+                }
+            },
+        },
+        "decoder": space,
+        "model": {"type": "Unigram", "unk_id": UNK_ID, "vocab": [list(piece) for piece in pieces]},
+    }
+
+
+def _ids(content: dict[str, Any]) -> dict[str, int]:
+    ids = {piece: i for i, (piece, _) in enumerate(content["model"]["vocab"])}
+    return ids | {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+
+
+def _checked(text: str, path: Path) -> str:
+    try:
+        content = json.loads(text)
+        model = content["model"]
+        # files of older versions do not name the kind
+        if model.get("type", "Unigram") != "Unigram" or not isinstance(model["vocab"], list):
+            raise ValueError(f"{path} is not a T5 tokenizer (a Unigram model), but {model.get('type', 'unnamed')}")
+        ids = _ids(content)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not a tokenizer.json of T5: {error!r}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    missing = [mark for mark in (PAD, EOS) if mark not in ids]
+    if missing:
+        raise ValueError(f"{path} is not a T5 vocabulary: it has no {', '.join(missing)}")
+    return text
+
+
+def _converted(path: Path) -> str:
+    """Turn a spiece.model into a tokenizer.json, with T5's sentinels behind its pieces.
+
+    Raises ValueError that says why it cannot be.
+    """
+    try:
+        file = read_pieces(path.read_bytes())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no spiece.model of T5: {error}") from None
+    sentinels = [f"<extra_id_{i}>" for i in reversed(range(SENTINELS))]
+    content = _tokenizer_json([*file.pieces, *((name, 0.0) for name in sentinels)], sentinels)
+    content["model"]["unk_id"] = file.unknown
+    # as T5's own tokenizer.json: the table of characters, then one blank for several
+    table = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(file.characters).decode("ascii")}
+    steps: list[dict[str, Any]] = [table] if file.characters else []
+    steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    content["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    content["pre_tokenizer"] = content["decoder"]
+    return json.dumps(content, ensure_ascii=False)

@@ -1,0 +1,184 @@
+"""The one picklable function from captions to the ids that all text encoders of a family read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.models.facts import Text
+from difftrain.models.text.clip_tokens import PAD_1, PAD_2, ClipTokenize
+from difftrain.models.text.llm_vocabulary import LlmVocabulary
+from difftrain.models.text.small_vocabulary import MAX_BUILT_IN, clip_misfits, clip_vocabulary, small_t5
+from difftrain.models.text.t5_vocabulary import T5Vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CLIP_REMEDY = (
+    "give a folder with CLIP's vocab.json and merges.txt ({folder} of any {title} folder of diffusers), "
+    "one with tokenizer.json, or OpenAI's file bpe_simple_vocab_16e6.txt.gz"
+)
+_T5_REMEDY = "give T5's tokenizer.json, or a folder with it or with spiece.model ({folder} of any {title} folder)"
+_LLM_REMEDY = "give the folder of the language model's tokenizer, with tokenizer.json ({folder} of any {title} folder)"
+_REMEDIES = {"clip": _CLIP_REMEDY, "t5": _T5_REMEDY, "llm": _LLM_REMEDY}
+
+
+def mask_name(texts: Sequence[Text], place: int) -> str:
+    """Return what the mask of a text encoder is called among features; places count from 1."""
+    return texts[place - 1].mask or f"mask_{place}"
+
+
+def vocabularies(
+    texts: Sequence[Text], dirs: Mapping[str, Path], sizes: Mapping[str, Mapping[str, Any]], title: str
+) -> tuple[Any, ...]:
+    """Read the vocabulary of each text encoder, or take the built-in one of a small size.
+
+    dirs: tokenizer folder -> where it is. sizes: encoder -> its complete sizes. Raises ConfigFault with every fault.
+    """
+    made: list[Any] = []
+    problems: list[Fault] = []
+    for place, text in enumerate(texts, start=1):
+        where, size = f"--tokenizer{place}_path", sizes[text.part]
+        size = size.get("text_config") or size
+        try:
+            vocabulary, misfits = _vocabulary(text, dirs.get(text.tokenizer), size, where)
+            made.append(vocabulary)
+            problems += misfits
+        except (OSError, ValueError, KeyError) as error:
+            remedy = _REMEDIES[text.kind].format(folder=text.tokenizer, title=title)
+            problems.append(Fault(where, str(error), remedy))
+    if problems:
+        raise ConfigFault(problems)
+    return tuple(made)
+
+
+def _vocabulary(text: Text, path: Path | None, size: Mapping[str, Any], where: str) -> tuple[Any, list[Fault]]:
+    """Return a vocabulary, and where it does not belong to its encoder. Raises ValueError."""
+    if text.kind == "clip":
+        # the encoder decides what texts are filled up with, whatever files say
+        clip = clip_vocabulary(path, size["vocab_size"], PAD_2 if text.pads_zero else PAD_1)
+        length = size.get("max_position_embeddings", clip.length)
+        return dataclasses.replace(clip, length=length), clip_misfits(where, clip, dict(size))
+    if path is not None and not path.exists():
+        raise ValueError(f"there is no file or folder '{path}'")
+    if path is None and size["vocab_size"] > MAX_BUILT_IN:
+        raise ValueError("is needed: the weights come without a tokenizer")
+    if text.kind == "t5":
+        t5 = T5Vocabulary.read(path) if path is not None else small_t5(size["vocab_size"])
+        return t5, _too_many(where, t5, text, size) + _other_marks(where, t5, text, size)
+    llm = LlmVocabulary.read(path) if path is not None else LlmVocabulary.small(text.template, size["vocab_size"])
+    absent = [Fault(where, f"has no token {mark}, which {text.part}'s template holds", "the tokenizer of that model")
+              for mark in llm.lacks(text.template)]  # fmt: skip
+    return llm, _too_many(where, llm, text, size) + absent
+
+
+def _too_many(where: str, vocabulary: Any, text: Text, size: Mapping[str, Any]) -> list[Fault]:
+    if len(vocabulary) <= size["vocab_size"]:
+        return []
+    return [Fault(where, f"has {len(vocabulary)} tokens, {text.part} knows {size['vocab_size']}")]
+
+
+def _other_marks(where: str, vocabulary: T5Vocabulary, text: Text, size: Mapping[str, Any]) -> list[Fault]:
+    rows = (("ends", vocabulary.eos_id, "eos_token_id", 1), ("fills up", vocabulary.pad_id, "pad_token_id", 0))
+    return [
+        Fault(where, f"{what} texts with id {ours}, {text.part} expects {size.get(key, usual)}")
+        for what, ours, key, usual in rows
+        if ours != size.get(key, usual)
+    ]
+
+
+class Tokenize:
+    """Turn captions into {"input_ids_1": (B, L1), "mask_1": (B, L1), "input_ids_2": ...}, int64 and bool. Picklable.
+
+    Each in its template, cut to its length. CLIP's: BOS, the caption, EOS, padding; T5's: the caption, EOS, padding;
+    a language model's: the template around the caption as its tokenizer reads it, padding. Masks are of what the encoder
+    reads, the template's head included.
+    """
+
+    def __init__(self, texts: Sequence[Text], vocabularies: Sequence[Any], lengths: Sequence[int]) -> None:
+        self.texts, self.vocabularies, self.kept = tuple(texts), tuple(vocabularies), tuple(lengths)
+        self._backends: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "identity"} | {"_backends": {}}
+
+    def __call__(self, captions: list[str]) -> dict[str, Tensor]:
+        import torch
+
+        made: dict[str, Tensor] = {}
+        for place, (text, vocabulary, length) in enumerate(zip(self.texts, self.vocabularies, self.kept), start=1):
+            if text.kind == "clip":
+                made[f"input_ids_{place}"] = self._backend(place)(captions)["input_ids_1"][:, 0]
+                continue
+            ids = np.full((len(captions), length + text.drop), vocabulary.pad_id, dtype=np.int64)
+            mask = np.zeros(ids.shape, dtype=bool)
+            for row, caption in enumerate(captions):
+                numbers = self._ids(place, caption, ids.shape[1])
+                ids[row, : len(numbers)], mask[row, : len(numbers)] = numbers, True
+            made[f"input_ids_{place}"] = torch.from_numpy(ids)
+            if text.masked:
+                made[mask_name(self.texts, place)] = torch.from_numpy(mask)
+        return made
+
+    def _ids(self, place: int, caption: str, limit: int) -> list[int]:
+        text, whole = self.texts[place - 1], _plain(caption)
+        if text.kind == "t5":
+            ids = self._backend(place).encode(whole, add_special_tokens=False).ids
+            return [*ids[: limit - 1], self.vocabularies[place - 1].eos_id]
+        return list(self._backend(place).encode(text.template.replace("{}", whole)).ids[:limit])
+
+    def _backend(self, place: int) -> Any:
+        if place not in self._backends:
+            vocabulary, is_clip = self.vocabularies[place - 1], self.texts[place - 1].kind == "clip"
+            self._backends[place] = ClipTokenize((vocabulary, vocabulary)) if is_clip else vocabulary.backend()
+        return self._backends[place]
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Return what tells it from others: all that decides the ids of a caption."""
+        parts = [self.describe(place) for place in range(1, len(self.texts) + 1)]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+    def describe(self, place: int) -> str:
+        """Return what decides the ids of one encoder, in words."""
+        text, vocabulary = self.texts[place - 1], self.vocabularies[place - 1]
+        if text.kind == "clip":
+            clips = [each for kind, each in zip(self.texts, self.vocabularies, strict=True) if kind.kind == "clip"]
+            pair = (clips[0], clips[1]) if len(clips) == 2 else (vocabulary, vocabulary)  # two are told together
+            return f"tokens {ClipTokenize(pair).identity}"
+        read = "read with their mask" if text.masked and text.reads_mask else "read with the padding"
+        template = "" if text.template == "{}" else f" in {text.template!r}"
+        return f"tokens {vocabulary.digest}{template} up to {self.kept[place - 1]}, {read}"
+
+    @property
+    def _longest(self) -> int:
+        """Return the place of the encoder that reads furthest: CLIP only where there is no other."""
+        others = [place for place, text in enumerate(self.texts, start=1) if text.kind != "clip"]
+        return max(others or range(1, len(self.texts) + 1), key=lambda place: (self.kept[place - 1], -place))
+
+    @property
+    def limit(self) -> int:
+        """Return how many tokens of a caption are kept, as `lengths` counts them."""
+        if self.texts[self._longest - 1].kind == "clip":
+            return int(self._backend(self._longest).limit)
+        return self.kept[self._longest - 1] - (self.texts[self._longest - 1].kind == "t5")
+
+    def lengths(self, captions: list[str]) -> list[int]:
+        """Count the tokens of captions before they are cut, without marks, by the encoder that reads furthest."""
+        backend = self._backend(self._longest)
+        if self.texts[self._longest - 1].kind == "clip":
+            return list(backend.lengths(captions))
+        encoded = backend.encode_batch([_plain(text) for text in captions], add_special_tokens=False)
+        return [len(each.ids) for each in encoded]
+
+
+def _plain(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON lets through and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

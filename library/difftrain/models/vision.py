@@ -1,0 +1,202 @@
+"""A frozen image encoder from a folder of transformers': its patch tokens, laid over a picture's own tokens.
+
+Pictures are resized so that the encoder's patches are the model's tokens; where that were many times more than it was
+made for, it gets as many as it may and its tokens are interpolated.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.config.there import expanded
+from difftrain.contracts import Batch, ConfigFault, Encoder, Fault, Feature
+from difftrain.models.quiet import quiet_imports
+from difftrain.models.weights.fingerprints import hashed, of_files, of_tensors
+from difftrain.models.weights.stored_part import TEXT_STEMS, find_weights, opened, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+PART = FEATURE = "vision"
+FLAG = "--repa.encoder"
+# model_type -> (class of transformers, what it takes beside the folder, weights that no token hangs on)
+KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "dinov2": ("Dinov2Model", {}, ()),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", {}, ()),
+    "dinov3_vit": ("DINOv3ViTModel", {}, ()),
+    "vit": ("ViTModel", {"add_pooling_layer": False}, ("pooler",)),
+    "clip": ("CLIPVisionModel", {}, ()),
+    "clip_vision_model": ("CLIPVisionModel", {}, ()),
+    "siglip": ("SiglipVisionModel", {}, ("head", "vision_model.head")),
+    "siglip_vision_model": ("SiglipVisionModel", {}, ("head", "vision_model.head")),
+}
+MOST = 4  # times the patches that an encoder was made for
+VERSION = 1  # raise it where equal weights, settings and pictures come to be encoded otherwise
+
+
+@dataclass(frozen=True)
+class VisionFolder:
+    """Read what a folder says of its encoder; nothing of transformers is imported for it."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, given: str) -> VisionFolder:
+        """Find the folder that a configuration names."""
+        return cls(Path(expanded(given)))
+
+    @cached_property
+    def whole(self) -> dict[str, Any]:
+        return read_json(self.path / "config.json")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the sizes; a folder of pictures and texts has them one level down."""
+        nested = self.whole.get("vision_config")
+        return nested if isinstance(nested, dict) else self.whole
+
+    @cached_property
+    def scaling(self) -> dict[str, Any]:
+        return read_json(self.path / "preprocessor_config.json")
+
+    def faults(self) -> list[Fault]:
+        """Say what the folder lacks."""
+        kind, sizes = self.whole.get("model_type"), ("hidden_size", "patch_size", "image_size")
+        if not self.whole:
+            return [Fault(FLAG, f"{self.path} has no config.json", "give the folder of a transformers vision model")]
+        if kind not in KINDS:
+            return [Fault(FLAG, f"{self.path} holds a model of type {kind!r}", f"one of {', '.join(KINDS)}")]
+        found = []
+        if wrong := [name for name in sizes if not isinstance(self.config.get(name), int)]:
+            found.append(Fault(FLAG, f"{self.path}/config.json does not say its {', '.join(wrong)} in whole numbers"))
+        if wrong := [name for name in ("image_mean", "image_std") if len(self.scaling.get(name) or ()) != 3]:
+            what = f"{self.path}/preprocessor_config.json does not say {', '.join(wrong)}: how colours are scaled"
+            found.append(Fault(FLAG, what, "the file that came with the weights"))
+        try:
+            self.files()
+        except ConfigFault as fault:
+            found += fault.faults
+        return found
+
+    @property
+    def width(self) -> int:
+        return int(self.config["hidden_size"])
+
+    @property
+    def patch(self) -> int:
+        return int(self.config["patch_size"])
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the patches that the encoder gets of a picture of so many tokens: as many, up to a bound."""
+        most = MOST * (int(self.config["image_size"]) // self.patch) ** 2
+        shrink = min(1.0, math.sqrt(most / (height * width)))
+        return max(1, round(height * shrink)), max(1, round(width * shrink))
+
+    def files(self) -> list[Path]:
+        """List the files with weights. Raises ConfigFault."""
+        return find_weights(self.path, TEXT_STEMS, FLAG)
+
+    def count(self) -> int:
+        """Count the numbers in the files."""
+        return sum(math.prod(shape) for file in self.files() for shape in opened(file, FLAG).shapes().values())
+
+    def fingerprint(self, settings: str) -> str:
+        """Hash what decides the features: settings, sizes, scaling of colours, weights."""
+        scaling = [self.scaling[name] for name in ("image_mean", "image_std")]
+        weights = of_files(self.files(), PART, lambda: of_tensors(self._stored()))
+        return hashed(VERSION, settings, sorted(self.config.items(), key=str), scaling, weights)
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files():
+            held = opened(file, FLAG)
+            yield from ((name, held.get(name)) for name in held.shapes())
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """Load the encoder on the host. Raises ConfigFault where weights are missing."""
+        import transformers
+
+        name, more, unused = KINDS[self.whole["model_type"]]
+        with quiet_imports(), _no_bars():
+            module, told = getattr(transformers, name).from_pretrained(
+                str(self.path), local_files_only=True, dtype=dtype, output_loading_info=True, **more
+            )
+        missing = sorted(each for each in told["missing_keys"] if not each.startswith(unused))
+        if missing:
+            what = f"{self.path} lacks {len(missing)} weights of a {name}: {', '.join(missing[:3])}"
+            raise ConfigFault([Fault(FLAG, what, "weights and config.json must belong together")])
+        return module.requires_grad_(False).eval()
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hold back transformers' bars of progress."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def tokens_of(folder: VisionFolder, module: nn.Module, pixels: Tensor, factor: int) -> Tensor:
+    """Encode pictures. Shapes: pixels (B, 3, H, W) uint8 -> (B, E, H / factor, W / factor) bf16."""
+    size = pixels.shape[-2] // factor, pixels.shape[-1] // factor
+    rows, columns = folder.grid(*size)
+    mean, std = (_held(tuple(folder.scaling[name]), pixels.device) for name in ("image_mean", "image_std"))
+    picture = (pixels.float() / 255.0 - mean[:, None, None]) / std[:, None, None]
+    wanted = rows * folder.patch, columns * folder.patch
+    if tuple(picture.shape[-2:]) != wanted:
+        picture = torch.nn.functional.interpolate(picture, size=wanted, mode="bicubic", align_corners=False)
+    asked = {"interpolate_pos_encoding": True} if _interpolates(module) else {}
+    found = module(picture.to(next(module.parameters()).dtype), **asked).last_hidden_state.float()
+    laid = found[:, found.shape[1] - rows * columns :].transpose(1, 2).unflatten(2, (rows, columns))
+    if (rows, columns) != size:
+        laid = torch.nn.functional.interpolate(laid, size=size, mode="bilinear", align_corners=False)
+    return laid.to(torch.bfloat16)
+
+
+@functools.lru_cache(maxsize=16)
+def _held(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Bring numbers to a device once: the host waits for each such copy."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def _interpolates(module: nn.Module) -> bool:
+    return "interpolate_pos_encoding" in inspect.signature(module.forward).parameters
+
+
+def encoder(folder: VisionFolder, frozen: dict[str, nn.Module], factor: int, precision: str) -> Encoder:
+    """Describe the encoder as what can be cached. frozen: of the parts, where it stands. factor: pixels a token.
+
+    Raises ConfigFault where the folder holds no such encoder.
+    """
+    if found := folder.faults():
+        raise ConfigFault(found)
+    settings = f"tokens of {factor} px, at most {MOST} times its own patches, precision {precision}"
+
+    @torch.no_grad()
+    def encode(batch: Batch) -> dict[str, Tensor]:
+        return {FEATURE: tokens_of(folder, frozen[PART], batch.features["pixels"], factor)}
+
+    return Encoder(
+        source="pixels",
+        features={FEATURE: Feature(folder.width, factor, dtype="bfloat16")},
+        modules=(PART,),
+        settings=settings,
+        encode=encode,
+        fingerprint=lambda: folder.fingerprint(settings),
+    )

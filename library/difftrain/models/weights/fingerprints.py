@@ -1,0 +1,103 @@
+"""What weights are, in a few letters: read from where they lie, a tensor at a time, and no file twice.
+
+A hash is kept in the user's cache folder beside what the system says of the files that it was made from. The change
+time is part of that: no program can set it, so other weights are noticed under the same name, size and date too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from difftrain.config.user_cache import user_cache
+from difftrain.contracts import ConfigFault, Fault
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = "fingerprints"
+_VERSION = 1
+_SETTLED_NS = 2_000_000_000  # a file may change again within the resolution of its times: what is younger is not kept
+_READS = 3
+Stamp = list[int]
+
+
+def hashed(*parts: object) -> str:
+    """Hash texts and numbers as they are written."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash tensors by name, dtype, shape and bits; their order does not count."""
+    import torch
+
+    found = []
+    for name, tensor in named:
+        state = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
+        state.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        found.append(state.hexdigest())
+    return hashed(*sorted(found))
+
+
+def of_files(files: Sequence[Path], what: str, compute: Callable[[], str], since: Sequence[Stamp] | None = None) -> str:
+    """Return what `compute` makes of files, from the user's cache folder where they are the ones it was made of.
+
+    what: names which part of them is looked at. since: what the files were when they were opened, where they are kept open.
+    Raises ConfigFault where a file is changed while it is read.
+    """
+    paths = [os.path.realpath(file) for file in files]
+    for _ in range(_READS):
+        before = [stamp(file) for file in files]
+        if since is not None and _content(before) != _content(since):
+            break
+        # machines may share the folder and not the files: each finds its own
+        place = user_cache() / FOLDER / f"{hashed(_VERSION, what, paths, before)}.txt"
+        known = _read(place)
+        if known:
+            return known
+        found, now = compute(), time.time_ns()
+        if before == [stamp(file) for file in files]:
+            if all(now - max(modified, changed) > _SETTLED_NS for _, modified, changed, _ in before):
+                _write(place, found)
+            return found
+    raise ConfigFault([Fault(", ".join(map(str, files)), "changes while it is read", "start when it is whole")])
+
+
+def _content(stamps: Sequence[Stamp]) -> list[Stamp]:
+    """Leave the change times out: they move with every second name that an export gives to a file."""
+    return [[size, modified, number] for size, modified, _, number in stamps]
+
+
+def stamp(file: Path) -> Stamp:
+    """Return what tells a file's content from any other that it had: size, both times, and which file it is."""
+    told = file.stat()
+    return [told.st_size, told.st_mtime_ns, told.st_ctime_ns, told.st_ino]
+
+
+def _read(place: Path) -> str:
+    """Return what was kept; nothing where it is not a whole hash."""
+    try:
+        content = place.read_bytes()
+    except OSError:
+        return ""
+    return content.decode() if re.fullmatch(rb"[0-9a-f]{32}", content) else ""
+
+
+def _write(place: Path, content: str) -> None:
+    """Keep a hash; where that cannot be done it is made again the next time."""
+    aside = place.with_name(f"{place.stem}-{uuid4().hex}.tmp")
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            aside.write_text(content, encoding="utf-8")
+            aside.replace(place)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,194 @@
+"""One part of a model in the files that hold it: a folder of diffusers' layout, or one file in either layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.models import sizes as known
+from difftrain.models.build import is_transformers
+from difftrain.models.weights.file_names import file_name, is_second_name, stored_name, tied
+from difftrain.models.weights.files import WeightFile, dtypes_of
+from difftrain.models.weights.fingerprints import Stamp, of_files, of_tensors, stamp
+from difftrain.models.weights.folder_export import plain_files
+from difftrain.models.weights.keys import KeyMap, Piece, Rule
+from difftrain.models.weights.recognise import differences, looks_like
+from difftrain.models.weights.stored_part import MODEL_STEMS, TEXT_STEMS, find_weights, is_extra, opened, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+Shapes = dict[str, tuple[int, ...]]
+Infer = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]  # shapes of the original layout -> sizes
+# what files of whole models have before a denoiser's and a VAE's names
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.")
+VAE_PREFIXES = ("first_stage_model.", "vae.")
+# what files hold beside the part that is read here
+_CLIP_BESIDE = ("vision_model.", "visual_projection.", "logit_scale")
+_BESIDE = {
+    "CLIPTextModel": (*_CLIP_BESIDE, "text_projection."),
+    "CLIPTextModelWithProjection": _CLIP_BESIDE,
+    "T5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "scaled_fp8", "spiece_model"),
+    "UMT5EncoderModel": ("encoder.embed_tokens.weight", "decoder.", "lm_head.", "scaled_fp8", "spiece_model"),
+    "Qwen2_5_VLForConditionalGeneration": (),
+}
+
+
+class PartFiles:
+    """The files of one part. path: its folder, with config.json beside the weights, or a single file.
+
+    rule: of the original layout, for a module of the part; infer: its sizes from a single file's shapes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        flag: str,
+        *,
+        mmap: bool = True,
+        rule: Callable[[nn.Module], Rule] | None = None,
+        infer: Infer | None = None,
+    ) -> None:
+        self.path, self.kind, self.flag = path, kind, flag
+        self._mmap, self._rule, self._infer = mmap, rule, infer
+
+    # ------------------------------------------------------------------ what lies there
+
+    def paths(self) -> list[Path]:
+        """List the files. Raises ConfigFault where a folder has none."""
+        if self.path.is_file():
+            return [self.path]
+        return find_weights(self.path, TEXT_STEMS if is_transformers(self.kind) else MODEL_STEMS, self.flag)
+
+    @cached_property
+    def _opened(self) -> list[tuple[Stamp, WeightFile]]:
+        """Open the files, each with what it was then."""
+        return [
+            (stamp(path) if path.exists() else [], opened(path, self.flag, mmap=self._mmap)) for path in self.paths()
+        ]
+
+    @cached_property
+    def _located(self) -> dict[str, tuple[WeightFile, str]]:
+        """Map every tensor, without the prefix of a whole model, to its file and its key there."""
+        keys = {key: file for _, file in self._opened for key in file.shapes()}
+        known = VAE_PREFIXES if "Autoencoder" in self.kind else PREFIXES
+        prefix = next((each for each in known if any(key.startswith(each) for key in keys)), "")
+        prefix = "" if self.path.is_dir() else prefix
+        located = {key[len(prefix) :]: (file, key) for key, file in keys.items() if key.startswith(prefix)}
+        for second, first in tied(self.kind):  # some files hold a table under nothing but its second name
+            if second in located and first not in located:
+                located[first] = located.pop(second)
+        return located
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Give the shapes of the part's tensors, without what lies beside it."""
+        whole = {id(file): file.shapes() for file, _ in self._located.values()}
+        return {name: whole[id(file)][key] for name, (file, key) in self._located.items() if not self._is_beside(name)}
+
+    def _is_beside(self, name: str) -> bool:
+        return is_extra(name) or name.startswith(_BESIDE.get(self.kind.partition(":")[2], ("loss.", "model_ema.")))
+
+    def _get(self, name: str) -> Tensor:
+        file, key = self._located[name]
+        return file.get(key)
+
+    def key_map(self, module: nn.Module) -> KeyMap:
+        """Say where each tensor of a module lies: by its own name, else by the table of the original layout."""
+        tensors = module.state_dict()
+        wanted = {name: tuple(v.shape) for name, v in tensors.items() if not is_second_name(self.kind, name)}
+        keys = self._located.keys()
+        own = {name: stored_name(self.kind, name, keys) for name in wanted}
+        if self._rule is None or self.path.is_dir() or sum(key in keys for key in own.values()) > len(own) // 2:
+            return KeyMap(wanted, lambda name: Piece(own[name]))
+        return KeyMap(wanted, self._rule(module))
+
+    # ------------------------------------------------------------------ reading
+
+    def sizes(self) -> dict[str, Any]:
+        """Read the sizes: of a folder's config.json what the class takes, of a file what its shapes say."""
+        if not self.path.is_file():
+            content = read_json(self.path / "config.json")
+            if content:
+                return known.accepted(self.kind, content)
+            what = f"{self.path / 'config.json'} is missing or is not JSON"
+            remedy = "give a folder as diffusers writes it: config.json beside the weights"
+            raise ConfigFault([Fault(self.flag, what, remedy)])
+        if self._infer is None:
+            what = f"{self.path}: sizes of {self.kind.partition(':')[2]} cannot be told from a single file"
+            raise ConfigFault([Fault(self.flag, what, "give a folder with config.json beside the weights")])
+        try:
+            return self._infer(self.shapes)
+        except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+            what = f"{self.path} looks like {looks_like(self.shapes)}, not {self.kind.partition(':')[2]} (no {error})"
+            raise ConfigFault([Fault(self.flag, what, "a file of that part in its original layout")]) from None
+
+    def faults(self, module: nn.Module) -> list[Fault]:
+        """Compare names and shapes with those of a module."""
+        try:
+            lines = differences(self.key_map(module).stored, self.shapes)
+        except KeyError as error:
+            lines = [str(error)]
+        if not lines:
+            return []
+        text = f"{self.path} looks like {looks_like(self.shapes)}; tensors {'; '.join(lines)}"
+        return [Fault(self.flag, text, "weights and config.json must belong together")]
+
+    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Give a module's tensors one at a time."""
+        key_map = self.key_map(module)
+        for name, piece in key_map.pieces.items():
+            yield name, key_map.restored(name, self._get(piece.key))
+
+    def tensor(self, name: str) -> Tensor:
+        """Give one tensor by the name that it has in files: statistics that lie among a VAE's weights."""
+        return self._get(name)
+
+    def count(self) -> int:
+        """Count the numbers of the part, from the headers of its files."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def fingerprint(self, part: str) -> str:
+        """Hash the weights as they lie in the files."""
+        stored = ((name, self._get(name)) for name in self.shapes)
+        return of_files(self.paths(), f"all of {part}", lambda: of_tensors(stored), self._since)
+
+    def named_fingerprint(self, what: str, build: Callable[[], nn.Module]) -> str:
+        """Hash the weights by their names in a diffusers folder: equal in every layout.
+
+        what: names them among those of the files. build: makes the module, where the files are others than those that
+        were read before. Raises ConfigFault where they do not fit it.
+        """
+
+        def read() -> str:
+            module = build()
+            if problems := self.faults(module):
+                raise ConfigFault(problems)
+            return of_tensors((file_name(self.kind, name), value) for name, value in self.weights(module))
+
+        return of_files(self.paths(), what, read, self._since)
+
+    @property
+    def _since(self) -> list[Stamp] | None:
+        """Return what the files were when they were opened, where they are open."""
+        return [told for told, _ in self._opened] if "_opened" in self.__dict__ else None
+
+    def as_it_lies(self, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
+        """Name the files that readers of a folder take as they are; None: something in them is not as it must be.
+
+        stem: what readers call the file. dtype: that all tensors must have; None: any.
+        """
+        if self.path.is_file():
+            return None
+        files = plain_files(self.paths(), stem)
+        stored = [path for path, name in files or () if name.endswith(".safetensors")]
+        if files is None or (dtype is not None and any(dtypes_of(path) != {dtype} for path in stored)):
+            return None
+        beside = [name for name in self._located if self._is_beside(name) and not is_second_name(self.kind, name)]
+        return None if beside else files

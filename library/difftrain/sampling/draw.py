@@ -1,0 +1,74 @@
+"""From noise to pictures: one loop over a diffusers scheduler for every family, flow or not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difftrain.contracts import Drawer
+
+
+@torch.no_grad()
+def walk(
+    model: Drawer,
+    conditions: Mapping[str, Tensor],
+    unconditional: Mapping[str, Tensor] | None,
+    noise: Tensor,
+    *,
+    sampler: Any,
+    steps: int,
+    guidance: float,
+    generator: Any = None,
+) -> Tensor:
+    """Walk from noise to latents. Shapes: noise and latents (B, C, [F,] h, w).
+
+    unconditional: what guidance starts from; None: no guidance. generator: of what a sampler draws on its way, one or one
+    a picture. Guidance: Ho and Salimans, Classifier-free diffusion guidance, 2022, equation 6, with `guidance` = 1 + w.
+    """
+    _set_times(model, sampler, steps)
+    given = dict(conditions) if unconditional is None else _joined(unconditional, conditions)
+    options = {"generator": generator} if "generator" in inspect.signature(sampler.step).parameters else {}
+    x = noise * getattr(sampler, "init_noise_sigma", 1.0)
+    for t in sampler.timesteps:
+        entering = x if unconditional is None else torch.cat([x, x])
+        if hasattr(sampler, "scale_model_input"):
+            entering = sampler.scale_model_input(entering, t)
+        output = model.predict(entering, t, given)
+        if unconditional is not None:
+            without, with_text = output.chunk(2)
+            output = without + guidance * (with_text - without)
+        x = sampler.step(output, t, x, **options, return_dict=False)[0]
+    return x
+
+
+def _set_times(model: Drawer, sampler: Any, steps: int) -> None:
+    """Choose the times that are walked through: those of the model's own pipeline."""
+    if model.walks and "sigmas" in inspect.signature(sampler.set_timesteps).parameters:
+        sampler.set_timesteps(sigmas=torch.linspace(1.0, 1.0 / steps, steps).tolist())
+    else:
+        sampler.set_timesteps(steps)
+
+
+def _joined(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put two sets of conditions into one batch."""
+    return {name: torch.cat([first[name], second[name]]) for name in second}
+
+
+@contextmanager
+def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode, and every submodule back into the mode that it had."""
+    modes = [(module, module.training) for whole in modules for module in whole.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,121 @@
+"""A family's pass says what diffusers' own forward says, to the bit, however it is run or cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import Tiny, batch_of, bucket_of, diffusers_forward, needs_blocks, own_pass
+
+from difftrain.models import passes
+
+CASES = {
+    "masked": ("a red cat on a table", "two dogs"),
+    "full": ("a red cat on a table " * 60, "two dogs in the rain " * 60),
+    "empty": ("", "a red cat"),
+}
+
+
+def inputs_of(tiny: Tiny, captions: tuple[str, ...]) -> Any:
+    return tiny.family.inputs(batch_of(tiny.family, bucket_of(tiny.family.name), captions), tiny.parts)
+
+
+@pytest.mark.parametrize("captions", CASES.values(), ids=CASES)
+def test_the_pass_is_diffusers_forward(tiny: Tiny, captions: tuple[str, ...]) -> None:
+    inputs = inputs_of(tiny, captions)
+    with torch.no_grad():
+        assert torch.equal(own_pass(tiny, inputs), diffusers_forward(tiny, inputs))
+
+
+def test_the_pass_is_diffusers_forward_without_a_mask(tiny: Tiny) -> None:
+    inputs = inputs_of(tiny, CASES["masked"])
+    inputs.conditions = {name: each for name, each in inputs.conditions.items() if each.dtype != torch.bool}
+    with torch.no_grad():
+        assert torch.equal(own_pass(tiny, inputs), diffusers_forward(tiny, inputs))
+
+
+def test_the_pass_is_diffusers_forward_in_bf16(tiny: Tiny) -> None:
+    """At a time that bf16 holds: diffusers rounds others under autocast, the pass keeps them in fp32."""
+    inputs = tiny.inputs()
+    inputs.timestep = torch.full_like(inputs.timestep, 500)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(own_pass(tiny, inputs), diffusers_forward(tiny, inputs))
+
+
+def test_what_the_denoiser_is_told_matters(tiny: Tiny) -> None:
+    inputs = tiny.inputs()
+    with torch.no_grad():
+        plain = own_pass(tiny, inputs)
+        for name, value in inputs.conditions.items():
+            other = ~value if value.dtype == torch.bool else value + 1
+            changed = replace(inputs, conditions={**inputs.conditions, name: other})
+            assert not torch.equal(own_pass(tiny, changed), plain), name
+        assert not torch.equal(own_pass(tiny, replace(inputs, timestep=inputs.timestep / 2)), plain)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.5])
+def test_guidance_is_told_as_diffusers_takes_it(name: str, fresh: Any, guidance: float) -> None:
+    tiny = fresh(guidance=guidance)
+    if not tiny.net.config.get("guidance_embeds"):
+        pytest.skip("it is told no guidance")
+    inputs = tiny.inputs()
+    with torch.no_grad():
+        assert torch.equal(own_pass(tiny, inputs), diffusers_forward(tiny, inputs))
+
+
+def gradients(tiny: Tiny, inputs: Any) -> dict[str, torch.Tensor]:
+    named = [(name, each) for name, each in tiny.parts.root.named_parameters() if each.requires_grad]
+    grads = torch.autograd.grad(tiny.loss(inputs), [each for _, each in named])
+    return {name: grad for (name, _), grad in zip(named, grads, strict=True)}
+
+
+def test_gradients_are_diffusers_own(tiny: Tiny) -> None:
+    inputs = tiny.inputs()
+    ours = gradients(tiny, inputs)
+    named = {name: each for name, each in tiny.parts.root.named_parameters() if each.requires_grad}
+    sums = tiny.family.loss_sums((diffusers_forward(tiny, inputs),), inputs)
+    theirs = torch.autograd.grad(sums["loss"], list(named.values()))
+    for (name, grad), other in zip(ours.items(), theirs, strict=True):
+        assert torch.equal(grad, other), name
+
+
+def test_recomputed_activations_give_the_same_gradients(tiny: Tiny) -> None:
+    inputs = tiny.inputs()
+    plain = gradients(tiny, inputs)
+    tiny.net.train()
+    tiny.net.enable_gradient_checkpointing()
+    try:
+        again = gradients(tiny, inputs)
+    finally:
+        tiny.net.disable_gradient_checkpointing()
+        tiny.net.eval()
+    assert all(torch.equal(grad, again[name]) for name, grad in plain.items())
+
+
+def test_stages_one_after_another_are_the_whole(tiny: Tiny) -> None:
+    needs_blocks(tiny)
+    inputs, family, net = tiny.inputs(), tiny.family, tiny.net
+    blocks = sum(1 for _ in passes.blocks_of(family, net))
+    with torch.no_grad():
+        whole = own_pass(tiny, inputs)
+        for cut in range(blocks + 1):
+            tokens = family.enter(net, inputs.x_t, inputs.timestep, inputs.conditions)
+            tokens = passes.stage(family, net, tokens, 1, cut)
+            tokens = passes.stage(family, net, tokens, cut + 1, blocks)
+            assert torch.equal(family.leave(net, tokens), whole), cut
+
+
+def test_what_lies_between_blocks_is_handed_out(tiny: Tiny) -> None:
+    needs_blocks(tiny)
+    inputs, family, net = tiny.inputs(), tiny.family, tiny.net
+    blocks = sum(1 for _ in passes.blocks_of(family, net))
+    plan = passes.Plan(text=(0, blocks), taps=(1, blocks))
+    with torch.no_grad():
+        out = passes.run(family, net, inputs.x_t, inputs.timestep, inputs.conditions, plan)
+        tokens = family.enter(net, inputs.x_t, inputs.timestep, inputs.conditions)
+        first = passes.stage(family, net, tokens, 1, 1)
+    assert set(out.image_after) == {1, blocks} and torch.equal(out.image_after[1], first.image)
+    assert tokens.text is not None and torch.equal(out.text_after[0], tokens.text)
+    assert torch.equal(out.velocity, own_pass(tiny, inputs).detach())
