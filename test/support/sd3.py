@@ -46,6 +46,18 @@ def loaded(cfg: TrainConfig) -> tuple[SD3Family, Parts]:
     return family, family.load()
 
 
+def pipeline_over(family: SD3Family, parts: Parts) -> Any:
+    """Return diffusers' pipeline over the very modules of parts."""
+    from diffusers import StableDiffusion3Pipeline
+
+    made = {"transformer": parts.root.get_submodule("transformer"), "vae": parts.frozen["vae"]}
+    for place, (text, vocabulary) in enumerate(zip(family.texts, family.vocabularies, strict=True), start=1):
+        number = "" if place == 1 else f"_{place}"
+        made[f"text_encoder{number}"] = parts.frozen[text.part]
+        made[f"tokenizer{number}"] = vocabulary.transformers_tokenizer()
+    return StableDiffusion3Pipeline(scheduler=family.scheduler(), **made)
+
+
 def batch_of(
     family: SD3Family,
     parts: Parts,

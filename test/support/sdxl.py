@@ -41,6 +41,26 @@ def loaded(cfg: TrainConfig) -> tuple[SDXLFamily, Parts]:
     return family, family.load()
 
 
+def pipeline_over(family: SDXLFamily, parts: Parts) -> Any:
+    """Return diffusers' pipeline over the very modules of parts."""
+    from diffusers import StableDiffusionXLPipeline
+
+    held = {**dict(parts.root.named_children()), **parts.frozen}
+    pipeline = StableDiffusionXLPipeline(
+        vae=held["vae"],
+        text_encoder=held["text_encoder_1"],
+        text_encoder_2=held["text_encoder_2"],
+        tokenizer=parts.tokenizers["tokenizer"].transformers_tokenizer(),
+        tokenizer_2=parts.tokenizers["tokenizer_2"].transformers_tokenizer(),
+        unet=held["unet"],
+        scheduler=family.scheduler(),
+        force_zeros_for_empty_prompt=False,
+        add_watermarker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 def batch_of(
     family: SDXLFamily, parts: Parts, captions: list[str], height: int = 64, width: int = 64, seed: int = 0
 ) -> Batch:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdxl import batch_of, config, loaded, text_of
+from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.models.sdxl.family import SDXLFamily
@@ -127,16 +127,15 @@ def test_weights_multiply_the_states_of_both_encoders(length: int) -> None:
 def test_prompts_are_drawn_as_captions_are_trained() -> None:
     family, parts = made(weighted=True, clip_skip=1)
     hidden, pooled = text_of(parts.root, family.text(batch_of(family, parts, CAPTIONS), parts))
-    with torch.no_grad():
-        found = family.pipeline(parts).encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
-    assert torch.allclose(found[0], hidden, atol=1e-6) and torch.allclose(found[2], pooled, atol=1e-6)
+    found = text_of(parts.root, family.drawer(parts).conditions(list(CAPTIONS), (64, 64)))
+    assert torch.allclose(found[0], hidden, atol=1e-6) and torch.allclose(found[1], pooled, atol=1e-6)
 
 
 @pytest.mark.flags("clip_skip")
 @pytest.mark.parametrize("trains", [False, True])
 def test_clip_skip_takes_other_layers_as_diffusers_does(trains: bool) -> None:
     plain, plain_parts = made()
-    pipeline, batch = plain.pipeline(plain_parts), batch_of(plain, plain_parts, CAPTIONS)
+    pipeline, batch = pipeline_over(plain, plain_parts), batch_of(plain, plain_parts, CAPTIONS)
     for skip in (None, 1, 2):
         family, parts = made(train_text_encoder=trains, clip_skip=skip) if skip != 2 else made(clip_skip=2)
         theirs = None if skip is None else skip - 2

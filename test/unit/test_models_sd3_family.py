@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
 from scipy.stats import binomtest
-from sd3 import T5_LENGTH, batch_of, config, loaded, sizes_of
+from sd3 import T5_LENGTH, batch_of, config, loaded, pipeline_over, sizes_of
 from torch import Tensor
 
 from difftrain.contracts import Batch, Bucket, ConfigFault, Draw, Parts
@@ -35,9 +34,8 @@ def step(family: SD3Family, parts: Parts, batch: Batch) -> dict[str, Tensor]:
 
 def prompts(family: SD3Family, parts: Parts, **options: Any) -> tuple[Tensor, Tensor]:
     """Encode as diffusers does, with its tokenizers in place of the texts' ids."""
-    pipeline: Any = family.pipeline(parts)
-    told = StableDiffusion3Pipeline.encode_prompt(
-        pipeline, CAPTIONS, None, None, do_classifier_free_guidance=False, max_sequence_length=T5_LENGTH, **options
+    told = pipeline_over(family, parts).encode_prompt(
+        CAPTIONS, None, None, do_classifier_free_guidance=False, max_sequence_length=T5_LENGTH, **options
     )
     return told[0], told[2]
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from sdxl import batch_of, config, loaded, text_of
+from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import Batch, ConfigFault, Parts
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.models.stand_in import DTYPES
 from difftrain.models.text.encode import join_chunks
+from difftrain.sampling import Prompt, draw_pictures
 
 CAPTIONS = ["a large red star", "two small green circles on a white background"]
 
@@ -75,7 +76,7 @@ def test_noising_and_target_are_those_of_ddpm(kind: str) -> None:
 
 def test_conditions_and_prediction_are_those_of_diffusers_pipeline() -> None:
     family, parts = plain()
-    batch, pipeline = batch_of(family, parts, CAPTIONS), family.pipeline(parts)
+    batch, pipeline = batch_of(family, parts, CAPTIONS), pipeline_over(family, parts)
     sizes = [batch.features[name] for name in ("original_size", "crop_top_left", "target_size")]
     projection = pipeline.text_encoder_2.config.projection_dim
     time_ids = [
@@ -241,23 +242,18 @@ def test_long_captions_in_chunks() -> None:
 
 def test_long_prompts_are_drawn_as_long_captions_are_trained() -> None:
     family, parts = loaded(config(max_token_length=150))
-    pipeline = family.pipeline(parts)
-    pipeline.set_progress_bar_config(disable=True)
     captions = ["star " * 100, "a"]
     hidden, pooled = text_of(parts.root, family.text(batch_of(family, parts, captions), parts))
-    with torch.no_grad():
-        found = pipeline.encode_prompt(captions, num_images_per_prompt=1, negative_prompt="star")
-        assert pipeline.encode_prompt("a", do_classifier_free_guidance=False)[1] is None
-    assert torch.allclose(found[0], hidden, atol=1e-6) and torch.allclose(found[2], pooled, atol=1e-6)
-    assert found[1].shape == hidden.shape and not found[1].equal(found[0])
+    found = text_of(parts.root, family.drawer(parts).conditions(captions, (64, 64)))
+    assert torch.allclose(found[0], hidden, atol=1e-6) and torch.allclose(found[1], pooled, atol=1e-6)
 
-    def draw(prompt: str) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return pipeline(
-            prompt, height=32, width=32, num_inference_steps=2, generator=generator, output_type="pt"
-        ).images
+    def draw(prompt: str) -> bytes:
+        (picture,) = draw_pictures(
+            family.drawer(parts), [Prompt(prompt, width=32, height=32, sample_steps=2)], sampler="euler", seed=0
+        )
+        return picture.image.tobytes()
 
-    assert not draw("a " * 100).equal(draw("a " * 75 + "of " * 25))  # what stands behind token 75 counts
+    assert draw("a " * 100) != draw("a " * 75 + "of " * 25)  # what stands behind token 75 counts
 
 
 def test_chunks_are_joined_in_order() -> None:

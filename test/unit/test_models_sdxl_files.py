@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sdxl import config, loaded, sizes
+from sdxl import config, loaded, pipeline_over, sizes
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.models.sdxl.family import SDXLFamily
@@ -58,7 +58,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
         layout: family.export(reversed(weights), parts, layout, folder / f"{layout}-v1.0", metadata=metadata)
         for layout in LAYOUTS
     }
-    return Exports(paths, family, parts, draw(family.pipeline(parts)))
+    return Exports(paths, family, parts, draw(pipeline_over(family, parts)))
 
 
 def test_names_follow_the_layout(exports: Exports) -> None:

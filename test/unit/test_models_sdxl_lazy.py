@@ -142,7 +142,7 @@ def test_pictures_of_woken_parts_are_those_of_loaded_ones(stored: Path) -> None:
         for name in FROZEN:
             parts.wake(name)
         prompts = [Prompt("a red star", width=64, height=64, sample_steps=2)]
-        (picture,) = draw_pictures(family.pipeline(parts), prompts, sampler="ddim", seed=1)
+        (picture,) = draw_pictures(family.drawer(parts), prompts, sampler="ddim", seed=1)
         drawn.append(picture.image.tobytes())
         for name in FROZEN:
             parts.rest(name)

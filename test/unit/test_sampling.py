@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import pipeline_of
 from PIL import Image
 from sdxl import config, loaded
 
 from difftrain.sampling import SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler
-from difftrain.sampling.grid import grid_of, size_of
+from difftrain.sampling.draw import evaluating, walk
+from difftrain.sampling.grid import drawn_size, grid_of
 
 # the sixteen choices of --sample_sampler
 NAMES = [
@@ -38,15 +40,15 @@ NAMES = [
 
 
 @cache
-def pipeline() -> Any:
+def model() -> Any:
     family, parts = loaded(config(prediction_type="v_prediction"))
-    return family.pipeline(parts)
+    return family.drawer(parts)
 
 
 @cache
 def drawn(name: str) -> np.ndarray:
     prompt = Prompt("a red star", sample_steps=25, scale=1.5, seed=3)
-    return np.asarray(draw_pictures(pipeline(), [prompt], sampler=name, seed=0)[0].image, dtype=float)
+    return np.asarray(draw_pictures(model(), [prompt], sampler=name, seed=0)[0].image, dtype=float)
 
 
 def test_the_table_has_the_flags_choices() -> None:
@@ -57,7 +59,7 @@ def test_the_table_has_the_flags_choices() -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("k_")])
 def test_every_sampler_draws_with_the_models_schedule(name: str) -> None:
     """All but the ancestral ones come to the same picture in the end."""
-    sampler = make_sampler(name, pipeline().scheduler.config)
+    sampler = make_sampler(name, model().scheduler.config)
     assert sampler.config.prediction_type == "v_prediction" and sampler.config.beta_schedule == "scaled_linear"
     assert not sampler.config.get("clip_sample", False)
     found = drawn(name)
@@ -69,18 +71,13 @@ def test_every_sampler_draws_with_the_models_schedule(name: str) -> None:
 @cache
 def few_steps(name: str) -> np.ndarray:
     """Draw in so few steps that samplers are still far apart, without rounding to pixels."""
-    pipe = pipeline()
-    kept, pipe.scheduler = pipe.scheduler, make_sampler(name, pipe.scheduler.config)
-    pipe.set_progress_bar_config(disable=True)
-    try:
-        generator = torch.Generator().manual_seed(5)
-        factor, channels = pipe.vae_scale_factor, pipe.unet.config.in_channels
-        noise = torch.randn((1, channels, 64 // factor, 64 // factor), generator=generator)
-        drawn = pipe("a red star", height=64, width=64, num_inference_steps=5, guidance_scale=3.0, latents=noise,
-                     generator=generator, output_type="latent")  # fmt: skip
-        return drawn.images.numpy()
-    finally:
-        pipe.scheduler = kept
+    generator, size = torch.Generator().manual_seed(5), (64, 64)
+    noise = torch.randn((1, *model().latent_shape(size)), generator=generator)
+    with evaluating(model().modules):
+        return walk(
+            model(), model().conditions(["a red star"], size), model().unconditional([""], size), noise,
+            sampler=make_sampler(name, model().scheduler.config), steps=5, guidance=3.0, generator=generator,
+        ).numpy()  # fmt: skip
 
 
 @pytest.mark.flags("sample_sampler")
@@ -95,10 +92,11 @@ def test_samplers_differ_and_the_k_ones_are_their_namesakes() -> None:
         assert np.array_equal(latents[name], latents[name.removeprefix("k_")]), name
 
 
-def test_pictures_are_those_of_diffusers() -> None:
+def test_pictures_are_those_of_diffusers(tmp_path: Path) -> None:
     """A user draws the same picture from the exported model with the same seed."""
-    ours = draw_pictures(pipeline(), [Prompt("a red star", seed=7, sample_steps=4)], sampler="euler", seed=0)[0]
-    pipe = pipeline()
+    ours = draw_pictures(model(), [Prompt("a red star", seed=7, sample_steps=4)], sampler="euler", seed=0)[0]
+    weights = iter(model().parts.root.state_dict().items())
+    pipe = pipeline_of(model().family.export(weights, model().parts, "diffusers", tmp_path / "folder"), "sdxl")
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(7)
     theirs = pipe("a red star", negative_prompt="", height=64, width=64, num_inference_steps=4, guidance_scale=7.5,
@@ -109,31 +107,30 @@ def test_pictures_are_those_of_diffusers() -> None:
 
 def test_the_runs_seed_is_the_default_and_repeats() -> None:
     prompts = [Prompt("a", sample_steps=2), Prompt("a", sample_steps=2, seed=9)]
-    first = draw_pictures(pipeline(), prompts, sampler="ddim", seed=9)
+    first = draw_pictures(model(), prompts, sampler="ddim", seed=9)
     assert [p.seed for p in first] == [9, 9]
     assert np.array_equal(np.asarray(first[0].image), np.asarray(first[1].image))
 
 
 def test_modules_stay_as_they_are(tmp_path: Path) -> None:
     family, parts = loaded(config({"training": {"seed": 1, "mixed_precision": "bf16"}}))
-    pipe = family.pipeline(parts)
     parts.root.train()
     parts.root.unet.mid_block.eval()
     modes = [m.training for m in parts.root.modules()]
     before = {name: value.clone() for name, value in parts.root.state_dict().items()}
-    scheduler = pipe.scheduler
     with torch.autocast("cpu", torch.bfloat16):
-        draw_grid(pipe, [Prompt("a", sample_steps=2)], tmp_path, "N", "000001", sampler="euler_a", seed=1)
+        draw_grid(
+            family.drawer(parts), [Prompt("a", sample_steps=2)], tmp_path, "N", "000001", sampler="euler_a", seed=1
+        )
     assert [m.training for m in parts.root.modules()] == modes
     after = parts.root.state_dict()
     assert all(after[name].dtype == value.dtype and after[name].equal(value) for name, value in before.items())
     assert next(parts.frozen["vae"].parameters()).dtype == torch.float32
-    assert pipe.scheduler is scheduler
 
 
 def test_files_are_named_as_kohya_names_them(tmp_path: Path) -> None:
     prompts = [Prompt("a", sample_steps=1), Prompt("b", sample_steps=1, width=100, height=33, seed=4)]
-    grid = draw_grid(pipeline(), prompts, tmp_path / "sample", "stars", "e000002", sampler="ddim", seed=1)
+    grid = draw_grid(model(), prompts, tmp_path / "sample", "stars", "e000002", sampler="ddim", seed=1)
     names = sorted(path.name for path in (tmp_path / "sample").iterdir())
     assert [re.sub(r"\d{14}", "TIME", name) for name in names] == [
         "stars_e000002_00_TIME_1.png",
@@ -145,8 +142,8 @@ def test_files_are_named_as_kohya_names_them(tmp_path: Path) -> None:
 
 
 def test_sizes_default_to_the_models_own() -> None:
-    assert size_of(pipeline(), Prompt("a")) == (64, 64)
-    assert size_of(pipeline(), Prompt("a", width=3, height=79)) == (72, 8)
+    assert drawn_size(model(), Prompt("a")) == (64, 64)
+    assert drawn_size(model(), Prompt("a", width=3, height=79)) == (72, 8)
 
 
 def test_grids_are_laid_out_row_by_row() -> None:

@@ -20,7 +20,7 @@ from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import choose
 from difftrain.models.stand_in import StandIn
 from difftrain.sampling import FLOW_SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler, read_prompts
-from difftrain.sampling.grid import size_of, tokens_of
+from difftrain.sampling.grid import drawn_size
 from difftrain.train.caching import awake
 from difftrain.train.drawing import sampler_of
 
@@ -32,9 +32,9 @@ FLUX = PLAIN | {
 
 
 @cache
-def pipeline(zeros: bool = True) -> Any:
+def model(zeros: bool = True) -> Any:
     family, parts = loaded(config({"flow": {"shift": 2.0}}, enable_uncond_text_dropout=zeros))
-    return family.pipeline(parts)
+    return family.drawer(parts)
 
 
 def solved(name: str, steps: int, spread: float, tuning: dict[str, Any]) -> float:
@@ -58,9 +58,9 @@ def test_both_solve_the_equation_and_heun_in_fewer_steps(tuning: dict[str, Any])
 
 
 def test_the_shift_is_the_trainings() -> None:
-    assert pipeline().scheduler.config.shift == 2.0
+    assert model().scheduler.config.shift == 2.0
     for name in FLOW_SAMPLERS:
-        sampler = make_sampler(name, pipeline().scheduler.config)
+        sampler = make_sampler(name, model().scheduler.config)
         sampler.set_timesteps(5)
         assert sampler.config.shift == 2.0 and sampler.timesteps[0] == 1000
     for tokens, mu in ((256, 0.5), (4096, 1.15), (1024, 0.63)):
@@ -98,7 +98,7 @@ def test_a_prompt_may_have_a_shift_of_its_own(tuning: dict[str, Any], tmp_path: 
 def test_the_shift_of_a_prompt_changes_its_picture_only() -> None:
     asked = {"sample_steps": 4, "width": 64, "height": 64, "seed": 3}
     prompts = [Prompt("a", **asked), Prompt("a", flow_shift=2.0, **asked), Prompt("a", flow_shift=9.0, **asked)]
-    plain, same, other = (np.asarray(p.image) for p in draw_pictures(pipeline(), prompts, sampler="flow_euler", seed=0))
+    plain, same, other = (np.asarray(p.image) for p in draw_pictures(model(), prompts, sampler="flow_euler", seed=0))
     assert np.array_equal(plain, same) and not np.array_equal(plain, other)  # 2 is what the training has
 
 
@@ -120,59 +120,44 @@ def test_a_table_of_prompts_has_the_shift_too(shift: Any, tmp_path: Path) -> Non
     assert read_prompts(path, "flow_heun", flow=True).prompts == (Prompt("a", flow_shift=3.0),)
 
 
-def test_a_flux_shift_is_what_diffusers_makes_of_the_exported_scheduler() -> None:
-    family, parts = loaded(config({"flow": {"flux_shift": True}}))
-    pipe = family.pipeline(parts)
-    pipe.set_progress_bar_config(disable=True)
-    assert tokens_of(pipe, 128, 64) == 32
-    asked: dict[str, Any] = {"height": 128, "width": 64, "num_inference_steps": 4, "output_type": "np"}
-    theirs = pipe("a", generator=torch.Generator().manual_seed(3), negative_prompt="", **asked).images[0]
-    prompt = Prompt("a", height=128, width=64, sample_steps=4, seed=3, scale=7.0)
-    (ours,) = draw_pictures(pipe, [prompt], sampler="flow_euler", seed=0)
-    assert np.abs(np.asarray(ours.image) / 255 - theirs).max() <= 1.5 / 255
-
-
 def test_every_flow_sampler_draws_and_repeats() -> None:
     pictures = {}
     for name in FLOW_SAMPLERS:
         prompt = Prompt("a red star", sample_steps=6, scale=2.0, seed=3)
-        drawn = [np.asarray(draw_pictures(pipeline(), [prompt], sampler=name, seed=0)[0].image) for _ in range(2)]
+        drawn = [np.asarray(draw_pictures(model(), [prompt], sampler=name, seed=0)[0].image) for _ in range(2)]
         assert np.array_equal(*drawn) and drawn[0].std() > 5
         pictures[name] = drawn[0].astype(int)
     assert 0 < np.abs(pictures["flow_euler"] - pictures["flow_heun"]).mean() < 40
 
 
-@torch.no_grad()
 def test_no_text_is_what_the_training_took_for_it() -> None:
-    tokens, negative, pooled, none = pipeline().encode_prompt(["a", "b"], negative_prompt="")
-    assert tokens.any() and pooled.any() and not negative.any() and not none.any()
-    _, asked, *_ = pipeline().encode_prompt(["a", "b"], negative_prompt="blurry")
-    assert asked.any() and negative.shape == asked.shape == tokens.shape
-    tokens, negative, *_ = pipeline(zeros=False).encode_prompt("", negative_prompt=None)
-    assert negative.any() and torch.equal(tokens, negative)
-    tokens, negative, *_ = pipeline().encode_prompt("a", do_classifier_free_guidance=False, num_images_per_prompt=3)
-    assert negative is None and len(tokens) == 3 and torch.equal(tokens[0], tokens[2])
+    size = (64, 64)
+    told, none = model().conditions(["a", "b"], size), model().unconditional(["", ""], size)
+    assert all(value.any() for value in told.values()) and not any(value.any() for value in none.values())
+    asked = model().unconditional(["blurry", ""], size)
+    assert all(value.any() and value.shape == told[name].shape for name, value in asked.items())
+    encoded = model(zeros=False).unconditional([""], size)
+    assert all(torch.equal(value, encoded[name]) for name, value in model(zeros=False).conditions([""], size).items())
+    assert encoded["tokens"].any()
 
 
 def test_sizes_are_the_trainings_and_multiples_of_a_token() -> None:
-    assert size_of(pipeline(), Prompt("a")) == (128, 128)
-    assert size_of(pipeline(), Prompt("a", width=79, height=8)) == (16, 64)
+    assert drawn_size(model(), Prompt("a")) == (128, 128)
+    assert drawn_size(model(), Prompt("a", width=79, height=8)) == (16, 64)
     family, parts = loaded(config({"data": {"resolution": (96, 64)}}))
-    assert size_of(family.pipeline(parts), Prompt("a")) == (64, 96)
+    assert drawn_size(family.drawer(parts), Prompt("a")) == (64, 96)
 
 
 def test_modules_stay_as_they_are(tmp_path: Path) -> None:
     family, parts = loaded(
         config({"training": {"seed": 1, "mixed_precision": "bf16"}}, enable_uncond_text_dropout=True)
     )
-    pipe = family.pipeline(parts)
     parts.root.train()
     before = {name: value.clone() for name, value in parts.root.state_dict().items()}
-    scheduler = pipe.scheduler
     prompt = Prompt("a", sample_steps=2, width=64, height=64)
     with torch.autocast("cpu", torch.bfloat16):
-        grid = draw_grid(pipe, [prompt], tmp_path, "N", "000001", sampler="flow_heun", seed=1)
-    assert Image.open(grid).size == (64, 64) and pipe.scheduler is scheduler
+        grid = draw_grid(family.drawer(parts), [prompt], tmp_path, "N", "000001", sampler="flow_heun", seed=1)
+    assert Image.open(grid).size == (64, 64)
     assert all(module.training for module in parts.root.modules())
     assert all(parts.root.state_dict()[name].equal(value) for name, value in before.items())
 
@@ -187,7 +172,7 @@ def test_sleeping_encoders_wake_for_pictures_only() -> None:
     prompt = Prompt("a red star", sample_steps=2, width=64, height=64, seed=3)
 
     def drawn(held: Parts) -> np.ndarray:
-        (picture,) = draw_pictures(family.pipeline(held), [prompt], sampler="flow_euler", seed=0)
+        (picture,) = draw_pictures(family.drawer(held), [prompt], sampler="flow_euler", seed=0)
         return np.asarray(picture.image)
 
     with awake(parts, choose("cpu")):

@@ -11,7 +11,7 @@ import pytest
 
 from difftrain.contracts import ConfigFault
 from difftrain.sampling import Prompt, parse_line, read_prompts, samplers
-from difftrain.sampling.grid import size_of
+from difftrain.sampling.grid import drawn_size
 
 KOHYA = json.loads((Path(__file__).parent / "data" / "kohya_sample_prompts.json").read_text())
 
@@ -114,8 +114,8 @@ def test_sizes_are_rounded_as_kohya_rounds_them_and_it_is_said(tmp_path: Path) -
     path = written(tmp_path, "p.txt", "a --w 515 --h 96\nb --w 512\n")
     file = read_prompts(path)
     assert file.notes == (f"{path}, line 1: 515 x 96 px is drawn as 512 x 96: sides are multiples of 8",)
-    native = SimpleNamespace(config=SimpleNamespace(sample_size=128))
-    assert size_of(SimpleNamespace(vae_scale_factor=8, unet=native), file.prompts[0]) == (96, 512)
+    model: Any = SimpleNamespace(native_size=(1024, 1024), unit=8)
+    assert drawn_size(model, file.prompts[0]) == (96, 512)
 
 
 def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:

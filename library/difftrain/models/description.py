@@ -53,6 +53,7 @@ class Description:
     denoiser as it is trained, where the export's is another).
     named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
     widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
+    draws_trained_size: a prompt without a size is drawn in that of the training.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Description:
     flags: Mapping[str, str] = {}
     named_hashes: bool = False
     widens_text: bool = True
+    draws_trained_size: bool = True
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg = cfg

@@ -23,7 +23,7 @@ class Drawer:
     def __init__(self, family: ModelFamily, parts: Parts) -> None:
         self.family, self.parts = family, parts
         self.scheduler: Any = family.scheduler()
-        self.unit, self.walks = family.token, family.shift.walks
+        self.unit, self.walks = family.drawn_unit, family.shift.walks
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -33,10 +33,10 @@ class Drawer:
 
     @property
     def native_size(self) -> tuple[int, int] | None:
-        """Return (height, width) of the training, else the model's own where its sizes say it."""
+        """Return (height, width) of the training, where prompts follow it, else the model's own where its sizes say it."""
         data = self.family.cfg.data
         size = data.resolution or next((each.resolution for each in data.datasets if each.resolution), None)
-        if size:
+        if size and self.family.draws_trained_size:
             return size[1], size[0]
         side = self.family.source.complete(self.family.denoiser).get("sample_size")
         return None if not isinstance(side, int) else (min(LARGEST_OWN, side * self.family.vae.factor),) * 2
@@ -47,18 +47,20 @@ class Drawer:
 
     def tokens(self, size_hw: tuple[int, int]) -> int:
         """Count the tokens of a picture, for shifts that follow them."""
-        return (size_hw[0] // self.unit) * (size_hw[1] // self.unit)
+        token = self.family.token
+        return (size_hw[0] // token) * (size_hw[1] // token)
 
     @torch.no_grad()
     def conditions(
         self, prompts: list[str], size_hw: tuple[int, int], guidance: float | None = None
     ) -> dict[str, Tensor]:
-        """Encode prompts as training encodes captions. guidance: embedded, where the model is told one."""
+        """Encode prompts as training encodes captions, by encoders that are trained too. guidance: embedded, where the model is told one."""
         device = next(self.parts.root.parameters()).device
         features = self.family.tokenizer(self.parts)(prompts) | self.family.size_features(size_hw, len(prompts))
         rows = torch.arange(len(prompts))
         batch = Batch(Bucket(*size_hw), rows, rows, {name: value.to(device) for name, value in features.items()}, {})
-        return self.family.guided(self.family.text(batch, self.parts), guidance)
+        root: Any = self.parts.root
+        return self.family.guided(root.text(self.family.text(batch, self.parts)), guidance)
 
     def unconditional(
         self, negatives: list[str], size_hw: tuple[int, int], guidance: float | None = None
@@ -69,7 +71,8 @@ class Drawer:
 
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Call the denoiser. Shapes: x (B, C, [F,] h, w), t () or (B,)."""
-        times = t.to(x.device).expand(len(x)) if t.ndim == 0 else t.to(x.device)
+        times = (t.float() if t.dtype == torch.float64 else t).to(x.device)  # there are devices without fp64
+        times = times.expand(len(x)) if t.ndim == 0 else times
         inputs = Inputs(x, times, conditions, target=x, weight=torch.ones(len(x), device=x.device))
         return self.family.forward(self.parts.root, inputs)[0].float()
 

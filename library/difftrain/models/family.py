@@ -39,6 +39,7 @@ from difftrain.models.weights.source import is_released
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from difftrain.models.drawer import Drawer
     from difftrain.models.root import DenoiserRoot
 
 VERSION = 1  # raise it where equal weights, settings and inputs come to be encoded otherwise
@@ -287,15 +288,16 @@ class ModelFamily(Description):
             flow.scheduler_config(self.cfg.flow, self.shift, self.source.scheduler)
         )
 
-    def drawer(self, parts: Parts) -> Any:
-        """Return what draws pictures with the modules of parts (see drawer.py)."""
+    @property
+    def drawn_unit(self) -> int:
+        """Pixels that both sides of a drawn picture are multiples of."""
+        return self.token
+
+    def drawer(self, parts: Parts) -> Drawer:
+        """Return what draws with the very modules of parts, as training sees captions and pictures (see drawer.py)."""
         from difftrain.models.drawer import Drawer
 
         return Drawer(self, parts)
-
-    def pipeline(self, parts: Parts) -> Any:
-        """Return what sampling draws with: the family's own."""
-        return self.drawer(parts)
 
     def facts(self) -> dict[str, Any]:
         """Return what diffusers' own files cannot say of an export, for difftrain.json."""

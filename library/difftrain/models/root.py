@@ -11,7 +11,7 @@ from torch import nn
 from difftrain.models import passes
 from difftrain.models.repa import nothing
 from difftrain.models.routing import KEEP, Kept, Span
-from difftrain.models.text.encode import run
+from difftrain.models.text.encode import inputs_of, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,11 +62,12 @@ class DenoiserRoot(nn.Module):
         return sum(1 for _ in passes.blocks_of(self.family, self.denoiser))
 
     def text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the text encoders that are trained: their ids become what they make."""
+        """Run the text encoders that are trained: what they make takes the place of what they read."""
         texts = self.family.texts
         for place, text in enumerate(texts, start=1):
             if f"input_ids_{place}" in conditions:
-                conditions = conditions | run(texts, place, self.get_submodule(text.part), conditions)
+                made, read = run(texts, place, self.get_submodule(text.part), conditions), inputs_of(texts, place)
+                conditions = {name: value for name, value in conditions.items() if name not in read} | made
         return conditions
 
     def plan(self, places: Tensor | None = None, *, align: bool = False) -> passes.Plan:

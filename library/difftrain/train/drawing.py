@@ -91,7 +91,7 @@ class Drawing:
             run.device.autocast(precision),
         ):
             grid = draw_grid(
-                run.family.pipeline(run.parts),
+                run.family.drawer(run.parts),
                 self._prompts,
                 run.out / FOLDER,
                 run.name,

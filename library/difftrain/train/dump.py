@@ -25,7 +25,6 @@ from difftrain.device import Device, choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.registry import make_family
-from difftrain.sampling.batch import decoded
 from difftrain.train.caching import lazy_parts, with_cache
 from difftrain.train.check import check
 from difftrain.train.encoding import awake
@@ -111,7 +110,7 @@ class _Dump:
     def _pictures(self, batch: Batch) -> np.ndarray:
         """Decode the latents of a micro batch. Shape: (B, H, W, 3) uint8."""
         latents = self.family.latents(self.device.to_device(batch), self.parts)
-        pixels = decoded(self.parts.frozen[VAE], latents).cpu()
+        pixels = self.family.drawer(self.parts).decode(latents).cpu()
         found: np.ndarray = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
         return found
 

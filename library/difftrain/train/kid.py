@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from difftrain.config.rules_eval import LEAST_PICTURES
-from difftrain.contracts import Bucket, Draw
+from difftrain.contracts import Bucket, Draw, Drawer
 from difftrain.data.cache.store import NOTHING_CACHED
 from difftrain.data.evaluation_sets import SEED, set_maker
 from difftrain.device.memory import during
@@ -21,7 +21,7 @@ from difftrain.diffusion.draws import normal
 from difftrain.diffusion.permutation import Permutation
 from difftrain.evaluation.features import INSTALL, NAME, EffLite0, missing
 from difftrain.evaluation.kid import kid
-from difftrain.sampling.batch import decode_latents, draw_batch
+from difftrain.sampling.batch import draw_batch
 from difftrain.train.caching import awake
 from difftrain.train.drawing import sampler_of
 from difftrain.train.evaluating import drawable
@@ -112,16 +112,16 @@ class DrawnPictures:
             self._network = EffLite0(run.device.torch_device)
         section = run.cfg.eval
         with drawable(run)[0], awake(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
-            pipeline = run.family.pipeline(run.parts)
+            model = run.family.drawer(run.parts)
             if each.name not in self._lots:
                 numbered = enumerate(chosen(each.data, section.kid_pictures, each.cfg.batch_sizes))
                 mine = [(n, *lot) for n, lot in numbered if n % run.ranks.size == run.ranks.rank]
-                self._lots[each.name] = dict(self._looked_at(run, each, mine, pipeline))
+                self._lots[each.name] = dict(self._looked_at(run, each, mine, model))
             for number, lot in self._lots[each.name].items():
                 shape = run.family.features.draws["noise"].shape(lot.bucket)
                 noise = np.stack([normal(SEED, key, 0, "drawn", shape) for key in lot.keys])
                 pictures = draw_batch(
-                    pipeline,
+                    model,
                     lot.captions,
                     torch.from_numpy(noise).to(run.device.torch_device),
                     size_hw=(lot.bucket.height, lot.bucket.width),
@@ -133,7 +133,7 @@ class DrawnPictures:
                 yield number, self._features(pictures)
 
     def _looked_at(
-        self, run: Run, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], pipeline: Any
+        self, run: Run, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], model: Drawer
     ) -> Iterator[tuple[int, Lot]]:
         """Read held-out pictures, as large as they will be drawn, and their captions."""
         bare = dataclasses.replace(each.data, store=NOTHING_CACHED)  # pixels, not what is cached of them
@@ -150,7 +150,7 @@ class DrawnPictures:
                 real = self._features(torch.stack(pixels) / 255)
                 batch = run.device.to_device(maker.collate(bucket, samples, kept, rejects))
                 with torch.no_grad():
-                    through = self._features(decode_latents(pipeline, run.family.latents(batch, run.parts)))
+                    through = self._features(model.decode(run.family.latents(batch, run.parts)))
                 yield number, Lot(bucket, tuple(draw.key for draw in kept), captions, real, through)
 
     def _features(self, pictures: Tensor) -> Tensor:

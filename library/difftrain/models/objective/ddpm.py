@@ -14,6 +14,7 @@ import torch
 from difftrain.contracts import Batch, DrawSpec, Inputs, NoiseMix
 from difftrain.diffusion import ddpm, losses, weights
 from difftrain.diffusion.ddpm import BETA_END, BETA_START, STEPS
+from difftrain.models.facts import Shift
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,6 +134,7 @@ class DdpmObjective:
     """What a family of this objective says in place of ModelFamily's flow."""
 
     cfg: TrainConfig
+    shift = Shift(walks=False)  # of a flow's times; here the steps are the table's
 
     def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
         """Return the host draws: noise, the step, and what noises want beside them."""

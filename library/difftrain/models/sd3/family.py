@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault, Parts
-from difftrain.models.facts import Agree, Bound, Sizes, Text, clip_bounds
+from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault
+from difftrain.models.facts import Agree, Bound, Shift, Sizes, Text, clip_bounds
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
 from difftrain.models.sd3.model_card import card
@@ -70,6 +70,7 @@ class SD3Family(ModelFamily):
         Text("text_encoder_3", "tokenizer_3", "t5", 256, mask="t5_mask", hub="google/t5-v1_1-xxl"),
     )  # fmt: skip
     blocks = ("transformer_blocks",)
+    shift = Shift(walks=False)
     folders = MappingProxyType({"text_encoder_1": "text_encoder"})
     zero = r"(norm1|norm1_context|norm_out)\.linear\.|^proj_out\."
     vae_scales = MappingProxyType({"scaling_factor": 1.5305, "shift_factor": 0.0609, "norm_num_groups": 32})
@@ -324,12 +325,6 @@ class SD3Family(ModelFamily):
             "uncond_text_dropout_prob": model.uncond_text_dropout_prob if model.enable_uncond_text_dropout else None,
         }
         return {name: value for name, value in own.items() if value is not None}
-
-    def pipeline(self, parts: Parts) -> Any:
-        """Return a StableDiffusion3Pipeline over the very modules of parts."""
-        from difftrain.models.sd3.pipeline import make_pipeline
-
-        return make_pipeline(self, parts)
 
 
 def _zeroed(value: Tensor, keep: Tensor | None) -> Tensor:

@@ -66,6 +66,7 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         ),
     )  # fmt: skip
     vae_scales = None
+    draws_trained_size = False  # a prompt without a size is drawn with the model's own, up to 512 (kohya)
     named_hashes = True
     widens_text = False
     one_file = OneFile(
@@ -128,6 +129,11 @@ class SDXLFamily(DdpmObjective, ModelFamily):
     def patch(self) -> int:  # type: ignore[override]
         """Latent pixels that both sides of a picture are multiples of: each level of the UNet but the last halves them."""
         return 2 ** (len(self.source.sizes["unet"]["block_out_channels"]) - 1)
+
+    @property
+    def drawn_unit(self) -> int:
+        """Pixels that both sides of a drawn picture are multiples of: the UNet brings odd levels together itself."""
+        return self.vae.factor
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""
@@ -248,9 +254,3 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         native = self.source.sizes["unet"].get("sample_size", 128) * self.vae.factor
         width, height = self.cfg.data.resolution or (native, native)
         return {"architecture": self.modelspec, "resolution": f"{width}x{height}", **super().header_facts()}
-
-    def pipeline(self, parts: Parts) -> Any:
-        """Return a StableDiffusionXLPipeline over the very modules of parts."""
-        from difftrain.models.sdxl.pipeline import make_pipeline
-
-        return make_pipeline(self, parts)

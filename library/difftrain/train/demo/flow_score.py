@@ -154,13 +154,13 @@ def _pictures(run: Run, each: EvaluationSet, dataset: str) -> dict[str, float]:
     mine = [(number, lot) for number, lot in lots if number % run.ranks.size == run.ranks.rank]
     drawn: dict[int, np.ndarray] = {}
     with awake(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
-        pipeline = run.family.pipeline(run.parts)
+        model = run.family.drawer(run.parts)
         for number, (size_hw, captions, _) in mine:
             shape = (len(captions), *_latent_shape(run, size_hw))
             noise = np.stack([normal(recipe.SEED, key_of("score"), number * 1000 + n, "noise", shape[1:])
                               for n in range(shape[0])])  # fmt: skip
             pictures = draw_batch(
-                pipeline, captions, torch.from_numpy(noise).to(run.device.torch_device), size_hw=size_hw,
+                model, captions, torch.from_numpy(noise).to(run.device.torch_device), size_hw=size_hw,
                 steps=SAMPLER_STEPS, guidance=GUIDANCE, sampler=sampler_of(run.cfg), seeds=range(len(captions)),
             )  # fmt: skip
             drawn[number] = (pictures.movedim(1, -1).cpu().numpy() * 255).round().astype(np.uint8)

@@ -19,7 +19,7 @@ from difftrain.data.validation import validation_batches
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import validate
 from difftrain.report.report import Target
-from difftrain.sampling.samplers import make_sampler
+from difftrain.sampling.batch import draw_batch
 from difftrain.train.caching import awake
 from difftrain.train.demo import recipe, shapes
 from difftrain.train.demo.judge import Wiener, obedience
@@ -173,28 +173,20 @@ def _captions(run: Run, dataset: str) -> list[str]:
 
 
 def draw(run: Run, captions: list[str], numbers: list[int]) -> list[NDArray[np.uint8]]:
-    """Draw captions with the pipeline that users get, from noise that is the same on every device."""
-    pipeline = run.family.pipeline(run.parts)
-    pipeline.scheduler = make_sampler("ddim", {**pipeline.scheduler.config, "timestep_spacing": "trailing"})
-    pipeline.set_progress_bar_config(disable=True)
+    """Draw captions, from noise that is the same on every device."""
     width, height = run.cfg.data.resolution or (recipe.SIDE, recipe.SIDE)
     shape = run.family.features.draws["noise"].shape(Bucket(height, width))
+    model = run.family.drawer(run.parts)
     pictures: list[NDArray[np.uint8]] = []
     for first in range(0, len(captions), recipe.GLOBAL_BATCH):
         part = slice(first, first + recipe.GLOBAL_BATCH)
         noise = np.stack([normal(recipe.SEED, key_of("score"), n, "noise", shape) for n in numbers[part]])
-        with torch.no_grad(), run.device.autocast(run.cfg.training.mixed_precision):
-            images = pipeline(
-                captions[part],
-                negative_prompt=[""] * len(captions[part]),  # the empty caption of training, not zeros
-                latents=torch.from_numpy(noise).to(run.device.torch_device),
-                height=height,
-                width=width,
-                guidance_scale=GUIDANCE,
-                num_inference_steps=SAMPLER_STEPS,
-                output_type="np",
-            ).images
-        pictures += list((np.asarray(images) * 255).round().astype(np.uint8))
+        with run.device.autocast(run.cfg.training.mixed_precision):
+            drawn = draw_batch(
+                model, captions[part], torch.from_numpy(noise).to(run.device.torch_device), size_hw=(height, width),
+                steps=SAMPLER_STEPS, guidance=GUIDANCE, sampler="ddim", seeds=numbers[part], spacing="trailing",
+            )  # fmt: skip
+        pictures += list((drawn.movedim(1, -1).cpu().numpy() * 255).round().astype(np.uint8))
     return pictures
 
 
