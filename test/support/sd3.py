@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vocabularies import transformers_tokenizer
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Draw, Parts
@@ -54,7 +55,7 @@ def pipeline_over(family: SD3Family, parts: Parts) -> Any:
     for place, (text, vocabulary) in enumerate(zip(family.texts, family.vocabularies, strict=True), start=1):
         number = "" if place == 1 else f"_{place}"
         made[f"text_encoder{number}"] = parts.frozen[text.part]
-        made[f"tokenizer{number}"] = vocabulary.transformers_tokenizer()
+        made[f"tokenizer{number}"] = transformers_tokenizer(vocabulary)
     return StableDiffusion3Pipeline(scheduler=family.scheduler(), **made)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vocabularies import transformers_tokenizer
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Parts
@@ -50,8 +51,8 @@ def pipeline_over(family: SDXLFamily, parts: Parts) -> Any:
         vae=held["vae"],
         text_encoder=held["text_encoder_1"],
         text_encoder_2=held["text_encoder_2"],
-        tokenizer=parts.tokenizers["tokenizer"].transformers_tokenizer(),
-        tokenizer_2=parts.tokenizers["tokenizer_2"].transformers_tokenizer(),
+        tokenizer=transformers_tokenizer(parts.tokenizers["tokenizer"]),
+        tokenizer_2=transformers_tokenizer(parts.tokenizers["tokenizer_2"]),
         unet=held["unet"],
         scheduler=family.scheduler(),
         force_zeros_for_empty_prompt=False,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdxl import config
+from vocabularies import transformers_tokenizer
 
 from difftrain.contracts import ConfigFault
 from difftrain.models.sdxl.family import SDXLFamily
@@ -44,7 +45,7 @@ def test_merges_take_the_most_frequent_pair_and_break_ties_by_alphabet() -> None
 )
 def test_ids_equal_transformers(text: str) -> None:
     ours = PLAIN.backend().encode(text, add_special_tokens=False).ids
-    assert [PLAIN.bos_id, *ours, PLAIN.eos_id] == PLAIN.transformers_tokenizer()(text).input_ids
+    assert [PLAIN.bos_id, *ours, PLAIN.eos_id] == transformers_tokenizer(PLAIN)(text).input_ids
 
 
 def test_the_pad_token_in_a_caption_is_text() -> None:
@@ -57,7 +58,7 @@ def _folder(path: Path) -> Path:
 
 
 def _tokenizer_json(path: Path) -> Path:
-    PLAIN.transformers_tokenizer().save_pretrained(path)
+    transformers_tokenizer(PLAIN).save_pretrained(path)
     assert not (path / "merges.txt").exists() or not (path / "merges.txt").unlink()
     (path / "vocab.json").unlink(missing_ok=True)
     return path

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -128,14 +127,6 @@ class ClipVocabulary:
         (folder / "merges.txt").write_text(merges, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
-
-    def transformers_tokenizer(self) -> Any:
-        """Return the CLIPTokenizer that a diffusers pipeline takes."""
-        from transformers import CLIPTokenizerFast  # type: ignore[attr-defined]
-
-        with tempfile.TemporaryDirectory() as folder:
-            self.save(Path(folder))
-            return CLIPTokenizerFast.from_pretrained(folder)
 
 
 def learn_merges(text: str, num_merges: int) -> list[tuple[str, str]]:

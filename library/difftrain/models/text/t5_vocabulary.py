@@ -116,16 +116,6 @@ class T5Vocabulary:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
 
-    def transformers_tokenizer(self) -> Any:
-        """Return the T5TokenizerFast that a diffusers pipeline takes."""
-        import tempfile
-
-        from transformers import T5TokenizerFast  # type: ignore[attr-defined]
-
-        with tempfile.TemporaryDirectory() as folder:
-            self.save(Path(folder))
-            return T5TokenizerFast.from_pretrained(folder)
-
 
 def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()) -> dict[str, Any]:
     """Lay pieces out as T5's tokenizer.json does: white space split, a mark before each word, EOS behind the text."""
