@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import warm
 from doors import Door, write_pictures
+
+from difftrain.testing import spawn
+
+spawn.start = warm.popen
 
 
 @pytest.fixture(scope="session")

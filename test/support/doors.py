@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ class Door:
         return self._start(self.command(flags, ranks), **env)
 
     def _start(self, words: list[str], **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return warm.popen(
             words,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
