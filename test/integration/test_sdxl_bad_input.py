@@ -193,7 +193,7 @@ def test_help_and_a_fault_answer_without_torch(door: Door, tmp_path: Path) -> No
     code = "import sys, runpy; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     code += "except SystemExit as end: print('torch' in sys.modules, end.code)"
     for words, expected in ((["--help"], "False 0"), (["--no_such_flag"], "False 2")):
-        output = door.run_words([sys.executable, "-c", code, str(door.path), *words])
+        output = door.run_cold([sys.executable, "-c", code, str(door.path), *words])
         assert output.strip().splitlines()[-1] == expected
 
 

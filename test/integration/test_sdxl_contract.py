@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doors import Door, losses, metrics, wait_for, write_pictures
+from doors import Door, family_of, losses, metrics, wait_for, write_pictures
 from safetensors.torch import load_file
 
 LINE_KEYS = {
@@ -177,8 +177,7 @@ def test_one_rank_killed_takes_the_job_down(door: Door, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = door.start(door.flags(out, batch=1, steps=2000), ranks=2)
     wait_for(lambda: (out / "metrics.jsonl").exists() and metrics(out))
-    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    os.kill(children[-1], signal.SIGKILL)
+    os.kill(family_of(process.pid)[1], signal.SIGKILL)
     start = time.monotonic()
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0, output

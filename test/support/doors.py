@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,8 +75,8 @@ class Door:
         """Start a run; one thread a process, so that runs can be compared bit by bit."""
         return self._start(self.command(flags, ranks), **env)
 
-    def _start(self, words: list[str], **env: str) -> subprocess.Popen[str]:
-        return warm.popen(
+    def _start(self, words: list[str], popen: Any = warm.popen, **env: str) -> subprocess.Popen[str]:
+        return popen(
             words,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -94,7 +95,13 @@ class Door:
 
     def run_words(self, words: list[str], expect: int | None = 0, timeout: int = 300, **env: str) -> str:
         """Run any command to the end and return what it printed."""
-        process = self._start(words, **env)
+        return self._ended(self._start(words, **env), expect, timeout)
+
+    def run_cold(self, words: list[str], expect: int | None = 0, timeout: int = 300) -> str:
+        """Run any command in a process that begins with nothing imported."""
+        return self._ended(self._start(words, popen=subprocess.Popen), expect, timeout)
+
+    def _ended(self, process: Any, expect: int | None, timeout: int) -> str:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -104,6 +111,16 @@ class Door:
         if expect is not None:
             assert process.returncode == expect, f"exit code {process.returncode}, not {expect}:\n{output}"
         return output
+
+
+def family_of(pid: int) -> list[int]:
+    """Return a process and all that it has started, the nearest first; not what ranks are forked from."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        found = [] if Path(f"/proc/{pid}/comm").read_text().strip() == warm.HOST else [pid]
+    except OSError:
+        return [pid]
+    return [*found, *(each for child in children for each in family_of(child))]
 
 
 def metrics(out: Path) -> list[dict]:

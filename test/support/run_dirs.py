@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from doors import ROOT, Door, losses, wait_for, write_pictures
+from doors import ROOT, Door, family_of, losses, wait_for, write_pictures
 from safetensors.torch import load_file
 
 TRAIN = ROOT / "sd_scripts_xl" / "train.py"
@@ -102,15 +102,6 @@ class Trainer(Door):
         printed, _ = process.communicate(timeout=120)
         assert process.returncode != 0, printed
         return printed
-
-
-def family_of(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return [pid]
-    return [pid, *(each for child in children for each in family_of(int(child)))]
 
 
 def runs(out: Path) -> list[Path]:

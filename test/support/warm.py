@@ -33,6 +33,7 @@ COLD = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHD
         "CUDA_", "ASCEND_")  # fmt: skip
 FREE = {"PYTHONPATH"}
 SINGLE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+HOST = "rank-host"  # what the process that ranks are forked from calls itself
 LARGEST = 1 << 20  # bytes of a request
 
 
@@ -134,8 +135,8 @@ def popen(
     reads, inner = None, stdout
     if stdout == subprocess.PIPE:
         mine, inner = os.pipe()
-        reads = open(mine, encoding="utf-8", errors="replace")
-    with open(os.devnull, "rb") as nothing:
+        reads = os.fdopen(mine, encoding="utf-8", errors="replace")
+    with Path(os.devnull).open("rb") as nothing:
         out = 1 if inner is None else inner if isinstance(inner, int) else inner.fileno()
         err = out if stderr == subprocess.STDOUT else 2 if stderr is None else stderr.fileno()
         pid = host.fork(words, told, str(cwd or Path.cwd()), [nothing.fileno(), out, err])
@@ -240,7 +241,7 @@ def run() -> None:
         name, sys.argv = sys.argv[1], sys.argv[1:]
         if name == TORCHRUN:
             _ranks_from_a_host()
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
@@ -256,7 +257,9 @@ def _ranks_from_a_host() -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
     if os.fork() == 0:
         ours.close()
+        _call_oneself(HOST)
         serve(theirs)
+        _call_oneself("python")
         run()
         sys.exit(0)
     theirs.close()
@@ -264,9 +267,14 @@ def _ranks_from_a_host() -> None:
 
     def forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:
         out, err = (stream.fileno() if stream else number for number, stream in ((1, self._stdout), (2, self._stderr)))
-        return Forked(host, args, host.fork(args, env, os.getcwd(), [0, out, err]), None)
+        return Forked(host, args, host.fork(args, env, str(Path.cwd()), [0, out, err]), None)
 
     SubprocessHandler._popen = forked
+
+
+def _call_oneself(name: str) -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 def _import() -> None:
