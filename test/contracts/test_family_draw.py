@@ -64,7 +64,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("sd3", {}),
     ("sd3", {"flow": {"flux_shift": True}}),
     ("sdxl", {}),
-    ("sdxl", {"model": {"prediction_type": "v_prediction"}}),
+    ("sdxl", {"model": {"prediction_type": "v_prediction"}, "noise": {"zero_terminal_snr": True}}),
 ]
 
 
@@ -85,7 +85,7 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
     for scale in (1.0, 3.0):
         conditions = model.conditions([PROMPT], SIZE, oracle.guidance)
-        negative = model.unconditional([NEGATIVE], SIZE, oracle.guidance) if scale > 1 else None
+        negative = model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance) if scale > 1 else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             theirs = pipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ from doors import Door, write_pictures
 
 from difftrain.testing import spawn
 
-spawn.start = warm.popen
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_processes() -> Iterator[None]:
+    """Fork the doors, and the ranks of small jobs, from a process that has imported what they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "start_process", warm.popen)
+        patch.setattr(Door, "popen", staticmethod(warm.popen))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,16 @@
 """Processes forked from one that has imported torch, diffusers and difftrain: a start takes 3 s of a core, not 12.
 
-What is run is the same: the script, module or code of a command line of this Python, with its own arguments,
-environment, folder, session and output. Three things differ, and a test of one of them starts a cold process
-(subprocess.Popen): what is imported, and when; what importing takes; and memory, of which a fork begins with the
-host's. Commands of other programs, and environments that imports read (COLD), start cold by themselves.
-torchrun starts its ranks from a host of its own, so that they are its descendants.
+What runs is the script, module or code of a command line of this Python, with its own arguments, environment, folder,
+session and output. A test of what differs starts a cold process (subprocess.Popen): which modules are imported, and
+when; what that takes; memory, of which a fork begins with the host's; the parent process. Sets of texts are iterated in
+the order of one of two hosts, in turn. What is no plain command of this Python, or has an environment that imports read
+(READ_AT_IMPORT), starts cold by itself. torchrun starts its ranks from a host of its own: they are its descendants.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
+import itertools
 import json
 import os
 import runpy
@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -28,45 +29,56 @@ from typing import Any
 
 LIBRARY = Path(__file__).resolve().parents[2] / "library"
 TORCHRUN = "torch.distributed.run"
-# read where something is imported, so a host that was started with another value is none for the process
-COLD = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO", "TRANSFORMERS", "DIFFUSERS",
-        "CUDA_", "ASCEND_")  # fmt: skip
-FREE = {"PYTHONPATH"}
+READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO", "TORCH_DEVICE", "TRANSFORMERS",
+                  "DIFFUSERS", "CUDA_", "ASCEND_", "SIMULATED_NPU_")  # fmt: skip
 SINGLE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SEEDS = ("1", "2")  # PYTHONHASHSEED of the hosts
 HOST = "rank-host"  # what the process that ranks are forked from calls itself
-LARGEST = 1 << 20  # bytes of a request
+LARGEST = 1 << 20  # bytes of a message
+PATIENCE_S = 120.0  # for a host to import
 
 
 # ------------------------------------------------------------------ the caller's side
 
 
 class Host:
-    """A process to fork from, and the exit codes of what was forked."""
+    """A process to fork from. What is forked stays a zombie until its exit code is asked for, as a child does."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel, self._lock = channel, threading.Lock()
+    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._channel, self._process, self._lock = channel, process, threading.Lock()
         self._codes: dict[int, int] = {}
 
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: str, streams: Sequence[int]) -> int:
         """Start a command with these file descriptors as its input, output and errors; return its process id."""
-        request = json.dumps({"words": list(words), "env": dict(env), "cwd": cwd}).encode()
+        request = {"words": list(words), "env": dict(env), "cwd": cwd}
         with self._lock:
-            socket.send_fds(self._channel, [request], list(streams))
-            while True:
-                told = json.loads(self._channel.recv(LARGEST))
-                if "code" not in told:
-                    return int(told["pid"])
-                self._codes[told["pid"]] = told["code"]
+            try:
+                socket.send_fds(self._channel, [json.dumps(request).encode()], list(streams))
+                while "code" in (message := self._receive()):
+                    self._codes[message["pid"]] = message["code"]
+            except ConnectionError as error:
+                raise RuntimeError(f"the process that {words[1:3]} was to be forked from has ended") from error
+            return int(message["pid"])
 
     def code(self, pid: int) -> int | None:
-        """Return how a process ended; None while it runs."""
+        """Return how a process ended, once; None while it runs."""
         with self._lock:
-            while select.select([self._channel], [], [], 0)[0]:
-                if not (message := self._channel.recv(LARGEST)):
-                    return self._codes.get(pid, -signal.SIGKILL)  # the host is gone, and with it the answer
-                told = json.loads(message)
-                self._codes[told["pid"]] = told["code"]
-            return self._codes.get(pid)
+            while pid not in self._codes and select.select([self._channel], [], [], 0)[0]:
+                message = self._receive()
+                self._codes[message["pid"]] = message["code"]
+            if pid not in self._codes:
+                return None
+            self._channel.send(json.dumps({"collect": pid}).encode())
+            return self._codes.pop(pid)
+
+    def _receive(self) -> dict[str, int]:
+        if not select.select([self._channel], [], [], PATIENCE_S)[0]:
+            raise TimeoutError("the process to fork from says nothing")
+        content = self._channel.recv(LARGEST)
+        if not content:
+            raise ConnectionError("the process to fork from has ended")
+        message: dict[str, int] = json.loads(content)
+        return message
 
 
 class Forked:
@@ -75,8 +87,10 @@ class Forked:
     stdin = stderr = None
 
     def __init__(self, host: Host, words: Sequence[str], pid: int, stdout: io.TextIOWrapper | None) -> None:
-        self.args, self.pid, self.stdout, self.returncode = words, pid, stdout, None
-        self._host, self._reader, self._text = host, None, ""
+        self.args, self.pid, self.stdout = words, pid, stdout
+        self.returncode: int | None = None
+        self._host, self._text = host, ""
+        self._reader: threading.Thread | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -85,14 +99,14 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         end = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
+        while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             time.sleep(0.005)
-        assert self.returncode is not None
-        return self.returncode
+        return code
 
     def communicate(self, _: None = None, timeout: float | None = None) -> tuple[str, None]:
+        start = time.monotonic()
         if self.stdout is not None:
             if self._reader is None:
                 self._reader = threading.Thread(target=self._read, daemon=True)
@@ -100,17 +114,17 @@ class Forked:
             self._reader.join(timeout)
             if self._reader.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        self.wait(timeout)
+        self.wait(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
         return self._text, None
 
     def _read(self) -> None:
         assert self.stdout is not None
-        self._text = self.stdout.read()
+        with self.stdout:
+            self._text = self.stdout.read()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -119,8 +133,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-_host: Host | None = None
-_base: dict[str, str] = {}
+_hosts: list[Host] = []
+_turns = itertools.count()
+_base: dict[str, str] = {}  # the environment that the hosts have imported in
 
 
 def popen(
@@ -128,10 +143,12 @@ def popen(
     cwd: str | Path | None = None, **more: Any,
 ) -> Any:  # fmt: skip
     """Start a command as subprocess.Popen does, from a process that has imported what it will: see this file's head."""
-    words, told = [str(word) for word in words], dict(os.environ if env is None else env)
-    if not is_warm(words, told):
-        return subprocess.Popen(words, env=told, stdout=stdout, stderr=stderr, cwd=cwd, **more)
-    host = _running()
+    words, wanted = [str(word) for word in words], dict(os.environ if env is None else env)
+    plain = more.keys() <= {"text", "start_new_session"} and stdout != subprocess.DEVNULL
+    plain = plain and stderr not in (subprocess.PIPE, subprocess.DEVNULL)
+    if not plain or not is_warm(words, wanted):
+        return subprocess.Popen(words, env=wanted, stdout=stdout, stderr=stderr, cwd=cwd, **more)
+    host = _next_host()
     reads, inner = None, stdout
     if stdout == subprocess.PIPE:
         mine, inner = os.pipe()
@@ -139,7 +156,7 @@ def popen(
     with Path(os.devnull).open("rb") as nothing:
         out = 1 if inner is None else inner if isinstance(inner, int) else inner.fileno()
         err = out if stderr == subprocess.STDOUT else 2 if stderr is None else stderr.fileno()
-        pid = host.fork(words, told, str(cwd or Path.cwd()), [nothing.fileno(), out, err])
+        pid = host.fork(words, wanted, str(cwd or Path.cwd()), [nothing.fileno(), out, err])
     if reads is not None:
         os.close(inner)
     return Forked(host, words, pid, reads)
@@ -147,66 +164,78 @@ def popen(
 
 def is_warm(words: Sequence[str], env: Mapping[str, str]) -> bool:
     """Tell whether a fork does what a fresh process would."""
-    if words[0] != sys.executable or "difftrain.testing.imports" in words:
+    if sys.platform != "linux" or words[0] != sys.executable or "difftrain.testing.imports" in words:
         return False
-    there = {**(_base or os.environ), **SINGLE}
-    here = {"MKL_NUM_THREADS": "1", **env}
-    read = {name for name in {*there, *here} if name.startswith(COLD)} - FREE
-    return all(there.get(name) == here.get(name) for name in read)
+    if words[1].startswith("-") and words[1] not in ("-u", "-c", "-m"):
+        return False
+    ours, its = {**(_base or os.environ), **SINGLE}, {"MKL_NUM_THREADS": "1", **env}
+    read = {name for name in {*ours, *its} if name.startswith(READ_AT_IMPORT)} - {"PYTHONPATH"}
+    return all(ours.get(name) == its.get(name) for name in read)
 
 
-def _running() -> Host:
-    """Return the host of this process, which ends with it."""
-    global _host
-    if _host is None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+def _next_host() -> Host:
+    """Return the host whose turn it is; they end with this process."""
+    if not _hosts:
         _base.update(os.environ)
-        words = [sys.executable, __file__, str(theirs.fileno())]
-        subprocess.Popen(
-            words, pass_fds=[theirs.fileno()], env={**os.environ, **SINGLE}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
-        _host = Host(ours)
-    return _host
+        _hosts.extend(map(_started, SEEDS))
+    return _hosts[next(_turns) % len(_hosts)]
+
+
+def _started(seed: str) -> Host:
+    ours, theirs = _pair()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | SINGLE
+    # hubs' libraries put their own folders below it where they are imported: those of no user
+    nobody = str(Path(tempfile.gettempdir()) / "difftrain-tests-without-cache")
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, env={**env, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": nobody}, start_new_session=True,
+    )  # fmt: skip
+    theirs.close()
+    return Host(ours, process)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Make two ends of a channel that keeps messages apart, and takes a whole environment in one."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+    return ends
 
 
 # ------------------------------------------------------------------ the host's side
 
 
 def serve(channel: socket.socket) -> None:
-    """Fork what is asked for until nobody asks any more; return in the forked process, its command in place."""
-    alive: set[int] = set()
+    """Fork what is asked for until nobody asks any more; return in each forked process, its command in place."""
+    running: set[int] = set()
     while True:
-        for told in _ended(alive):
-            channel.send(json.dumps(told).encode())
-        if not select.select([channel], [], [], 0.005 if alive else None)[0]:
+        for pid in list(running):
+            # it stays a zombie, so that its number is nobody else's, until the caller knows how it ended
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                running.discard(pid)
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                channel.send(json.dumps({"pid": pid, "code": code}).encode())
+        if not select.select([channel], [], [], 0.005 if running else None)[0]:
             continue
-        message, streams, _, _ = socket.recv_fds(channel, LARGEST, 3)
-        if not message:
+        content, streams, _, _ = socket.recv_fds(channel, LARGEST, 3)
+        if not content:
             os._exit(0)
+        message = json.loads(content)
+        if "collect" in message:
+            os.waitpid(message["collect"], 0)
+            continue
         pid = os.fork()
         if pid == 0:
-            channel.close()
-            _become(json.loads(message), streams)
+            try:
+                _become(message, streams)
+            finally:
+                channel.send(json.dumps({"pid": os.getpid()}).encode())
+                channel.close()
             return
         for stream in streams:
             os.close(stream)
-        alive.add(pid)
-        channel.send(json.dumps({"pid": pid}).encode())
-
-
-def _ended(alive: set[int]) -> list[dict[str, int]]:
-    """Take those that have ended out, with their exit codes."""
-    found = []
-    for pid in list(alive):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            alive.discard(pid)
-            found.append({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
-    return found
+        running.add(pid)
 
 
 def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
@@ -220,8 +249,7 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
     for name in set(os.environ) - set(request["env"]):
         del os.environ[name]
     os.environ.update(request["env"])
-    here = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:0] = [path for path in here if path not in sys.path]
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     words = request["words"][1:]
     if words[0] == "-u":
         words = words[1:]
@@ -236,36 +264,41 @@ def run() -> None:
         code, sys.argv = sys.argv[1], ["-c", *sys.argv[2:]]
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
+        sys.path.insert(0, "")
         exec(compile(code, "<string>", "exec"), main.__dict__)
     elif sys.argv[0] == "-m":
         name, sys.argv = sys.argv[1], sys.argv[1:]
-        if name == TORCHRUN:
-            _ranks_from_a_host()
         sys.path.insert(0, str(Path.cwd()))
+        if name == TORCHRUN:
+            _fork_ranks()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _ranks_from_a_host() -> None:
+def _fork_ranks() -> None:
     """Let torchrun fork its ranks: from a child of its own that was made before it has threads."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+    ours, theirs = _pair()
     if os.fork() == 0:
         ours.close()
+        os.setpgid(0, 0)  # a signal to torchrun's group is not meant for it; it ends with torchrun
         _call_oneself(HOST)
+        del sys.path[0]
         serve(theirs)
         _call_oneself("python")
         run()
         sys.exit(0)
     theirs.close()
-    host = Host(ours)
+    host, cold = Host(ours), SubprocessHandler._popen
+    own = dict(os.environ)
 
-    def forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:
+    def forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        _base.update(own)
+        if not is_warm(args, env):
+            return cold(self, args, env)
         out, err = (stream.fileno() if stream else number for number, stream in ((1, self._stdout), (2, self._stderr)))
         return Forked(host, args, host.fork(args, env, str(Path.cwd()), [0, out, err]), None)
 
@@ -273,13 +306,18 @@ def _ranks_from_a_host() -> None:
 
 
 def _call_oneself(name: str) -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
+    Path("/proc/self/comm").write_text(name)
 
 
 def _import() -> None:
-    """Import what a run of any family does, save for what it decides by itself."""
+    """Import what a run of any family does, after what every door does before it imports."""
     sys.path.insert(0, str(LIBRARY))
+    from difftrain.config.held import hold_back
+    from difftrain.device.choice import calm_threads, hold_autoload
+
+    hold_back()
+    hold_autoload()
+    calm_threads()
     import diffusers
     import transformers
 
@@ -292,10 +330,15 @@ def _import() -> None:
         getattr(diffusers, name)
     for name in ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"):
         getattr(transformers, name)
+    sys.path.remove(str(LIBRARY))
+    sys.stdout.flush()
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
 
 
 if __name__ == "__main__":
     made = socket.socket(fileno=int(sys.argv[1]))
+    del sys.path[0]
     _import()
     serve(made)
     run()

@@ -98,7 +98,7 @@ def test_it_loads_here_bit_for_bit(exports: Exports, layout: str) -> None:
     assert all(value.equal(found[name]) for name, value in expected.items())
     said = any("predict v_prediction; this run trains epsilon" in note for note in parts.notes)
     assert said == (layout != "ckpt")  # which has no header
-    assert parts.tokenizers == exports.parts.tokenizers
+    assert family.vocabularies == exports.family.vocabularies
     assert family.features == exports.family.features
 
 

@@ -74,8 +74,9 @@ def few_steps(name: str) -> np.ndarray:
     generator, size = torch.Generator().manual_seed(5), (64, 64)
     noise = torch.randn((1, *model().latent_shape(size)), generator=generator)
     with evaluating(model().modules):
+        told = model().conditions(["a red star"], size)
         return walk(
-            model(), model().conditions(["a red star"], size), model().unconditional([""], size), noise,
+            model(), told, model().unconditional([""], told, size), noise,
             sampler=make_sampler(name, model().scheduler.config), steps=5, guidance=3.0, generator=generator,
         ).numpy()  # fmt: skip
 

@@ -132,11 +132,12 @@ def test_every_flow_sampler_draws_and_repeats() -> None:
 
 def test_no_text_is_what_the_training_took_for_it() -> None:
     size = (64, 64)
-    told, none = model().conditions(["a", "b"], size), model().unconditional(["", ""], size)
+    told = model().conditions(["a", "b"], size)
+    none = model().unconditional(["", ""], told, size)
     assert all(value.any() for value in told.values()) and not any(value.any() for value in none.values())
-    asked = model().unconditional(["blurry", ""], size)
+    asked = model().unconditional(["blurry", ""], told, size)
     assert all(value.any() and value.shape == told[name].shape for name, value in asked.items())
-    encoded = model(zeros=False).unconditional([""], size)
+    encoded = model(zeros=False).unconditional([""], told, size)
     assert all(torch.equal(value, encoded[name]) for name, value in model(zeros=False).conditions([""], size).items())
     assert encoded["tokens"].any()
 

@@ -114,7 +114,7 @@ def test_sizes_are_rounded_as_kohya_rounds_them_and_it_is_said(tmp_path: Path) -
     path = written(tmp_path, "p.txt", "a --w 515 --h 96\nb --w 512\n")
     file = read_prompts(path)
     assert file.notes == (f"{path}, line 1: 515 x 96 px is drawn as 512 x 96: sides are multiples of 8",)
-    model: Any = SimpleNamespace(native_size=(1024, 1024), unit=8)
+    model: Any = SimpleNamespace(native_size=(512, 512), unit=8)
     assert drawn_size(model, file.prompts[0]) == (96, 512)
 
 

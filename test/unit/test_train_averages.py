@@ -107,7 +107,7 @@ def test_a_grid_says_from_which_weights_it_is(
 ) -> None:
     run, nothing = run_of(), contextmanager(lambda *_: iter([None]))
     run.clock, run.device = SimpleNamespace(paused=nothing), SimpleNamespace(autocast=nothing)
-    run.family, run.parts = SimpleNamespace(pipeline=lambda parts: None), None
+    run.family, run.parts = SimpleNamespace(drawer=lambda parts: None), None
     run.out, run.name, run.epoch_end = tmp_path, "NAME", lambda: None
     for name in ("awake", "during"):
         monkeypatch.setattr(f"difftrain.train.drawing.{name}", nothing)

@@ -127,7 +127,6 @@ class Parts:
 
     root: nn.Module
     frozen: dict[str, nn.Module] = field(default_factory=dict)
-    tokenizers: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # the architecture, as --init_from_config=FILE.json takes it
     notes: list[str] = field(default_factory=list)  # sentences to print at start: what is frozen, and why
     resting: set[str] = field(default_factory=set)  # frozen parts that no step needs: they stay on the host
@@ -219,15 +218,19 @@ class Drawer(Protocol):
     @property
     def modules(self) -> list[nn.Module]: ...
     @property
-    def native_size(self) -> tuple[int, int] | None: ...  # (height, width) that the training saw, or the model's own
+    def native_size(self) -> tuple[int, int]: ...  # (height, width) that the training saw, or the model's own
     def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]: ...
     def tokens(self, size_hw: tuple[int, int]) -> int: ...
     def conditions(
         self, prompts: list[str], size_hw: tuple[int, int], guidance: float | None = None
     ) -> dict[str, Tensor]: ...  # guidance: embedded, where the model is told one
     def unconditional(
-        self, negatives: list[str], size_hw: tuple[int, int], guidance: float | None = None
-    ) -> dict[str, Tensor]: ...  # what no text is, or negative prompts
+        self,
+        negatives: list[str],
+        conditions: dict[str, Tensor],
+        size_hw: tuple[int, int],
+        guidance: float | None = None,
+    ) -> dict[str, Tensor]: ...  # negative prompts, or what no text is; conditions: what it is to stand beside
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor: ...  # fp32, as x
     def decode(self, latents: Tensor) -> Tensor: ...  # (B, C, [F,] h, w) -> (B, 3, [F,] H, W) in 0..1
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from difftrain.models.family import ModelFamily
 
-LARGEST_OWN = 512  # px of the model's own size where neither prompt nor training names one (kohya)
+
+LARGEST = 512  # px, where neither prompt nor training says a size (kohya)
 
 
 class Drawer:
@@ -32,14 +33,14 @@ class Drawer:
         return [self.parts.root, *frozen]
 
     @property
-    def native_size(self) -> tuple[int, int] | None:
-        """Return (height, width) of the training, where prompts follow it, else the model's own where its sizes say it."""
+    def native_size(self) -> tuple[int, int]:
+        """Return (height, width) of the training, where prompts follow it, else the model's own as its sizes say it."""
         data = self.family.cfg.data
         size = data.resolution or next((each.resolution for each in data.datasets if each.resolution), None)
         if size and self.family.draws_trained_size:
             return size[1], size[0]
         side = self.family.source.complete(self.family.denoiser).get("sample_size")
-        return None if not isinstance(side, int) else (min(LARGEST_OWN, side * self.family.vae.factor),) * 2
+        return (min(LARGEST, side * self.family.vae.factor) if isinstance(side, int) else LARGEST,) * 2
 
     def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape of one picture's noise."""
@@ -63,11 +64,15 @@ class Drawer:
         return self.family.guided(root.text(self.family.text(batch, self.parts)), guidance)
 
     def unconditional(
-        self, negatives: list[str], size_hw: tuple[int, int], guidance: float | None = None
+        self,
+        negatives: list[str],
+        conditions: dict[str, Tensor],
+        size_hw: tuple[int, int],
+        guidance: float | None = None,
     ) -> dict[str, Tensor]:
-        """Encode negative prompts; no text is what the training took for it."""
-        made = self.conditions(negatives, size_hw, guidance)
-        return made if any(negatives) else self.family.without_text(made)
+        """Encode negative prompts, one for each of the conditions; no text is what the training took for it."""
+        without = None if any(negatives) else self.family.without_text(conditions)
+        return self.conditions(negatives, size_hw, guidance) if without is None else without
 
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Call the denoiser. Shapes: x (B, C, [F,] h, w), t () or (B,)."""

@@ -73,9 +73,9 @@ class ModelFamily(Description):
         """Add the guidance that a distilled model is told while it draws; others are told none."""
         return conditions
 
-    def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what guidance starts from: the encoded empty text, unless training dropped texts as something else."""
-        return conditions
+    def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return what training put in the place of dropped texts, shaped as these conditions; None: the encoded empty text."""
+        return None
 
     def size_features(self, size_hw: tuple[int, int], count: int) -> dict[str, Tensor]:
         """Return features of a picture's size that conditions are made of, (B, ...), where a picture is drawn."""
@@ -281,7 +281,7 @@ class ModelFamily(Description):
         return value
 
     def scheduler(self) -> Any:
-        """Make the scheduler of pipelines and exports."""
+        """Make the scheduler that samplers take their settings from, and that exports hold."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         return FlowMatchEulerDiscreteScheduler.from_config(

@@ -80,7 +80,6 @@ def load(family: ModelFamily, *, meta: bool = False, lazy: Collection[str] = ())
 
     # --- what else is to be known
     parts.config = family.architecture()
-    parts.tokenizers = {} if meta else {t.tokenizer: v for t, v in zip(family.texts, family.vocabularies, strict=True)}
     parts.notes += [*source.notes, *family.remarks()]
     if cfg.training.gradient_checkpointing:
         net.enable_gradient_checkpointing()

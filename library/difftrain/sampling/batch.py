@@ -29,10 +29,11 @@ def draw_batch(
     config = {**model.scheduler.config, **({"timestep_spacing": spacing} if spacing else {})}
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     with draw.evaluating(model.modules), torch.no_grad():
+        conditions = model.conditions(list(captions), size_hw)
         latents = draw.walk(
             model,
-            model.conditions(list(captions), size_hw),
-            model.unconditional([""] * len(captions), size_hw) if guidance > 1 else None,
+            conditions,
+            model.unconditional([""] * len(captions), conditions, size_hw) if guidance > 1 else None,
             noise,
             sampler=make_sampler(sampler, config, model.tokens(size_hw)),
             steps=steps,

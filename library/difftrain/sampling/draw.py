@@ -49,7 +49,7 @@ def walk(
 
 
 def _set_times(model: Drawer, sampler: Any, steps: int) -> None:
-    """Choose the times that are walked through: those of the model's own pipeline."""
+    """Choose the times that are walked through: those that its pipeline in diffusers walks through."""
     if model.walks and "sigmas" in inspect.signature(sampler.set_timesteps).parameters:
         sampler.set_timesteps(sigmas=torch.linspace(1.0, 1.0 / steps, steps).tolist())
     else:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from difftrain.contracts import Drawer
 
-LARGEST_DEFAULT = 512  # kohya's size where a prompt names none; smaller models draw their own
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -69,7 +67,7 @@ def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -
     latents = draw.walk(
         model,
         conditions,
-        None if negative is None else model.unconditional(negative, size, prompt.guidance_scale),
+        None if negative is None else model.unconditional(negative, conditions, size, prompt.guidance_scale),
         noise.to(device),
         sampler=stepper,
         steps=prompt.sample_steps,
@@ -89,8 +87,7 @@ def image_of(pixels: Tensor) -> Image:
 
 def drawn_size(model: Drawer, prompt: Prompt) -> tuple[int, int]:
     """Return (height, width): the prompt's, else the training's or the model's own; multiples of 8 and of the model's."""
-    native = model.native_size or (LARGEST_DEFAULT, LARGEST_DEFAULT)
-    height, width = prompt.height or native[0], prompt.width or native[1]
+    height, width = prompt.height or model.native_size[0], prompt.width or model.native_size[1]
     unit = math.lcm(UNIT, model.unit)
     return max(unit, height - height % unit), max(unit, width - width % unit)
 

@@ -7,14 +7,11 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ddpm import almost_zero_snr
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # name -> class of diffusers, arguments beside the noise schedule
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +68,7 @@ def sampler_fault(name: str, *, flow: bool | None = None) -> str | None:
 
 
 def make_sampler(name: str, config: Mapping[str, Any], tokens: int | None = None, *, shift: float | None = None) -> Any:
-    """Make a sampler from the configuration of a pipeline's scheduler. Raises ConfigFault where it cannot be used.
+    """Make a sampler from the configuration of a model's own scheduler. Raises ConfigFault where it cannot be used.
 
     tokens: of the picture, where the shift of a flow's times follows it. shift: of a flow's times, in place of the
     model's own.
@@ -80,19 +77,7 @@ def make_sampler(name: str, config: Mapping[str, Any], tokens: int | None = None
     fault = sampler_fault(name, flow=flow)
     if fault:
         raise ConfigFault([Fault("--sample_sampler", fault)])
-    return _in_fp32(_flow_sampler(name, config, tokens, shift) if flow else _sampler(name, config))
-
-
-def _in_fp32(sampler: Any) -> Any:
-    """Let a sampler step in fp32: diffusers rounds its latents to what the model gives, which autocast makes half."""
-    step = sampler.step
-
-    @wraps(step)  # pipelines look at what it takes
-    def wide(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **more: Any) -> Any:
-        return step(model_output.float(), timestep, sample.float(), *args, **more)
-
-    sampler.step = wide
-    return sampler
+    return _flow_sampler(name, config, tokens, shift) if flow else _sampler(name, config)
 
 
 def _sampler(name: str, config: Mapping[str, Any]) -> Any:

@@ -134,7 +134,7 @@ class TinyFamily:
         save_file(dict(weights), path)
         return path
 
-    def pipeline(self, parts: Parts) -> Any:
+    def drawer(self, parts: Parts) -> Any:
         """There is nothing to draw."""
         raise NotImplementedError("a tiny family draws no pictures")
 

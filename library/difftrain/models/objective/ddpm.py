@@ -155,7 +155,7 @@ class DdpmObjective:
         return {"loss": (inputs.weight * sample_losses(self.cfg.loss, table, outputs[0], inputs)).sum()}
 
     def scheduler(self) -> Any:
-        """Make the scheduler of pipelines and exports."""
+        """Make the scheduler that samplers take their settings from, and that exports hold."""
         from diffusers import EulerDiscreteScheduler
 
         return EulerDiscreteScheduler(**scheduler_config(self.cfg))

@@ -157,10 +157,10 @@ class SD3Family(ModelFamily):
         pooled = torch.cat([_zeroed(made[f"pooled_{place}"], keep[place - 1]) for place in (1, 2)], dim=-1)
         return {"tokens": torch.cat([clip, three], dim=1), "pooled": pooled}
 
-    def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
+    def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Return what guidance starts from: zeros where training dropped texts as such."""
         if not self.cfg.model.enable_uncond_text_dropout:
-            return conditions
+            return None
         return {name: torch.zeros_like(value) for name, value in conditions.items()}
 
     def text_settings(self, place: int) -> str:
