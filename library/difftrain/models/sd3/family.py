@@ -148,20 +148,22 @@ class SD3Family(ModelFamily):
 
         CLIP's two stand side by side, filled up with zeros; T5's come behind them.
         """
-        places = range(1, len(self.texts) + 1)
-        drawn = [None if batch is None else batch.draws.get(f"uncond_{place}") for place in places]
-        keep = [None if u is None else u >= self.cfg.model.uncond_text_dropout_prob for u in drawn]
-        one, two, three = (_zeroed(made[f"hidden_{place}"], keep[place - 1]) for place in places)
-        clip = torch.cat([one, two], dim=-1)
+
+        def kept(name: str, place: int) -> Tensor:
+            value, u = made[f"{name}_{place}"], None if batch is None else batch.draws.get(f"uncond_{place}")
+            if u is None:
+                return value
+            keep = (u >= self.cfg.model.uncond_text_dropout_prob).view(-1, *(1,) * (value.ndim - 1))
+            return torch.where(keep, value, torch.zeros_like(value))
+
+        clip, pooled = (torch.cat([kept(name, place) for place in (1, 2)], dim=-1) for name in ("hidden", "pooled"))
         clip = torch.nn.functional.pad(clip, (0, self.sizes["joint_attention_dim"] - clip.shape[-1]))
-        pooled = torch.cat([_zeroed(made[f"pooled_{place}"], keep[place - 1]) for place in (1, 2)], dim=-1)
-        return {"tokens": torch.cat([clip, three], dim=1), "pooled": pooled}
+        return {"tokens": torch.cat([clip, kept("hidden", 3)], dim=1), "pooled": pooled}
 
     def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Return what guidance starts from: zeros where training dropped texts as such."""
-        if not self.cfg.model.enable_uncond_text_dropout:
-            return None
-        return {name: torch.zeros_like(value) for name, value in conditions.items()}
+        dropped = self.cfg.model.enable_uncond_text_dropout
+        return {name: torch.zeros_like(value) for name, value in conditions.items()} if dropped else None
 
     def text_settings(self, place: int) -> str:
         """Say what decides what a text encoder makes of a caption in the words of version 0.5, whose caches are read."""
@@ -325,13 +327,6 @@ class SD3Family(ModelFamily):
             "uncond_text_dropout_prob": model.uncond_text_dropout_prob if model.enable_uncond_text_dropout else None,
         }
         return {name: value for name, value in own.items() if value is not None}
-
-
-def _zeroed(value: Tensor, keep: Tensor | None) -> Tensor:
-    """Put zeros in place of samples that are not kept, (B,) bool; None: all are."""
-    if keep is None:
-        return value
-    return torch.where(keep.view(-1, *(1,) * (value.ndim - 1)), value, torch.zeros_like(value))
 
 
 def _of_depth(transformer: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -60,10 +60,9 @@ class BranchSource(Source):
             )
         return model
 
-    def cut(self) -> nn.Module:
+    def cut(self) -> Any:
         """Build the transformer as diffusers has it, without memory."""
-        module: nn.Module = super().build(self.denoiser)
-        return module
+        return super().build(self.denoiser)
 
     def faults(self, modules: Mapping[str, Any]) -> list[Fault]:
         """Compare stored parts with modules of them."""
