@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from doors import Door
 from safetensors.torch import load_file
+from sd3_speedups import vision_folder
 
 from difftrain.models.registry import FAMILIES, TRAINED
 
@@ -20,7 +21,9 @@ TRAIN = ROOT / "sd_scripts_xl" / "train.py"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
+    folder = tmp_path_factory.mktemp("families")
+    vision_folder(folder / "vision", "dinov2")
+    return folder
 
 
 @cache
@@ -64,16 +67,28 @@ def test_the_tiny_recipe_trains_what_init_wrote(home: Path, name: str) -> None:
     assert json.loads(index.read_text())["_class_name"] == FAMILIES[name].pipeline
 
 
-def test_two_ranks_with_half_the_micro_batch_have_the_same_losses(home: Path) -> None:
-    trained(home, "flux", "ALONE")
+ONLY = "--model.train_only=['attn\\.to_[qk]\\.']"
+ALIGNED = ("--repa.encoder=VISION", "--repa.layer=2", "--repa.hidden=24")
+# name of the run of one process with the native engine, what it trains, and how two processes do
+WAYS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "native": ("alone", (), ()),
+    "accelerate": ("alone", (), ("--training.engine=accelerate",)),
+    "zero2": ("alone", (), ("--deepspeed.enable=true", "--deepspeed.zero_stage=2")),
+    "held in part": ("alone, held in part", (ONLY,), ()),
+    "aligned": ("alone, aligned", ALIGNED, ()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_with_half_the_micro_batch_have_the_same_losses(home: Path, way: str) -> None:
+    alone, what, how = WAYS[way]
+    what = tuple(word.replace("VISION", str(home / "vision")) for word in what)
+    if not (home / "flux" / alone).is_dir():
+        trained(home, "flux", alone, *what)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d",
                 "--rdzv-endpoint=localhost:0")  # fmt: skip
-    trained(home, "flux", "TWO", "--training.micro_batch_size_per_gpu=2", launch=torchrun)
-    alone, two = losses(run_of(home, "flux", "ALONE")), losses(run_of(home, "flux", "TWO"))
-    assert two == pytest.approx(alone, rel=1e-6)
-
-
-ONLY = "--model.train_only=['attn\\.to_[qk]\\.']"
+    trained(home, "flux", way, "--training.micro_batch_size_per_gpu=2", *what, *how, launch=torchrun)
+    assert losses(run_of(home, "flux", way)) == pytest.approx(losses(run_of(home, "flux", alone)), rel=1e-6)
 
 
 def test_what_is_only_held_is_in_no_checkpoint_and_a_resume_is_exact(home: Path) -> None:
