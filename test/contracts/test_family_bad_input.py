@@ -201,6 +201,16 @@ def test_a_pattern_that_finds_nothing(name: str) -> None:
     assert "no_such_layer" in fault.what and fault.where == "[model] train_only"
 
 
+def test_a_folder_without_a_tokenizer_whose_encoder_is_small_is_read_with_ours_and_it_is_said(
+    name: str, tiny: Tiny, copy: Path
+) -> None:
+    each = tiny.family.texts[-1]
+    shutil.rmtree(copy / each.tokenizer)
+    found = loaded(config(name, pretrained=str(copy))).parts.notes
+    assert any(note.startswith(f"{each.tokenizer}: none is there") and each.part in note for note in found), found
+    assert not any("none is there" in note for note in loaded(config(name)).parts.notes)
+
+
 def test_a_rate_of_zero_trains_nothing(name: str) -> None:
     with pytest.raises(ConfigFault, match="nothing would be trained"):
         loaded(config(name, {"optimizer": {"learning_rate": 0.0}}))

@@ -8,6 +8,7 @@ from difftrain.config.digest import digest
 from difftrain.config.finding import check
 from difftrain.config.parse import parse
 from difftrain.config.rules_engine import _ELEMENTWISE, accelerate, deepspeed
+from difftrain.config.rules_names import patterns
 from difftrain.config.sections import TrainConfig
 from difftrain.contracts import ConfigFault
 
@@ -80,6 +81,12 @@ def test_faults_come_together():
         f"{ZERO} --zero_stage=0 --optimizer_type=Adafactor --full_fp16 --mixed_precision=fp16 --fused_backward_pass"
     )
     assert len(found) >= 4
+
+
+def test_what_is_to_be_trained_is_named_by_regular_expressions():
+    given = {"model": {"family": "flux", "train_only": ["attn", "(", r"\.to_[qk]\."]}}
+    (fault,), _ = check(TrainConfig.model_validate(given), (patterns,), {"model.train_only"}, set(), {})
+    assert "'(' is no regular expression: missing )" in str(fault)
 
 
 def test_a_base_that_is_only_held_trains_on_the_native_engine():

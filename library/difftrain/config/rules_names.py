@@ -87,4 +87,16 @@ def _pairs(field: str, words: tuple[str, ...]) -> Iterator[Finding]:
             yield Finding((field,), f"the value of {key} is no literal: {value!r}", remedy)
 
 
-RULES: tuple[Rule, ...] = (optimizer, schedule, sampler, backend)
+def patterns(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What is to be trained is named by regular expressions."""
+    for pattern in cfg.model.train_only:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f"{pattern!r} is no regular expression: {error}"
+            yield Finding(
+                ("model.train_only",), what, r"Python's, as in '\.attn\.'; a dot or bracket itself is \. or \("
+            )
+
+
+RULES: tuple[Rule, ...] = (optimizer, schedule, sampler, backend, patterns)

@@ -119,8 +119,9 @@ class Description:
         return (self.denoiser, *dict.fromkeys(text.part for text in self.texts if text.part in self.rates))
 
     def where(self, field: str) -> str:
-        """Return what messages call a field of [model]."""
-        usual = {"pretrained": "diffusers_path"}.get(field, field)
+        """Return what messages call a field of [model]: the key that it is usually given by."""
+        usual = {"pretrained": "diffusers_path", "transformer": "transformer_path"}.get(field, field)
+        usual = "text_encoders" if field.startswith("text_encoder") else usual
         return self.flags.get(field, f"[model] {usual}")
 
     def rule(self, part: str) -> Callable[[Any], Rule] | None:
@@ -203,6 +204,16 @@ class Description:
             if text.hub and text.tokenizer not in source.tokenizer_dirs
             if source.complete(text.part).get("vocab_size", 0) > MAX_BUILT_IN
         }
+
+    def built_in(self) -> list[str]:
+        """Say which stored text encoders are read with a vocabulary of ours, because their folder has none."""
+        lacks = [
+            t for t in self.texts if t.part in self.source.readers and t.tokenizer not in self.source.tokenizer_dirs
+        ]
+        return [
+            f"{t.tokenizer}: none is there; the small vocabulary that comes with difftrain reads for {t.part}"
+            for t in lacks
+        ]
 
     def tokenizer(self, parts: Parts) -> Tokenize:
         """Return the picklable function from captions to token ids. Raises ConfigFault."""

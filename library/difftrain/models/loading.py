@@ -80,7 +80,7 @@ def load(family: ModelFamily, *, meta: bool = False, lazy: Collection[str] = ())
 
     # --- what else is to be known
     parts.config = family.architecture()
-    parts.notes += [*source.notes, *family.remarks()]
+    parts.notes += [*source.notes, *family.built_in(), *family.remarks()]
     if cfg.training.gradient_checkpointing:
         net.enable_gradient_checkpointing()
         for encoder in encoders.values():

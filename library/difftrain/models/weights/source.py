@@ -353,7 +353,7 @@ def _folder_faults(root: Path, family: Description) -> list[Fault]:
     title, pipeline, where = family.row.title, family.row.pipeline, family.where("pretrained")
     if root.is_file():
         what = f"'{root}' is a file, which holds the denoiser alone"
-        remedy = "give it as transformer, and a folder with the other parts as diffusers_path"
+        remedy = "give it as transformer_path, and a folder with the other parts as diffusers_path"
         return [Fault(where, what, remedy)]
     if not root.is_dir() and family.one_file:
         remedy = "give a diffusers folder or a single .safetensors or .ckpt file that is on this machine"
@@ -398,8 +398,8 @@ def _nowhere(family: Description, absent: list[str]) -> Fault:
             else f"init_from_config = {choices.replace('|', ', ')} or FILE.json"
         )
         return Fault("[model]", "no weights are named", f"give {what}, or {seed}")
-    fields = ", ".join(_fields(family)[part] for part in absent if part in _fields(family))
-    remedy = f"give a whole model's folder, or [model] {fields}"
+    keys = dict.fromkeys(family.where(_fields(family)[part]) for part in absent if part in _fields(family))
+    remedy = f"give a whole model's folder, or {', '.join(keys)}"
     return Fault("[model]", f"no weights are named for {', '.join(absent)}", remedy)
 
 
