@@ -13,6 +13,7 @@ import torch
 from families import Conditions, Tiny, config, exported, loaded, pipeline_of
 
 from difftrain.models import passes
+from difftrain.models.registry import TRAINED
 from difftrain.sampling.draw import walk
 from difftrain.sampling.samplers import is_flow, make_sampler
 
@@ -106,6 +107,10 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
     with torch.no_grad():
         decoded = pipeline.vae.decode(raw).sample
     np.testing.assert_allclose(model.decode(ours), (decoded / 2 + 0.5).clamp(0, 1), atol=1e-5)
+
+
+def test_every_family_that_trains_is_drawn_here() -> None:
+    assert {name for name, _ in KINDS} == set(ORACLES) == set(TRAINED), "say how its pipeline is called"
 
 
 def test_encoders_that_are_trained_encode_a_prompt_once() -> None:
