@@ -45,6 +45,34 @@ SIZES = {
     },
 }  # fmt: skip
 
+RUN = """
+[output]
+output_dir = "{home}/runs"
+dataset = "{data}"
+[model]
+type = "flux"
+diffusers_path = "{home}/model"
+dtype = "bfloat16"
+t5_max_length = 32
+train_only = ['^transformer_blocks\\.0\\.attn\\.to_[qkv]\\.']
+[training]
+max_steps = {steps}
+micro_batch_size_per_gpu = 1
+seed = 1
+[optimizer]
+type = "adamw"
+lr = 1e-4
+[save]
+save_dtype = "bfloat16"
+[optimization]
+activation_checkpointing = true
+[data]
+num_dataloader_workers = 0
+cache_dir = "{home}/cache"
+[monitoring]
+logging_steps = 1
+"""
+
 
 def main() -> int:
     """Make the folder where it is missing, run, watch, and print."""
@@ -62,14 +90,9 @@ def main() -> int:
         sizes.write_text(json.dumps(at_depth(asked.depth)), encoding="utf-8")
         words = ["init", "flux", f"--size={sizes}", f"--output={model}", "--seed=1", "--save_precision=bf16"]
         watched("init", [sys.executable, "-m", "difftrain.cli", *words])
-    out = home / "runs"
-    words = [
-        str(ROOT / "sd_scripts_xl" / "train.py"), "--config", str(ROOT / "configs" / "flux" / "tiny.toml"),
-        f"--model.diffusers_path={model}", f"--output.output_dir={out}", f"--output.dataset={data_of(home)}", "--model.dtype=bfloat16",
-        "--model.train_only=['^transformer_blocks\\.0\\.attn\\.to_[qkv]\\.']", f"--training.max_steps={asked.steps}",
-        "--training.micro_batch_size_per_gpu=1", f"--data.cache_dir={home / 'cache'}",
-        "--save.save_every_n_steps=1000000", "--demo.make=",
-    ]  # fmt: skip
+    file = home / "run.toml"
+    file.write_text(RUN.format(home=home, data=data_of(home), steps=asked.steps), encoding="utf-8")
+    words = [str(ROOT / "sd_scripts_xl" / "train.py"), "--config", str(file)]
     peak = watched("train", [sys.executable, *words])
     return 1 if peak > asked.limit_gib else 0
 

@@ -9,6 +9,7 @@ the order of one of two hosts, in turn. What is no plain command of this Python,
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
@@ -332,6 +333,8 @@ def _import() -> None:
         getattr(transformers, name)
     sys.path.remove(str(LIBRARY))
     sys.stdout.flush()
+    gc.collect()
+    gc.freeze()
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
 
