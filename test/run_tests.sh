@@ -96,6 +96,7 @@ run_tier() {
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
             # most tests wait for one process or compute on one thread; launchers and golden losses want the machine alone
             case "$1" in unit | contracts | integration | simulated_npu) side_by_side=(-n 2 --dist loadfile) ;; esac
+            case "$1" in integration) side_by_side+=(--no-loadscope-reorder) ;; esac # its conftest puts long files first
             case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
             ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
                 ${side_by_side[@]+"${side_by_side[@]}"} ${words[@]+"${words[@]}"} || code=$?
