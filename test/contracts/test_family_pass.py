@@ -55,6 +55,23 @@ def test_what_the_denoiser_is_told_matters(tiny: Tiny) -> None:
         assert not torch.equal(own_pass(tiny, replace(inputs, timestep=inputs.timestep / 2)), plain)
 
 
+def test_frames_may_have_times_of_their_own(tiny: Tiny) -> None:
+    """A clip that is begun by a frame without noise; diffusers is told a time a token."""
+    inputs = tiny.inputs()
+    if inputs.x_t.ndim == 4 or inputs.x_t.shape[2] == 1:
+        pytest.skip("its data are pictures")
+    frames, (height, width) = inputs.x_t.shape[2], inputs.x_t.shape[-2:]
+    inputs.timestep = torch.arange(1.0, 1 + 2 * frames).view(2, frames) * 90
+    a_token = inputs.timestep.repeat_interleave(height * width // tiny.family.patch**2, dim=1)
+    with torch.no_grad():
+        ours = own_pass(tiny, inputs)
+        assert torch.equal(ours, diffusers_forward(tiny, replace(inputs, timestep=a_token)))
+        one = replace(inputs, timestep=inputs.timestep[:, 0])
+        every = replace(one, timestep=one.timestep[:, None].expand(2, frames))
+        torch.testing.assert_close(own_pass(tiny, every), own_pass(tiny, one), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(ours, own_pass(tiny, one))
+
+
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_guidance_is_told_as_diffusers_takes_it(name: str, fresh: Any, guidance: float) -> None:
     tiny = fresh(guidance=guidance)

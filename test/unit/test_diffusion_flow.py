@@ -172,3 +172,12 @@ def test_a_mask_goes_to_the_latent_grid_by_the_middle_of_each_cell() -> None:
 def test_the_charbonnier_loss() -> None:
     found = losses.elementwise(torch.tensor([[3.0]]), torch.tensor([[-1.0]]), "pseudo_huber", torch.tensor([3.0]))
     assert found.item() == pytest.approx(5.0 - 3.0)
+
+
+def test_frames_may_have_times_of_their_own() -> None:
+    x0, noise = torch.randn(2, 3, 4, 5, 5), torch.randn(2, 3, 4, 5, 5)
+    t = torch.rand(2, 4)
+    found = flow.add_noise(x0, noise, t)
+    for frame in range(4):
+        torch.testing.assert_close(found[:, :, frame], flow.add_noise(x0[:, :, frame], noise[:, :, frame], t[:, frame]))
+    torch.testing.assert_close(flow.add_noise(x0, noise, t[:, :1].expand(2, 4)), flow.add_noise(x0, noise, t[:, 0]))

@@ -191,8 +191,8 @@ class Encoder:
 class Inputs:
     """One micro batch after encoding and noising, on the device, fp32 where floating.
 
-    Shapes: x_t, target (B, C, H, W); timestep (B,), int64 steps or fp32 in 0..1000 of a flow; weight (B,); mask
-    (B, 1, H, W) in 0..1. aims: what further terms of the loss compare outputs with.
+    Shapes: x_t, target (B, C, [F,] H, W); timestep (B,), int64 steps or fp32 in 0..1000 of a flow, or (B, F) where each
+    frame of a clip's latents has a time of its own; weight (B,); mask (B, 1, [1,] H, W) in 0..1. aims: what further terms of the loss compare outputs with.
     """
 
     x_t: Tensor

@@ -139,8 +139,8 @@ def _inverse(growing: Callable[[float], float], value: float) -> float:
 
 
 def add_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Return x_t = (1 - t) x0 + t e. Shapes: x0, noise (B, ...), t (B,) in [0, 1]."""
-    t = t.view(-1, *(1,) * (x0.ndim - 1))
+    """Return x_t = (1 - t) x0 + t e. Shapes: x0, noise (B, ...), t (B,) in [0, 1]; of clips (B, C, F, H, W) also (B, F)."""
+    t = t[:, None, :, None, None] if t.ndim == 2 else t.view(-1, *(1,) * (x0.ndim - 1))
     return (1.0 - t) * x0 + t * noise
 
 

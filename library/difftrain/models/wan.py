@@ -50,13 +50,18 @@ class Wan(ModelFamily):
         return {"tokens": made["hidden_1"]}
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens:
-        """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) in 0..1000 -> image (B, N, D), text (B, L, D), temb (B, 6, D)."""
+        """Make tokens. Shapes: x_t (B, C, F, H, W), t (B,) or (B, F) in 0..1000 -> image (B, N, D), text (B, L, D), temb
+        (B, [N,] 6, D).
+        """
         image = net.patch_embedding(x_t)
         size = tuple(image.shape[2:])
         image = image.flatten(2).transpose(1, 2).contiguous()
-        time, modulation, text, _ = net.condition_embedder(t, conditions["tokens"])
+        count = None
+        if t.ndim == 2:  # every token has the time of its frame
+            t, count = t.repeat_interleave(size[1] * size[2], dim=1).flatten(), image.shape[1]
+        time, modulation, text, _ = net.condition_embedder(t, conditions["tokens"], timestep_seq_len=count)
         rope = self.rope(net, x_t, size, x_t.device)
-        return Tokens(image, text, modulation.unflatten(1, (6, -1)), size, rope=rope, more={"time": time})
+        return Tokens(image, text, modulation.unflatten(-1, (6, -1)), size, rope=rope, more={"time": time})
 
     def rope(self, net: Any, x_t: Tensor, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rotary tables of the clip's tokens, real-valued: laid out once a size."""
@@ -72,7 +77,8 @@ class Wan(ModelFamily):
 
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, F, H, W)."""
-        shift, scale = (net.scale_shift_table + tokens.more["time"].unsqueeze(1)).chunk(2, dim=1)
+        time = tokens.more["time"] if tokens.more["time"].ndim == 3 else tokens.more["time"].unsqueeze(1)
+        shift, scale = (each.squeeze(2) for each in (net.scale_shift_table + time.unsqueeze(2)).chunk(2, dim=2))
         image = (net.norm_out(tokens.image.float()) * (1 + scale) + shift).type_as(tokens.image)
         patches = net.proj_out(image).unflatten(2, (*net.config.patch_size, -1)).unflatten(1, tokens.size)
         return (
