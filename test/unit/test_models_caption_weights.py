@@ -10,8 +10,8 @@ import torch
 from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import ConfigFault, Parts
+from difftrain.models.loading import unread as unread_of
 from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.text import trained
 from difftrain.models.text.clip_tokens import ClipTokenize
 from difftrain.models.text.encode import join_chunks
 from difftrain.models.text.prompt_weights import weigh, weighted_pieces
@@ -156,7 +156,7 @@ def test_what_gets_no_gradient_follows_the_layer() -> None:
         inputs = family.inputs(batch_of(family, parts, CAPTIONS), parts)
         family.loss_sums(family.forward(parts.root, inputs), inputs)["loss"].backward()
         without = {name for name, p in parts.root.text_encoder_1.named_parameters() if p.grad is None}
-        assert without == set(trained.unread(family.texts[0], parts.root.text_encoder_1))
+        assert without == set(unread_of(family.texts[0], parts.root.text_encoder_1))
         layers = {int(name.split("layers.")[1].split(".")[0]) for name in without if "layers." in name}
         assert layers == unread and any("final_layer_norm" in name for name in without)
         assert all(p.grad is not None for p in parts.root.text_encoder_2.parameters())

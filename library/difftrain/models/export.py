@@ -85,7 +85,7 @@ def write_whole(
         for key, value in beside.items():
             writer.write(key, value)
         waiting: dict[str, dict[str, Tensor]] = {}
-        stream = chain(weights, family.asleep(parts, ()))
+        stream = chain(weights, family.deferred_weights(parts, ()))
         for part, name, value in all_weights(family, stream, parts, set(family.parts)):
             names, prefix = maps[part], facts.prefixes[part]
             if (joined := names.collected(name, value, waiting.setdefault(part, {}))) is not None:
@@ -231,7 +231,9 @@ def _write_weights(
             file = folder / family.as_trained / f"{stem_of(family, trained)}.safetensors"
             shapes = _shapes(family, parts, trained, family.source.build(trained), None)
             whole = stack.enter_context(safetensors_writer(file, shapes, HEADER | metadata))
-        for part, name, value in all_weights(family, chain(weights, family.asleep(parts, linked)), parts, set(writers)):
+        for part, name, value in all_weights(
+            family, chain(weights, family.deferred_weights(parts, linked)), parts, set(writers)
+        ):
             key = file_name(family.parts[part], name)
             if part == trained and whole is not None:
                 whole.write(key, value)

@@ -102,7 +102,7 @@ class ModelFamily(Description):
         return bool(patterns) and not any(re.search(pattern, name) for pattern in patterns)
 
     def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
-        """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault.
+        """Build root and frozen parts; names and shapes only where meta. Raises ConfigFault.
 
         lazy: frozen parts for which something stands in until they are loaded, also beside others without weights; with
         "root" the denoiser's weights are read by Parts.load_root, once the encoders have filled the caches.
@@ -253,9 +253,9 @@ class ModelFamily(Description):
             self.source, {part: parts.root.get_submodule(part) for part in self.in_root} | frozen
         )
 
-    def asleep(self, parts: Parts, without: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def deferred_weights(self, parts: Parts, without: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Give the weights of deferred parts as they would be if they were loaded; without: of which they are not wanted."""
-        return stand_in.asleep(self.source, parts, self.storage_dtype, {vision.PART, *without})
+        return stand_in.deferred_weights(self.source, parts, self.storage_dtype, {vision.PART, *without})
 
     def export(
         self,

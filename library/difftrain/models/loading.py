@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.models import passes, speedups, stand_in
+from difftrain.models.facts import Text
 from difftrain.models.materialise import fill, hollow_dtype
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.stand_in import in_8_bits, still, to_8_bits
-from difftrain.models.text import trained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,9 +29,9 @@ _TITLES = {"unet": "UNet"}
 
 
 def load(family: ModelFamily, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
-    """Build root and frozen parts, with their tokenizers; names and shapes only where meta. Raises ConfigFault.
+    """Build root and frozen parts; names and shapes only where meta. Raises ConfigFault.
 
-    lazy: frozen parts for which something stands in until they are woken, also beside others without weights; with
+    lazy: frozen parts for which something stands in until they are loaded, also beside others without weights; with
     "root" the denoiser's weights are read by Parts.load_root, once the encoders have filled the caches.
     """
     cfg, source, inside = family.cfg, family.source, family.in_root
@@ -84,7 +84,7 @@ def load(family: ModelFamily, *, meta: bool = False, lazy: Collection[str] = ())
     if cfg.training.gradient_checkpointing:
         net.enable_gradient_checkpointing()
         for encoder in encoders.values():
-            trained.recompute(encoder)
+            _recompute(encoder)
     return parts
 
 
@@ -107,7 +107,7 @@ def freeze(family: ModelFamily, parts: Parts, root: DenoiserRoot) -> list[str]:
         notes.append(f"the {_TITLES.get(family.denoiser, family.denoiser)} is frozen: its learning rate is 0")
     for text in family.texts:
         if text.part in family.in_root:
-            notes += trained.freeze_unread(text, root.get_submodule(text.part), family.reader(text))
+            notes += _freeze_unread(text, root.get_submodule(text.part), family.reader(text))
     return notes
 
 
@@ -162,3 +162,40 @@ def _longest_sides(cfg: TrainConfig) -> list[int]:
                 width, height = section.resolution
                 sides.append(min(section.max_bucket_reso, width * height // section.min_bucket_reso))
     return sides
+
+
+# ------------------------------------------------------------------ text encoders that are trained with the denoiser
+
+
+def unread(text: Text, encoder: Any) -> list[str]:
+    """Name the parameters of a CLIP encoder that can get no gradient: what comes after the states that are read.
+
+    There are none where a vector is read too: it goes through every layer.
+    """
+    if text.pooled or not isinstance(text.hidden, int) or text.hidden >= 0:
+        return []
+    layers = encoder.config.num_hidden_layers
+    unused = (*(f"encoder.layers.{i}." for i in range(layers + text.hidden + 1, layers)), "final_layer_norm.")
+    return [name for name, _ in encoder.named_parameters() if name.removeprefix("text_model.").startswith(unused)]
+
+
+def _freeze_unread(text: Text, encoder: Any, reader: str) -> list[str]:
+    """Freeze what no loss reaches; return the sentence that says so. reader: who reads the states before it."""
+    names = unread(text, encoder)
+    for name in names:
+        encoder.get_parameter(name).requires_grad_(False)
+    if not names or not isinstance(text.hidden, int):
+        return []
+    layers = encoder.config.num_hidden_layers
+    first, last = layers + text.hidden + 1, layers - 1
+    which = "" if first == layers else f"layer {first} and " if first == last else f"layers {first} to {last} and "
+    return [
+        f"{text.part}: {which}final_layer_norm ({len(names)} tensors) stay as they are, "
+        f"because {reader} reads the hidden states before them"
+    ]
+
+
+def _recompute(encoder: Any) -> None:
+    """Compute activations again in the backward pass."""
+    newer = getattr(encoder, "activation_checkpointing_enable", None)  # its name since transformers 5
+    (newer or encoder.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -25,10 +25,9 @@ class FamilyRow:
     title: what people call it; network: what logs and reports call it, by train_type where one has a name of its own.
     target: "module:Class". pipeline: diffusers' class. parts: name -> "library:Class", the denoiser first (where a folder
     of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
-    order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples;
-    sizes: random models by name, and
-    sizes_multiple where such a model is smaller. layouts: those of exports. trains: what can be trained, nothing of a
-    family that is known as a form only.
+    order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples.
+    sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports. trains:
+    what can be trained, nothing of a family that is known as a form only.
 
     takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
     another one means nothing, where config/families.py has no sentence that fits. defaults: "section.field" -> value

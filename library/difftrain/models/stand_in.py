@@ -109,7 +109,7 @@ def stored(source: Source, held: Mapping[str, nn.Module]) -> Iterator[tuple[str,
         yield from ((f"{part}.{name}", value) for name, value in source.weights(part, built(module)))
 
 
-def asleep(
+def deferred_weights(
     source: Source, parts: Parts, dtype: Callable[[str], torch.dtype], without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Give the weights of lazy parts as they would be if they were awake. dtype: that a part is kept in."""

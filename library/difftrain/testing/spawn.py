@@ -19,7 +19,7 @@ import difftrain
 _LIBRARY = Path(difftrain.__file__).resolve().parents[1]
 _CALL = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__rank__')[sys.argv.pop(1)](*sys.argv[1:])"
 _GRACE_S = 5.0
-start_process: Callable[..., Any] = subprocess.Popen  # of what ranks are started with; a suite may have one that forks
+start_process: Callable[..., Any] = subprocess.Popen  # starts each rank; a test suite may put one here that forks
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.models.text.clip_vocabulary import byte_symbols
+from difftrain.models.text.t5_vocabulary import bare_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -96,12 +97,7 @@ class LlmVocabulary:
 
     def backend(self) -> Tokenizer:
         """Build the tokenizer that turns text into ids, without padding and cutting."""
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_str(self.content)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
+        return bare_tokenizer(self.content)
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers loads: what was read, or the small one."""

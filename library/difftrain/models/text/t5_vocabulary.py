@@ -99,12 +99,7 @@ class T5Vocabulary:
 
     def backend(self) -> Tokenizer:
         """Build the tokenizer that turns text into ids, without marks, padding and cutting."""
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_str(self.content)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
+        return bare_tokenizer(self.content)
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers' T5TokenizerFast loads."""
@@ -115,6 +110,16 @@ class T5Vocabulary:
         (folder / JSON).write_text(self.content, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (folder / "special_tokens_map.json").write_text(json.dumps(marks, indent=2), encoding="utf-8")
+
+
+def bare_tokenizer(content: str) -> Tokenizer:
+    """Build the tokenizer of a tokenizer.json, without padding and cutting."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()) -> dict[str, Any]:
