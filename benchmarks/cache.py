@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 import torch
 
 from difftrain import optim
+from difftrain.cache.build import with_cache
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch
 from difftrain.data.loader import make_loader
@@ -34,7 +35,6 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.models.registry import make_family
 from difftrain.testing.pictures import write_folder
-from difftrain.train.caching import with_cache
 
 WARM_UP = 3
 SAME_LOSS = 1e-5  # relative, fp32: the encoders' batches differ
@@ -106,7 +106,7 @@ def bare_s(online: Side, options: argparse.Namespace) -> float:
         few = {name: batch.features[name].repeat_interleave(32 // options.batch_size, 0) for name in ids}
         for _ in range(options.pictures // 32):
             for each in encoders.values():
-                if each.source == "caption":
+                if each.source == {"caption"}:
                     each.encode(dataclasses.replace(batch, features=few))
     return time.perf_counter() - began
 

@@ -28,21 +28,21 @@ import torch
 from photographs import photographs
 from PIL import Image
 
+from difftrain.cache import build
+from difftrain.cache.build import with_cache
+from difftrain.cache.decoding import DecodingDataset
+from difftrain.cache.manifest.manifest import CacheManifest
+from difftrain.cache.request import cache_requests
+from difftrain.cache.store.folder import CacheFolder
+from difftrain.cache.store.format import PackedEntry, pack
+from difftrain.cache.store.segment import SegmentWriter
+from difftrain.cache.store.storage import stored
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch
-from difftrain.data.cache.decoding import Decoding
-from difftrain.data.cache.folder import CacheFolder
-from difftrain.data.cache.format import Item, pack
-from difftrain.data.cache.storage import stored
-from difftrain.data.cache.wanted import Wanted
-from difftrain.data.cache.writer import SegmentWriter
 from difftrain.data.prepare import Data, open_data, prepare
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.registry import make_family
-from difftrain.train import caching
-from difftrain.train.cache_plan import wishes
-from difftrain.train.caching import with_cache
 
 SIDE = 1024  # of a picture: one megapixel
 MOST_MS = 20.0  # of the encoder, a picture
@@ -110,15 +110,17 @@ class Bench:
     def ready(self) -> list[tuple[Any, Batch]]:
         """Return every batch of every encoder, decoded; and say what decoding takes."""
         found = []
-        asked = wishes(self.cfg, self.family, self.parts, self.data)
-        listed = caching._listed(self.cfg, Ranks(), self.data, asked, self.tokenize)
+        asked = cache_requests(self.cfg, self.family, self.parts, self.data)
+        listed = build._manifests(self.cfg, Ranks(), self.data, asked, self.tokenize)
         for each in listed:
-            decoding = Decoding(self.data, each.wanted, self.tokenize)
+            decoding = DecodingDataset(self.data, each.manifest, self.tokenize)
             began = time.perf_counter()
             batches = [decoding[n].batch for n in range(len(decoding))]
             took = time.perf_counter() - began
-            print(f"decoding for {each.wish.name}: {1000 * took / each.wanted.count:.1f} ms an entry, in one process")
-            found += [(each.wish.encoder, batch) for batch in batches]
+            print(
+                f"decoding for {each.request.name}: {1000 * took / each.manifest.count:.1f} ms an entry, in one process"
+            )
+            found += [(each.request.encoder, batch) for batch in batches]
         return found
 
 
@@ -129,7 +131,7 @@ def bare_s(ready: list[tuple[Any, Batch]]) -> tuple[float, float]:
     for encoder, batch in ready:
         start = time.perf_counter()
         encoder.encode(batch)
-        pictures += (time.perf_counter() - start) * (encoder.source == "pixels")
+        pictures += (time.perf_counter() - start) * ("pixels" in encoder.source)
     return time.perf_counter() - began, pictures
 
 
@@ -139,19 +141,19 @@ def recheck(bench: Bench, entries: int) -> float:
     rng = np.random.default_rng(0)
     addresses = rng.bytes(16 * entries)
     pieces = pack([stored("moments", torch.zeros(8), "float32")], {"name": "none"})
-    with_items = [Item(addresses[i : i + 16], pieces) for i in range(0, len(addresses), 16)]
+    with_items = [PackedEntry(addresses[i : i + 16], pieces) for i in range(0, len(addresses), 16)]
     writer = SegmentWriter(folder, {"encoder": "latents", "fingerprint": "", "features": {}})
     for start in range(0, entries, 1000):
         writer.append(with_items[start : start + 1000])
     writer.close()
     listed = next(path for path in bench.data.index.folder.glob("wanted-latents-*"))
-    wanted = Wanted(listed)
+    wanted = CacheManifest(listed)
     more = np.concatenate([np.asarray(wanted.addresses), np.frombuffer(addresses, "V16")])
     np.save(listed / "addresses.npy", more)
     facts = (listed / "facts.json").read_text()
-    ((bucket, count),) = Wanted(listed).buckets()
+    ((bucket, count),) = CacheManifest(listed).buckets()
     (listed / "facts.json").write_text(facts.replace(f"], {count}]]", f"], {count + entries}]]"))
-    assert Wanted(listed).count == count + entries, bucket
+    assert CacheManifest(listed).count == count + entries, bucket
     bench.start_s()  # merges what was written
     return bench.start_s()
 

@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 import numpy as np
 
-from difftrain.data.cache import database
-from difftrain.data.cache.folder import BIN, CacheFolder
-from difftrain.data.cache.format import Item, Stored, crc32c, pack, reject
-from difftrain.data.cache.metadata import Metadata, merge
-from difftrain.data.cache.writer import SegmentWriter
+from difftrain.cache.store import database
+from difftrain.cache.store.folder import BIN, CacheFolder
+from difftrain.cache.store.format import PackedEntry, StoredFeature, crc32c, pack, reject
+from difftrain.cache.store.index import Metadata, merge
+from difftrain.cache.store.segment import SegmentWriter
 
 LAUNCHES = 3
 BATCH = 6  # items that are committed at once
@@ -50,14 +50,16 @@ def address(number: int) -> bytes:
     return hashlib.blake2b(f"item {number}".encode(), digest_size=16).digest()
 
 
-def item(number: int) -> Item:
+def item(number: int) -> PackedEntry:
     """Return what an encoder makes of an item: always the same; of some it can make nothing."""
     if number % 50 == 7:
         return reject(address(number), f"{number}.jpg", "cut short")
     bits = np.random.Generator(np.random.Philox(key=number))
     size = int(bits.integers(1, 12_000))
     data = np.frombuffer(bits.bytes(size), np.uint8)
-    return Item(address(number), pack([Stored("latents", "uint8", (size,), size, data)], {"name": f"{number}.jpg"}))
+    return PackedEntry(
+        address(number), pack([StoredFeature("latents", "uint8", (size,), size, data)], {"name": f"{number}.jpg"})
+    )
 
 
 def hash_of(content: bytes) -> str:

@@ -29,15 +29,14 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from difftrain.cache.store.folder import CacheFolder
+from difftrain.cache.store.format import PackedEntry, pack
+from difftrain.cache.store.index import Metadata, merge
+from difftrain.cache.store.memory import Verified
+from difftrain.cache.store.read import Reader
+from difftrain.cache.store.segment import SegmentFiles, SegmentWriter
+from difftrain.cache.store.storage import kept_rows, stored
 from difftrain.contracts import Bucket, Feature
-from difftrain.data.cache.folder import CacheFolder
-from difftrain.data.cache.format import Item, pack
-from difftrain.data.cache.memory import Verified
-from difftrain.data.cache.metadata import Metadata, merge
-from difftrain.data.cache.reader import Reader
-from difftrain.data.cache.segments import Segments
-from difftrain.data.cache.storage import kept_rows, stored
-from difftrain.data.cache.writer import SegmentWriter
 
 BUCKET = Bucket(256, 256)
 BF16 = "bfloat16"
@@ -97,10 +96,10 @@ def fill(folder: Path, samples: list[Sample]) -> Callable[[int], Sample]:
         writer = SegmentWriter(cache, {"encoder": encoder})
         for number, made in enumerate(samples):
             some = [stored(name, made[name], BF16) for name in features]
-            writer.append([Item(address(encoder, number), pack(some, {"name": f"{number}.jpg"}))])
+            writer.append([PackedEntry(address(encoder, number), pack(some, {"name": f"{number}.jpg"}))])
         writer.close()
     merge(cache)
-    metadata, source = Metadata(cache.database), Segments(cache)
+    metadata, source = Metadata(cache.database), SegmentFiles(cache)
     verified = Verified(Verified.reserve(metadata.count), metadata.generation)
     readers = {
         encoder: Reader(source, metadata, features, verified, cache=str(folder))

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 import numpy as np
 from figures import Report
 
-from difftrain.data.cache.folder import BIN, IDX, CacheFolder
-from difftrain.data.cache.format import ROW, header_block, row_crcs
-from difftrain.data.cache.metadata import Metadata, merge
+from difftrain.cache.store.folder import BIN, IDX, CacheFolder
+from difftrain.cache.store.format import ROW, header_block, row_crcs
+from difftrain.cache.store.index import Metadata, merge
 
 SAMPLE_BYTES = 2_450_000
 IN_A_SEGMENT = (1 << 30) // SAMPLE_BYTES

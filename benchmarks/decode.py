@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 from photographs import photographs
 
-from difftrain.config.sections import DataSection
-from difftrain.data.buckets import BucketTable, Fit
-from difftrain.data.media import decode, decode_for, fit
+from difftrain.config.schema.sections import DataSection
+from difftrain.data.media.media import decode, decode_for, fit
+from difftrain.data.plan.buckets import BucketTable, Fit
 
 ROUNDS = 9
 LIMITS = {1024: 2.0, 256: 5.0}

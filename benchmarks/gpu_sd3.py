@@ -27,7 +27,7 @@ class CachedSD3(SD3Family):
 
     def alone(self) -> Parts:
         """Build the transformer from the seed; nothing stands where the encoders were."""
-        parts = self.load(lazy=EVERY)
+        parts = self.load(deferred=EVERY)
         parts.fill_root()
         return Parts(parts.root, config=parts.config)
 

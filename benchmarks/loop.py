@@ -38,9 +38,9 @@ from difftrain.train.loop import train
 from difftrain.train.meter import Meter
 from difftrain.train.run import assemble, open_outputs
 from difftrain.train.saving import Saving
-from difftrain.train.signals import Requests
-from difftrain.train.start import begin
+from difftrain.train.session import open_session
 from difftrain.train.state import Run
+from difftrain.train.triggers import Requests
 
 LR = 1e-4
 WARM_UP = 5
@@ -89,15 +89,15 @@ def config(folder: Path, batch_size: int, resolution: int, steps: int) -> TrainC
 def take_turns(cfg: TrainConfig) -> tuple[Turns, list[float]]:
     """Train both, and return their times and losses."""
     ranks = Ranks()
-    with begin(cfg, ranks, drawn_seed=1) as start, contextlib.redirect_stdout(io.StringIO()):
+    with open_session(cfg, ranks, drawn_seed=1) as start, contextlib.redirect_stdout(io.StringIO()):
         run = assemble(start.cfg, ["loop.py"], choose(cfg.training.device), ranks, start, start.cfg)
         plain = PlainSDXL(run.parts, run.device.torch_device, lr=LR)
         turns = Turns(plain, batches_of(run))
-        with open_outputs(run, start) as outputs:
-            run.meter = Meter(run, outputs)
-            saving = Saving(run)
+        with open_outputs(run) as outputs:
+            meter = Meter(run, outputs)
+            saving = Saving(run, meter)
             hooks = [saving, Evaluating(run, outputs), Drawing(run, outputs)]
-            train(run, turns, hooks, saving, Requests())
+            train(run, turns, hooks, meter, saving, Requests())
     return turns, [line["step_loss"] for line in read_lines(cfg.output_dir / METRICS)]
 
 

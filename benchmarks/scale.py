@@ -25,9 +25,9 @@ import numpy as np
 from figures import Report
 
 from difftrain.config import TrainConfig
-from difftrain.data.index import Index
+from difftrain.data.index.index import Index
 from difftrain.data.loader import data_loader
-from difftrain.data.plan import EpochPlan
+from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.prepare import make_plan, make_tables, open_data
 from difftrain.testing.synthetic_index import write_synthetic_index
 

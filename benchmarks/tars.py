@@ -27,9 +27,9 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 from difftrain.config import TrainConfig
-from difftrain.data.index import Index
-from difftrain.data.media import decode
-from difftrain.data.plan import EpochPlan
+from difftrain.data.index.index import Index
+from difftrain.data.media.media import decode
+from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.prepare import make_plan, open_data, prepare
 
 ROUNDS = 7

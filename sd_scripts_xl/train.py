@@ -9,8 +9,8 @@ sys.path.append(str(ROOT))  # third_patch
 
 from third_patch import apply_for  # noqa: E402
 
-from difftrain.config.train_line import open_train_door  # noqa: E402
-from difftrain.train.demo.make import foreseen  # noqa: E402
+from difftrain.config.parse_keys import open_train_door  # noqa: E402
+from difftrain.demo.make import foreseen  # noqa: E402
 from difftrain.train.door import RULES, work  # noqa: E402
 
 PROG = "train.py"

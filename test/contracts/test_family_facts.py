@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, NOT_ON_THE_KIT, ON_KIT, ORACLES, Tiny, config, made, needs_blocks
 
-from difftrain.config.validate import default_of
+from difftrain.config.schema.validate import default_of
 from difftrain.models import build, passes
 from difftrain.models.export import key_map
 from difftrain.models.text.encode import features_of
@@ -26,7 +26,9 @@ def test_diffusers_own_forward_is_known_of_every_family() -> None:
     assert set(ON_KIT) <= set(ORACLES), "say in test/support/families.py how diffusers runs it"
 
 
-@pytest.mark.parametrize("module", ["difftrain.models.registry", "difftrain.models.facts", "difftrain.config.families"])
+@pytest.mark.parametrize(
+    "module", ["difftrain.models.registry", "difftrain.models.facts", "difftrain.config.schema.families"]
+)
 def test_rows_and_facts_are_read_without_torch(module: str) -> None:
     code = f"import sys, {module}; assert not {{'torch', 'diffusers', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2] / "library")

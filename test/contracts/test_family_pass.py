@@ -128,7 +128,7 @@ def test_what_lies_between_blocks_is_handed_out(tiny: Tiny) -> None:
     needs_blocks(tiny)
     inputs, family, net = tiny.inputs(), tiny.family, tiny.net
     blocks = sum(1 for _ in passes.blocks_of(family, net))
-    plan = passes.Plan(text=(0, blocks), taps=(1, blocks))
+    plan = passes.PassPlan(text=(0, blocks), taps=(1, blocks))
     with torch.no_grad():
         out = passes.run(family, net, inputs.x_t, inputs.timestep, inputs.conditions, plan)
         tokens = family.enter(net, inputs.x_t, inputs.timestep, inputs.conditions)

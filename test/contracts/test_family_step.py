@@ -122,7 +122,7 @@ def test_cached_features_give_the_same_bits(tiny: Tiny) -> None:
 
 
 def test_fingerprints_need_no_modules(name: str, fresh: Any, tiny: Tiny) -> None:
-    asleep = tiny.family.load(lazy=EVERY)
+    asleep = tiny.family.load(deferred=EVERY)
     told = {each: encoder.fingerprint() for each, encoder in tiny.family.encoders(asleep).items()}
     assert told == {each: encoder.fingerprint() for each, encoder in tiny.family.encoders(tiny.parts).items()}
     other = fresh({"training": {"seed": 2}})
@@ -132,11 +132,11 @@ def test_fingerprints_need_no_modules(name: str, fresh: Any, tiny: Tiny) -> None
 
 
 def test_parts_that_wait_count_as_many_weights(tiny: Tiny) -> None:
-    asleep = tiny.family.load(lazy=EVERY)
+    asleep = tiny.family.load(deferred=EVERY)
     for part, module in tiny.parts.frozen.items():
         count = sum(each.numel() for each in module.parameters())
         assert sum(each.numel() for each in asleep.frozen[part].parameters()) == count, part
-        asleep.wake(part)
+        asleep.load(part)
         ours, theirs = asleep.frozen[part].state_dict(), module.state_dict()
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), part
     assert asleep.load_root is not None

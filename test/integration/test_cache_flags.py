@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from doors import losses, write_pictures
 
-from difftrain.config.parse import parse
+from difftrain.cache import encoding
+from difftrain.cache.store.folder import CacheFolder
+from difftrain.cache.store.index import Metadata
+from difftrain.cache.tools.repair import repair
+from difftrain.config.parse_flags import parse
 from difftrain.contracts import TrainingFault
-from difftrain.data.cache.folder import CacheFolder
-from difftrain.data.cache.metadata import Metadata
-from difftrain.data.cache.repair import repair
-from difftrain.train import encoding
 from difftrain.train.outputs import log
 from difftrain.train.run import run
 
@@ -129,8 +129,8 @@ def test_captions_at_once_and_processes_that_decode(place: Place, monkeypatch: p
     encode = encoding.encode
 
     def watched(job, *rest, workers, **more):
-        sizes = [len(job.wanted.rows(number)) for number in range(job.wanted.batches)]
-        seen[job.wish.name] = (max(sizes), workers)
+        sizes = [len(job.manifest.rows(number)) for number in range(job.manifest.batches)]
+        seen[job.request.name] = (max(sizes), workers)
         encode(job, *rest, workers=workers, **more)
 
     monkeypatch.setattr(encoding, "encode", watched)

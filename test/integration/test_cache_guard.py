@@ -12,10 +12,11 @@ from typing import Any
 import cached
 import pytest
 
+from difftrain.cache import decoding
+from difftrain.cache import decoding as guard
 from difftrain.contracts import TrainingFault
 from difftrain.data import samples
-from difftrain.data.cache import decoding, guard
-from difftrain.data.media import Unusable
+from difftrain.data.media.media import Unusable
 
 # in every interpreter that is started from here: a decoder that hangs in some pictures and crashes in others
 HOSTILE = """
@@ -93,10 +94,10 @@ def test_workers_that_stay_silent_though_no_picture_is_slow_are_given_up_after_s
 
     monkeypatch.setattr(guard, "PATIENCE_S", 0.3)
     monkeypatch.setattr(guard, "run_jobs", lambda *args, **more: iter(()))
-    handed = guard.HandedOut(decoding.np.arange(3), iter(range(9)).__next__, guard.threading.Event())
+    handed = guard.BatchQueue(decoding.np.arange(3), iter(range(9)).__next__, guard.threading.Event())
     start = time.monotonic()
     with pytest.raises(TrainingFault, match=r"nothing came .* for 0\.3 s"):
-        list(guard.pieces_of(Late(), handed, 1))  # type: ignore[arg-type]
+        list(guard.decoded_batches(Late(), handed, 1))  # type: ignore[arg-type]
     assert time.monotonic() - start < 30
 
 
@@ -111,6 +112,6 @@ def test_a_worker_that_is_killed_while_every_picture_is_fine_is_a_fault(monkeypa
             return []
 
     monkeypatch.setattr(guard, "run_jobs", lambda *args, **more: iter(()))
-    handed = guard.HandedOut(decoding.np.arange(3), iter(range(9)).__next__, guard.threading.Event())
+    handed = guard.BatchQueue(decoding.np.arange(3), iter(range(9)).__next__, guard.threading.Event())
     with pytest.raises(TrainingFault, match="max_data_loader_n_workers"):
-        list(guard.pieces_of(Killed(), handed, 1))  # type: ignore[arg-type]
+        list(guard.decoded_batches(Killed(), handed, 1))  # type: ignore[arg-type]

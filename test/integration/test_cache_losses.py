@@ -15,6 +15,7 @@ import torch
 from encoded import encoded
 from safetensors.torch import load_file, save_file
 
+from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, ConfigFault, Parts
 from difftrain.data.loader import make_loader
@@ -26,7 +27,6 @@ from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.models.weights import fingerprints
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.pictures import write_folder
-from difftrain.train.caching import lazy_parts, with_cache
 
 SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (64, 64), (96, 40), (64, 66), (130, 130)]
 DISK, MEMORY = {"latents_to_disk": True, "text_to_disk": True}, {"latents": True, "text": True}
@@ -72,7 +72,7 @@ class Made:
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg, self.family = cfg, SDXLFamily(cfg)
-        self.parts: Parts = self.family.load(lazy=lazy_parts(cfg, self.family))
+        self.parts: Parts = self.family.load(deferred=deferred_parts(cfg, self.family))
         self.data: Data = open_data(cfg, prepare(cfg, log=lambda line: None))
         self.data = with_cache(cfg, choose("cpu"), Ranks(), self.family, self.parts, self.data).data
 
@@ -109,10 +109,10 @@ def test_losses_from_the_cache_are_those_of_online_training(pictures: Path, tmp_
     online = Made(config(pictures, tmp_path, **dict(WAYS[way]))).losses()
     for where in (DISK, MEMORY):
         cached = Made(config(pictures, tmp_path, where, **dict(WAYS[way])))
-        assert all(map(cached.parts.sleeps, FROZEN))
+        assert not any(map(cached.parts.is_loaded, FROZEN))
         assert not any("pixels" in batch.features for micro in cached.steps() for batch in micro)
         assert cached.losses() == pytest.approx(online, rel=1e-6)
-        assert all(map(cached.parts.sleeps, FROZEN))
+        assert not any(map(cached.parts.is_loaded, FROZEN))
     assert len(set(online)) == STEPS
 
 

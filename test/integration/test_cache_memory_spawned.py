@@ -7,9 +7,9 @@ import multiprocessing
 import pytest
 from entries import FEATURES, item, read_and_mark, sample
 
-from difftrain.data.cache.memory import MemoryEntries, MemorySink, Verified
-from difftrain.data.cache.reader import Reader
-from difftrain.data.cache.segments import Segments
+from difftrain.cache.store.memory import MemoryEntries, MemorySink, Verified
+from difftrain.cache.store.read import Reader
+from difftrain.cache.store.segment import SegmentFiles
 
 
 def test_a_process_of_its_own_reads_and_marks_what_is_shared():
@@ -17,7 +17,7 @@ def test_a_process_of_its_own_reads_and_marks_what_is_shared():
     verified.add(39)
     sink = MemorySink()
     sink.append([item(number) for number in range(4)])
-    reader = Reader(Segments(None), MemoryEntries(MemoryEntries.reserve([sink.rows()])), FEATURES, None)
+    reader = Reader(SegmentFiles(None), MemoryEntries(MemoryEntries.reserve([sink.rows()])), FEATURES, None)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     worker = context.Process(target=read_and_mark, args=(reader, [2, 3], verified, [0, 7, 8], answers))

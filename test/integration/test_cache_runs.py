@@ -12,9 +12,9 @@ import cached
 import pytest
 from doors import Door, losses, metrics, wait_for, write_pictures
 
-from difftrain.data.cache.folder import CacheFolder
-from difftrain.data.cache.journals import Journal
-from difftrain.data.cache.metadata import Metadata
+from difftrain.cache.store.folder import CacheFolder
+from difftrain.cache.store.index import Metadata
+from difftrain.cache.store.journals import Journal
 from difftrain.testing.spawn import run_ranks
 
 CACHED = ("--cache_latents", "--cache_text_encoder_outputs")

@@ -10,11 +10,11 @@ from doors import losses, write_pictures
 from safetensors.torch import load_file
 from sdxl import config, loaded
 
-from difftrain.config.parse import parse
-from difftrain.models import loading, stand_in
+from difftrain.config.parse_flags import parse
+from difftrain.models import loading, placeholder
 from difftrain.models.weights import fingerprints
-from difftrain.models.weights.source import Source
-from difftrain.train import dry_run, ending
+from difftrain.models.weights.source import WeightSource
+from difftrain.train import dry_run, finalize
 from difftrain.train.run import run
 
 ON_DISK = ("--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk")
@@ -33,20 +33,20 @@ class Runs:
         self.model = family.export([], parts, "diffusers_safetensors", folder / "model")
         patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
         patch.setattr(fingerprints, "_SETTLED_NS", 0)
-        patch.setattr(ending, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
-        fill, weights = stand_in.fill, Source.weights
+        patch.setattr(finalize, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
+        fill, weights = placeholder.fill, WeightSource.weights
 
         def filled(module: Any, *rest: Any, **options: Any) -> Any:
             self.filled.append(type(module).__name__)
             return fill(module, *rest, **options)
 
-        def read(source: Source, part: str, module: Any) -> Any:
+        def read(source: WeightSource, part: str, module: Any) -> Any:
             self.read.append(part)
             return weights(source, part, module)
 
-        patch.setattr(stand_in, "fill", filled)
+        patch.setattr(placeholder, "fill", filled)
         patch.setattr(loading, "fill", filled)
-        patch.setattr(Source, "weights", read)
+        patch.setattr(WeightSource, "weights", read)
 
     def line(self, out: Path, *flags: str) -> list[str]:
         return [

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from small_caches import address, make, want, write
 
+from difftrain.cache.store import references
+from difftrain.cache.store.folder import BIN, CacheFolder
+from difftrain.cache.store.format import crc32c
+from difftrain.cache.store.index import Metadata, merge
+from difftrain.cache.tools import gc
+from difftrain.cache.tools.repair import repair
+from difftrain.cache.tools.verify import verify
 from difftrain.contracts import DataFault
-from difftrain.data.cache import collect, uses
-from difftrain.data.cache.folder import BIN, CacheFolder
-from difftrain.data.cache.format import crc32c
-from difftrain.data.cache.metadata import Metadata, merge
-from difftrain.data.cache.repair import repair
-from difftrain.data.cache.verify import verify
 
 SECONDS = 6.0
 PATIENCE_S = 10.0  # for what a clean-up takes back, on a machine with other work
@@ -36,7 +37,7 @@ def build_and_read(folder: CacheFolder, seed: int, end: float) -> None:
         merge(folder)
         for number in numbers:
             assert readable(folder, number), f"{number} is lost"
-        uses.remove(folder, f"{seed}x{rounds}")
+        references.remove(folder, f"{seed}x{rounds}")
         rounds += 1
     assert rounds > 2
 
@@ -59,7 +60,7 @@ def readable(folder: CacheFolder, number: int) -> bool:
 def clean_up(folder: CacheFolder, seed: int, end: float) -> None:
     while time.monotonic() < end:
         with suppress(DataFault):  # none may be known for a moment
-            list(collect.collect(folder))
+            list(gc.collect_garbage(folder))
 
 
 def look(folder: CacheFolder, seed: int, end: float) -> None:

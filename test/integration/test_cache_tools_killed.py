@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from small_caches import WANTED, address, assert_whole, flip, partly_wanted, served
 
-from difftrain.data.cache import collect, writer
-from difftrain.data.cache.folder import BIN, CacheFolder
-from difftrain.data.cache.metadata import Metadata
-from difftrain.data.cache.repair import repair
+from difftrain.cache.store import segment as writer
+from difftrain.cache.store.folder import BIN, CacheFolder
+from difftrain.cache.store.index import Metadata
+from difftrain.cache.tools import gc
+from difftrain.cache.tools.repair import repair
 
 
 class Killed(BaseException):
@@ -60,7 +61,7 @@ def test_killed_anywhere_it_loses_nothing_and_can_be_run_again(
             kept = damaged(folder)
         patched = kill_after(calls)
         try:
-            for _ in collect.collect(folder) if tool == "gc" else repair(folder):
+            for _ in gc.collect_garbage(folder) if tool == "gc" else repair(folder):
                 pass
             ended = True
         except Killed:
@@ -70,7 +71,7 @@ def test_killed_anywhere_it_loses_nothing_and_can_be_run_again(
         if tool == "gc":
             assert_whole(folder, kept, originals)
         list(repair(folder))
-        list(collect.collect(folder))
+        list(gc.collect_garbage(folder))
         assert_whole(folder, kept, originals)
         if ended:
             return

@@ -11,7 +11,7 @@ import pytest
 from doors import Door, write_pictures
 from sd3_speedups import vision_folder
 
-from difftrain.train.demo.flow_model import write_tiny
+from difftrain.demo.model import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

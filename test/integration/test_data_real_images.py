@@ -12,9 +12,9 @@ from fetched import photographs, pillow_images
 from PIL import Image, ImageOps
 
 from difftrain.config import CaptionSection, DataSection
-from difftrain.data.index import Index
-from difftrain.data.indexing import build_index
-from difftrain.data.media import MIN_SIDE, Unusable, decode, probe
+from difftrain.data.index.build import build_index
+from difftrain.data.index.index import Index
+from difftrain.data.media.media import MIN_SIDE, Unusable, decode, probe
 from difftrain.data.sources.base import is_picture
 
 pytestmark = pytest.mark.filterwarnings("ignore")

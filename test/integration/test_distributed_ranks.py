@@ -65,7 +65,7 @@ def _sharding(ranks: Any) -> dict[str, Any]:
     """Train the same weights whole and with the state sharded; say how far they part and how much state is here."""
     import torch
 
-    from difftrain.config.sections import OptimizerSection
+    from difftrain.config.schema.sections import OptimizerSection
     from difftrain.contracts import Group
     from difftrain.optim import inner, make_optimizer, make_schedule
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from difftrain import checkpoint
-from difftrain.config.sections import OptimizerSection, TrainConfig, TrainingSection
+from difftrain.config.schema.sections import OptimizerSection, TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
@@ -21,7 +21,7 @@ from difftrain.engine.native import NativeEngine
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
-from difftrain.train.everywhere import newest
+from difftrain.train.shared_checkpoint import newest
 
 GLOBAL_BATCH = 12  # on 2, 3 and 4 ranks, whole and in pieces
 COUNTS = {"samples": float(GLOBAL_BATCH)}

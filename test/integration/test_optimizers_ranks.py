@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from difftrain import checkpoint
-from difftrain.config.sections import OptimizerSection, TrainConfig, TrainingSection
+from difftrain.config.schema.sections import OptimizerSection, TrainConfig, TrainingSection
 from difftrain.contracts import Group, Parts
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
@@ -72,12 +72,12 @@ def cases(folder: str) -> None:
             straight = built(ranks, kind)
             run(straight, 0, 3)
             path = checkpoint.commit(Path(folder), f"{kind}-state", straight.snapshot().write, ranks, {"step": 3})
-            with straight.settled():
+            with straight.averaged_weights():
                 used = weights(straight)
             losses = run(straight, 3, 6)
             resumed = built(ranks, kind)
             resumed.restore(path)
-            with resumed.settled():
+            with resumed.averaged_weights():
                 same_use = all(torch.equal(tensor, used[name]) for name, tensor in weights(resumed).items())
             same = run(resumed, 3, 6) == losses
             one, other = weights(straight), weights(resumed)

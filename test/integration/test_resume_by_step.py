@@ -15,7 +15,7 @@ from run_dirs import only, runs, tensors
 
 from difftrain import checkpoint
 from difftrain.config import toml
-from difftrain.config.sections import TrainConfig
+from difftrain.config.schema.sections import TrainConfig
 from difftrain.contracts import ConfigFault, TrainingFault
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.train.run import run

@@ -15,12 +15,12 @@ HERE = __file__
 def two_machines(folder: str) -> None:
     """Settle as two machines: a new run, its newest checkpoint that both have, and one that only the first has."""
     from difftrain import checkpoint
-    from difftrain.config.sections import TrainConfig
+    from difftrain.config.schema.sections import TrainConfig
     from difftrain.contracts import ConfigFault
     from difftrain.device import choose
     from difftrain.distributed.launch import Launch
     from difftrain.distributed.ranks import Ranks
-    from difftrain.train.run_dir import settle
+    from difftrain.train.run_dir import resolve_run_directory
 
     launch = Launch.from_environment()
     with Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min=1) as both:
@@ -29,7 +29,7 @@ def two_machines(folder: str) -> None:
 
         def settled(resume: str | None) -> TrainConfig:
             save = {"output_dir": str(base), "run_dirs": True, "naming": "steps", "resume": resume}
-            return settle(TrainConfig.model_validate({"save": save}), ranks)
+            return resolve_run_directory(TrainConfig.model_validate({"save": save}), ranks)
 
         def write(into: Path) -> list[Path]:
             (into / f"part{ranks.rank}").write_text("x")

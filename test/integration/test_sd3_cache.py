@@ -15,6 +15,7 @@ from doors import ROOT
 from encoded import encoded
 from sd3 import T5_LENGTH, config
 
+from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Parts
 from difftrain.data.loader import make_loader
@@ -27,7 +28,6 @@ from difftrain.models.sd3.family import SD3Family
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.pictures import write_folder
 from difftrain.testing.spawn import run_ranks
-from difftrain.train.caching import lazy_parts, with_cache
 
 SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (64, 64), (96, 40), (64, 66), (130, 130)]
 DISK, MEMORY = {"latents_to_disk": True, "text_to_disk": True}, {"latents": True, "text": True}
@@ -74,7 +74,7 @@ class Made:
 
     def __init__(self, cfg: TrainConfig, ranks: Ranks | None = None) -> None:
         self.cfg, self.family, self.ranks = cfg, SD3Family(cfg), ranks or Ranks()
-        self.parts: Parts = self.family.load(lazy=lazy_parts(cfg, self.family))
+        self.parts: Parts = self.family.load(deferred=deferred_parts(cfg, self.family))
         self.data: Data = open_data(cfg, prepare(cfg, log=lambda line: None))
         self.data = with_cache(cfg, choose("cpu"), self.ranks, self.family, self.parts, self.data).data
 
@@ -120,10 +120,10 @@ def test_losses_from_the_cache_are_those_of_online_training(pictures: Path, tmp_
     online = Made(settings(pictures, tmp_path, **dict(WAYS[way]))).losses()
     for where in (DISK, MEMORY):
         cached = Made(settings(pictures, tmp_path, where, **dict(WAYS[way])))
-        assert all(map(cached.parts.sleeps, FROZEN))
+        assert not any(map(cached.parts.is_loaded, FROZEN))
         assert not any("pixels" in batch.features for micro in cached.steps() for batch in micro)
         assert cached.losses() == pytest.approx(online, rel=1e-6)
-        assert all(map(cached.parts.sleeps, FROZEN))
+        assert not any(map(cached.parts.is_loaded, FROZEN))
     assert len(set(online)) == STEPS
 
 

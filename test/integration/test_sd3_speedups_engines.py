@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the 
 from sd3_speedups import batch_of, config, cut, vision_folder
 
 from difftrain import checkpoint
-from difftrain.config.sections import (
+from difftrain.config.schema.sections import (
     DeepSpeedSection,
     LossSection,
     OptimizerSection,

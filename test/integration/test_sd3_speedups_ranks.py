@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the 
 from sd3_speedups import batch_of, config, cut, vision_folder
 
 from difftrain import checkpoint
-from difftrain.config.sections import OptimizerSection, PatchMaskingSection, RepaSection, TreadSection
+from difftrain.config.schema.sections import OptimizerSection, PatchMaskingSection, RepaSection, TreadSection
 from difftrain.contracts import Bucket
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch

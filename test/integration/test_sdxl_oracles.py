@@ -10,7 +10,7 @@ import torch
 from packages import wheel
 from sdxl import config
 
-from difftrain.models.export import whole_shapes
+from difftrain.models.export import single_file_shapes
 from difftrain.models.sdxl.family import LOGIT_SCALE, POSITION_IDS, SDXLFamily
 from difftrain.models.text.clip_tokens import ClipTokenize
 
@@ -29,7 +29,7 @@ def released() -> dict[str, tuple[int, ...]]:
 
 def test_base_has_the_names_and_shapes_of_the_release(released: dict[str, tuple[int, ...]]) -> None:
     family = SDXLFamily(config(init_from_config="base"))
-    _, ours = whole_shapes(family, family.load(meta=True), None, {})
+    _, ours = single_file_shapes(family, family.load(meta=True), None, {})
     beside = (POSITION_IDS, LOGIT_SCALE)
     assert {key: shape for key, (_, shape) in ours.items()} == {k: s for k, s in released.items() if k not in beside}
 
@@ -39,7 +39,7 @@ def test_an_export_of_base_has_nothing_else(released: dict[str, tuple[int, ...]]
     family = SDXLFamily(config(init_from_config="base"))
     parts = family.load(meta=True)
     assert family.is_released and not SDXLFamily(config()).is_released
-    _, shapes = whole_shapes(family, parts, torch.float16, family.beside(parts))
+    _, shapes = single_file_shapes(family, parts, torch.float16, family.beside(parts))
     assert {key: shape for key, (_, shape) in shapes.items()} == released
     assert {key for key, (dtype, _) in shapes.items() if dtype != torch.float16} == {POSITION_IDS}
 

@@ -15,29 +15,29 @@ def long_work() -> None:
     """Wait four times the groups' time-out for rank 0, let it fail, then rank 1 beside it; last, be a machine each."""
     from difftrain.contracts import DataFault
     from difftrain.device import choose
+    from difftrain.distributed.collective import Events, on_each_machine, run_on
     from difftrain.distributed.launch import Launch
     from difftrain.distributed.ranks import Ranks
-    from difftrain.train.together import News, for_all, on_each_machine
 
     def fail() -> None:
         raise DataFault("no pictures")
 
     launch = Launch.from_environment()
     with Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min=3 / 60) as ranks:
-        found = for_all(ranks, ranks.rank == 0, lambda: time.sleep(12) or "made")
+        found = run_on(ranks, ranks.rank == 0, lambda: time.sleep(12) or "made")
         try:
-            for_all(ranks, ranks.rank == 0, fail)
+            run_on(ranks, ranks.rank == 0, fail)
         except DataFault as fault:
             said = str(fault)
-        news = News()
+        events = Events()
 
         def leave_where_it_is_in_vain() -> None:
             if ranks.rank == 1:
                 raise DataFault("no more pictures")
-            assert news.stop.wait(60)
+            assert events.stop.wait(60)
 
         try:
-            for_all(ranks, True, leave_where_it_is_in_vain, news)
+            run_on(ranks, True, leave_where_it_is_in_vain, events)
         except DataFault as fault:
             said += f", {fault}"
         machine = dataclasses.replace(ranks, local_rank=0, local_size=1)

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import claim
 
-SOURCE = Path(__file__).resolve().parents[1] / "launching" / "environment.py"
+from difftrain.launch import claim
+
+SOURCE = Path(__file__).resolve().parents[2] / "library" / "difftrain" / "launch" / "environment.py"
 
 
 def wheel(folder: Path, name: str, version: str) -> None:
@@ -33,10 +34,10 @@ def wheel(folder: Path, name: str, version: str) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with nothing but the bootstrap and a requirement that no machine has."""
-    place = tmp_path / "repo" / "test" / "launching"
+    place = tmp_path / "repo" / "library" / "difftrain" / "launch"
     place.mkdir(parents=True)
-    for name in ("environment.py", "claim.py"):
-        shutil.copy(SOURCE.with_name(name), place)
+    for name in ("../__init__.py", "__init__.py", "environment.py", "claim.py"):
+        shutil.copy(SOURCE.parent / name, place / name)
     (tmp_path / "repo" / "requirements.txt").write_text("torch==2.13.0\ndifftrain_probe>=1.0\n")
     (tmp_path / "repo" / "pyproject.toml").write_text('[project]\ndependencies = ["torch>=2.7"]\n')
     wheel(tmp_path / "wheels", "difftrain_probe", "1.2")
@@ -45,7 +46,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def start(checkout: Path, wheels: Path) -> subprocess.Popen[str]:
     environ = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
-    script = checkout / "test" / "launching" / "environment.py"
+    script = checkout / "library" / "difftrain" / "launch" / "environment.py"
     return subprocess.Popen(
         [sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -153,7 +154,7 @@ def test_shell_names_the_python_that_is_too_old(tmp_path: Path) -> None:
     old = tmp_path / "python3"
     old.write_text('#!/bin/sh\ncase "$2" in *print*) echo 3.9.2 ;; *) exit 1 ;; esac\n')
     old.chmod(0o755)
-    launcher = SOURCE.parents[1] / "pretrain_full_1m_1p_sdxl.sh"
+    launcher = SOURCE.parents[3] / "test" / "pretrain_full_1m_1p_sdxl.sh"
     done = subprocess.run(
         ["bash", str(launcher)], env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True
     )

@@ -119,11 +119,13 @@ def test_the_launcher_knows_the_master(
     tmp_path: Path, cann: Path, tools: str, words: tuple[str, ...], environ: dict[str, str]
 ) -> None:
     place = tmp_path / "test"
-    (place / "launching").mkdir(parents=True)
+    launch = tmp_path / "library" / "difftrain" / "launch"
+    launch.mkdir(parents=True)
+    place.mkdir()
     for script in ("launch_common.sh", "find_python.sh", "env_npu.sh", "env_cuda.sh"):
         shutil.copy(TEST / script, place)
-    (place / "launching" / "environment.py").write_text("import sys; print(sys.executable)")
-    (place / "launching" / "main.py").write_text("import os; print(os.environ.get('HCCL_IF_IP', 'none'))")
+    (launch / "environment.py").write_text("import sys; print(sys.executable)")
+    (launch / "main.py").write_text("import os; print(os.environ.get('HCCL_IF_IP', 'none'))")
     base = {"PATH": tools, "HOME": str(tmp_path), "PYTHON": sys.executable, "ASCEND_CANN_INSTALL_INFO": str(cann)}
     done = subprocess.run(
         ["bash", str(place / "launch_common.sh"), "sdxl", "nm_np", *words],

@@ -30,7 +30,7 @@ def demo(launchers: Launchers, cached: Launched, tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def tiny(launchers: Launchers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny random model, as a folder."""
-    from difftrain.train.demo.flow_model import write_tiny
+    from difftrain.demo.model import write_tiny
 
     folder = tmp_path_factory.mktemp("weights") / "tiny"
     write_tiny(folder, "sd3")

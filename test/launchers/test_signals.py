@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-WORKERS = Path(__file__).resolve().parents[1] / "launching" / "workers.py"
+WORKERS = Path(__file__).resolve().parents[2] / "library" / "difftrain" / "launch" / "workers.py"
 # Begins late, then saves for seconds when it is stopped, and notes what it was sent.
 RANK = """
 import os, pathlib, signal, sys, time

@@ -13,7 +13,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-from difftrain.device import AttentionCalls, attention, choose, counting, mends, use_attention
+from difftrain.device import AttentionCalls, attention, choose, counting, patches, use_attention
 from difftrain.device import attention_dispatch as ours
 
 NPU = "npu:0"
@@ -36,7 +36,7 @@ MASKS = {
 @pytest.fixture(autouse=True)
 def device():
     found = choose("npu")
-    mends.apply("diffusers")
+    patches.apply("diffusers")
     return found
 
 
@@ -260,7 +260,7 @@ def test_diffusers_own_backend_turns_float_masks_round():
     mask = torch.where(keep, 0.0, -10000.0).bfloat16()
     right = dispatch_attention_fn(*tensors, attn_mask=keep, backend=AttentionBackendName.NATIVE)
     torch.testing.assert_close(dispatched(*tensors, attn_mask=mask), right, rtol=2e-2, atol=2e-2)
-    with mends.without("native_npu"):
+    with patches.without("native_npu"):
         theirs = dispatched(*tensors, attn_mask=mask)
     wrong = dispatch_attention_fn(*tensors, attn_mask=~keep, backend=AttentionBackendName.NATIVE)
     torch.testing.assert_close(theirs, wrong, rtol=2e-2, atol=2e-2)
@@ -270,7 +270,7 @@ def test_diffusers_own_backend_attends_to_the_future():
     tensors = drawn((B, S, N, D), (B, S, N, D), (B, S, N, D), dtype=torch.bfloat16)
     right = dispatch_attention_fn(*tensors, is_causal=True, backend=AttentionBackendName.NATIVE)
     torch.testing.assert_close(dispatched(*tensors, is_causal=True), right, rtol=2e-2, atol=2e-2)
-    with mends.without("native_npu"):
+    with patches.without("native_npu"):
         theirs = dispatched(*tensors, is_causal=True)
     full = dispatch_attention_fn(*tensors, backend=AttentionBackendName.NATIVE)
     torch.testing.assert_close(theirs, full, rtol=2e-2, atol=2e-2)
@@ -281,7 +281,7 @@ def test_diffusers_own_backend_makes_the_host_wait():
     mask = masked((B, 1, 1, L)).to(NPU)
     waits = {}
     for own in (False, True):
-        with mends.without(*(["native_npu"] if own else [])), simulator.counting() as ran:
+        with patches.without(*(["native_npu"] if own else [])), simulator.counting() as ran:
             dispatch_attention_fn(*tensors, attn_mask=mask, backend=MEMBER)
         waits[own] = simulator.host_syncs(ran).total()
     assert waits == {False: 0, True: 1}

@@ -12,8 +12,8 @@ import simulator
 import torch
 from torch import nn
 
-from difftrain.config.parse import parse
-from difftrain.config.sections import TrainingSection
+from difftrain.config.parse_flags import parse
+from difftrain.config.schema.sections import TrainingSection
 from difftrain.contracts import Batch, Bucket, ConfigFault, TrainingFault
 from difftrain.device import Device, choose, fp8
 from difftrain.device.memory import during
@@ -21,7 +21,7 @@ from difftrain.device.offload import HostMemory
 from difftrain.distributed.launch import Launch
 from difftrain.engine import compiling
 from difftrain.train.check import check_device
-from difftrain.train.out_of_memory import told
+from difftrain.train.out_of_memory import explained
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_memory_is_told(npu: Device) -> None:
 def test_a_full_device_says_what_needs_less(npu: Device) -> None:
     words = ["--init_from_config=tiny", "--train_data_dir=.", "--output_dir=out", "--resolution=64"]
     cfg = parse([*words, "--train_batch_size=4"]).config
-    with pytest.raises(TrainingFault) as caught, told(cfg, npu, Launch(1, 2, 1, 2)), during("training (step 3)"):
+    with pytest.raises(TrainingFault) as caught, explained(cfg, npu, Launch(1, 2, 1, 2)), during("training (step 3)"):
         torch.empty(100 << 30, dtype=torch.uint8, device=npu.torch_device)
     text = str(caught.value)
     assert text.startswith(

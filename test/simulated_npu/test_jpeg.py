@@ -42,14 +42,14 @@ def picture():
 
 class Pictures(Dataset):
     def __getitem__(self, n):
-        from difftrain.data.media import decode_for
+        from difftrain.data.media.media import decode_for
         import torch
         found = decode_for(picture(), (256, 256), decoder="device").pixels
         return torch.from_numpy(found.copy()), "torch_npu" in sys.modules and torch.npu.current_device()
 
 if __name__ == "__main__":
     from difftrain.data.loader import data_loader
-    from difftrain.data.media import decode_for
+    from difftrain.data.media.media import decode_for
     from difftrain.device import choose, jpeg
     why = jpeg.why_not(choose("npu", local_rank=1, local_size=2))
     print("why:", why)

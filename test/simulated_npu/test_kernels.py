@@ -5,7 +5,7 @@ import simulator
 import torch
 from diffusers.models import activations, embeddings, normalization
 
-from difftrain.device import kernels, mends, tally
+from difftrain.device import counters, kernels, patches
 
 NPU = "npu:0"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,7 +26,7 @@ def both_ways(function, inputs, device):
 
 def assert_alike(function, inputs, dtype, name):
     """Compare with the plain version in fp64; the fused one must have run on the device, and in no other form."""
-    with simulator.counting() as ran, tally.counting() as counted:
+    with simulator.counting() as ran, counters.counting() as counted:
         found = both_ways(function, inputs, NPU)
     assert counted == {f"{name} fused": 1} and not simulator.fallbacks(ran)
     plain = both_ways(function, inputs, "cpu")
@@ -84,13 +84,13 @@ def test_nothing_waits_for_the_host():
 
 
 def test_modules_of_diffusers_take_them_by_where_their_tensors_are():
-    mends.apply("diffusers")
+    patches.apply("diffusers")
     parts = [activations.GEGLU(16, 32), normalization.RMSNorm(16, eps=1e-6)]
     x, angles = drawn(2, 7, 16), drawn(7, 16, seed=1)
     heads = drawn(2, 3, 7, 16)
 
     def run(device):
-        with tally.counting() as counted, torch.no_grad():
+        with counters.counting() as counted, torch.no_grad():
             out = [part.to(device)(x.to(device)).cpu() for part in parts]
             tables = angles.cos().to(device), angles.sin().to(device)
             out.append(embeddings.apply_rotary_emb(heads.to(device), tables).cpu())

@@ -4,10 +4,10 @@ import pytest
 import simulator
 import torch
 
-from difftrain.config.sections import OptimizerSection
+from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
-from difftrain.device import choose, combined, mends
-from difftrain.engine.state import NamedState
+from difftrain.device import choose, combined, patches
+from difftrain.engine.optimizer_state import NamedState
 from difftrain.optim import make_optimizer
 
 NPU = "npu:0"
@@ -73,7 +73,7 @@ def test_torch_npus_adamw_trains_as_torchs_and_goes_on_from_where_it_was():
 
 def test_without_the_mend_it_trains_on_the_first_gradients():
     expected = Trained("torch, cpu").run(0, 6).values()
-    with mends.without("npu_fused_adamw"):
+    with patches.without("npu_fused_adamw"):
         theirs = Trained("torch_npu").run(0, 6).values()
     assert (theirs - expected).abs().max() > 0.01, "torch_npu takes new gradients now: drop the row and the copy"
 

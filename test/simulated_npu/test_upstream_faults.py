@@ -1,6 +1,6 @@
 """Faults around us: each is seen with its mend switched off, so that a mend no longer needed is noticed, and gone with it on.
 
-device/mends.py holds the table. Those of attention are in test_attention.py; those of FSDP2, which no engine uses yet, in
+device/patches.py holds the table. Those of attention are in test_attention.py; those of FSDP2, which no engine uses yet, in
 test_fsdp2.py.
 """
 
@@ -15,8 +15,8 @@ from support.engines import COUNTS, built, config
 from support.sdxl import source
 from torch import nn
 
-from difftrain.config.sections import TrainingSection
-from difftrain.device import choose, kernels, mends, tally
+from difftrain.config.schema.sections import TrainingSection
+from difftrain.device import choose, counters, kernels, patches
 from difftrain.engine import ddp, update
 from difftrain.models.vae.posterior import posterior
 from difftrain.testing.family import tiny_step
@@ -28,7 +28,7 @@ NPU = "npu:0"
 @pytest.fixture(autouse=True)
 def mended():
     choose("npu")
-    mends.apply("diffusers")
+    patches.apply("diffusers")
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):
@@ -38,7 +38,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 def test_every_row_is_here_or_named_elsewhere():
     here = {"geglu", "rms_norm", "rotary", "fused_adamw", "npu_fused_adamw", "ddp_strides"}
     elsewhere = {"native_npu"}  # test_attention.py
-    assert {row.name for row in mends.TABLE} == here | elsewhere
+    assert {row.name for row in patches.PATCHES} == here | elsewhere
 
 
 # ------------------------------------------------------------------ diffusers
@@ -47,7 +47,7 @@ def test_every_row_is_here_or_named_elsewhere():
 def test_geglu_of_diffusers_crashes_on_the_cpu_and_is_no_exact_gelu():
     layer, x = activations.GEGLU(8, 64), 3 * drawn(16, 8)
     exact = layer(x)
-    with mends.without("geglu"):
+    with patches.without("geglu"):
         with pytest.raises(RuntimeError, match="npu_geglu"):
             layer(x)
         theirs = layer.to(NPU)(x.to(NPU)).cpu()
@@ -58,7 +58,7 @@ def test_geglu_of_diffusers_crashes_on_the_cpu_and_is_no_exact_gelu():
 
 def test_rms_norm_of_diffusers_crashes_on_the_cpu_and_with_two_dtypes():
     norm, x = normalization.RMSNorm(8, eps=1e-6), drawn(4, 8)
-    with mends.without("rms_norm"):
+    with patches.without("rms_norm"):
         with pytest.raises(RuntimeError, match="npu_rms_norm"):
             norm(x)
         norm.to(NPU)
@@ -70,7 +70,7 @@ def test_rms_norm_of_diffusers_crashes_on_the_cpu_and_with_two_dtypes():
 def test_rotary_embeddings_of_diffusers_are_not_fused():
     x, angles = drawn(1, 2, 5, 16).to(NPU), drawn(5, 16).to(NPU)
     tables = angles.cos(), angles.sin()
-    with mends.without("rotary"), simulator.counting() as ran:
+    with patches.without("rotary"), simulator.counting() as ran:
         theirs = embeddings.apply_rotary_emb(x, tables)
     assert not ran["npu::npu_rotary_mul"]
     with simulator.counting() as ran:
@@ -98,13 +98,13 @@ def stepped():
 
 
 def test_torch_npus_adamw_ignores_the_flag():
-    with mends.without("fused_adamw"):
+    with patches.without("fused_adamw"):
         (weights, *_), _ = stepped()
     assert weights.isnan().all(), "torch_npu honours found_inf now: end the row's versions"
 
 
 def test_an_update_is_skipped_on_the_device_without_a_wait():
-    with tally.counting() as counted:
+    with counters.counting() as counted:
         (weights, first, second, step), ran = stepped()
     assert not simulator.host_syncs(ran) and not simulator.fallbacks(ran)
     assert counted == {"adamw fused": 2}
@@ -174,7 +174,7 @@ def test_gradients_of_ddp_are_laid_out_as_their_parameters():
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     dist.init_process_group("hccl", rank=0, world_size=1)
     try:
-        with mends.without("ddp_strides"):
+        with patches.without("ddp_strides"):
             parameter, gradient = strides()
         assert parameter != gradient
         parameter, gradient = strides()

@@ -16,22 +16,22 @@ import pyarrow
 import pyarrow.parquet
 import torch
 
+from difftrain.cache import encoding
+from difftrain.cache.build import with_cache
+from difftrain.cache.store import references
+from difftrain.cache.store.folder import CacheFolder
+from difftrain.cache.store.index import Metadata
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Parts, Reject
-from difftrain.data.cache import uses
-from difftrain.data.cache.folder import CacheFolder
-from difftrain.data.cache.metadata import Metadata
+from difftrain.data.evaluation_sets import validation_batches
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
-from difftrain.data.validation import validation_batches
 from difftrain.device import choose
+from difftrain.distributed.collective import on_each_machine
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
-from difftrain.train import encoding
-from difftrain.train.caching import with_cache
-from difftrain.train.together import on_each_machine
 
 BOTH = {"latents": True, "text": True}
 ON_DISK = {"latents_to_disk": True, "text_to_disk": True}
@@ -118,7 +118,7 @@ def make(cfg: TrainConfig, parts: Parts | None = None, ranks: Ranks | None = Non
     """Prepare data and caches as a run does. Every rank calls it."""
     family, ranks = SDXLFamily(cfg), ranks or Ranks()
     parts = parts or loaded(cfg.training.mixed_precision)
-    parts = dataclasses.replace(parts, resting=set(), notes=[])
+    parts = dataclasses.replace(parts, offloaded=set(), notes=[])
     data = open_data(cfg, on_each_machine(ranks, lambda: prepare(cfg, log=lambda line: None)))
     cached = with_cache(cfg, choose("cpu"), ranks, family, parts, data)
     return Made(cfg, family, parts, cached.data, cached.rejects)
@@ -126,14 +126,14 @@ def make(cfg: TrainConfig, parts: Parts | None = None, ranks: Ranks | None = Non
 
 def count_encoded(counts: list[int]) -> Any:
     """Note from now on how many samples each call of an encoder gets; return the function that did without."""
-    inner = encoding.pieces_of
+    inner = encoding.decoded_batches
 
     def pieces(*args: Any) -> Iterator[Any]:
         for piece in inner(*args):
             counts.append(len(piece.rows))
             yield piece
 
-    encoding.pieces_of = pieces  # type: ignore[attr-defined]
+    encoding.decoded_batches = pieces  # type: ignore[attr-defined]
     return inner
 
 
@@ -142,9 +142,9 @@ def entries(cache: Path) -> int:
     return Metadata(cache / "metadata.db").count
 
 
-def use_of(cache: Path) -> uses.Use:
+def use_of(cache: Path) -> references.Reference:
     """Return the only use of a cache."""
-    (use,) = uses.all_uses(CacheFolder.open(cache))
+    (use,) = references.all_references(CacheFolder.open(cache))
     return use
 
 
@@ -197,7 +197,7 @@ def build(root: str, out: str) -> None:
 
 def fail(root: str, out: str, how: str) -> None:
     """Build a cache as a rank, of which the second one fails in between, or is killed."""
-    launch, commit, left = Launch.from_environment(), encoding._commit, [5]
+    launch, commit, left = Launch.from_environment(), encoding._write_batch, [5]
 
     def failing(*args: Any) -> None:
         left[0] -= 1
@@ -207,7 +207,7 @@ def fail(root: str, out: str, how: str) -> None:
             raise RuntimeError("a fault of rank 1 alone")
         commit(*args)
 
-    encoding._commit = failing
+    encoding._write_batch = failing
     cfg = config(Path(root), Path(out), {"latents_to_disk": True}, data={"dirs": (root,)})
     with Ranks.open(launch, choose("cpu", launch.local_rank, launch.local_size), timeout_min=1) as ranks:
         make(cfg, ranks=ranks)

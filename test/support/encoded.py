@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from difftrain.train import encoding
+from difftrain.cache import encoding
 
 
 def encoded(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count the entries that are encoded from now on, by encoder."""
     counts: dict[str, int] = {}
-    commit = encoding._commit
+    commit = encoding._write_batch
 
     def counted(job: Any, piece: Any, *rest: Any) -> None:
-        counts[job.wish.name] = counts.get(job.wish.name, 0) + int(job.missing[list(piece.rows)].sum())
+        counts[job.request.name] = counts.get(job.request.name, 0) + int(job.missing[list(piece.rows)].sum())
         commit(job, piece, *rest)
 
-    monkeypatch.setattr(encoding, "_commit", counted)
+    monkeypatch.setattr(encoding, "_write_batch", counted)
     return counts

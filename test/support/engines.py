@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from difftrain.config.sections import OptimizerSection, TrainConfig, TrainingSection
+from difftrain.config.schema.sections import OptimizerSection, TrainConfig, TrainingSection
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine

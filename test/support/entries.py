@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
+from difftrain.cache.store.folder import CacheFolder
+from difftrain.cache.store.format import PackedEntry, pack, reject
+from difftrain.cache.store.index import Metadata, merge
+from difftrain.cache.store.memory import Verified
+from difftrain.cache.store.read import Reader
+from difftrain.cache.store.segment import SegmentFiles, SegmentWriter
+from difftrain.cache.store.storage import stored
 from difftrain.contracts import Bucket, Feature
-from difftrain.data.cache.folder import CacheFolder
-from difftrain.data.cache.format import Item, pack, reject
-from difftrain.data.cache.memory import Verified
-from difftrain.data.cache.metadata import Metadata, merge
-from difftrain.data.cache.reader import Reader
-from difftrain.data.cache.segments import Segments
-from difftrain.data.cache.storage import stored
-from difftrain.data.cache.writer import SegmentWriter
 
 BUCKET = Bucket(32, 48)
 FEATURES = {
@@ -43,21 +42,21 @@ def sample(number: int, bucket: Bucket = BUCKET, rows: int = 7) -> dict[str, tor
     return made
 
 
-def item(number: int, dtype: str = "", bucket: Bucket = BUCKET, rows: int = 7) -> Item:
+def item(number: int, dtype: str = "", bucket: Bucket = BUCKET, rows: int = 7) -> PackedEntry:
     """Return a made-up entry. dtype: unset stores each feature as it is."""
     some = [
         stored(name, value, dtype or FEATURES[name].dtype, rows if name == "tokens" else None)
         for name, value in sample(number, bucket, rows).items()
     ]
-    return Item(address(number), pack(some, {"name": f"picture {number}.jpg"}))
+    return PackedEntry(address(number), pack(some, {"name": f"picture {number}.jpg"}))
 
 
-def refused(number: int) -> Item:
+def refused(number: int) -> PackedEntry:
     """Return an entry that says why nothing could be made of a sample."""
     return reject(address(number), f"picture {number}.jpg", "truncated: 3 of 9 bytes")
 
 
-def filled(path: Path, items: Iterable[Item], segment_bytes: int = 1 << 30) -> CacheFolder:
+def filled(path: Path, items: Iterable[PackedEntry], segment_bytes: int = 1 << 30) -> CacheFolder:
     """Write entries, a commit each, and bring the index up to date."""
     folder = CacheFolder.open(path, create=True)
     writer = SegmentWriter(folder, {"encoder": "made up"}, segment_bytes=segment_bytes)
@@ -72,7 +71,7 @@ def reader_of(folder: CacheFolder, *, check: bool = True) -> Reader:
     """Return what reads a cache."""
     metadata = Metadata(folder.database)
     verified = Verified(Verified.reserve(metadata.count), metadata.generation) if check else None
-    return Reader(Segments(folder), metadata, FEATURES, verified, cache=str(folder.path))
+    return Reader(SegmentFiles(folder), metadata, FEATURES, verified, cache=str(folder.path))
 
 
 def same(found: dict[str, torch.Tensor], samples: list[dict[str, torch.Tensor]]) -> bool:

@@ -321,7 +321,7 @@ def diffusers_forward(tiny: Tiny, inputs: Inputs) -> torch.Tensor:
 
 def own_pass(tiny: Tiny, inputs: Inputs) -> torch.Tensor:
     """Predict by the family's pass."""
-    return tiny.family.denoise(tiny.net, inputs.x_t, inputs.timestep, inputs.conditions, passes.Plan()).velocity
+    return tiny.family.denoise(tiny.net, inputs.x_t, inputs.timestep, inputs.conditions, passes.PassPlan()).velocity
 
 
 def pipeline_of(folder: Path, name: str) -> Any:

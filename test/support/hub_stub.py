@@ -414,7 +414,7 @@ def point_here(monkeypatch: Any, stub: HubStub, home: Path) -> None:
     """Let huggingface_hub of this very process take the stub for the hub: it has read the environment already."""
     from huggingface_hub import constants
 
-    from difftrain.train.hub import client
+    from difftrain.hub import client
 
     for name, value in stub.environment(home).items():
         monkeypatch.setenv(name, value)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from difftrain.data import indexing
-from difftrain.data.inspection import inspect
+from difftrain.data.index import build
+from difftrain.data.index.inspection import inspect
 
 
 class NoLimit:
@@ -32,5 +32,5 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.extend(f"{job.payload.source.root}/{file.path}" for _, file in job.payload.files)
             yield [row for _, row in inspect(job, NoLimit())]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(indexing, "run_jobs", run_jobs)
+    monkeypatch.setattr(build, "run_jobs", run_jobs)
     return found

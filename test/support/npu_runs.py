@@ -39,7 +39,7 @@ Runner = Callable[..., Trained]
 
 def runner(data: Path, base: Path, patch: pytest.MonkeyPatch) -> Runner:
     """Return a function that trains the tiny SDXL: train("npu", "--mixed_precision=bf16", steps=4)."""
-    from difftrain.config.parse import parse
+    from difftrain.config.parse_flags import parse
 
     watched = _watcher(base, patch)
 
@@ -64,7 +64,7 @@ LIGHT = ('train_type = "sd3_light_pretrain"', "num_layers = 3")  # what SD3-Ligh
 
 def toml_runner(data: Path, base: Path, patch: pytest.MonkeyPatch, family: str = "sd3") -> Runner:
     """Return a function that trains a family's tiny size: train("npu", "--loss.text_recon_gamma=0.1", steps=4)."""
-    from difftrain.config.train_line import parse
+    from difftrain.config.parse_keys import parse
 
     watched = _watcher(base, patch)
     recipe, pictures = base / "recipe.toml", base / "pictures.toml"
@@ -107,12 +107,12 @@ def _watcher(base: Path, patch: pytest.MonkeyPatch) -> Callable[..., Trained]:
     """Return a function that runs a configuration in this process and notes what the device did."""
     from third_patch import apply_for
 
-    from difftrain.train import ending, loop
+    from difftrain.train import finalize, loop
     from difftrain.train import run as running
     from difftrain.train.meter import Meter
 
     patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
-    patch.setattr(ending, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
+    patch.setattr(finalize, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
     update, train, judge = loop.update_averages, running.train, Meter._judge
 
     def watched(cfg: Any, argv: list[str], code: int) -> Trained:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config import TrainConfig
-from difftrain.report.clock import Account, Span
-from difftrain.report.report import RunFacts
+from difftrain.report.clock import Account, Interval
+from difftrain.report.report import ReportFacts
 
 
-def facts(run_dir: Path, **changes: Any) -> RunFacts:
-    steady = Span(steps=15, images=15 * 64, flops=15 * 64 * 2e12, wall_s=30.0, wait_s=6.0)
+def facts(run_dir: Path, **changes: Any) -> ReportFacts:
+    steady = Interval(steps=15, images=15 * 64, flops=15 * 64 * 2e12, wall_s=30.0, wait_s=6.0)
     account = Account(
-        sessions=1, warm=Span(5, 320, 0.0, 99.0, 9.0), steady=steady, pauses_s={"saving": 3.0}, e2e_s=140.0
+        sessions=1, warm=Interval(5, 320, 0.0, 99.0, 9.0), steady=steady, pauses_s={"saving": 3.0}, e2e_s=140.0
     )
     values: dict[str, Any] = {
         "run_dir": run_dir,
@@ -34,7 +34,7 @@ def facts(run_dir: Path, **changes: Any) -> RunFacts:
         "flops_per_sample": 2e12,
         "matmul_flops": 25e12,
     }
-    return RunFacts(**{**values, **changes})
+    return ReportFacts(**{**values, **changes})
 
 
 def config(**sections: Any) -> TrainConfig:

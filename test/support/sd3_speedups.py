@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from difftrain.config.sections import ModelSection, TrainConfig, TrainingSection
+from difftrain.config.schema.sections import ModelSection, TrainConfig, TrainingSection
 from difftrain.contracts import Batch, Bucket, Draw, Parts
 from difftrain.data.samples import host_draws
 from difftrain.models.sd3.family import SD3Family

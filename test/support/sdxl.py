@@ -10,7 +10,7 @@ from vocabularies import transformers_tokenizer
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, Parts
 from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.weights.source import Source
+from difftrain.models.weights.source import WeightSource
 
 
 def config(sections: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
@@ -20,7 +20,7 @@ def config(sections: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
     return TrainConfig(model=model, **{"training": {"seed": 1}, **(sections or {})})
 
 
-def source(size: str = "tiny") -> Source:
+def source(size: str = "tiny") -> WeightSource:
     """Return the random weights of a shipped size, and its sizes."""
     return SDXLFamily(config(init_from_config=size)).source
 

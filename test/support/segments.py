@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from difftrain.data.cache.folder import BIN, CacheFolder
-from difftrain.data.cache.format import Item, Stored, crc32c, pack
-from difftrain.data.cache.metadata import Metadata
-from difftrain.data.cache.writer import SegmentWriter
+from difftrain.cache.store.folder import BIN, CacheFolder
+from difftrain.cache.store.format import PackedEntry, StoredFeature, crc32c, pack
+from difftrain.cache.store.index import Metadata
+from difftrain.cache.store.segment import SegmentWriter
 
 HEADER = {"encoder": "latents", "fingerprint": "f" * 32, "features": {"latents": "float32"}, "storage": "float32"}
 
@@ -18,11 +18,13 @@ def address(number: int) -> bytes:
     return hashlib.blake2b(f"entry {number}".encode(), digest_size=16).digest()
 
 
-def item(number: int, size: int | None = None) -> Item:
+def item(number: int, size: int | None = None) -> PackedEntry:
     """Return a made-up entry: always the same for a number."""
     size = 100 + 37 * number % 2000 if size is None else size
     data = np.frombuffer(np.random.Generator(np.random.Philox(key=number)).bytes(size), np.uint8)
-    return Item(address(number), pack([Stored("latents", "uint8", (size,), size, data)], {"name": f"{number}.jpg"}))
+    return PackedEntry(
+        address(number), pack([StoredFeature("latents", "uint8", (size,), size, data)], {"name": f"{number}.jpg"})
+    )
 
 
 def payload(number: int, size: int | None = None) -> bytes:

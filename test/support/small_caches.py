@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from difftrain.data.cache import database, uses
-from difftrain.data.cache.folder import BIN, CacheFolder
-from difftrain.data.cache.format import Item, Stored, pack, reject
-from difftrain.data.cache.metadata import merge
-from difftrain.data.cache.verify import verify
-from difftrain.data.cache.writer import SegmentWriter
+from difftrain.cache.store import database, references
+from difftrain.cache.store.folder import BIN, CacheFolder
+from difftrain.cache.store.format import PackedEntry, StoredFeature, pack, reject
+from difftrain.cache.store.index import merge
+from difftrain.cache.store.segment import SegmentWriter
+from difftrain.cache.tools.verify import verify
 
 HEADER = {"encoder": "latents", "fingerprint": "f", "features": {"moments": "uint8"}, "storage": "fp32"}
 
@@ -26,11 +26,11 @@ def address(number: int) -> bytes:
     return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
 
 
-def item(number: int) -> Item:
+def item(number: int) -> PackedEntry:
     """Return an entry whose content and length depend on its number."""
     data = np.frombuffer(hashlib.shake_128(b"%d" % number).digest(100 + 7 * number), np.uint8)
-    features = [Stored("moments", "uint8", (len(data),), len(data), data)]
-    return Item(address(number), pack(features, {"name": f"picture {number}"}))
+    features = [StoredFeature("moments", "uint8", (len(data),), len(data), data)]
+    return PackedEntry(address(number), pack(features, {"name": f"picture {number}"}))
 
 
 def write(folder: CacheFolder, numbers: Iterable[int], *, seal: bool = True) -> SegmentWriter:
@@ -44,11 +44,11 @@ def write(folder: CacheFolder, numbers: Iterable[int], *, seal: bool = True) -> 
 
 def want(folder: CacheFolder, name: str, numbers: Iterable[int], *, whole: bool = True) -> None:
     """Write down that a configuration wants entries."""
-    rows = np.zeros(len(numbers := list(numbers)), uses.USE_ROW)
+    rows = np.zeros(len(numbers := list(numbers)), references.REFERENCE_ROW)
     rows["key"] = rows["address"] = [address(number) for number in numbers]
-    uses.write(folder, name, {"of": name}, {"latents": rows})
+    references.write(folder, name, {"of": name}, {"latents": rows})
     if whole:
-        uses.mark_whole(folder, name)
+        references.mark_whole(folder, name)
 
 
 def make(path: Path, segments: int = 3, entries: int = 6) -> CacheFolder:
@@ -105,7 +105,7 @@ WANTED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 20}
 def partly_wanted(path: Path) -> CacheFolder:
     """Make a cache of which two uses want some entries."""
     folder = make(path, segments=4, entries=10)
-    uses.remove(folder, "all")
+    references.remove(folder, "all")
     want(folder, "a", range(9))
     want(folder, "b", [10, 11, 20])
     return folder

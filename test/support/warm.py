@@ -313,7 +313,7 @@ def _call_oneself(name: str) -> None:
 def _import() -> None:
     """Import what a run of any family does, after what every door does before it imports."""
     sys.path.insert(0, str(LIBRARY))
-    from difftrain.config.held import hold_back
+    from difftrain.config.hidden_imports import hold_back
     from difftrain.device.choice import calm_threads, hold_autoload
 
     hold_back()

@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from difftrain import checkpoint
-from difftrain.config.sections import DeepSpeedSection, OptimizerSection, SaveSection, TrainConfig, TrainingSection
+from difftrain.config.schema.sections import (
+    DeepSpeedSection,
+    OptimizerSection,
+    SaveSection,
+    TrainConfig,
+    TrainingSection,
+)
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine

@@ -21,9 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftrain.checkpoint.files import write_json
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
-from difftrain.distributed.processes import boot_id, start_of
+from difftrain.io.files import write_json
+from difftrain.io.process import boot_id, has_ended, start_of
 
 if TYPE_CHECKING:
     from difftrain.checkpoint.find import Say
@@ -59,13 +59,7 @@ class Holder:
             return True
         if self.boot != boot_id():
             return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return bool(self.pid_start) and start_of(self.pid) != self.pid_start
+        return has_ended(self.pid, self.pid_start)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, started {self.started}"

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from difftrain.checkpoint.files import FileEntry, entries, fsync_file, fsync_folder, remove
 from difftrain.checkpoint.manifest import Manifest
 from difftrain.contracts import TrainingFault
+from difftrain.io.files import FileEntry, entries, fsync_file, fsync_folder, remove
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
@@ -45,13 +45,19 @@ def commit(
     token = ranks.broadcast(uuid.uuid4().hex)
     work = parent / f"{WORK}{token}"
     made: list[Path] = []
+
+    # until it has its name, no reader takes the folder for a checkpoint
     try:
         _make(work, ranks, made)
         owner = bool(made)
         told = _together(ranks, "write its part of", lambda: _write(work, write_rank))
+
+        # each disk's owner lists what lies there: a file on no disk is a failed save
         files = _one_list(told)
         mine = _claim(work, owner, files, ranks)
         owners = sum(any_owned for any_owned, _ in mine)
+
+        # sealed on every disk before it is named on any
         manifest = Manifest(
             commit=token,
             name=name,

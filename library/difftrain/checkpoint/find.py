@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from difftrain.checkpoint.commit import OLD, TRASH, WORK
-from difftrain.checkpoint.files import MANIFEST, fsync_folder, remove
 from difftrain.checkpoint.manifest import Manifest, Torn, verify
 from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import MANIFEST, fsync_folder, remove
 
 Say = Callable[[str], None]
 _LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
@@ -20,14 +20,14 @@ _LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
 _EXPORT_LEFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A checkpoint folder and its manifest."""
 
     path: Path
     manifest: Manifest
 
 
-def candidates(parent: Path, output_name: Naming | None = None, say: Say | None = None) -> list[Found]:
+def candidates(parent: Path, output_name: Naming | None = None, say: Say | None = None) -> list[Candidate]:
     """List the checkpoints of a folder by their manifests, the newest first; files are not looked at yet.
 
     output_name: only NAME-step…-state, NAME-00…-state and NAME-state, or STEPS: global_step…; None: any folder with a
@@ -44,7 +44,7 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
         elif parse(path.name, output_name, state=True) is None:
             continue
         try:
-            found.append(Found(path, Manifest.read(path)))
+            found.append(Candidate(path, Manifest.read(path)))
         except Torn as torn:
             if say is not None:
                 say(f"checkpoint {path.name} is passed over: {torn}")

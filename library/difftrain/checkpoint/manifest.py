@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from difftrain.checkpoint.files import MANIFEST, FileEntry, entries, write_json
+from difftrain.io.files import MANIFEST, FileEntry, entries, write_json
 
 FORMAT = 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from difftrain.config.sections import SaveSection
+    from difftrain.config.schema.sections import SaveSection
 
 
 class Own(Enum):

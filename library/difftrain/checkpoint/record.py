@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from difftrain.checkpoint.files import write_json
 from difftrain.checkpoint.find import Say, newest
 from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import write_json
 
 RUN_FILE = "run.json"
 _OF_A_RUN = ("metrics.jsonl", "report.json", "report.html")

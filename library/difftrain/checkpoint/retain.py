@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.checkpoint.commit import TRASH
-from difftrain.checkpoint.files import remove
 from difftrain.checkpoint.find import Say
 from difftrain.checkpoint.manifest import Manifest, Torn, verify
 from difftrain.checkpoint.names import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, parse, parse_export
+from difftrain.io.files import remove
 
 if TYPE_CHECKING:
-    from difftrain.config.sections import SaveSection
+    from difftrain.config.schema.sections import SaveSection
 
 ALWAYS_KEPT = 2
 Held = Callable[[Path], bool]  # says what must not be deleted now, whatever the flags say
 _read_before: set[str] = set()  # digests of manifests whose files this process has read once
 
 
-def nothing_held(_path: Path) -> bool:
+def nothing_in_use(_path: Path) -> bool:
     """Let everything go."""
     return False
 
@@ -67,7 +67,7 @@ class Window:
 
 
 def retain_states(
-    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
+    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_in_use
 ) -> list[str]:
     """Delete checkpoints that the flags no longer keep, after a save at `step`; return the names of the deleted.
 
@@ -88,7 +88,7 @@ def retain_states(
 
 
 def retain_exports(
-    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_held
+    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_in_use
 ) -> list[str]:
     """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
     saves: dict[SaveName, list[Path]] = {}
@@ -122,6 +122,8 @@ def _retain(
     gone = window.outside(list(saves), step)
     if not gone:
         return []
+
+    # the newest saves that can be shown to be whole stay, whatever the window says
     good: list[SaveName] = []
     for name in sorted(saves, key=age, reverse=True):
         if len(good) < ALWAYS_KEPT and whole(name):
@@ -130,6 +132,8 @@ def _retain(
         if say is not None:
             say(f"nothing is deleted: of {len(saves)} saves only {len(good)} can be shown to be whole")
         return []
+
+    # of what lies outside the window the rest goes, and what is in use goes later
     deleted = []
     for name in sorted(gone - set(good)):
         for path in saves[name]:

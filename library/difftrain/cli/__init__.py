@@ -10,7 +10,7 @@ from importlib import import_module
 
 import difftrain
 from difftrain.config.door import guard
-from difftrain.config.names import did_you_mean
+from difftrain.config.schema.names import did_you_mean
 from difftrain.contracts.errors import ConfigFault, Fault
 
 # name -> ("module:function" of argv, what it does)

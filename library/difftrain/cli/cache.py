@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.cli import cache_build
 from difftrain.config.door import guard
-from difftrain.config.flag import Flag, convert, on
-from difftrain.config.help import entries
-from difftrain.config.names import did_you_mean
-from difftrain.config.scan import scan
-from difftrain.config.stores import shown
-from difftrain.config.there import expanded, is_url
-from difftrain.config.user_cache import user_cache
+from difftrain.config.parse_flags import scan
+from difftrain.config.paths import expanded, is_url, shown_url, user_cache
+from difftrain.config.render.help import entries
+from difftrain.config.schema.names import did_you_mean
+from difftrain.config.spellings.flag import Flag, convert, on
 from difftrain.contracts.errors import ConfigFault, Fault
 
 if TYPE_CHECKING:
-    from difftrain.data.cache.export import Exported
-    from difftrain.data.cache.folder import CacheFolder
-    from difftrain.data.cache.verify import Report
+    from difftrain.cache.store.folder import CacheFolder
+    from difftrain.cache.tools.export import ExportReport
+    from difftrain.cache.tools.verify import VerifyReport
 
 PROG = "difftrain cache"
 JSON = on("json", "switch", "", "print one JSON document and nothing else")
@@ -104,7 +102,7 @@ def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     faults += [Fault(repr(word), f"is a word too many for {PROG} {name}") for word in folders[1:]]
     url = bool(folders) and is_url(folders[0])
     if url and not COMMANDS[name].urls:
-        what = f"{shown(folders[0])!r} is no folder of this machine"
+        what = f"{shown_url(folders[0])!r} is no folder of this machine"
         faults.append(Fault("CACHE", what, f"run {PROG} {name} where the files lie, or on a copy"))
     if faults:
         raise ConfigFault(faults)
@@ -149,12 +147,12 @@ def number(words: Mapping[str, list[str]], name: str) -> int | None:
 
 def opened(cache: Path) -> CacheFolder:
     """Open a cache that is there. Raises: ConfigFault where it is missing, no cache, or of another format."""
-    from difftrain.data.cache.folder import CacheFolder
+    from difftrain.cache.store.folder import CacheFolder
 
     return CacheFolder.open(cache, create=False)
 
 
-class Progress:
+class ProgressLine:
     """Say on stderr how far a long reading has come, how fast it is, and when it will be done."""
 
     def __init__(self, *, quiet: bool) -> None:
@@ -183,7 +181,7 @@ def _clock(seconds: float) -> str:
 
 
 def _info(cache: Path, words: Mapping[str, list[str]]) -> int:
-    from difftrain.data.cache.info import describe, lines
+    from difftrain.cache.tools.info import describe, lines
 
     facts = describe(opened(cache))
     if "json" in words:
@@ -194,10 +192,10 @@ def _info(cache: Path, words: Mapping[str, list[str]]) -> int:
 
 
 def _verify(cache: Path, words: Mapping[str, list[str]]) -> int:
-    from difftrain.data.cache.verify import verify
+    from difftrain.cache.tools.verify import verify
 
     as_json = "json" in words
-    report = verify(opened(cache), workers=number(words, "workers"), progress=Progress(quiet=as_json))
+    report = verify(opened(cache), workers=number(words, "workers"), progress=ProgressLine(quiet=as_json))
     if as_json:
         print(json.dumps(report.document(), indent=1))
     else:
@@ -205,29 +203,29 @@ def _verify(cache: Path, words: Mapping[str, list[str]]) -> int:
     return 1 if report.damages else 0
 
 
-def _print(report: Report) -> None:
+def _print(report: VerifyReport) -> None:
     for line in report.lines():
         print(line)
 
 
 def _repair(cache: Path, words: Mapping[str, list[str]]) -> int:
-    from difftrain.data.cache.repair import repair
+    from difftrain.cache.tools.repair import repair
 
-    for line in repair(opened(cache), workers=number(words, "workers"), progress=Progress(quiet=False)):
+    for line in repair(opened(cache), workers=number(words, "workers"), progress=ProgressLine(quiet=False)):
         print(line, flush=True)
     return 0
 
 
 def _gc(cache: Path, words: Mapping[str, list[str]]) -> int:
-    from difftrain.data.cache.collect import collect
+    from difftrain.cache.tools.gc import collect_garbage
 
-    for line in collect(opened(cache), unused_days=number(words, "unused_days"), dry_run="dry_run" in words):
+    for line in collect_garbage(opened(cache), unused_days=number(words, "unused_days"), dry_run="dry_run" in words):
         print(line, flush=True)
     return 0
 
 
 def _export(cache: Path | str, words: Mapping[str, list[str]]) -> int:
-    from difftrain.data.cache.export import export
+    from difftrain.cache.tools.export import export
 
     encoders = words["encoders"][-1].split(",") if "encoders" in words else None
     done = export(
@@ -247,7 +245,7 @@ def _export(cache: Path | str, words: Mapping[str, list[str]]) -> int:
     return 1 if done.damaged else 0
 
 
-def _say_exported(done: Exported) -> None:
+def _say_exported(done: ExportReport) -> None:
     for damage in done.damaged:
         print(damage)
     counts = {"damaged": done.num_damaged, "rejected": done.rejected, "incomplete": done.incomplete}

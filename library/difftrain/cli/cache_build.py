@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from difftrain.config import parse, rules, rules_cache
+from difftrain.config import parse_flags
 from difftrain.config.door import enter
-from difftrain.config.finding import Finding, Rule
-from difftrain.config.flags import FLAGS
-from difftrain.config.help import entries
-from difftrain.config.parse import Parsed, resolve
-from difftrain.config.rules_names import one_of
-from difftrain.config.sections import TrainConfig
+from difftrain.config.parse_flags import Parsed, resolve
+from difftrain.config.render.help import entries
+from difftrain.config.rules import data
+from difftrain.config.rules import run as rules
+from difftrain.config.rules.finding import Finding, Rule
+from difftrain.config.rules.optimizer import one_of
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts.errors import ConfigFault
 from difftrain.device.choice import KINDS
 
@@ -27,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> Parsed:
     """Read the flags of a training command, with those that it implies here. Raises: ConfigFault with every fault."""
-    judged = (_lenient(rule) for rule in parse.RULES if rule is not rules_cache.only)  # what that asks for is implied
+    judged = (_lenient(rule) for rule in parse_flags.RULES if rule is not data.only)  # what that asks for is implied
     return resolve([*argv, *implied(argv)], FLAGS, (*judged, one_of("training.device", ("auto", *KINDS))))
 
 

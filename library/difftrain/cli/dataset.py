@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from difftrain.cli.writing import writing
-from difftrain.config import parse, rules
+from difftrain.config import parse_flags
 from difftrain.config.door import enter, guard
-from difftrain.config.finding import Finding, Rule
-from difftrain.config.flag import Flag, convert, on
-from difftrain.config.flags import FLAGS
-from difftrain.config.help import entries
-from difftrain.config.names import did_you_mean
-from difftrain.config.parse import Parsed, resolve
-from difftrain.config.sections import TrainConfig
+from difftrain.config.parse_flags import Parsed, resolve
+from difftrain.config.render.help import entries
+from difftrain.config.rules import run
+from difftrain.config.rules.finding import Finding, Rule
+from difftrain.config.schema.names import did_you_mean
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.spellings.flag import Flag, convert, on
+from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts.errors import ConfigFault, Fault
 
 OWN: dict[str, Flag] = {
@@ -49,7 +50,7 @@ def read(argv: list[str]) -> Parsed:
     """Read the command line. Raises: ConfigFault with every fault."""
     faults: list[Fault] = []
     try:
-        parsed = resolve(argv, TABLE, [_lenient(rule) for rule in parse.RULES])
+        parsed = resolve(argv, TABLE, [_lenient(rule) for rule in parse_flags.RULES])
     except ConfigFault as error:
         faults += error.faults
     else:
@@ -63,7 +64,7 @@ def read(argv: list[str]) -> Parsed:
 
 def _lenient(rule: Rule) -> Rule:
     """Leave out of a rule's findings what only a training lacks."""
-    if rule not in (rules.required, rules.model):
+    if rule not in (run.required, run.model):
         return rule
 
     def kept(cfg: TrainConfig, asked: set[str]) -> Iterable[Finding]:

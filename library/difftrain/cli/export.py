@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from difftrain.cli.words import run_folder as run_folder_of
 from difftrain.cli.writing import writing
-from difftrain.config import rules, rules_flow, rules_paths
 from difftrain.config.door import enter
-from difftrain.config.families import row_of
-from difftrain.config.flag import Flag, on
-from difftrain.config.flags import FLAGS, KOHYA
-from difftrain.config.help import entries
-from difftrain.config.parse import Parsed, resolve
-from difftrain.config.validate import build_section
+from difftrain.config.parse_flags import Parsed, resolve
+from difftrain.config.render.help import entries
+from difftrain.config.rules import objective, paths, run
+from difftrain.config.schema.families import row_of
+from difftrain.config.schema.validate import build_section
+from difftrain.config.spellings.flag import Flag, on
+from difftrain.config.spellings.flags import FLAGS, KOHYA
 from difftrain.contracts.errors import ConfigFault, Fault
 
 if TYPE_CHECKING:
@@ -72,11 +72,9 @@ def read(argv: list[str]) -> Parsed:
     if folder is not None and not faults:
         table = TABLE | {"config": FLAGS["config"]}
         argv = [f"--config={folder / RUN_CONFIG}", *argv]
-    judged = () if faults and WIDTH.option in given else (rules.model,)  # a run's own configuration names its model
+    judged = () if faults and WIDTH.option in given else (run.model,)  # a run's own configuration names its model
     try:
-        parsed = resolve(
-            argv, table, (*judged, rules.no_metadata, rules_flow.layout, rules_paths.weights, rules_paths.size)
-        )
+        parsed = resolve(argv, table, (*judged, run.no_metadata, objective.layout, paths.weights, paths.size))
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None
     faults = faults or [*_width_faults(parsed), *_target_faults(parsed)]
@@ -192,7 +190,7 @@ def _fetched(parsed: Parsed) -> TrainConfig:
     """Return the configuration with paths where the model is named by hub ids; a run's are taken as it began with them."""
     from difftrain.checkpoint import RunRecord
     from difftrain.distributed.ranks import Ranks
-    from difftrain.train.hub.fetch import fetch
+    from difftrain.hub.fetch import fetch
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("difftrain").setLevel(logging.INFO)
@@ -206,7 +204,7 @@ def _fetched(parsed: Parsed) -> TrainConfig:
 
 def _averaged(parsed: Parsed, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Put the reconstructed average in place of what was trained; say how near it comes to the asked for one."""
-    from difftrain.train.reconstruct import Reconstruction, snapshots_of
+    from difftrain.train.averages import Reconstruction, snapshots_of
 
     stored = snapshots_of(Path(parsed.bare["config"]).parent)
     found = Reconstruction(stored, width_of(parsed))

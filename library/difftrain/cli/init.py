@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.cli.export import T5
 from difftrain.cli.writing import writing
-from difftrain.config import rules_paths
 from difftrain.config.door import enter
-from difftrain.config.flag import Flag, on
-from difftrain.config.flags import FLAGS
-from difftrain.config.help import entries
-from difftrain.config.names import did_you_mean
-from difftrain.config.parse import Parsed, resolve
+from difftrain.config.parse_flags import Parsed, resolve
+from difftrain.config.render.help import entries
+from difftrain.config.rules import paths
+from difftrain.config.schema.names import did_you_mean
+from difftrain.config.spellings.flag import Flag, on
+from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.models.registry import FAMILIES
 
@@ -66,7 +66,7 @@ def read(argv: list[str]) -> Parsed:
     family = _BEGINNINGS.get(kind or "", kind if kind in FAMILIES else next(iter(_BEGINNINGS.values())))
     try:
         parsed = resolve(
-            [*rest, f"--family={family}"], TABLE | {"family": FLAGS["family"]}, (rules_paths.weights, rules_paths.size)
+            [*rest, f"--family={family}"], TABLE | {"family": FLAGS["family"]}, (paths.weights, paths.size)
         )
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None

@@ -6,7 +6,7 @@ import json
 
 from difftrain.cli.words import asks_for_help, exactly
 from difftrain.config.door import guard
-from difftrain.config.sections import TrainConfig
+from difftrain.config.schema.sections import TrainConfig
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         exactly("schema", [word for word in argv if word != "--train"])
         schema = TrainConfig.model_json_schema()
         if "--train" in argv:
-            from difftrain.config.train_schema import schema_of_files
+            from difftrain.config.render.keys import schema_of_files
 
             schema = schema_of_files()
         print(json.dumps(schema, indent=2))

@@ -1,6 +1,6 @@
 """Typed, strict configuration, its flags and its TOML. Imports no torch."""
 
-from difftrain.config.sections import (
+from difftrain.config.schema.sections import (
     CaptionSection,
     DataSection,
     DemoSection,

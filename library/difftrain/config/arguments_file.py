@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from difftrain.config.flag import Flag, convert
-from difftrain.config.names import did_you_mean
+from difftrain.config.schema.names import did_you_mean
+from difftrain.config.spellings.flag import Flag, convert
 from difftrain.contracts.errors import ConfigFault, Fault
 
 _ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")  # say what to do, not how to train
@@ -35,6 +35,8 @@ def read(path: Path, table: Mapping[str, Flag]) -> tuple[Words, list[Fault]]:
         return {}, [Fault(f"--config_file={path}", "no such file", "give a TOML file of arguments")]
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         return {}, [Fault(f"--config_file={path}", f"cannot be read as TOML: {error}")]
+
+    # all faults are told together, so that the file is mended in one go
     words: Words = {}
     faults: list[Fault] = []
     for key, value in _flat(tables):

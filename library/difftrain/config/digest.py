@@ -12,10 +12,10 @@ import os
 from typing import Any
 
 from difftrain.config import hub_ids
-from difftrain.config.datasets import draws_captions
-from difftrain.config.families import row_of
-from difftrain.config.sections import DatasetSection, TrainConfig
-from difftrain.config.validate import default_of, fields
+from difftrain.config.datasets.datasets import draws_captions
+from difftrain.config.schema.families import row_of
+from difftrain.config.schema.sections import DatasetSection, TrainConfig
+from difftrain.config.schema.validate import default_of, fields
 
 # sections and fields that may change between two starts of one run
 FREE = frozenset({

@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 from difftrain.config import arguments_file
-from difftrain.config.finding import Rule
-from difftrain.config.flags import FLAGS
-from difftrain.config.held import hold_back
-from difftrain.config.help import help_text
-from difftrain.config.parse import Parsed, parse
+from difftrain.config.hidden_imports import hold_back
+from difftrain.config.parse_flags import Parsed, parse
+from difftrain.config.render.help import flag_help
+from difftrain.config.rules.finding import Rule
 from difftrain.config.secrets import redact_text
+from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts.errors import ConfigFault, DifftrainError
 
 _WAIT_FOR_FIRST_S = 10.0
@@ -43,7 +43,7 @@ def open_door(prog: str, argv: list[str], work: Callable[[Parsed], int], rules: 
             print(f"{path}: written; give it as --config_file")
         return 0
 
-    return enter(prog, argv, lambda: parse(argv, rules), inner, lambda: help_text(prog))
+    return enter(prog, argv, lambda: parse(argv, rules), inner, lambda: flag_help(prog))
 
 
 def enter(

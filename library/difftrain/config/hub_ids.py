@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from difftrain.config.there import expanded, is_folder, is_there
+from difftrain.config.paths import expanded, is_folder, path_exists
 
 SCHEME = "hf://"
 _PART = re.compile(r"\w[\w.-]{0,95}")
@@ -89,7 +89,7 @@ def is_repo(text: str) -> bool:
 
 def lies_here(text: str) -> bool:
     """Tell whether a text is a path of something that exists: then it is no id."""
-    return not text.startswith(SCHEME) and is_there(expanded(text))
+    return not text.startswith(SCHEME) and path_exists(expanded(text))
 
 
 def missing(text: str) -> str:

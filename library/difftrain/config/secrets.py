@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from difftrain.config.flags import FLAGS
+from difftrain.config.spellings.flags import FLAGS
 
 REDACTED = "***"
 SECRET_FLAGS = {f"--{flag.name}": flag.secret for flag in FLAGS.values() if flag.secret}

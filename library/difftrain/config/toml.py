@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from difftrain.config.names import did_you_mean
-from difftrain.config.sections import Section, TrainConfig
-from difftrain.config.validate import Misfit, Values, misfit_of, section_class
+from difftrain.config.schema.names import did_you_mean
+from difftrain.config.schema.sections import Section, TrainConfig
+from difftrain.config.schema.validate import Misfit, Values, misfit_of, section_class
 from difftrain.contracts.errors import ConfigFault, Fault
 
 

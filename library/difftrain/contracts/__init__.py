@@ -3,8 +3,11 @@
 from difftrain.contracts.engine import Engine, Extent, Snapshot, Stats
 from difftrain.contracts.errors import ConfigFault, DataFault, DifftrainError, Fault, TrainingFault
 from difftrain.contracts.family import (
+    CAPTION,
     EVERY,
     METRIC,
+    PAIR,
+    PIXELS,
     Drawer,
     DrawSpec,
     Encoder,
@@ -16,13 +19,17 @@ from difftrain.contracts.family import (
     NoiseMix,
     Parts,
     RunFacts,
+    Source,
     Tokenize,
 )
 from difftrain.contracts.records import Batch, Bucket, Draw, MediaRef, Record, Reject
 
 __all__ = [
+    "CAPTION",
     "EVERY",
     "METRIC",
+    "PAIR",
+    "PIXELS",
     "Batch",
     "Bucket",
     "ConfigFault",
@@ -47,6 +54,7 @@ __all__ = [
     "Reject",
     "RunFacts",
     "Snapshot",
+    "Source",
     "Stats",
     "Tokenize",
     "TrainingFault",

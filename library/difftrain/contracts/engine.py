@@ -29,14 +29,14 @@ class Stats:
     sums: this step's GLOBAL loss sums by term, already divided by the global count ("loss" is their total, to which
     those named METRIC... do not belong).
     grad_norm: before clipping, unscaled, global. skipped: 1.0 where the update was not applied. lrs: by group.
-    d: what the rates are factors of, where the optimizer estimates it.
+    adapted_lr: the optimizer's own estimate of the learning rate, which the group's rates multiply; None without one.
     """
 
     sums: dict[str, Tensor]
     grad_norm: Tensor
     skipped: Tensor
     lrs: dict[str, float] = field(default_factory=dict)
-    d: float | Tensor | None = None
+    adapted_lr: float | Tensor | None = None
 
 
 class Snapshot(Protocol):
@@ -68,7 +68,9 @@ class Engine(Protocol):
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
     # collective where no rank holds the weights whole, as evaluate is
     def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
-    def settled(self) -> AbstractContextManager[None]: ...  # an optimizer's own averages in place, where it has some
+    def averaged_weights(
+        self,
+    ) -> AbstractContextManager[None]: ...  # an optimizer's own averages in place, where it has some
     def full_weights(self, source: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]: ...
     def snapshot(self) -> Snapshot: ...
     def restore(

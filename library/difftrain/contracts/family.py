@@ -21,6 +21,8 @@ class Feature:
     Shapes of one sample: with a factor it lies over the picture, (channels, height / factor, width / factor), and with
     frames over the clip, (channels, (F - 1) // frames + 1, height / factor, width / factor) for F frames; with a
     length it is a sequence of tokens, (length, channels); with neither a vector, (channels,).
+    per_cell: pixels of the side of a cell, where an encoder of captions reads the picture too: each whole cell adds a
+    row to a sequence, (length + (height // per_cell) (width // per_cell), channels), and to a vector, its mask, a place.
     """
 
     channels: int
@@ -29,12 +31,14 @@ class Feature:
     dtype: str = "float32"
     maskable: bool = False
     frames: int = 0
+    per_cell: int = 0
 
     def shape(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of one sample in a bucket."""
         if self.factor:
             return _over(bucket, self.channels, self.factor, self.frames)
-        return (self.length, self.channels) if self.length else (self.channels,)
+        cells = (bucket.height // self.per_cell) * (bucket.width // self.per_cell) if self.per_cell else 0
+        return (self.length + cells, self.channels) if self.length else (self.channels + cells,)
 
 
 def _over(bucket: Bucket, channels: int, factor: int, frames: int) -> tuple[int, ...]:
@@ -109,7 +113,7 @@ class _Every(frozenset[str]):
         return True
 
 
-EVERY: Collection[str] = _Every()  # load(lazy=EVERY): as much as may sleep does
+EVERY: Collection[str] = _Every()  # load(deferred=EVERY): every part that can be loaded later
 # what loss_sums names so is measured, and no term of the loss: sums over samples too; NaN: not measured this time
 METRIC = "metric/"
 
@@ -121,22 +125,28 @@ Tokenize = Callable[[list[str]], "dict[str, Tensor]"]
 class Parts:
     """Hold the modules of a family: root has ALL trained parameters under plain names, frozen the rest.
 
-    A part in `lazy` has no weights (it is on the meta device) until something wakes it, and another module may stand in
-    its place until then: look parts up by name after they are woken.
+    A deferred part has no weights (it is on the meta device) until it is loaded, and a placeholder may count for it
+    until then: look parts up by name after they are loaded.
     """
 
     root: nn.Module
     frozen: dict[str, nn.Module] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # the architecture, as --init_from_config=FILE.json takes it
     notes: list[str] = field(default_factory=list)  # sentences to print at start: what is frozen, and why
-    resting: set[str] = field(default_factory=set)  # frozen parts that no step needs: they stay on the host
-    lazy: dict[str, Callable[[], None]] = field(default_factory=dict)  # frozen part -> fills its module, on the host
-    on_build: list[Callable[[nn.Module], Any]] = field(default_factory=list)  # done to what takes a stand-in's place
+    offloaded: set[str] = field(default_factory=set)  # frozen parts that no step needs: they stay on the host
+    deferred: dict[str, Callable[[], None]] = field(
+        default_factory=dict
+    )  # frozen part -> fills its module, on the host
+    on_build: list[Callable[[nn.Module], Any]] = field(
+        default_factory=list
+    )  # done to the module that replaces a placeholder
     training_only: set[str] = field(default_factory=set)  # frozen parts that neither evaluation nor a picture needs
     base: set[str] = field(
         default_factory=set
     )  # names in root that are held as their source has them: in no checkpoint
-    held: dict[str, str] = field(default_factory=dict)  # part of root that base is of -> fingerprint of its weights
+    base_fingerprints: dict[str, str] = field(
+        default_factory=dict
+    )  # part of root that base is of -> fingerprint of its weights
     load_root: Callable[[], None] | None = None  # reads root's weights, which has none until then; done once
 
     def fill_root(self) -> None:
@@ -145,30 +155,36 @@ class Parts:
         if load is not None:
             load()
 
-    def wake(self, name: str) -> None:
-        """Give a lazy part its weights, on the host; every other part has them. Raises ConfigFault where they do not fit."""
-        if name in self.lazy and self.sleeps(name):
+    def load(self, name: str) -> None:
+        """Give a deferred part its weights, on the host; every other part has them. Raises ConfigFault where they do not fit."""
+        if name in self.deferred and not self.is_loaded(name):
             before = self.frozen[name]
-            self.lazy[name]()
+            self.deferred[name]()
             if self.frozen[name] is not before:
                 for action in self.on_build:
                     action(self.frozen[name])
 
-    def rest(self, name: str) -> None:
-        """Bring a frozen part back to the host; a lazy one gives its memory back."""
-        self.frozen[name].to("meta" if name in self.lazy else "cpu")
+    def offload(self, name: str) -> None:
+        """Bring a frozen part back to the host; a deferred one gives its memory back."""
+        self.frozen[name].to("meta" if name in self.deferred else "cpu")
 
-    def sleeps(self, name: str) -> bool:
-        """Tell whether a frozen part has no weights now."""
-        return any(each.is_meta for each in self.frozen[name].parameters())
+    def is_loaded(self, name: str) -> bool:
+        """Tell whether a frozen part has its weights now."""
+        return not any(parameter.is_meta for parameter in self.frozen[name].parameters())
+
+
+Source = Literal["pixels", "caption"]
+PIXELS: frozenset[Source] = frozenset({"pixels"})
+CAPTION: frozenset[Source] = frozenset({"caption"})
+PAIR = PIXELS | CAPTION  # a picture and its caption, read together
 
 
 @dataclass(frozen=True)
 class Encoder:
     """Turn features of a batch into others that can be kept and read again: online, and for the cache builder.
 
-    source: what of a record is encoded, "pixels" or "caption". features: what comes out, by name. modules: those of
-    Parts.frozen that do the work. settings: all else that decides the outcome, weights aside. encode: of a batch on
+    source: what of a record is encoded: "pixels", "caption" or both; the batch is of one bucket wherever pixels are.
+    features: what comes out, by name. modules: those of Parts.frozen that do the work. settings: all else that decides the outcome, weights aside. encode: of a batch on
     the modules' device; an encoder that draws takes Batch.keys, one for each sample, as keys of its draws.
     fingerprint: hash of settings and weights; where these lie in files it reads them without loading a module, and not
     again where the files are the ones that it has read before.
@@ -177,7 +193,7 @@ class Encoder:
     returns under that name, where a template's head is cut off or a picture takes rows, else the tokenised one.
     """
 
-    source: Literal["pixels", "caption"]
+    source: frozenset[Source]
     features: dict[str, Feature]
     modules: tuple[str, ...]
     settings: str
@@ -186,13 +202,18 @@ class Encoder:
     inputs: tuple[str, ...] = ()
     masks: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not self.source or not self.source <= PAIR:
+            raise ValueError(f"an encoder reads {', '.join(sorted(PAIR))} or both; this one {sorted(self.source)}")
+
 
 @dataclass
 class Inputs:
     """One micro batch after encoding and noising, on the device, fp32 where floating.
 
     Shapes: x_t, target (B, C, [F,] H, W); timestep (B,), int64 steps or fp32 in 0..1000 of a flow, or (B, F) where each
-    frame of a clip's latents has a time of its own; weight (B,); mask (B, 1, [1,] H, W) in 0..1. aims: what further terms of the loss compare outputs with.
+    frame of a clip's latents has a time of its own; weight (B,); mask (B, 1, [1,] H, W) in 0..1. aux_targets:
+    what further terms of the loss compare outputs with.
     """
 
     x_t: Tensor
@@ -201,7 +222,7 @@ class Inputs:
     target: Tensor
     weight: Tensor
     mask: Tensor | None = None
-    aims: dict[str, Tensor] = field(default_factory=dict)
+    aux_targets: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Drawer(Protocol):
@@ -271,9 +292,9 @@ class Family(Protocol):
     @property
     def features(self) -> FeatureSpec: ...
     def load(
-        self, *, meta: bool = False, lazy: Collection[str] = ()
-    ) -> Parts: ...  # lazy: of the frozen parts, or EVERY
-    def comes_without(self) -> dict[str, str]: ...  # field of a part that the weights lack -> its id on a hub
+        self, *, meta: bool = False, deferred: Collection[str] = ()
+    ) -> Parts: ...  # deferred: of the frozen parts, or EVERY
+    def missing_tokenizers(self) -> dict[str, str]: ...  # field of a part that the weights lack -> its id on a hub
     def tokenizer(self, parts: Parts) -> Tokenize: ...
     def encoders(self, parts: Parts) -> dict[str, Encoder]: ...  # by what a configuration may ask to be cached
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]: ...

@@ -21,7 +21,7 @@ _WILDCARD = re.compile(r"\{\{|\}\}|\{((?:\}\}|[^}])++)\}")
 _CLOSING = re.compile(r"\}+")
 
 
-class Draws(Protocol):
+class CaptionDraws(Protocol):
     """What is needed of a stream (diffusion.draws.Stream)."""
 
     def integer(self, high: int) -> int: ...
@@ -30,7 +30,7 @@ class Draws(Protocol):
 
 
 def caption_of(
-    record: Record, stream: Draws, section: CaptionSection, epoch: int, step: int = 0, total_steps: int = 0
+    record: Record, stream: CaptionDraws, section: CaptionSection, epoch: int, step: int = 0, total_steps: int = 0
 ) -> str:
     """Make the caption of one use of a record; "" where it is dropped.
 
@@ -47,35 +47,42 @@ def varies(section: CaptionSection) -> bool:
     return section.shuffle or section.enable_wildcard or section.tag_dropout_rate > 0 or section.shuffle_capitalization
 
 
-def is_dropped(record: Record, stream: Draws, section: CaptionSection, epoch: int) -> bool:
+def may_drop(section: CaptionSection) -> bool:
+    """Tell whether any use of a caption is dropped as a whole."""
+    return bool(section.dropout_rate or section.dropout_every_n_epochs)
+
+
+def is_dropped(record: Record, stream: CaptionDraws, section: CaptionSection, epoch: int) -> bool:
     """Tell whether caption_of makes "" of this use."""
     _chosen(record, stream)
     return _drops(stream, section, epoch)
 
 
-def variant_of(record: Record, stream: Draws, section: CaptionSection, step: int = 0, total_steps: int = 0) -> str:
+def variant_of(
+    record: Record, stream: CaptionDraws, section: CaptionSection, step: int = 0, total_steps: int = 0
+) -> str:
     """Make a caption as caption_of does, one that is never dropped. stream: of the record and the variant's number."""
     caption = _chosen(record, stream)
     stream.uniform()
     return _made(caption, stream, section, step, total_steps)
 
 
-def written(record: Record, stream: Draws, section: CaptionSection) -> list[str]:
+def written(record: Record, stream: CaptionDraws, section: CaptionSection) -> list[str]:
     """Make the caption of each one that is written for a record, where these do not vary."""
     return [variant_of(replace(record, captions=(each,)), stream, section) for each in record.captions]
 
 
-def _chosen(record: Record, stream: Draws) -> str:
+def _chosen(record: Record, stream: CaptionDraws) -> str:
     return record.captions[stream.integer(len(record.captions)) if len(record.captions) > 1 else 0]
 
 
-def _drops(stream: Draws, section: CaptionSection, epoch: int) -> bool:
+def _drops(stream: CaptionDraws, section: CaptionSection, epoch: int) -> bool:
     lot = stream.uniform()  # whether or not it is needed: turning dropout on leaves the order of the tags as it was
     every = section.dropout_every_n_epochs
     return lot < section.dropout_rate or bool(every and (epoch + 1) % every == 0)
 
 
-def _made(caption: str, stream: Draws, section: CaptionSection, step: int, total_steps: int) -> str:
+def _made(caption: str, stream: CaptionDraws, section: CaptionSection, step: int, total_steps: int) -> str:
     pipes = section.dialect == "diffusion_pipe"  # there the prefix stands before the tags, whatever their order
     caption = _one_line(caption if pipes else _framed(caption, section), stream, section)
     mark = section.keep_tokens_separator
@@ -88,7 +95,7 @@ def _made(caption: str, stream: Draws, section: CaptionSection, step: int, total
     return _capitalized(caption, stream) if section.shuffle_capitalization else caption
 
 
-def _capitalized(caption: str, stream: Draws) -> str:
+def _capitalized(caption: str, stream: CaptionDraws) -> str:
     """Make the first letter large or small, as likely the one as the other."""
     first = caption[:1].upper() if stream.integer(2) else caption[:1].lower()
     return first + caption[1:]
@@ -101,7 +108,7 @@ def _framed(caption: str, section: CaptionSection) -> str:
     return f"{caption} {section.suffix}" if section.suffix else caption
 
 
-def _one_line(caption: str, stream: Draws, section: CaptionSection) -> str:
+def _one_line(caption: str, stream: CaptionDraws, section: CaptionSection) -> str:
     """Draw one of several lines and one word of each wildcard; without wildcards, take the first line."""
     lines = caption.split("\n")
     if not section.enable_wildcard:
@@ -119,7 +126,7 @@ def _one_line(caption: str, stream: Draws, section: CaptionSection) -> str:
     return _WILDCARD.sub(chosen, line[:end]) + line[end:].replace("{{", "{").replace("}}", "}")
 
 
-def _arranged(caption: str, stream: Draws, section: CaptionSection, step: int, total_steps: int) -> str:
+def _arranged(caption: str, stream: CaptionDraws, section: CaptionSection, step: int, total_steps: int) -> str:
     """Cut a caption into tags, let it grow, shuffle and drop what is loose, and join it: by commas, as kohya does."""
     kept, loose, last = _parts(caption, section)
     loose = loose[: num_tags(len(loose), section, step, total_steps)]

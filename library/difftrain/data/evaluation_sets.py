@@ -1,27 +1,161 @@
-"""Evaluation sets: every record of them once at each resolution, with the same draws at every step, on any number of ranks.
-
-A set is a data set TOML of its own, prepared as training's data are; nothing of it is drawn but what the loss needs.
-"""
+"""What a model is measured on: held-out records and evaluation sets, each record once with the same draws at every step."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from difftrain.config import TrainConfig
-from difftrain.config.sections import DatasetSection, EvalSetSection
-from difftrain.contracts import FeatureSpec, Tokenize
-from difftrain.data.index import DATABASE, Index, connect
-from difftrain.data.loader import num_workers
-from difftrain.data.prepare import Data, built_index, make_tables, open_data, refuse, trusted_index
+from difftrain.config.schema.sections import DatasetSection, EvalSetSection
+from difftrain.contracts import Batch, DataFault, Draw, FeatureSpec, Reject, Tokenize
+from difftrain.data.index.index import DATABASE, Index, connect
+from difftrain.data.loader import RankShare, data_loader, items_of, num_workers
+from difftrain.data.plan.tables import BucketRows, PlanTables
+from difftrain.data.prepare import Data, built_index, make_tables, open_data, refuse, trusted_index, validation_seed
+from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import SampleMaker
-from difftrain.data.tables import BucketRows, Tables
-from difftrain.data.validation import HeldOut, ValidationBatches, plain_maker
+from difftrain.diffusion.permutation import Permutation
+
+log = logging.getLogger("difftrain")
+
+
+class BucketBatches:
+    """Buckets cut into batches of fixed composition, in the order of their tables: each of one bucket.
+
+    batch_sizes: of each data set. The world size appears nowhere, so that sums over all are of the same terms.
+    """
+
+    def __init__(self, buckets: tuple[BucketRows, ...], batch_sizes: tuple[int, ...]) -> None:
+        self._buckets, self._sizes = buckets, [batch_sizes[rows.dataset] for rows in buckets]
+        counts = [-(-rows.records // size) for rows, size in zip(self._buckets, self._sizes, strict=True)]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
+        """Return bucket and table rows of batch n."""
+        which = int(np.searchsorted(self._ends, n, side="right"))
+        bucket, size = self._buckets[which], self._sizes[which]
+        start = (n - int(self._ends[which - 1] if which else 0)) * size
+        return bucket, np.arange(bucket.first + start, bucket.first + min(start + size, bucket.records))
+
+
+class HeldOutChunks:
+    """The held-out records of each bucket, cut into chunks of at most one global batch; chunks in keyed order.
+
+    global_batches: of each data set.
+    max_steps keeps the first so many chunks: the same records on any number of ranks with the same global batch.
+    """
+
+    def __init__(self, tables: PlanTables, seed: int, global_batches: tuple[int, ...], max_steps: int | None) -> None:
+        self._chunks = BucketBatches(tables.validation, global_batches)
+        total = len(self._chunks)
+        self._order = Permutation(total, seed, "validation chunks") if total else None
+        self._length = min(total, max_steps or total)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def records(self) -> int:
+        """Return how many records all chunks have."""
+        return sum(len(self.rows(n)[1]) for n in range(len(self)))
+
+    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
+        """Return bucket and table rows of chunk n."""
+        assert self._order is not None
+        return self._chunks.rows(self._order(n))
+
+
+class BatchRows(Protocol):
+    """Say what the items of a rank are made of."""
+
+    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]: ...
+
+
+class RankSlices:
+    """This rank's micro batches of chunks: item n is micro batch n % accumulation of chunk n // accumulation."""
+
+    def __init__(self, chunks: HeldOutChunks, share: RankShare) -> None:
+        self._chunks, self._share = chunks, share
+
+    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
+        """Return bucket and table rows of item n."""
+        chunk, micro = divmod(n, self._share.accumulation)
+        bucket, rows = self._chunks.rows(chunk)
+        return bucket, rows[self._share.part(micro, bucket.dataset)]
+
+
+class EvaluationBatches(Dataset[Any]):
+    """Item n is a micro batch of the rows that are picked for it; where nothing is left of it, its rejects."""
+
+    def __init__(self, maker: SampleMaker, tables: PlanTables, batches: BatchRows) -> None:
+        self._maker, self._tables, self._batches = maker, tables, batches
+        self.forks = maker.forks
+
+    def __getitem__(self, n: int) -> Batch | list[Reject] | DataFault:
+        bucket, rows = self._batches.rows(n)
+        ids, keys = self._tables.take(rows)
+        draws = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
+        samples, kept, rejects = self._maker.samples(bucket.bucket, draws, 0, spare=None)
+        try:
+            return self._maker.collate(bucket.bucket, samples, kept, rejects) if samples else rejects
+        except DataFault as fault:
+            return fault  # raised by the parent, without the worker's traceback around it
+
+
+class ValidationBatches:
+    """Iterate over this rank's part, as often as wanted. Ranks may have different numbers of batches, or none.
+
+    items: of the data set, that are this rank's. records: that all ranks look at together, as long as all can be read.
+    """
+
+    def __init__(self, dataset: EvaluationBatches, items: range, records: int, workers: int) -> None:
+        self._dataset, self._items, self.records = dataset, items, records
+        self._workers = min(workers, len(items))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for item in items_of(data_loader(self._dataset, self._items, self._workers, self._dataset.forks)):
+            batch = item if isinstance(item, Batch) else None
+            for reject in batch.rejects if batch else item:
+                log.warning("left out of the validation: %s: %s", reject.path, reject.reason)
+            if batch is not None:
+                yield batch
+
+
+def plain_maker(data: Data, tokenize: Tokenize, features: FeatureSpec, cfg: TrainConfig) -> SampleMaker:
+    """Return what makes samples as they stand: occurrence 0, no flip, centre crop, and no draw that only trains."""
+    plain = tuple(recipe.plain() for recipe in recipes_of(cfg, data.index.sources))
+    kept = {name: spec for name, spec in features.draws.items() if not spec.trains}
+    return SampleMaker(data.index, plain, replace(features, draws=kept), tokenize, validation_seed(cfg), data.store)
+
+
+def validation_batches(
+    data: Data,
+    tokenize: Tokenize,
+    features: FeatureSpec,
+    cfg: TrainConfig,
+    dp_rank: int,
+    dp_size: int,
+    *,
+    local_size: int | None = None,
+) -> ValidationBatches:
+    """Return this rank's part of the held-out records: occurrence 0, no flip, centre crop, the caption as it stands."""
+    share = RankShare(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
+    maker = plain_maker(data, tokenize, features, cfg)
+    chunks = HeldOutChunks(data.tables, validation_seed(cfg), share.global_batches, cfg.validation.max_steps)
+    dataset = EvaluationBatches(maker, data.tables, RankSlices(chunks, share))
+    items = range(len(chunks) * share.accumulation)
+    return ValidationBatches(dataset, items, chunks.records, num_workers(cfg.data.workers, local_size))
+
 
 Say = Callable[[str], None]
 _SAME_BYTES = "SELECT count(*) FROM main.records WHERE content IN (SELECT content FROM trained.records)"
@@ -30,29 +164,6 @@ SELECT r.row FROM main.records r JOIN main.files f ON f.id = r.file WHERE f.sour
     IN (SELECT o.path, coalesce(t.member, '') FROM trained.records t JOIN trained.files o ON o.id = t.file WHERE o.source = ?)
 """
 SEED = 0  # of the draws: the same for every run, whatever its own, so that any two can be compared
-
-
-class SetChunks:
-    """The records of a set in micro batches of fixed composition: of one bucket, in the order of its table.
-
-    batch_sizes: of each data set. The world size appears nowhere, so that sums over a set are of the same terms.
-    """
-
-    def __init__(self, tables: Tables, batch_sizes: tuple[int, ...]) -> None:
-        self._buckets = tables.training
-        self._sizes = [batch_sizes[rows.dataset] for rows in self._buckets]
-        counts = [-(-rows.records // size) for rows, size in zip(self._buckets, self._sizes, strict=True)]
-        self._ends = np.cumsum(counts, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
-        """Return bucket and table rows of micro batch n."""
-        which = int(np.searchsorted(self._ends, n, side="right"))
-        rows, size = self._buckets[which], self._sizes[which]
-        start = (n - int(self._ends[which - 1] if which else 0)) * size
-        return rows, np.arange(rows.first + start, rows.first + min(start + size, rows.records))
 
 
 def config_of(cfg: TrainConfig, section: EvalSetSection) -> TrainConfig:
@@ -67,9 +178,11 @@ def config_of(cfg: TrainConfig, section: EvalSetSection) -> TrainConfig:
         "dataset_class": None,
         "conditioning_dir": None,
     }
-    datasets = tuple(_plain(each, cfg.eval.batch_size) for each in section.datasets)
+    datasets = tuple(_plain(dataset, cfg.eval.batch_size) for dataset in section.datasets)
     data = {**none, "dataset_config": section.config, "datasets": datasets, "tar_order": "random"}
-    masked = any(subset.conditioning_dir or subset.default_mask for each in section.datasets for subset in each.subsets)
+    masked = any(
+        subset.conditioning_dir or subset.default_mask for dataset in section.datasets for subset in dataset.subsets
+    )
     return cfg.model_copy(
         update={
             "data": cfg.data.model_copy(update=data),
@@ -112,12 +225,12 @@ def common_records(trained: Index, held: Index) -> int:
     ]
     by_bytes = trained.summary.verify == held.summary.verify == "full"
     with contextlib.closing(connect(held.folder / DATABASE)) as database:
-        place = quote(str((trained.folder / DATABASE).absolute()))
-        database.execute("ATTACH DATABASE ? AS trained", (f"file:{place}?mode=ro&immutable=1",))
+        location = quote(str((trained.folder / DATABASE).absolute()))
+        database.execute("ATTACH DATABASE ? AS trained", (f"file:{location}?mode=ro&immutable=1",))
         if by_bytes:
             return int(database.execute(_SAME_BYTES).fetchone()[0])
-        found = {row for pair in alike for (row,) in database.execute(_SAME_PLACE, pair)}
-        return len(found)
+        rows = {row for pair in alike for (row,) in database.execute(_SAME_PLACE, pair)}
+        return len(rows)
 
 
 def set_batches(
@@ -136,8 +249,8 @@ def set_batches(
     cfg: the run's. Every record once at each resolution: occurrence 0, no flip, centre crop, the caption as it stands.
     """
     here = config_of(cfg, section)
-    chunks = SetChunks(data.tables, here.batch_sizes)
-    dataset = HeldOut(set_maker(data, tokenize, features, here), data.tables, chunks)
+    chunks = BucketBatches(data.tables.training, here.batch_sizes)
+    dataset = EvaluationBatches(set_maker(data, tokenize, features, here), data.tables, chunks)
     items = range(dp_rank, len(chunks), dp_size)
     records = sum(rows.records for rows in data.tables.training)
     return ValidationBatches(dataset, items, records, num_workers(cfg.data.workers, local_size))

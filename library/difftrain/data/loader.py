@@ -1,4 +1,7 @@
-"""Loader processes: micro batch n of a rank is a pure function of n, so any number of workers yields the same."""
+"""Loader processes: micro batch n of a rank is a pure function of n, so any number of workers yields the same.
+
+A batch travels from its worker with all its tensors in one piece of shared memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import fcntl
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -13,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +27,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
-from difftrain.data.length import total_steps
-from difftrain.data.parcel import opened, parcelled
-from difftrain.data.plan import EpochPlan, Uses
-from difftrain.data.readahead import Readahead
+from difftrain.data.plan.length import total_steps
+from difftrain.data.plan.plan import EpochPlan, Uses
+from difftrain.data.plan.readahead import Readahead
+from difftrain.data.plan.tables import PlanTables
 from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import SampleMaker
-from difftrain.data.tables import Tables
 from difftrain.distributed.launch import Launch
 
 if TYPE_CHECKING:
@@ -42,10 +45,70 @@ _TURN_S = 0.0005  # of the threads of a worker: the one that sends what is ready
 _PIPE_BYTES = 1 << 20
 _LOOK_S = 1.0  # between two looks at workers that are waited for
 _PREFETCH = 2  # micro batches a worker keeps ready
+_ALIGN = 64  # bytes: where a tensor may begin
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class Share:
+class SharedBatch:
+    """A batch whose tensors lie one behind another in shared memory. spans: name -> (first byte, dtype, shape)."""
+
+    batch: Batch  # without its tensors
+    spans: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
+    content: torch.Tensor
+
+    def unpack(self) -> Batch:
+        """Return the batch; its tensors look into the shared memory."""
+        tensors = {name: self.tensor(name) for name in self.spans}
+
+        def under(prefix: str) -> dict[str, torch.Tensor]:
+            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+        return replace(
+            self.batch,
+            record_id=tensors["record_id"],
+            occurrence=tensors["occurrence"],
+            features=under("features."),
+            draws=under("draws."),
+            loss_mask=tensors.get("loss_mask"),
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a view of one tensor."""
+        first, dtype, shape = self.spans[name]
+        count = math.prod(shape) * dtype.itemsize
+        return self.content[first : first + count].view(dtype).view(shape)
+
+
+def to_shared_batch(item: Any) -> Any:
+    """Put a batch into shared memory; anything else stays as it is."""
+    if not isinstance(item, Batch):
+        return item
+
+    # where each tensor will lie
+    tensors = {**item.tensors(), "record_id": item.record_id, "occurrence": item.occurrence}
+    spans: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        spans[name] = (size, tensor.dtype, tuple(tensor.shape))
+        size += -(-tensor.nbytes // _ALIGN) * _ALIGN
+
+    # the storage is shared from the start, so that sending it copies nothing
+    content = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    empty = replace(item, record_id=_NONE, occurrence=_NONE, features={}, draws={}, loss_mask=None)
+    shared = SharedBatch(empty, spans, content)
+    for name, tensor in tensors.items():
+        shared.tensor(name).copy_(tensor)
+    return shared
+
+
+def from_shared_batch(item: Any) -> Any:
+    """Take a batch out of shared memory; anything else stays as it is."""
+    return item.unpack() if isinstance(item, SharedBatch) else item
+
+
+@dataclass(frozen=True)
+class RankShare:
     """A rank's part of every global batch: draws rank, rank + dp_size, ..., cut into micro batches in this order.
 
     batch_sizes: images of a micro batch, of each data set.
@@ -70,7 +133,7 @@ class Share:
 class MicroBatches(Dataset[Any]):
     """Item n is micro batch n % accumulation of step n // accumulation. Picklable."""
 
-    def __init__(self, maker: SampleMaker, plan: EpochPlan, share: Share) -> None:
+    def __init__(self, maker: SampleMaker, plan: EpochPlan, share: RankShare) -> None:
         self._maker, self._plan, self._share = maker, plan, share
         self._readahead = Readahead(maker.index, plan) if plan.order == "sequential" else None
 
@@ -84,21 +147,21 @@ class MicroBatches(Dataset[Any]):
         epoch, _ = self._plan.locate(step)
         try:
             return self._maker.batch(
-                uses.bucket.bucket, draws, epoch, lambda place: neighbours(self._plan, uses, place), step
+                uses.bucket.bucket, draws, epoch, lambda slot: neighbours(self._plan, uses, slot), step
             )
         except (DataFault, TrainingFault) as fault:
             return fault  # raised by the parent, without the worker's traceback around it
 
 
-def neighbours(plan: EpochPlan, uses: Uses, place: int) -> list[int]:
+def neighbours(plan: EpochPlan, uses: Uses, slot: int) -> list[int]:
     """Return the ids of the next records of the bucket in the order of its table: by key, or by key in a shard."""
-    bucket, row = uses.bucket, int(uses.rows[place])
+    bucket, row = uses.bucket, int(uses.rows[slot])
     after = row - bucket.first + 1 + np.arange(min(SPARE, bucket.records - 1))
     ids, _ = plan.tables.take(bucket.first + after % bucket.records)
     return ids
 
 
-class Steps:
+class StepLoader:
     """Iterate over steps: a list of `accumulation` micro batches each."""
 
     def __init__(self, loader: DataLoader[Any], accumulation: int) -> None:
@@ -128,25 +191,29 @@ def make_loader(
     first_step: int,
     last_step: int,
     local_size: int | None = None,
-) -> Steps:
+) -> StepLoader:
     """Yield this rank's micro batches of steps first_step to last_step - 1.
 
     local_size: processes of this machine that load data (default: what the launcher says); they share its processors.
     """
-    share = Share(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
+    share = RankShare(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
     if share.global_batches != plan.global_batches:
         raise ValueError(f"a plan of global batch {plan.global_batches} for ranks that take {share.global_batches}")
     check_sizes(data.tables, features)
+
+    # what makes the samples
     total = total_steps(cfg.training, plan)
     recipes = recipes_of(cfg, data.index.sources)
     maker = SampleMaker(data.index, recipes, features, tokenize, plan.seed, data.store, total)
+
+    # item n of the loader is micro batch n of the run
     items = range(first_step * share.accumulation, last_step * share.accumulation)
     workers = num_workers(cfg.data.workers, local_size)
     loader = data_loader(MicroBatches(maker, plan, share), items, workers, maker.forks, ahead=cfg.data.prefetch)
-    return Steps(loader, share.accumulation)
+    return StepLoader(loader, share.accumulation)
 
 
-def check_sizes(tables: Tables, features: FeatureSpec) -> None:
+def check_sizes(tables: PlanTables, features: FeatureSpec) -> None:
     """Refuse buckets that the model cannot take. Raises DataFault."""
     multiple = features.size_multiple
     sizes = sorted({rows.bucket for rows in (*tables.training, *tables.validation)})
@@ -190,12 +257,14 @@ def data_loader(
         }
         if not forks:
             more["multiprocessing_context"] = "spawn"
+
+    # an item is whole when it comes from the dataset: the loader puts nothing together
     return DataLoader(
         dataset,
         batch_size=None,
         sampler=items,
         num_workers=workers,
-        collate_fn=parcelled if workers else _as_it_is,
+        collate_fn=to_shared_batch if workers else _as_it_is,
         generator=torch.Generator(),  # else the loader seeds its workers from the global generator, and moves it
         **more,
     )
@@ -239,7 +308,7 @@ def items_of(loader: DataLoader[Any], patience_s: float = 0) -> Iterator[Any]:
         try:
             while True:
                 try:
-                    item = opened(_next(iterator, loader, patience_s))
+                    item = from_shared_batch(_next(iterator, loader, patience_s))
                 except StopIteration:
                     return
                 if isinstance(item, DataFault | TrainingFault):
@@ -309,12 +378,12 @@ def num_workers(wanted: int, local_size: int | None = None, *, said_by: str = "-
     ranks = local_size or Launch.from_environment().local_size
     most = max(1, processors // ranks)
     if wanted > most:
-        _say_capped(wanted, most, processors, ranks, said_by)
+        _log_capped(wanted, most, processors, ranks, said_by)
     return min(wanted, most)
 
 
 @functools.cache
-def _say_capped(wanted: int, most: int, processors: int, ranks: int, said_by: str) -> None:
+def _log_capped(wanted: int, most: int, processors: int, ranks: int, said_by: str) -> None:
     log.info(
         "%d loader process%s a rank instead of %d (%s): %d processors for %d rank%s here",
         most,

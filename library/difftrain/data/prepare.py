@@ -14,23 +14,20 @@ from typing import Any
 import numpy as np
 
 from difftrain.config import TrainConfig
-from difftrain.config.datasets import datasets_of, subsets_of
-from difftrain.config.sections import SizeSection, SubsetSection
-from difftrain.config.there import expanded, is_url
-from difftrain.config.user_cache import user_cache
+from difftrain.config.datasets.datasets import datasets_of, subsets_of
+from difftrain.config.paths import expanded, is_url, user_cache
+from difftrain.config.schema.sections import SizeSection, SubsetSection
 from difftrain.contracts import Bucket, ConfigFault, DataFault, Fault, Reject
-from difftrain.data.buckets import BucketTable
-from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
-from difftrain.data.held_out import held_out, overlaps
-from difftrain.data.index import Columns, Index, newest
-from difftrain.data.index_writer import disk_faults
-from difftrain.data.indexing import build_index
-from difftrain.data.plain_shards import with_plain_shards
-from difftrain.data.plan import EpochPlan
+from difftrain.data.features import NOTHING_CACHED, FeatureStore
+from difftrain.data.index.build import build_index
+from difftrain.data.index.index import Index, IndexColumns, newest
+from difftrain.data.index.writer import disk_faults
+from difftrain.data.plan.buckets import BucketTable
+from difftrain.data.plan.plan import EpochPlan
+from difftrain.data.plan.sequential import with_plain_shards
+from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, build_tables, held_out, overlaps
+from difftrain.data.plan.tables import VERSION, Layout, PlanTables, total_uses
 from difftrain.data.recipe import Recipe, recipes_of
-from difftrain.data.sources import SourceInfo
-from difftrain.data.table_build import Origin, Split, build_tables
-from difftrain.data.tables import VERSION, Layout, Tables, total_uses
 
 Say = Callable[[str], None]
 NO_BUCKET = "no bucket"
@@ -41,7 +38,7 @@ class Data:
     """A prepared data set. Picklable."""
 
     index: Index
-    tables: Tables
+    tables: PlanTables
     recipes: tuple[Recipe, ...]  # of each source
     store: FeatureStore = NOTHING_CACHED  # what is cached of it
 
@@ -87,8 +84,8 @@ def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
     started = time.perf_counter()
     built = make_tables(cfg, index)
     took = time.perf_counter() - started
-    for line in lines(
-        cfg, Data(index, Tables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
+    for line in data_lines(
+        cfg, Data(index, PlanTables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
     ):
         log(line)
     if built and took > 1:
@@ -98,27 +95,27 @@ def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
 
 def built_index(cfg: TrainConfig, log: Say) -> Index:
     """Bring the index up to date with its sources."""
-    folder, given = index_folder(cfg), cfg.data.cache_dir
-    if given and not is_url(given) and cache_folder(cfg) != Path(expanded(given)):
-        log(f"data: {given} cannot be written to, so the index goes to {folder}")
+    folder, cache_dir = index_folder(cfg), cfg.data.cache_dir
+    if cache_dir and not is_url(cache_dir) and cache_folder(cfg) != Path(expanded(cache_dir)):
+        log(f"data: {cache_dir} cannot be written to, so the index goes to {folder}")
     return Index(Path(build_index(cfg.data, cfg.captions, folder, log=log).folder))
 
 
 def trusted_index(cfg: TrainConfig) -> Index:
     """Open the index as it is, without a look at its sources. Raises ConfigFault where there is none."""
     folders = dict.fromkeys(root / "index" / _reading_hash(cfg) for root in _roots(cfg))
-    found = next(filter(None, map(newest, folders)), None)
-    if found is None:
+    latest = next(filter(None, map(newest, folders)), None)
+    if latest is None:
         what = f"there is no index of these data that could be trusted, below {' or '.join(map(str, folders))}"
         remedy = "leave it out of the first run: the data are looked at once, and the index is kept"
         raise ConfigFault([Fault("--trust_cache", what, remedy)])
-    return Index(found)
+    return Index(latest)
 
 
 def open_data(cfg: TrainConfig, folder: Path) -> Data:
     """Open what `prepare` has made, in constant time."""
     index = Index(Path(folder))
-    return Data(index, Tables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
+    return Data(index, PlanTables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
 
 
 def global_batches(cfg: TrainConfig, dp_size: int) -> tuple[int, ...]:
@@ -127,7 +124,7 @@ def global_batches(cfg: TrainConfig, dp_size: int) -> tuple[int, ...]:
 
 
 def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -> EpochPlan:
-    """Make the plan that a configuration asks for. The seed must be settled."""
+    """Make the plan that a configuration asks for. The seed must be resolved."""
     assert cfg.training.seed is not None
     return EpochPlan(
         data.tables,
@@ -140,21 +137,21 @@ def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -
 
 
 def index_folder(cfg: TrainConfig) -> Path:
-    """Return where the index of these sources lives: one place for every combination of folders and reading settings."""
+    """Return where the index of these sources lives: one folder for every combination of folders and reading settings."""
     return cache_folder(cfg) / "index" / _reading_hash(cfg)
 
 
 def cache_folder(cfg: TrainConfig) -> Path:
     """Return the folder that indexes lie below: --cache_dir where it can be written to, else the user's cache."""
-    given = _roots(cfg)[0]
-    there = next((each for each in (given / "index", given) if each.exists()), None)
-    return given if there is None or os.access(there, os.W_OK) else user_cache()
+    root = _roots(cfg)[0]
+    existing = next((folder for folder in (root / "index", root) if folder.exists()), None)
+    return root if existing is None or os.access(existing, os.W_OK) else user_cache()
 
 
 def _roots(cfg: TrainConfig) -> list[Path]:
     """Return the folders below which an index may lie; what lies on an object store is read only."""
-    given = cfg.data.cache_dir
-    return [Path(expanded(given)), user_cache()] if given and not is_url(given) else [user_cache()]
+    cache_dir = cfg.data.cache_dir
+    return [Path(expanded(cache_dir)), user_cache()] if cache_dir and not is_url(cache_dir) else [user_cache()]
 
 
 def _reading_hash(cfg: TrainConfig) -> str:
@@ -200,7 +197,7 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
     folder = tables_folder(cfg, index)
     if (folder / "header.json").is_file():
         return False
-    buckets, ordinals = _placed(cfg, index)
+    buckets, ordinals = _record_buckets(cfg, index)
     seed, by_key = validation_seed(cfg), not (cfg.data.datasets or cfg.data.reg_dirs or overlaps(index.sources))
     with disk_faults(index.folder):
         build_tables(
@@ -208,8 +205,8 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
             _columns(cfg, index),
             buckets,
             ordinals,
-            [_origin(source) for source in index.sources],
-            split=Split(cfg.validation.split, seed),
+            [PlanSource(info.repeats, info.dataset, info.is_reg, info.share) for info in index.sources],
+            split=HeldOutSplit(cfg.validation.split, seed),
             layout=_layout(cfg),
             fingerprint=folder.name,
             held_out=None if by_key else held_out(index, _shares(cfg, index), seed),
@@ -217,18 +214,14 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
     return True
 
 
-def _origin(source: SourceInfo) -> Origin:
-    return Origin(source.repeats, source.dataset, source.is_reg, source.share)
-
-
-def _columns(cfg: TrainConfig, index: Index) -> Columns:
+def _columns(cfg: TrainConfig, index: Index) -> IndexColumns:
     in_shards = cfg.data.shard_size and _layout(cfg) == "shard"
     return with_plain_shards(index, cfg.data.shard_size or 1) if in_shards else index.columns()
 
 
-def _placed(cfg: TrainConfig, index: Index) -> tuple[list[Bucket], np.ndarray]:
-    """Choose the bucket of every record: the buckets, and each record's place among them, -1 where none fits."""
-    columns, tables = index.columns(), [BucketTable.of(each) for each in datasets_of(cfg.data, cfg.captions)]
+def _record_buckets(cfg: TrainConfig, index: Index) -> tuple[list[Bucket], np.ndarray]:
+    """Choose the bucket of every record: the buckets, and each record's ordinal among them, -1 where none fits."""
+    columns, tables = index.columns(), [BucketTable.of(dataset) for dataset in datasets_of(cfg.data, cfg.captions)]
     width, height = np.asarray(columns.width), np.asarray(columns.height)
     if len(tables) == 1:
         return tables[0].select_many(width, height)
@@ -237,9 +230,9 @@ def _placed(cfg: TrainConfig, index: Index) -> tuple[list[Bucket], np.ndarray]:
     ordinals = np.full(len(dataset), -1, dtype=np.int64)
     for number, table in enumerate(tables):
         own = np.flatnonzero(dataset == number)
-        found, places = table.select_many(width[own], height[own])
-        ordinals[own] = np.where(places < 0, -1, places + len(buckets))
-        buckets += found
+        own_buckets, own_ordinals = table.select_many(width[own], height[own])
+        ordinals[own] = np.where(own_ordinals < 0, -1, own_ordinals + len(buckets))
+        buckets += own_buckets
     return buckets, ordinals
 
 
@@ -253,11 +246,15 @@ def _shares(cfg: TrainConfig, index: Index) -> list[float]:
 def tables_folder(cfg: TrainConfig, index: Index) -> Path:
     """Return where the tables of an index lie: inside it, named by all else that decides them."""
     data = cfg.data
+
+    # in every name
     sized: list[Any] = [data.resolution, data.enable_bucket]
     if data.enable_bucket:
         sized += [data.min_bucket_reso, data.max_bucket_reso, data.bucket_reso_steps, data.bucket_no_upscale]
-    apart = [cfg.validation.split, validation_seed(cfg)] if cfg.validation.split else []
-    parts = [VERSION, index.fingerprint, [source.repeats for source in index.sources], sized, apart, _layout(cfg)]
+    held_out_by = [cfg.validation.split, validation_seed(cfg)] if cfg.validation.split else []
+    parts = [VERSION, index.fingerprint, [source.repeats for source in index.sources], sized, held_out_by, _layout(cfg)]
+
+    # only where they are set, so that the names of older tables stand
     for dataset in data.datasets:
         sizes = [getattr(dataset, field) for field in SizeSection.model_fields]
         parts.append([*sizes, dataset.validation_split, len(dataset.subsets)])
@@ -269,7 +266,7 @@ def tables_folder(cfg: TrainConfig, index: Index) -> Path:
         parts.append(["plain files of a shard", data.shard_size])
     if any(source.is_reg for source in index.sources):
         parts.append([source.is_reg for source in index.sources])
-    if apart and overlaps(index.sources):
+    if held_out_by and overlaps(index.sources):
         parts.append("one lot for a picture")
     return index.folder / f"tables-{_short_hash(parts)}"
 
@@ -287,49 +284,60 @@ def _short_hash(parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
-def lines(cfg: TrainConfig, data: Data) -> list[str]:
+def data_lines(cfg: TrainConfig, data: Data) -> list[str]:
     """Say what there is to train on: records, repeats, buckets, what is held out.
 
     Raises: DataFault where that is nothing, or too little.
     """
     refuse(cfg, data)
-    training, held = data.tables.training, data.tables.validation
+    training, validation = data.tables.training, data.tables.validation
     records, uses = sum(rows.records for rows in training), total_uses(training)
-    said = [f"data: {note}" for note in dict.fromkeys(note for recipe in data.recipes for note in recipe.buckets.notes)]
+    lines = [
+        f"data: {note}" for note in dict.fromkeys(note for recipe in data.recipes for note in recipe.buckets.notes)
+    ]
+
+    # what is left out, and why
     if data.tables.unplaced:
-        said.append(f"data: rejected, {NO_BUCKET}: {data.tables.unplaced:,}")
+        lines.append(f"data: rejected, {NO_BUCKET}: {data.tables.unplaced:,}")
     if data.tables.surplus:
-        said.append(
+        lines.append(
             f"data: {data.tables.surplus:,} regularisation pictures are not used: with the others there are as many "
             "draws an epoch as to train on"
         )
     if data.tables.left_out:
-        said.append(f"data: {data.tables.left_out:,} records are left out: subsample_ratio")
-    said.append(f"data: {records:,} records to train on, {uses:,} draws an epoch with repeats")
-    if held:
-        said.append(f"data: {sum(rows.records for rows in held):,} records held out for validation")
+        lines.append(f"data: {data.tables.left_out:,} records are left out: subsample_ratio")
+
+    # what there is
+    lines.append(f"data: {records:,} records to train on, {uses:,} draws an epoch with repeats")
+    if validation:
+        lines.append(f"data: {sum(rows.records for rows in validation):,} records held out for validation")
+
     if cfg.data.tar_order == "sequential":
         size = cfg.data.shard_size
         plain = f"{size:,} plain files are one shard" if size else "a folder of plain files counts as one shard"
-        said.append(
+        lines.append(
             f"data: shards are read in sequence: {data.tables.shards} in all, windows of {cfg.data.tar_window}, up to "
             f"{cfg.data.tar_streams} streams; {plain}"
         )
-    return said + _bucket_lines(data.tables)
+    return lines + _bucket_lines(data.tables)
 
 
 def refuse(cfg: TrainConfig, data: Data) -> None:
     """Turn data away that nothing can be made of. Raises DataFault."""
     tables, share = data.tables, cfg.validation.split
+
+    # too much fits no bucket
     rejected = data.index.summary.rejected + tables.unplaced
     limit, items = cfg.data.max_rejected_share, data.index.summary.rejected + tables.count
     if tables.unplaced and (tables.unplaced == tables.count or rejected > limit * items):
-        some = next(reject for reject in data.rejects() if reject.reason.startswith(NO_BUCKET))
+        example = next(reject for reject in data.rejects() if reject.reason.startswith(NO_BUCKET))
         raise DataFault(
             f"{rejected:,} of {items:,} items are rejected (--max_rejected_share={limit:g}), {tables.unplaced:,} of them "
-            f"because they fit no bucket, such as {some.path} ({some.reason}): "
+            f"because they fit no bucket, such as {example.path} ({example.reason}): "
             "choose smaller --bucket_reso_steps, or leave out --bucket_no_upscale"
         )
+
+    # nothing to train on, or nothing held out
     placed = tables.count - tables.unplaced
     if not tables.training and tables.left_out and not tables.validation:
         shares = ", ".join(f"{share:g}" for share in sorted({source.share for source in data.index.sources}))
@@ -346,10 +354,10 @@ def refuse(cfg: TrainConfig, data: Data) -> None:
         )
 
 
-def _bucket_lines(tables: Tables, most: int = 40) -> list[str]:
+def _bucket_lines(tables: PlanTables, most: int = 40) -> list[str]:
     """Give the draws of every bucket, and of the small ones together where there are very many."""
     ordered = sorted(tables.training, key=lambda rows: (-rows.uses, rows.bucket))
-    said = [f"bucket {tables.name(rows)}: {rows.uses:,}" for rows in ordered[:most]]
+    lines = [f"bucket {tables.name(rows)}: {rows.uses:,}" for rows in ordered[:most]]
     if len(ordered) > most:
-        said.append(f"and {len(ordered) - most} smaller buckets: {total_uses(ordered[most:]):,}")
-    return said
+        lines.append(f"and {len(ordered) - most} smaller buckets: {total_uses(ordered[most:]):,}")
+    return lines

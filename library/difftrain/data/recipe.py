@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from difftrain.config.datasets import datasets_of
-from difftrain.config.sections import CaptionSection
-from difftrain.data.buckets import BucketTable
+from difftrain.config.datasets.datasets import datasets_of
+from difftrain.config.schema.sections import CaptionSection
 from difftrain.data.captions import varies
-from difftrain.data.decoders import HOST
-from difftrain.data.masks import Masks
+from difftrain.data.media.decoders import HOST
+from difftrain.data.media.masks import Masks
+from difftrain.data.plan.buckets import BucketTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from difftrain.config.sections import DatasetSection, SubsetSection, TrainConfig
+    from difftrain.config.schema.sections import DatasetSection, SubsetSection, TrainConfig
     from difftrain.contracts import Record
     from difftrain.data.sources import SourceInfo
 

@@ -13,21 +13,21 @@ import numpy as np
 import torch
 
 from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, FeatureSpec, Record, Reject, Tokenize
-from difftrain.data.cache.store import NOTHING_CACHED, FeatureStore
 from difftrain.data.captions import caption_of, is_dropped, variant_of, varies, written
-from difftrain.data.colour import recoloured
-from difftrain.data.decoders import HOST
-from difftrain.data.framing import Place, place_of
-from difftrain.data.masks import fit_mask
-from difftrain.data.media import Unusable, decode_for, decode_rgba, fit
+from difftrain.data.features import NOTHING_CACHED, FeatureStore
+from difftrain.data.media.augment import recoloured
+from difftrain.data.media.crop import CropWindow, crop_window
+from difftrain.data.media.decoders import HOST
+from difftrain.data.media.masks import fit_mask
+from difftrain.data.media.media import Unusable, decode_for, decode_rgba, fit
 from difftrain.data.recipe import Recipe
 from difftrain.diffusion.draws import Stream, choice, integer, normal, uniform
 from difftrain.diffusion.noise import mixed
 
 if TYPE_CHECKING:
-    from difftrain.data.index import Index
+    from difftrain.data.index.index import Index
 
-Spare = Callable[[int], Iterable[int]]  # place in the batch -> ids to take instead, in order
+Spare = Callable[[int], Iterable[int]]  # slot in the batch -> ids to take instead, in order
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sample:
     """One picture as the model gets it, and the sizes SDXL is conditioned on, as (height, width) and (top, left)."""
 
     record: Record
-    pixels: np.ndarray | None  # (3, H, W) uint8; None where its features are cached
+    pixels: np.ndarray | None  # (3, H, W) uint8; None where all that is read of it is cached
     caption: str
     original_size: tuple[int, int]
     crop_top_left: tuple[int, int]
@@ -82,9 +82,9 @@ class SampleMaker:
         samples: list[Sample] = []
         kept: list[Draw] = []
         rejects: list[Reject] = []
-        for place, draw in enumerate(draws):
+        for slot, draw in enumerate(draws):
             failed: list[Reject] = []
-            candidates = _then([draw.record_id], place, spare)
+            candidates = _planned_then_spare(draw.record_id, slot, spare)
             sample = self._first_good(draw, candidates, epoch, step, failed)
             rejects += failed
             if sample is not None:
@@ -111,29 +111,38 @@ class SampleMaker:
 
     def sample(self, record: Record, draw: Draw, epoch: int, step: int = 0) -> Sample:
         """Make one sample. Raises Unusable or OSError where its file, or its mask's, is not what was indexed."""
-        recipe, place, store = self.recipes[record.media.source], self.place(record, draw), self.store
+        recipe, window, store = self.recipes[record.media.source], self.crop_window(record, draw), self.store
+        caption = self.caption(record, draw, epoch, step)
+
+        # what is read from a cache must hold this use
+        if store.pictures is not None:
+            store.pictures.check(record.id, window.flip)
+        if store.masks is not None:
+            store.masks.check(record.id, window.flip)
+        if store.pairs is not None:
+            store.pairs.check(record.id, window.flip, self.tokenize([caption]))
+
+        # pixels
         pixels = mask = layers = None
         by_alpha = store.masks is None and recipe.alpha_mask and recipe.masks is None  # files win (kohya)
-        if store.pictures is not None:
-            store.pictures.check(record.id, place.flip)
-        if store.masks is not None:
-            store.masks.check(record.id, place.flip)
-        if store.pictures is None or by_alpha:
-            layers = decode_layers(record, recipe, place, self.index.read(record.media))
-        if store.pictures is None and layers is not None:
-            pixels = cut_pixels(layers, recipe, place)
+        if store.decodes or by_alpha:
+            layers = decode_layers(record, recipe, window, self.index.read(record.media))
+        if store.decodes and layers is not None:
+            pixels = cut_pixels(layers, recipe, window)
             if recipe.color_aug:
                 pixels = recoloured(pixels, Stream(self.seed, draw.key, draw.occurrence, "colour"))
+
+        # mask of the loss
         if store.masks is None and recipe.masks is not None:
             read = recipe.masks.read(record)
-            mask = None if read is None else fit_mask(read, place, recipe.interpolation)
+            mask = None if read is None else fit_mask(read, window, recipe.interpolation)
         elif by_alpha and layers is not None:
-            mask = fit_mask(layers[..., 3], place, recipe.interpolation)
-        return Sample(record, pixels, self.caption(record, draw, epoch, step), *place.sizes, mask, place.flip)
+            mask = fit_mask(layers[..., 3], window, recipe.interpolation)
+        return Sample(record, pixels, caption, *window.sizes, mask, window.flip)
 
-    def place(self, record: Record, draw: Draw) -> Place:
+    def crop_window(self, record: Record, draw: Draw) -> CropWindow:
         """Say where one use of a picture is cut. Raises ValueError where no bucket fits."""
-        return place_of(self.recipes[record.media.source], record, draw, self.seed)
+        return crop_window(self.recipes[record.media.source], record, draw, self.seed)
 
     def caption(self, record: Record, draw: Draw, epoch: int, step: int = 0) -> str:
         """Make the caption of one use of a record: of its own, or one of the record's variants."""
@@ -151,16 +160,23 @@ class SampleMaker:
         self, bucket: Bucket, samples: Sequence[Sample], draws: Sequence[Draw], rejects: Sequence[Reject]
     ) -> Batch:
         """Put samples together, with the host draws of their uses."""
+        # what is known of the pictures: pixels or latents, sizes
         features = self._pictures(samples)
         for name in ("original_size", "crop_top_left", "target_size"):
             features[name] = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.int64)
+
+        # tokens, and what a cache holds of them
         captions = [sample.caption for sample in samples]
         features |= (tokens := self.tokenize(captions))
         if self.store.captions is not None:
             features |= self.store.captions.read(tokens)
+        if self.store.pairs is not None:
+            features |= self.store.pairs.read(*_records(samples), tokens)
+
         if any(recipe.loss_weight != 1 for recipe in self.recipes):
             weights = [self.recipes[sample.record.media.source].loss_weight for sample in samples]
             features["loss_weight"] = torch.tensor(weights, dtype=torch.float32)
+
         return Batch(
             bucket=bucket,
             record_id=torch.tensor([sample.record.id for sample in samples], dtype=torch.int64),
@@ -177,33 +193,39 @@ class SampleMaker:
 
     def _pictures(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         """Stack pixels, or read what is cached of them."""
-        if self.store.pictures is not None:
-            return self.store.pictures.read([s.record.id for s in samples], [s.flipped for s in samples])
-        return {"pixels": torch.from_numpy(np.stack([s.pixels for s in samples if s.pixels is not None]))}
+        features = {} if self.store.pictures is None else self.store.pictures.read(*_records(samples))
+        if self.store.decodes:
+            features["pixels"] = torch.from_numpy(np.stack([s.pixels for s in samples if s.pixels is not None]))
+        return features
 
     def _masks(self, bucket: Bucket, samples: Sequence[Sample]) -> torch.Tensor | None:
         """Stack masks, or read what is cached of them. Shape: (B, 1, H, W) fp32."""
         if self.store.masks is not None:
-            return self.store.masks.read([s.record.id for s in samples], [s.flipped for s in samples])
+            return self.store.masks.read(*_records(samples))
         return _stacked_masks(bucket, samples)
 
 
-def decode_layers(record: Record, recipe: Recipe, place: Place, data: bytes) -> np.ndarray:
+def _records(samples: Sequence[Sample]) -> tuple[list[int], list[bool]]:
+    """Return by what the cached features of pictures are found: whose they are, and whether they are mirrored."""
+    return [sample.record.id for sample in samples], [sample.flipped for sample in samples]
+
+
+def decode_layers(record: Record, recipe: Recipe, window: CropWindow, data: bytes) -> np.ndarray:
     """Decode a picture, with its alpha where that masks the loss. Shape: (h, w, 3 or 4) uint8. Raises Unusable."""
     height, width = record.size_hw
     if recipe.alpha_mask:
         layers, size_wh = decode_rgba(data)
     else:
-        layers, size_wh = decode_for(data, place.fit.resized_wh, recipe.interpolation, decoder=recipe.decoder)
+        layers, size_wh = decode_for(data, window.fit.resized_wh, recipe.interpolation, decoder=recipe.decoder)
     if size_wh != (width, height):
         (w, h), (was_w, was_h) = size_wh, (width, height)
         raise Unusable("changed", f"{w} x {h} px, {was_w} x {was_h} when it was indexed")
     return layers
 
 
-def cut_pixels(layers: np.ndarray, recipe: Recipe, place: Place) -> np.ndarray:
+def cut_pixels(layers: np.ndarray, recipe: Recipe, window: CropWindow) -> np.ndarray:
     """Resize and cut a picture. Shape: (h, w, 3 or 4) uint8 -> (3, H, W) uint8."""
-    return fit(layers[..., :3], place.fit.resized_wh, place.crop, place.flip, recipe.interpolation)
+    return fit(layers[..., :3], window.fit.resized_wh, window.crop, window.flip, recipe.interpolation)
 
 
 def captions_of(record: Record, recipe: Recipe) -> list[str]:
@@ -213,8 +235,8 @@ def captions_of(record: Record, recipe: Recipe) -> list[str]:
     """
     if recipe.num_variants is not None:
         return [
-            variant_of(recipe.of_variant(record, each), variant_stream(record, each), recipe.captions)
-            for each in range(recipe.variants_of(record))
+            variant_of(recipe.of_variant(record, variant), variant_stream(record, variant), recipe.captions)
+            for variant in range(recipe.variants_of(record))
         ]
     if varies(recipe.captions) or recipe.captions.token_warmup_step:
         raise ValueError("captions that are made anew at every use cannot be listed: num_variants is not set")
@@ -230,15 +252,15 @@ def _stacked_masks(bucket: Bucket, samples: Sequence[Sample]) -> torch.Tensor | 
     """Stack masks to (B, 1, H, W), ones where a sample has none; None where no sample has one."""
     if all(sample.mask is None for sample in samples):
         return None
-    whole = np.ones((1, bucket.height, bucket.width), dtype=np.float32)
-    return torch.from_numpy(np.stack([whole if sample.mask is None else sample.mask for sample in samples]))
+    ones = np.ones((1, bucket.height, bucket.width), dtype=np.float32)
+    return torch.from_numpy(np.stack([ones if sample.mask is None else sample.mask for sample in samples]))
 
 
-def _then(planned: list[int], place: int, spare: Spare | None) -> Iterator[int]:
-    """Yield what was planned, then, only when it is asked for, what may stand in for it."""
-    yield from planned
+def _planned_then_spare(planned: int, slot: int, spare: Spare | None) -> Iterator[int]:
+    """Yield the id that was planned, then, only when it is asked for, those that may stand in for it."""
+    yield planned
     if spare is not None:
-        yield from spare(place)
+        yield from spare(slot)
 
 
 def host_draws(name: str, spec: DrawSpec, bucket: Bucket, draws: Sequence[Draw], seed: int) -> torch.Tensor:
@@ -250,23 +272,27 @@ def host_draws(name: str, spec: DrawSpec, bucket: Bucket, draws: Sequence[Draw],
     if spec.kind == "normal":
         out = torch.empty((len(draws), *spec.shape(bucket)), dtype=torch.float32)
         rows, shape = out.numpy(), spec.shape(bucket)
-        for place, draw in enumerate(draws):
+        for slot, draw in enumerate(draws):
             if spec.mix is None:
-                rows[place] = normal(seed, draw.key, draw.occurrence, name, shape)
+                rows[slot] = normal(seed, draw.key, draw.occurrence, name, shape)
             else:
-                rows[place] = mixed(seed, draw.key, draw.occurrence, name, shape, spec.mix)
+                rows[slot] = mixed(seed, draw.key, draw.occurrence, name, shape, spec.mix)
         return out
+
+    # which of the bucket's cells stay
     if spec.kind == "choice":
         cells, (kept,) = spec.cells(bucket), spec.shape(bucket)
         chosen = [choice(seed, draw.key, draw.occurrence, name, cells, kept) for draw in draws]
         return torch.from_numpy(np.stack(chosen))
+
+    # one number a sample
     if spec.kind == "integer":
         span = spec.high - spec.low
-        whole = [spec.low + integer(seed, draw.key, draw.occurrence, name, span) for draw in draws]
-        return torch.tensor(whole, dtype=torch.int64)
+        integers = [spec.low + integer(seed, draw.key, draw.occurrence, name, span) for draw in draws]
+        return torch.tensor(integers, dtype=torch.int64)
     if spec.kind == "uniform":
-        found = [uniform(seed, draw.key, draw.occurrence, name) for draw in draws]
+        quantiles = [uniform(seed, draw.key, draw.occurrence, name) for draw in draws]
         if spec.through is not None:
-            found = [spec.through(each, bucket) for each in found]
-        return torch.tensor(found, dtype=torch.float64).float()
+            quantiles = [spec.through(u, bucket) for u in quantiles]
+        return torch.tensor(quantiles, dtype=torch.float64).float()
     raise ValueError(f"draw {name!r} is of unknown kind {spec.kind!r}")

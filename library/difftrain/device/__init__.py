@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from difftrain.device.attention_calls import AttentionCalls
     from difftrain.device.attention_choice import use_attention
     from difftrain.device.choice import calm_threads, choose, hold_autoload, probe
-    from difftrain.device.tally import counting
+    from difftrain.device.counters import counting
     from difftrain.device.torch_device import Device
 
 # Modules are named unlike what they hold: importing a submodule binds its name here.
 _HOMES = {
     "AttentionCalls": "attention_calls",
     "attention": "attend",
-    "counting": "tally",
+    "counting": "counters",
     "why_not_fused": "attend",
     "choose": "choice",
     "calm_threads": "choice",

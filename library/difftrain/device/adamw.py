@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.device.mends import Patch, Undo
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,6 +45,8 @@ def npu_adamw(
     if found_inf is None:
         upstream(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, **settings)
         return
+
+    # tensor by tensor: only one's old values are in memory at a time
     skip = found_inf.reshape(()).bool()
     for place, param in enumerate(params):
         highest = max_exp_avg_sqs[place : place + 1]
@@ -66,27 +66,3 @@ def why_not(params: Tensors, *others: Any, **settings: Any) -> str | None:
     if not dtypes <= {torch.float16, torch.bfloat16, torch.float32}:
         return f"{dtypes}"
     return None
-
-
-def _put() -> Undo:
-    from difftrain.device import kernels
-
-    torch._fused_adamw_ = kernels.adamw  # type: ignore[assignment]
-
-    def undo() -> None:
-        torch._fused_adamw_ = upstream  # type: ignore[assignment]
-
-    return undo
-
-
-def _ignores_flag() -> bool:
-    """Try it: an update with the flag set must change nothing."""
-    device = torch.device("npu", torch.npu.current_device())  # type: ignore[attr-defined]
-    param, grad, first, second = (torch.ones(1, device=device) for _ in range(4))
-    step, flag = torch.ones((), device=device), torch.ones((), device=device)
-    settings = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    upstream([param], [grad], [first], [second], [], [step], lr=0.1, found_inf=flag, grad_scale=None, **settings)
-    return param.item() != 1.0
-
-
-FUSED_ADAMW = Patch(_ignores_flag, _put)

@@ -56,6 +56,8 @@ def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> W
         if library.startswith(_OF_DRIVER):
             return Why(f"torch_npu cannot be loaded: {library}, of the Ascend driver, was not found", _driver_remedy())
         return Why(f"torch_npu cannot be loaded: {library}, of CANN, was not found", source_cann())
+
+    # --- built for another torch or another CANN
     if found := _SYMBOL.search(str(error)):
         symbol = found.group(1)
         if symbol.startswith("_Z"):  # C++ names are torch's; what torch_npu takes of CANN is plain C
@@ -70,6 +72,7 @@ def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> W
             f"the CANN at hand lacks {symbol}, which torch_npu {torch_npu or ''} needs",
             f"install CANN {row.cann}, and source its set_env.sh" if row else "install the CANN of this torch_npu",
         )
+
     if "wo accelerators" in text:
         return Why(
             f"torch_npu does not load beside a torch for another accelerator: {text}", "install the CPU build of torch"

@@ -46,8 +46,12 @@ def attention(
     """
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"attention takes a bool mask (True = keep), got {mask.dtype}")
+
+    # other devices: SDPA has fused kernels of its own there
     if q.device.type != "npu":
         return unfused(q, k, v, mask, causal, scale, why=f"on {q.device.type}")
+
+    # an NPU: SDPA for what the operator does not take, or where it is asked for
     q, k, v = _as_autocast(q, k, v)
     why = why_not_fused(q, k, v)
     if why is not None:
@@ -55,6 +59,8 @@ def attention(
     if not fused:
         mask = None if mask is None else expand_mask(mask, q, k)  # the kernel behind SDPA broadcasts none
         return unfused(q, k, v, mask, causal, scale, why="as asked for")
+
+    # all else is fused
     attention_calls.count(None)
     return run_fused(_npu_operator(), q, k, v, mask, causal, scale)
 
@@ -76,14 +82,20 @@ def unfused(
     mask: bool, True = keep; or float, added to the scores. formula: keep an NPU's SDPA from its own fused kernel.
     """
     attention_calls.count(why)
+
+    # mask and heads, as the kernels behind SDPA take them
     if causal and mask is not None:  # SDPA takes one or the other
         mask, causal = _without_future(mask, q, k), False
     grouped = k.shape[1] != q.shape[1]
     if grouped and mask is not None and q.device.type == "cuda":  # no CUDA kernel but the slow one takes both
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
+
+    # torch picks the kernel
     if not formula:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+
+    # the formula adds the mask to the scores: what is dropped is -inf
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask.logical_not(), -math.inf)
     return torch.ops.aten._scaled_dot_product_attention_math(

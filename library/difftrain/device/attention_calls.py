@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from difftrain.device import tally
+from difftrain.device import counters
 
 _FUSED = "fused"
 _KIND = re.compile(r"(recomputed )?(?:fused|sdpa \((.*)\))")
@@ -23,7 +23,7 @@ def count(why: str | None) -> None:
     """
     if not torch.compiler.is_compiling():  # in a graph nothing is counted, and what is asked below would break it
         again = torch._C._current_graph_task_id() != -1  # as torch's own checkpointing asks
-        tally.count(("recomputed " if again else "") + (_FUSED if why is None else f"sdpa ({why})"))
+        counters.count(("recomputed " if again else "") + (_FUSED if why is None else f"sdpa ({why})"))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from difftrain.device import mends
+from difftrain.device import patches
 from difftrain.device.attend import takes_fp32
 from difftrain.device.attention_dispatch import name_backend
 from difftrain.device.attention_encoders import set_attention
@@ -36,10 +36,12 @@ def use_attention(
     fused: --enable_npu_flash_attention. choice: "auto", "sdpa", "xformers" or "mem_eff", as kohya's flags ask.
     precision: what q, k and v will be computed in, "no", "fp16" or "bf16".
     """
-    mends.apply("diffusers")
+    patches.apply("diffusers")
     on_npu = device.kind == "npu"
     use_fused = on_npu and (fused or choice != "sdpa")
     made: dict[type[Any], Any] = {kind: kind(use_fused) for kind in _OURS.values()}
+
+    # modules that attend, those of transformers as a whole
     count = 0
     inside: set[int] = set()  # of a transformers model that is set as a whole
     part: Any

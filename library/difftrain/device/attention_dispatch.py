@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.device.attend import attention, unfused
-from difftrain.device.mends import Patch, Undo
+from difftrain.device.patches import PatchHook, Undo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,7 +146,7 @@ def _put() -> Undo:
     return undo
 
 
-NATIVE_NPU = Patch(_faulty, _put)
+NATIVE_NPU = PatchHook(_faulty, _put)
 
 
 def name_backend(processor: Any, ours: bool, on_npu: bool) -> bool:

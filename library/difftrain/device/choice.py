@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.device import ascend, extras, versions
+from difftrain.device import ascend, ascend_packages, versions
 
 if TYPE_CHECKING:
     from difftrain.device.torch_device import Device
 
 KINDS = ("npu", "cuda", "cpu")  # in the order that "auto" prefers them
+# which cards a process may see, and what gives it one of them
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+ONE_CARD = {"npu": "ASCEND_DEVICE_ID", "cuda": "CUDA_VISIBLE_DEVICES"}
 _CUDA_NODES = "nvidia[0-9]*"
 _WSL_NODE = Path("/dev/dxg")  # CUDA under Windows' Linux has no /dev/nvidia*
 
 
 @dataclass(frozen=True)
-class Found:
+class ProbedDevice:
     """Say how many devices of a kind can be used; where none, why not, and what would help."""
 
     kind: str
@@ -62,52 +65,54 @@ def worth_asking(kind: str) -> bool:
     return nodes(kind) > 0 or _WSL_NODE.exists()
 
 
-def find(kind: str) -> Found:
+def find(kind: str) -> ProbedDevice:
     """Ask torch for the devices of one kind; what the *_VISIBLE_DEVICES variables hide does not count."""
     if kind == "npu":
         return _find_npu()
     import torch
 
     if kind == "cpu":
-        return Found("cpu", 1)
+        return ProbedDevice("cpu", 1)
     if torch.cuda.is_available():
-        return Found("cuda", torch.cuda.device_count())
+        return ProbedDevice("cuda", torch.cuda.device_count())
     if torch.version.cuda is None and torch.version.hip is None:
-        return Found(
+        return ProbedDevice(
             "cuda", 0, f"this torch ({torch.__version__}) is built without CUDA", "install a CUDA build of torch"
         )
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return Found("cuda", 0, f"torch sees none with CUDA_VISIBLE_DEVICES={hidden!r}", "unset it")
-    return Found(
+        return ProbedDevice("cuda", 0, f"torch sees none with CUDA_VISIBLE_DEVICES={hidden!r}", "unset it")
+    return ProbedDevice(
         "cuda", 0, "torch sees no CUDA device", "see whether nvidia-smi works, and whose CUDA its driver takes"
     )
 
 
-def _find_npu() -> Found:
+def _find_npu() -> ProbedDevice:
     if _hidden is not None:
         return _hidden
     if importlib.util.find_spec("torch_npu") is None:
         present = nodes("npu")
         beside = f", though {present} NPU device files are there" if present else ""
-        return Found("npu", 0, f"torch_npu is not installed{beside}", "pip install torch_npu of torch's own version")
+        return ProbedDevice(
+            "npu", 0, f"torch_npu is not installed{beside}", "pip install torch_npu of torch's own version"
+        )
     hold_autoload()
     import torch
 
-    installed = extras.version("torch_npu")
+    installed = ascend_packages.version("torch_npu")
     if installed is not None and not versions.same_torch(installed, torch.__version__):
         # imported all the same, it would fail on a symbol, or crash
         judged = versions.judge_torch(installed, torch.__version__)
-        return Found("npu", 0, judged.found, judged.remedy)
+        return ProbedDevice("npu", 0, judged.found, judged.remedy)
     try:
         npu = load_npu()
         count = npu.device_count() if npu.is_available() else 0
     except Exception as error:  # whatever its libraries raise: the wheel without CANN, an older CANN, a broken driver
-        return Found("npu", 0, *ascend.why_not_loaded(error, installed, torch.__version__))
-    return Found("npu", count) if count else Found("npu", 0, *ascend.why_none_seen())
+        return ProbedDevice("npu", 0, *ascend.why_not_loaded(error, installed, torch.__version__))
+    return ProbedDevice("npu", count) if count else ProbedDevice("npu", 0, *ascend.why_none_seen())
 
 
-_hidden: Found | None = None  # what was found of NPUs before torch_npu was hidden
+_hidden: ProbedDevice | None = None  # what was found of NPUs before torch_npu was hidden
 
 
 def hide_unusable_npu(kind: str) -> None:
@@ -119,7 +124,7 @@ def hide_unusable_npu(kind: str) -> None:
     global _hidden
     if "torch_npu" in sys.modules or importlib.util.find_spec("torch_npu") is None:  # too late, or nothing to hide
         return
-    found = Found("npu", 0, f"{kind} was asked for") if kind in ("cuda", "cpu") else _find_npu()
+    found = ProbedDevice("npu", 0, f"{kind} was asked for") if kind in ("cuda", "cpu") else _find_npu()
     if found.count:
         return
     if kind == "npu":
@@ -179,12 +184,12 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
     raise AssertionError("the CPU is always there")
 
 
-def _absent(found: Found) -> Fault:
+def _absent(found: ProbedDevice) -> Fault:
     remedy = f"{found.remedy}; or leave --device=auto" if found.remedy else "or leave --device=auto"
     return Fault("--device", f"{found.kind} asked for, but {found.why_not}", remedy)
 
 
-def _missed(found: Found) -> str:
+def _missed(found: ProbedDevice) -> str:
     return f"no {found.kind}: {found.why_not}" + (f" ({found.remedy})" if found.remedy else "")
 
 
@@ -192,7 +197,7 @@ def _nothing_better(kind: str) -> str:
     return "no accelerator found" if kind == "cpu" else "the first kind found"
 
 
-def _take(found: Found, local_rank: int, local_size: int, reason: str) -> Device:
+def _take(found: ProbedDevice, local_rank: int, local_size: int, reason: str) -> Device:
     from difftrain.device.torch_device import Device
 
     index = local_rank

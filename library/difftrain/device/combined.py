@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from difftrain.device import mends
+from difftrain.device import patches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def load() -> type[Optimizer]:
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             """Update; every parameter has a gradient at every update, or never one."""
-            if mends.on("npu_fused_adamw"):
+            if patches.on("npu_fused_adamw"):
                 self._take_gradients()
             for state in self.state.values():
                 state["step"] = int(state["step"])

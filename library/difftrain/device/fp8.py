@@ -56,7 +56,7 @@ def refresh(module: nn.Module) -> None:
             layer.round_again()
 
 
-def held(module: nn.Module) -> Iterator[str]:
+def stored_names(module: nn.Module) -> Iterator[str]:
     """Name the parameters that are in 8 bits."""
     return (name for name, parameter in module.named_parameters() if parameter.dtype == FP8)
 
@@ -139,7 +139,7 @@ class Fp8Conv2d(_Held, nn.Conv2d):
 
 
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Fp8Linear, nn.Conv2d: Fp8Conv2d}
-_PLAIN = {held: plain for plain, held in _KINDS.items()}
+_PLAIN = {stored_names: plain for plain, stored_names in _KINDS.items()}
 
 
 class _Linear(torch.autograd.Function):

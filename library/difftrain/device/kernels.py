@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from difftrain.device import adamw as adamw_
-from difftrain.device.tally import count
+from difftrain.device.counters import count
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,6 +21,9 @@ _HOST = re.compile(
 )
 _WANTED = re.compile(r"tried to allocate ([0-9.]+ ?(?:[KMGT]?i?B|bytes)\b)", re.IGNORECASE)
 
+# what is done when memory runs out, as messages say it
+CACHING, SAMPLING, EVALUATING = "encoding for the cache", "drawing samples", "evaluating"
+
 
 class OutOfMemory(RuntimeError):
     """Carry what was being done when memory ran out. on_host: it was the machine's memory, not the device's."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch
-from difftrain.device import adamw, compilers, groups, host, memory, mends, overflow
+from difftrain.device import adamw, compilers, groups, host, memory, overflow, patches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ class Device:
             self.module.set_device(index)
         if kind == "npu":
             overflow.check_mode()
-            mends.apply("torch_npu")
+            patches.apply("torch_npu")
 
     def __repr__(self) -> str:
         return f"Device({self.torch_device}, {self.count} found, {self.reason})"

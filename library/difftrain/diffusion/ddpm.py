@@ -17,7 +17,7 @@ STEPS = 1000
 BETA_START, BETA_END = 0.00085, 0.012
 
 
-class Tables(NamedTuple):
+class DdpmTables(NamedTuple):
     """Hold the process by timestep t, each (1000,) fp32.
 
     alphas_cumprod: product of 1 - beta up to t. alpha, sigma: its root and the root of 1 minus it, so that
@@ -58,12 +58,12 @@ def almost_zero_snr() -> list[float]:
 
 
 @functools.cache
-def tables(device: torch.device | str = "cpu", zero_terminal_snr: bool = False) -> Tables:
+def tables(device: torch.device | str = "cpu", zero_terminal_snr: bool = False) -> DdpmTables:
     """Return the tables on a device; copied there once, so that a step does not wait for them."""
     left = kept(zero_terminal_snr)
     exact = (left, np.sqrt(left), np.sqrt(1.0 - left), left / (1.0 - left))
     with torch.inference_mode(False):  # kept for ever, and training may be the second to ask
-        return Tables(*(torch.from_numpy(column.astype(np.float32)).to(device) for column in exact))
+        return DdpmTables(*(torch.from_numpy(column.astype(np.float32)).to(device) for column in exact))
 
 
 def alphas_cumprod() -> Tensor:
@@ -71,17 +71,17 @@ def alphas_cumprod() -> Tensor:
     return tables().alphas_cumprod
 
 
-def add_noise(table: Tables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+def add_noise(table: DdpmTables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """x_t = alpha_t x_0 + sigma_t noise. Shapes: x_0, noise (B, ...), t (B,) int64."""
     return _at(table.alpha, t, x_0) * x_0 + _at(table.sigma, t, x_0) * noise
 
 
-def velocity(table: Tables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+def velocity(table: DdpmTables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """v = alpha_t noise - sigma_t x_0. Shapes: as `add_noise`. Source: Salimans & Ho 2022, appendix D."""
     return _at(table.alpha, t, x_0) * noise - _at(table.sigma, t, x_0) * x_0
 
 
-def target(table: Tables, x_0: Tensor, noise: Tensor, t: Tensor, prediction_type: str) -> Tensor:
+def target(table: DdpmTables, x_0: Tensor, noise: Tensor, t: Tensor, prediction_type: str) -> Tensor:
     """Return what the denoiser is to predict: "epsilon" or "v_prediction"."""
     if prediction_type == "epsilon":
         return noise

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from difftrain.config import LossSection
-from difftrain.diffusion.ddpm import STEPS, Tables
+from difftrain.diffusion.ddpm import STEPS, DdpmTables
 
 TYPES = ("l2", "l1", "huber", "smooth_l1", "pseudo_huber", "huber_delta", "smooth_l1_beta")
 SCHEDULES = ("constant", "exponential", "snr")
 _SMALLEST_MASK = 1e-6  # of a sample's sum: below any mask of 8 bits, and a division by nothing gives nothing
 
 
-def threshold(table: Tables, t: Tensor, schedule: str, c: float, scale: float) -> Tensor:
+def threshold(table: DdpmTables, t: Tensor, schedule: str, c: float, scale: float) -> Tensor:
     """Return the threshold c of each sample, (B,) fp32.
 
     constant: scale c. exponential: scale at t = 0 falling to scale c at the end. snr: (1 - c) / (1 + sigma / alpha)^2

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "native": "difftrain.engine.native:NativeEngine",
-    "accelerate": "difftrain.engine.accelerate:make",
+    "accelerate": "difftrain.engine.accelerate:AccelerateEngine",
 }
+# what --engine=accelerate becomes with --deepspeed, and with fairscale's OSS on several ranks
+ZERO = "difftrain.engine.accelerate_zero:ZeroEngine"
+SHARDED = "difftrain.engine.accelerate_sharded:ShardedEngine"
 
 
 def make_engine(cfg: TrainConfig, device: Device, ranks: Ranks) -> Engine:
@@ -24,5 +27,10 @@ def make_engine(cfg: TrainConfig, device: Device, ranks: Ranks) -> Engine:
     if target is None:
         known = ", ".join(sorted(ENGINES))
         raise ConfigFault([Fault("--engine", f"there is no engine {cfg.training.engine!r}", f"one of: {known}")])
+    if cfg.training.engine == "accelerate" and cfg.deepspeed.enable:
+        target = ZERO
+    elif cfg.training.engine == "accelerate" and cfg.optimizer.type.lower() == "oss" and ranks.size > 1:
+        target = SHARDED
+
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)(cfg, device, ranks)

@@ -7,17 +7,13 @@ as accelerate knows; schedules, precision, loss scale and checkpoints are the en
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from difftrain.contracts import Batch, Group
 from difftrain.engine import ddp
 from difftrain.engine.accelerate_setup import make_accelerator
-from difftrain.engine.base import BaseEngine, MakeOptimizer
-
-if TYPE_CHECKING:
-    from difftrain.config import TrainConfig
-    from difftrain.device import Device
-    from difftrain.distributed.ranks import Ranks
+from difftrain.engine.base import MakeOptimizer
+from difftrain.engine.checkpointing import CheckpointedEngine
 
 # what `accelerate launch` sets for ways to train that this engine is not
 _ELSEWHERE = {
@@ -28,20 +24,7 @@ _ELSEWHERE = {
 _DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
-def make(cfg: TrainConfig, device: Device, ranks: Ranks) -> AccelerateEngine:
-    """Make the engine for what a configuration asks accelerate to do."""
-    if cfg.deepspeed.enable:
-        from difftrain.engine.accelerate_zero import ZeroEngine
-
-        return ZeroEngine(cfg, device, ranks)
-    if cfg.optimizer.type.lower() == "oss" and ranks.size > 1:
-        from difftrain.engine.accelerate_sharded import ShardedEngine
-
-        return ShardedEngine(cfg, device, ranks)
-    return AccelerateEngine(cfg, device, ranks)
-
-
-class AccelerateEngine(BaseEngine):
+class AccelerateEngine(CheckpointedEngine):
     """Let accelerate wrap: DistributedDataParallel for several ranks, nothing for one."""
 
     name = "accelerate"

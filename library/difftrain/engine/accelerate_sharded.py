@@ -17,7 +17,7 @@ from difftrain.contracts import Batch, Group
 from difftrain.engine.accelerate import AccelerateEngine
 from difftrain.engine.accelerate_setup import make_accelerator
 from difftrain.engine.base import MakeOptimizer
-from difftrain.engine.masters import Masters
+from difftrain.engine.master_weights import MasterWeights
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class ShardedEngine(AccelerateEngine):
             found.append('fairscale and accelerate are not patched: call third_patch.apply_for("accelerate", "oss")')
         return found
 
-    def _make_masters(self) -> Masters:
-        return ShardedMasters(self._trained)
+    def _make_master_weights(self) -> MasterWeights:
+        return ShardedMasterWeights(self._trained)
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
         self.accelerator = make_accelerator(self.cfg.training, self.device, self.root)
@@ -63,7 +63,7 @@ def as_oss(optimizer: Optimizer) -> Any:
     return OSS([dict(group) for group in optimizer.param_groups], optim=type(worker), **settings)
 
 
-class ShardedMasters(Masters):
+class ShardedMasterWeights(MasterWeights):
     """Gradients are this rank's share; what is known of all of them takes an exchange, on every rank alike."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
@@ -101,7 +101,7 @@ class ShardedMasters(Masters):
         """Scale this rank's gradients down where the norm of all is above max_norm."""
         clip_grads_with_norm_(self._mine, max_norm, norm)
 
-    def without_gradient(self) -> list[str]:
+    def missing_gradients(self) -> list[str]:
         """Name the weights that no backward has reached; asked once, after the first step."""
         while self._hooks:
             self._hooks.pop().remove()

@@ -16,13 +16,17 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from difftrain.contracts import Batch, FeatureSpec, Group
 from difftrain.engine.accelerate import AccelerateEngine
-from difftrain.engine.accelerate_plugin import make_plugin, one_process_group, refusals
-from difftrain.engine.accelerate_setup import alone, make_accelerator
-from difftrain.engine.accelerate_zero_state import LossScale, ZeroState
-from difftrain.engine.accelerate_zero_weights import ZeroMasters
+from difftrain.engine.accelerate_setup import (
+    make_accelerator,
+    make_plugin,
+    one_process_group,
+    unsupported,
+    without_launcher_env,
+)
+from difftrain.engine.accelerate_zero_state import LossScale, ZeroMasterWeights, ZeroState
 from difftrain.engine.base import MakeOptimizer
-from difftrain.engine.masters import DTYPES, Masters
-from difftrain.engine.state import NamedState
+from difftrain.engine.master_weights import DTYPES, MasterWeights
+from difftrain.engine.optimizer_state import NamedState
 from difftrain.engine.update import Update, Updated
 
 if TYPE_CHECKING:
@@ -34,9 +38,9 @@ class ZeroEngine(AccelerateEngine):
 
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done; touches no device."""
-        return [*super().faults(), *refusals(self.cfg, self.device)]
+        return [*super().faults(), *unsupported(self.cfg, self.device)]
 
-    def _placed(self, root: nn.Module) -> nn.Module:
+    def _move_root(self, root: nn.Module) -> nn.Module:
         """Bring the root to the device, or only this rank's parts of it."""
         one_process_group(self.device)
         scale = self.device.scaler("fp16") if self.cfg.training.mixed_precision == "fp16" else None
@@ -51,7 +55,7 @@ class ZeroEngine(AccelerateEngine):
         self.accelerator = make_accelerator(self.cfg.training, self.device, root, self._plugin, **self._env)
         unset_hf_deepspeed_config()  # else transformers cuts every model that is made from here on, an export's too
         if not self.cfg.deepspeed.zero3_init:
-            return super()._placed(root)
+            return super()._move_root(root)
         from deepspeed import zero
 
         dtype = DTYPES.get(self.cfg.training.mixed_precision, torch.float32)
@@ -62,28 +66,28 @@ class ZeroEngine(AccelerateEngine):
         zero.Init(module=root, config_dict_or_path=self._plugin.deepspeed_config, dtype=dtype)
         return root
 
-    def _make_masters(self) -> Masters:
-        return ZeroMasters(self._trained, self.root, self.cfg.deepspeed.zero_stage)
+    def _make_master_weights(self) -> MasterWeights:
+        return ZeroMasterWeights(self._trained, self.root, self.cfg.deepspeed.zero_stage)
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
         self._spare = [as_evaluated(batch, self.family.features) for batch in warm]
         made = self._optimizer_for(groups, make_optimizer)
         self._kind = NamedState(made, {}).kind  # offloaded, it becomes one of DeepSpeed's, with the same state
-        with alone(self._env):
+        with without_launcher_env(self._env):
             self._wrapped, _ = self.accelerator.prepare(self.root, made)
         zero = self._wrapped.optimizer
-        assert isinstance(self._masters, ZeroMasters)
-        self._masters.bind(zero)
+        assert isinstance(self._master_weights, ZeroMasterWeights)
+        self._master_weights.bind(zero)
         self._scaler = LossScale(zero.loss_scaler) if self.cfg.training.mixed_precision == "fp16" else None  # type: ignore[assignment]
         return zero.optimizer
 
     def _make_update(self, groups: list[Group]) -> Update:
-        assert isinstance(self._masters, ZeroMasters)
-        return ZeroUpdate(self._wrapped, self._masters)
+        assert isinstance(self._master_weights, ZeroMasterWeights)
+        return ZeroUpdate(self._wrapped, self._master_weights)
 
     def _make_state(self) -> ZeroState:
-        assert isinstance(self._masters, ZeroMasters)
-        return ZeroState(self.optimizer, self._kind, self._masters)
+        assert isinstance(self._master_weights, ZeroMasterWeights)
+        return ZeroState(self.optimizer, self._kind, self._master_weights)
 
     def _backward(self, loss: Tensor) -> None:
         assert isinstance(self._update, ZeroUpdate)
@@ -102,7 +106,7 @@ class ZeroEngine(AccelerateEngine):
     # ------------------------------------------------------------------ weights that no rank holds whole
 
     @property
-    def _cuts(self) -> bool:
+    def _shards_weights(self) -> bool:
         return self.cfg.deepspeed.zero_stage == 3
 
     def _evaluated(self, micro: list[Batch]) -> Tensor | None:
@@ -110,7 +114,7 @@ class ZeroEngine(AccelerateEngine):
 
         Every forward of stage 3 puts weights together, which takes all ranks.
         """
-        if self._cuts and self.dp_size > 1:
+        if self._shards_weights and self.dp_size > 1:
             with self._evaluating():
                 for _ in range(max(self.ranks.gather(len(micro))) - len(micro)):
                     self._forward(self._spare[0], self.root)
@@ -119,18 +123,18 @@ class ZeroEngine(AccelerateEngine):
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Put other weights in place for a while, with stage 3 on all ranks together."""
-        if not self._cuts:
+        if not self._shards_weights:
             with super().swapped(weights):
                 yield
             return
         self._must_not_be_swapped()
-        assert isinstance(self._masters, ZeroMasters)
+        assert isinstance(self._master_weights, ZeroMasterWeights)
         self._swapped = True
         try:
-            self._masters.lend(weights)
+            self._master_weights.swap_in(weights)
             yield
         finally:
-            self._masters.taken()
+            self._master_weights.taken()
             self._swapped = False
 
 
@@ -143,17 +147,17 @@ def as_evaluated(batch: Batch, features: FeatureSpec) -> Batch:
 class ZeroUpdate:
     """Let DeepSpeed unscale, clip and update, or skip what is not finite, which all ranks see alike."""
 
-    def __init__(self, engine: Any, masters: ZeroMasters) -> None:
-        self._engine, self._masters = engine, masters
+    def __init__(self, engine: Any, master_weights: ZeroMasterWeights) -> None:
+        self._engine, self._master_weights = engine, master_weights
         self.factor: Tensor | float = 1.0
 
     def ready(self, loss: Callable[[], Tensor]) -> None:
         """Carry a loss that is not finite into the last backward: x * 1 else."""
         self.factor = 1.0 + 0.0 * loss()
 
-    def left_out(self) -> list[str]:
+    def missing_gradients(self) -> list[str]:
         """Name the parameters without a gradient."""
-        return self._masters.without_gradient()
+        return self._master_weights.missing_gradients()
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:

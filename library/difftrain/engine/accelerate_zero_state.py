@@ -1,21 +1,149 @@
-"""ZeRO's optimizer state and loss scale in the checkpoint format of every engine: whole tensors, by parameter."""
+"""Weights and optimizer state under ZeRO, which lie in pieces on the ranks, as every engine's checkpoints have them: whole tensors, by parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.engine.plain import decode, encode
-from difftrain.engine.state import Keep, NamedState
+from difftrain.engine.master_weights import MasterWeights
+from difftrain.engine.optimizer_state import Keep, NamedState, decode, encode
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from difftrain.engine.accelerate_zero_weights import ZeroMasters
+
+class ZeroMasterWeights(MasterWeights):
+    """Put weights and their state together, and take them apart. Collective: value, stored, chosen, lend; every rank takes all.
+
+    DeepSpeed's engine owns gradients and updates.
+    """
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], root: nn.Module, stage: int) -> None:
+        super().__init__(weights)
+        self._stage = stage
+        self._parameters = dict(root.named_parameters(remove_duplicate=False))
+        self._arrived: set[str] = set()
+        self._hooks = [each.register_post_accumulate_grad_hook(self._note(name)) for name, each in weights.items()]
+        self.zero: Any = None
+
+    def _note(self, name: str) -> Callable[[Any], None]:
+        return lambda _: self._arrived.add(name)
+
+    def bind(self, zero: Any) -> None:
+        """Learn DeepSpeed's optimizer, once it is made."""
+        self.zero = zero
+        if getattr(zero.loss_scaler, "dynamic", False):
+            zero.loss_scaler.raise_error_at_min_scale = False  # how many steps may be skipped is the loop's to say
+
+    def link(self) -> None:
+        """Let every weight know its pieces of the optimizer's state.
+
+        DeepSpeed does so once, after the update of the first parameter group, when the others have no state yet.
+        """
+        if self._stage < 3:
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+    def missing_gradients(self) -> list[str]:
+        """Name the weights that no backward has reached; asked once, after the first step."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        return [name for name in self.weights if name not in self._arrived]
+
+    # ------------------------------------------------------------------ values
+
+    def value(self, name: str) -> Tensor:
+        """Return the exact value: the weight itself where it is whole and no other is kept, else a copy."""
+        weight = self.weights[name]
+        if self._stage < 3 and weight.dtype == torch.float32:
+            return weight.detach()
+        return self.full_tensor(weight)
+
+    @torch.no_grad()
+    def full_tensor(self, weight: nn.Parameter, key: str | None = None) -> Tensor:
+        """Put a weight's exact value together, or with a key one of its states; fp32."""
+        if self._stage == 3:
+            return self.zero.get_full_hp_param(weight, key).float()
+        return weight.get_full_hp_param(key)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def put(self, name: str, value: Tensor, key: str | None = None) -> None:
+        """Keep this rank's piece of a value, or of a state. For a value, `taken` brings it to the weights."""
+        weight: Any = self.weights[name]
+        if self._stage < 3:
+            weight.set_full_hp_param(value.float(), key)
+            return
+        piece = weight.ds_tensor.numel()
+        flat = torch.zeros(piece, dtype=torch.float32)
+        begin = self.zero._get_param_partition_rank(weight) * piece
+        own = value.reshape(-1)[begin : begin + piece]  # the last rank's may be short
+        flat[: own.numel()] = own
+        self.zero.set_local_hp_param(flat, weight, key)
+
+    @torch.no_grad()
+    def taken(self) -> None:
+        """Make the weights that the model computes with of the exact values."""
+        zero = self.zero
+        if self._stage < 3:
+            zero.update_lp_params()
+            return
+        if zero.persistent_parameters:  # small ones are whole on every rank between steps
+            zero.persistent_parameters[0].partition(zero.persistent_parameters)
+        for place in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(place)
+        zero.checkpoint_event_epilogue()
+
+    @torch.no_grad()
+    def swap_in(self, weights: Mapping[str, Tensor]) -> None:
+        """Let the model of stage 3 compute with other weights, until `taken` makes its own of the exact values again."""
+        from deepspeed import zero
+
+        for name, value in weights.items():
+            with zero.GatheredParameters([self.weights[name]], modifier_rank=0):
+                self.weights[name].copy_(value)
+
+    # ------------------------------------------------------------------ weights of the whole model
+
+    def _is_cut(self, name: str) -> bool:
+        return self._stage == 3 and name in self._parameters
+
+    @torch.no_grad()
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a weight as the model computes with it."""
+        if not self._is_cut(name):
+            return tensor
+        from deepspeed import zero
+
+        with zero.GatheredParameters([self._parameters[name]]):
+            return self._parameters[name].detach().clone()
+
+    def shapes(self, model: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's weights, whole."""
+        cut = {name: each.ds_shape for name, each in self._parameters.items() if self._is_cut(name)}  # type: ignore[attr-defined]
+        return super().shapes(model) | {name: tuple(shape) for name, shape in cut.items()}
+
+    def chosen(self, names: set[str], model: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint holds of some weights; every rank helps to put every one together."""
+        for name in sorted(model):
+            value = self.value(name) if name in self.weights else self.stored(name, model[name])
+            if name in names:
+                yield name, value
+
+    @torch.no_grad()
+    def take(self, name: str, value: Tensor, place: Tensor) -> None:
+        """Take a weight from a checkpoint."""
+        if name in self.weights or not self._is_cut(name):
+            super().take(name, value, place)
+            return
+        from deepspeed import zero
+
+        with zero.GatheredParameters([self._parameters[name]], modifier_rank=0):
+            self._parameters[name].copy_(value)
+
 
 _STEP = "step"
 _PLACE = "_deepspeed_place"
@@ -24,37 +152,37 @@ _PLACE = "_deepspeed_place"
 class ZeroState:
     """See the state of an optimizer whose parameters are flat pieces of many. Collective: parameters."""
 
-    def __init__(self, optimizer: Optimizer, kind: str, masters: ZeroMasters) -> None:
-        self._optimizer, self._masters = optimizer, masters
+    def __init__(self, optimizer: Optimizer, kind: str, master_weights: ZeroMasterWeights) -> None:
+        self._optimizer, self._master_weights = optimizer, master_weights
         self._groups = NamedState(optimizer, {})
         self.kind = kind  # of the optimizer that was asked for, whatever DeepSpeed makes of it
 
     @property
     def owned(self) -> list[str]:
         """Return the names of the parameters of which this rank holds a piece of the state: of all, nearly."""
-        return list(self._masters.weights)
+        return list(self._master_weights.weights)
 
     def groups(self, keep: Keep) -> list[dict[str, Any]]:
         """Encode what the optimizer has changed in its groups."""
         return self._groups.groups(keep)
 
     def _pieces(self) -> list[Any]:
-        zero = self._masters.zero
+        zero = self._master_weights.zero
         stage_3 = getattr(zero, "fp32_partitioned_groups_flat", None)
         return list(zero.single_partition_of_fp32_groups if stage_3 is None else stage_3)
 
     @torch.no_grad()
     def parameters(self, names: Iterable[str], keep: Keep) -> dict[str, Any]:
         """Encode the state of the named parameters, other names on every rank; all help to put every one together."""
-        names = set(names) & self._masters.weights.keys()
+        names = set(names) & self._master_weights.weights.keys()
         piece = self._pieces()[0]
         state = self._optimizer.state.get(piece, {})
-        self._masters.link()
+        self._master_weights.link()
         found: dict[str, Any] = {name: {} for name in names}
-        for name, weight in self._masters.weights.items():
+        for name, weight in self._master_weights.weights.items():
             for key, value in state.items():
                 cut = isinstance(value, torch.Tensor) and value.shape == piece.shape
-                whole = self._masters.whole(weight, key) if cut else value
+                whole = self._master_weights.full_tensor(weight, key) if cut else value
                 if name in names:
                     if key == _STEP and not isinstance(whole, torch.Tensor):
                         whole = torch.tensor(float(whole))  # a number in DeepSpeed's own optimizers, no tensor
@@ -78,8 +206,8 @@ class ZeroState:
         kept: dict[str, Tensor] = {}
         for place, tensor in tensors:
             name, _, key = place.partition("/")
-            if key in whole and name in self._masters.weights:
-                self._masters.put(name, tensor, key)
+            if key in whole and name in self._master_weights.weights:
+                self._master_weights.put(name, tensor, key)
             else:
                 kept[place] = tensor.clone()
         if kept_step := next((value for place, value in kept.items() if place.endswith(f"/{_STEP}")), None):
@@ -97,7 +225,7 @@ class ZeroState:
                     optimizer.state[piece][key] = torch.zeros_like(piece, requires_grad=False)
                 elif not _is_tensor(value):
                     optimizer.state[piece][key] = decode(value, _no_tensor)
-        self._masters.link()
+        self._master_weights.link()
 
     def _set_step(self, piece: Tensor, step: Tensor) -> None:
         group = self._optimizer.param_groups[0]

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from difftrain.config.sections import TrainingSection
+    from difftrain.config.schema.sections import TrainingSection
     from difftrain.device import Device
 
 # One version of the code per kind of block, and two or more with buckets: more than dynamo's default of 8 for a class.

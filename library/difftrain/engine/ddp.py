@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from difftrain.contracts import Batch
-from difftrain.device import fp8, mends
+from difftrain.device import fp8, patches
 
 if TYPE_CHECKING:
-    from difftrain.config.sections import TrainingSection
+    from difftrain.config.schema.sections import TrainingSection
     from difftrain.device import Device
 
 # The reducer rebuilds its buckets in the order in which gradients came, between the first backward and the second
@@ -48,7 +48,7 @@ def wrap(
 
 def leave_out_held(root: nn.Module, base: Collection[str] = ()) -> None:
     """Let DDP pass over what is frozen: held in 8 bits, which cannot be sent, or read by every rank from its source."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, [*fp8.held(root), *base])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, [*fp8.stored_names(root), *base])
 
 
 def lay_out(root: nn.Module) -> None:
@@ -57,7 +57,7 @@ def lay_out(root: nn.Module) -> None:
     A parameter that is a slice of another tensor has strides that its gradient cannot have; its bucket is copied where
     it could be viewed, and on NPU such copies converged slowly (Ascend/pytorch issue 17).
     """
-    if not mends.on("ddp_strides"):
+    if not patches.on("ddp_strides"):
         return
     for parameter in root.parameters():
         if not parameter.is_contiguous():

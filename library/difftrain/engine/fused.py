@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.engine.masters import norms
-from difftrain.engine.partial import steps_apart
+from difftrain.engine.master_weights import norms, steps_apart
 from difftrain.engine.update import Updated, may_step, step
 from difftrain.optim import inner
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from difftrain.contracts import Group
     from difftrain.distributed.ranks import Ranks
-    from difftrain.engine.masters import Masters
+    from difftrain.engine.master_weights import MasterWeights
 
 
 class DuringBackward:
@@ -34,13 +33,18 @@ class DuringBackward:
     """
 
     def __init__(
-        self, masters: Masters, optimizer: Optimizer, parts: list[list[str]], ranks: Ranks, max_grad_norm: float
+        self,
+        master_weights: MasterWeights,
+        optimizer: Optimizer,
+        parts: list[list[str]],
+        ranks: Ranks,
+        max_grad_norm: float,
     ) -> None:
         if inner(optimizer) is not optimizer or not steps_apart(optimizer):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             what = f"{name} looks at all gradients at once, and cannot update during the backward pass"
             raise ConfigFault([Fault("--optimizer_type", what, "AdamW or Adafactor, or an update after the backward")])
-        self._masters, self._optimizer, self._parts, self._ranks = masters, optimizer, parts, ranks
+        self._master_weights, self._optimizer, self._parts, self._ranks = master_weights, optimizer, parts, ranks
         self._max_norm = max_grad_norm  # 0 does not clip
         self._armed = False
         self._waiting: list[set[str]] = []
@@ -48,7 +52,7 @@ class DuringBackward:
         self._squares: list[Tensor] = []
         for place, names in enumerate(parts):
             for name in names:
-                masters.weights[name].register_post_accumulate_grad_hook(self._hook(place, name))
+                master_weights.weights[name].register_post_accumulate_grad_hook(self._hook(place, name))
 
     def _hook(self, place: int, name: str) -> Callable[[nn.Parameter], None]:
         def arrived(parameter: nn.Parameter) -> None:
@@ -66,14 +70,14 @@ class DuringBackward:
         self._skipped = torch.isfinite(loss()).logical_not().float()
         self._squares = []
 
-    def left_out(self) -> list[str]:
+    def missing_gradients(self) -> list[str]:
         """Name the parameters that have not come."""
         return sorted(name for names in self._waiting for name in names)
 
     @torch.no_grad()
     def _update(self, names: list[str]) -> None:
-        masters = self._masters
-        gradients = masters.gradients(names)
+        master_weights = self._master_weights
+        gradients = master_weights.gradients(names)
         self._sum(gradients)
         found = norms(gradients)
         each = torch.stack(found)
@@ -82,12 +86,12 @@ class DuringBackward:
         self._skipped = torch.maximum(self._skipped, torch.isfinite(each).all().logical_not().float())
         if self._max_norm > 0:
             for name, factor in zip(names, (self._max_norm / (each + 1e-6)).clamp(max=1.0).unbind()):
-                masters.multiply(name, factor)
+                master_weights.multiply(name, factor)
         skipped = self._skipped
         if may_step(self._optimizer, skipped):
-            masters.step_part(self._optimizer, names, lambda optimizer: step(optimizer, skipped))
+            master_weights.step_part(self._optimizer, names, lambda optimizer: step(optimizer, skipped))
         else:
-            masters.clear(names)
+            master_weights.clear(names)
 
     def _sum(self, gradients: list[Tensor]) -> None:
         """Sum over the ranks, which come here in the same order: they run the same graph."""
@@ -100,7 +104,7 @@ class DuringBackward:
     def finish(self, loss: Callable[[], Tensor]) -> Updated:
         """Return what the backward has done. skipped: 1.0 where any parameter was left as it is."""
         self._armed = False
-        self._masters.clear()
+        self._master_weights.clear()
         assert self._skipped is not None
         return Updated(torch.stack(self._squares).sum().sqrt(), self._skipped)
 

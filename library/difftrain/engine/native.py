@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Batch, ConfigFault, Fault, Group
 from difftrain.engine import ddp
-from difftrain.engine.base import BaseEngine, MakeOptimizer
+from difftrain.engine.base import MakeOptimizer
+from difftrain.engine.checkpointing import CheckpointedEngine
 from difftrain.engine.fused import DuringBackward, parts_of
 
 if TYPE_CHECKING:
     from difftrain.engine.update import Update
 
 
-class NativeEngine(BaseEngine):
+class NativeEngine(CheckpointedEngine):
     """Let torch wrap: DistributedDataParallel that sums, or nothing for one process and for updates in the backward."""
 
     name = "native"
@@ -36,4 +37,4 @@ class NativeEngine(BaseEngine):
             raise ConfigFault([Fault("model", what, "leave --fused_backward_pass and --fused_optimizer_groups out")])
         parts = parts_of(groups, self.cfg.optimizer.fused_groups)
         max_norm = self.cfg.training.max_grad_norm
-        return DuringBackward(self._masters, self.optimizer, parts, self.ranks, max_norm)
+        return DuringBackward(self._master_weights, self.optimizer, parts, self.ranks, max_norm)

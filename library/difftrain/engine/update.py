@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from difftrain.engine.masters import Masters
+    from difftrain.engine.master_weights import MasterWeights
 
 
 class Updated(NamedTuple):
@@ -27,47 +27,52 @@ class Updated(NamedTuple):
 class Update(Protocol):
     """Turn gradients into an update: after the backward pass, or while it runs. loss: the global one, made when asked.
 
-    ready is called before the step's last backward, finish after it; left_out names parameters that got no gradient.
+    ready is called before the step's last backward, finish after it; missing_gradients names parameters that got no gradient.
     """
 
     def ready(self, loss: Callable[[], Tensor]) -> None: ...
-    def left_out(self) -> list[str]: ...
+    def missing_gradients(self) -> list[str]: ...
     def finish(self, loss: Callable[[], Tensor]) -> Updated: ...
 
 
 class AfterBackward:
     """Apply all gradients at once, which are the same on every rank; so is everything decided here."""
 
-    def __init__(self, masters: Masters, optimizer: Optimizer, scaler: GradScaler | None, max_grad_norm: float) -> None:
-        self._masters, self._optimizer, self._scaler = masters, optimizer, scaler
+    def __init__(
+        self, master_weights: MasterWeights, optimizer: Optimizer, scaler: GradScaler | None, max_grad_norm: float
+    ) -> None:
+        self._master_weights, self._optimizer, self._scaler = master_weights, optimizer, scaler
         self._max_norm = max_grad_norm  # 0 does not clip
 
     def ready(self, loss: Callable[[], Tensor]) -> None:
         """Do nothing: the gradients are not there yet."""
 
-    def left_out(self) -> list[str]:
+    def missing_gradients(self) -> list[str]:
         """Name the parameters without a gradient."""
-        return self._masters.without_gradient()
+        return self._master_weights.missing_gradients()
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:
         """Update, unless loss or gradients are not finite; free the gradients."""
-        masters, scaler = self._masters, self._scaler
-        gradients = masters.gradients()
+        # --- unscale, measure, clip
+        master_weights, scaler = self._master_weights, self._scaler
+        gradients = master_weights.gradients()
         if gradients:  # sharded ones may all be elsewhere
             _poison(gradients[0], loss())
-        seen = masters.for_scaler(self._optimizer)
+        seen = master_weights.for_scaler(self._optimizer)
         if scaler is not None:
             scaler.unscale_(seen)
-        norm = masters.norm(gradients)
+        norm = master_weights.norm(gradients)
         if self._max_norm > 0:
-            masters.clip(self._max_norm, norm)
+            master_weights.clip(self._max_norm, norm)
+
+        # --- step, or leave everything as it is
         skipped = torch.isfinite(norm).logical_not().float()
         if scaler is not None:
             skipped = torch.maximum(skipped, overflow(scaler, seen).to(skipped.device))
         if may_step(self._optimizer, skipped):
-            masters.step(self._optimizer, lambda optimizer: step(optimizer, skipped))
-        masters.clear()
+            master_weights.step(self._optimizer, lambda optimizer: step(optimizer, skipped))
+        master_weights.clear()
         if scaler is not None:
             scaler.update()
         return Updated(norm, skipped)

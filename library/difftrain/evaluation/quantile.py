@@ -47,6 +47,8 @@ def quantile_losses(
     """
     if draw not in draws:
         raise ValueError(f"this family has no draw {draw!r}, only {', '.join(draws)}")
+
+    # each batch is measured at every quantile while it is here
     pending: list[list[dict[str, Tensor]]] = [[] for _ in TENTHS]
     samples = 0
     for micro, count in rounds(batches, gather):
@@ -54,6 +56,8 @@ def quantile_losses(
         for tenth, sums in zip(TENTHS, pending):
             at = [with_draw(batch, draw, value_at(draws[draw], tenth, batch.bucket)) for batch in micro]
             sums.append(engine.own_sums(at))
+
+    # the sums of all ranks' batches together, into a mean at each quantile
     shares = gather([_read(sums) for sums in pending])
     rows = []
     for place, tenth in enumerate(TENTHS):

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from difftrain.device import mends
-from difftrain.models.quiet import quiet_imports
-from difftrain.models.sizes import possible
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.device import patches
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Hold back transformers' warnings: its picture processors miss torchvision, and no training needs them."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@contextmanager
+def possible(part: str) -> Iterator[None]:
+    """Turn what goes wrong with a part's sizes into a ConfigFault."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError, KeyError, ZeroDivisionError, RuntimeError, AttributeError) as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigFault([Fault(f"the sizes of {part}", f"make no model: {reason}")]) from error
 
 
 class _Hollow(TorchFunctionMode):
@@ -37,7 +60,7 @@ def class_of(kind: str) -> Any:
     """Import "library:Class"."""
     library, _, name = kind.partition(":")
     if library == "diffusers":
-        mends.apply("diffusers")
+        patches.apply("diffusers")
     with quiet_imports():
         return getattr(importlib.import_module(library), name)
 

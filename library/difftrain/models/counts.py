@@ -1,4 +1,4 @@
-"""Parameters of the parts that stand in for themselves, counted from the sizes: no class is imported for it."""
+"""Parameters of encoders, counted from their sizes by formula: no class is imported for it, as none may be here."""
 
 from __future__ import annotations
 

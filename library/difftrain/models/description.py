@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.config.rates import part_rates
+from difftrain.config.schema.rates import part_rates
 from difftrain.contracts import (
     DrawSpec,
     Fault,
@@ -18,8 +19,10 @@ from difftrain.contracts import (
     FeatureSpec,
     Parts,
 )
-from difftrain.models import speedups
-from difftrain.models.facts import Agree, Bound, Lora, OneFile, Option, Shift, Sizes, Text
+from difftrain.models import routing
+from difftrain.models import sizes as known
+from difftrain.models.build import possible
+from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Shift, Sizes, Text
 from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES, FamilyRow
 from difftrain.models.text.small_vocabulary import MAX_BUILT_IN
@@ -29,12 +32,12 @@ from difftrain.models.vae.latents import MOMENTS
 from difftrain.models.weights import original
 from difftrain.models.weights.fingerprints import Stamp
 from difftrain.models.weights.keys import Rule, table_rule
-from difftrain.models.weights.source import Source, misfits, shipped_sizes, source_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.config import TrainConfig
+    from difftrain.models.weights.source import WeightSource
 
 # (part, dtype) -> the file that an export of this run wrote, and what it was then
 Written = dict[tuple[str, torch.dtype], tuple[Path, Stamp]]
@@ -67,7 +70,7 @@ class Description:
     zero: str = ""
     unread: str = ""
     lora: Lora = Lora()
-    options: tuple[Option, ...] = ()
+    options: tuple[FamilyOption, ...] = ()
     vae_scales: Mapping[str, Any] | None = MappingProxyType({})
     folders: Mapping[str, str] = {}
     beside_sizes: tuple[str, ...] = ()
@@ -132,19 +135,37 @@ class Description:
             )
         return original.vae_rule if self.parts[part] == "diffusers:AutoencoderKL" else None
 
-    def misfits(self, sizes: Sizes, where: str) -> list[Fault]:
-        """Name what does not fit together, before a weight is read. where: the sizes come from."""
-        return misfits(self, sizes, where)
-
     @cached_property
-    def source(self) -> Source:
-        """Find the weights that the configuration names. Raises ConfigFault."""
-        return source_of(self.cfg, self)
+    def source(self) -> WeightSource:
+        """Return the weights that the configuration names: BaseFamily finds them."""
+        raise NotImplementedError
 
-    def drawn_sizes(self) -> dict[str, Any]:
-        """Return the sizes of parts that may be stored nowhere: a section each, by its folder. Raises ConfigFault."""
-        choice = self.cfg.model.init_from_config
-        return shipped_sizes(self, choice) if choice else {}
+    def misfits(self, sizes: Sizes, where: str) -> list[Fault]:
+        """Name everything that does not fit together, before a weight is read. where: the sizes come from."""
+        problems = []
+        for part, section in sizes.items():
+            problems += self.wrong_sizes(part, section, f"{where} [{self.folder(part)}]")
+        if problems:
+            return problems
+        complete = {part: known.complete(self.parts[part], section) for part, section in sizes.items()}
+        for row in self.agree:
+            with possible(row.where):
+                misfit = row.misfit(complete)
+            if misfit:
+                part, _, argument = row.where.partition(".")
+                problems.append(Fault(f"{where} [{self.folder(part)}] {argument}", *misfit[1:]))
+        return problems
+
+    def wrong_sizes(self, part: str, section: Mapping[str, Any], place: str) -> list[Fault]:
+        """Find sizes of a part that have to be said and are not, and counts that are none. place: of the section."""
+        needed = [*known.needed(self.parts[part]), *self.needed.get(part, ())]
+        problems = [Fault(place, f"{key!r} is missing") for key in needed if section.get(key) is None]
+        for key in needed:
+            value = section.get(key)
+            no_count = value is None or key in known.NO_COUNTS or key.endswith(("_type", "_types"))
+            if not no_count and not isinstance(value, list | tuple) and (type(value) is not int or value < 1):
+                problems.append(Fault(f"{place} {key}", f"is {value!r}, must be a positive whole number"))
+        return problems
 
     @cached_property
     def vae(self) -> Latents:
@@ -168,7 +189,7 @@ class Description:
         draws = self.draws(drawn)
         if self.cfg.cache.latents_as == "moments":
             draws[MOMENTS] = DrawSpec("normal", channels=raw.channels, factor=raw.factor, frames=raw.frames)
-        return FeatureSpec({"latents": raw}, draws | speedups.draws(self.cfg, self.token), self.token)
+        return FeatureSpec({"latents": raw}, draws | routing.draws(self.cfg, self.token), self.token)
 
     @property
     def token(self) -> int:
@@ -195,7 +216,7 @@ class Description:
         sizes = {text.part: self.source.complete(text.part) for text in self.texts}
         return vocabularies(self.texts, self.source.tokenizer_dirs, sizes, self.row.title)
 
-    def comes_without(self) -> dict[str, str]:
+    def missing_tokenizers(self) -> dict[str, str]:
         """Return the vocabularies that the weights lack and a hub has: field -> id. Raises ConfigFault."""
         source = self.source
         return {
@@ -218,3 +239,16 @@ class Description:
     def tokenizer(self, parts: Parts) -> Tokenize:
         """Return the picklable function from captions to token ids. Raises ConfigFault."""
         return Tokenize(self.texts, self.vocabularies, self.lengths)
+
+    def is_base(self, name: str) -> bool:
+        """Tell whether a parameter of the denoiser is held as its source has it: `train_only` names others."""
+        patterns = self.cfg.model.train_only
+        return bool(patterns) and not any(re.search(pattern, name) for pattern in patterns)
+
+    def reader(self, text: Text) -> str:
+        """Name who decides which states of an encoder are read, for messages."""
+        return self.row.title
+
+    def largest_side(self) -> int | None:
+        """Return the longest side in pixels that there are positions for; None: positions have no end."""
+        return None

@@ -12,16 +12,16 @@ from difftrain.models.vae.adapters import decode
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from difftrain.models.family import ModelFamily
+    from difftrain.models.base import BaseFamily
 
 
 LARGEST = 512  # px, where neither prompt nor training says a size (kohya)
 
 
-class Drawer:
+class FamilyDrawer:
     """Draw with the modules of parts (see contracts.Drawer)."""
 
-    def __init__(self, family: ModelFamily, parts: Parts) -> None:
+    def __init__(self, family: BaseFamily, parts: Parts) -> None:
         self.family, self.parts = family, parts
         self.scheduler: Any = family.scheduler()
         self.unit, self.walks = family.drawn_unit, family.shift.walks

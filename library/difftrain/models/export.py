@@ -15,19 +15,19 @@ import torch
 
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.models.build import is_transformers
-from difftrain.models.stand_in import StandIn
+from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.models.weights.file_names import file_name, is_second_name
 from difftrain.models.weights.fingerprints import Stamp, stamp
 from difftrain.models.weights.folder_export import link_or_copy, new_folder
-from difftrain.models.weights.keys import KeyMap, Piece
+from difftrain.models.weights.keys import KeyMap, KeyPiece
+from difftrain.models.weights.single_file import SIZES
 from difftrain.models.weights.stored_part import MODEL_STEMS, TEXT_STEMS
-from difftrain.models.weights.whole_file import SIZES
 from difftrain.models.weights.writers import Shapes, WeightWriter, safetensors_writer, torch_writer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from difftrain.models.family import ModelFamily
+    from difftrain.models.base import BaseFamily
 
 Stream = Iterable[tuple[str, "Tensor"]]
 FACTS = "difftrain.json"  # beside model_index.json: what diffusers' own files cannot say
@@ -36,7 +36,7 @@ SUFFIXES = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "di
 
 
 def export(
-    family: ModelFamily, weights: Stream, parts: Parts, layout: str, path: Path, *, dtype: torch.dtype | None,
+    family: BaseFamily, weights: Stream, parts: Parts, layout: str, path: Path, *, dtype: torch.dtype | None,
     metadata: dict[str, str],
 ) -> Path:  # fmt: skip
     """Write a layout and return what was written. path: without a suffix. dtype: of all weights; None: as they are.
@@ -55,19 +55,19 @@ def export(
     if layout.startswith("diffusers"):
         return write_folder(family, weights, parts, path, dtype, metadata, torch_files=_has_bin(family, layout))
     if family.one_file is not None:
-        return write_whole(family, weights, parts, path, layout, dtype, metadata)
+        return write_single_file(family, weights, parts, path, layout, dtype, metadata)
     return write_file(family, weights, parts, path, dtype, metadata)
 
 
-def _has_bin(family: ModelFamily, layout: str) -> bool:
+def _has_bin(family: BaseFamily, layout: str) -> bool:
     return layout == "diffusers" and family.writes_as_kohya
 
 
 # ------------------------------------------------------------------ one file
 
 
-def write_whole(
-    family: ModelFamily, weights: Stream, parts: Parts, path: Path, layout: str, dtype: torch.dtype | None,
+def write_single_file(
+    family: BaseFamily, weights: Stream, parts: Parts, path: Path, layout: str, dtype: torch.dtype | None,
     metadata: dict[str, str],
 ) -> Path:  # fmt: skip
     """Write all parts into one file. Sizes that are no release's go into it too, for its readers here."""
@@ -79,7 +79,7 @@ def write_whole(
         beside[SIZES] = torch.tensor(list(sizes.encode()), dtype=torch.uint8)
     elif not family.is_released:
         metadata = metadata | {SIZES: sizes}
-    maps, stored = whole_shapes(family, parts, dtype, beside)
+    maps, stored = single_file_shapes(family, parts, dtype, beside)
     opened = safetensors_writer(path, stored, metadata) if layout == "safetensors" else torch_writer(path, stored)
     with opened as writer:
         for key, value in beside.items():
@@ -93,8 +93,8 @@ def write_whole(
     return path
 
 
-def whole_shapes(
-    family: ModelFamily, parts: Parts, dtype: torch.dtype | None, beside: Mapping[str, Tensor]
+def single_file_shapes(
+    family: BaseFamily, parts: Parts, dtype: torch.dtype | None, beside: Mapping[str, Tensor]
 ) -> tuple[dict[str, KeyMap], Shapes]:
     """Say where each tensor of a part goes in a file of all parts, and all that the file holds."""
     assert family.one_file is not None
@@ -109,16 +109,16 @@ def whole_shapes(
     return maps, stored
 
 
-def key_map(family: ModelFamily, part: str) -> KeyMap:
+def key_map(family: BaseFamily, part: str) -> KeyMap:
     """Say where each tensor of a part goes in the original layout; where there is no rule it keeps its name."""
     module, kind = family.source.build(part), family.parts[part]
     rule = family.rule(part)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    return KeyMap(shapes, rule(module) if rule else lambda name: Piece(file_name(kind, name)))
+    return KeyMap(shapes, rule(module) if rule else lambda name: KeyPiece(file_name(kind, name)))
 
 
 def write_file(
-    family: ModelFamily, weights: Stream, parts: Parts, path: Path, dtype: torch.dtype | None, metadata: dict[str, str]
+    family: BaseFamily, weights: Stream, parts: Parts, path: Path, dtype: torch.dtype | None, metadata: dict[str, str]
 ) -> Path:
     """Write the denoiser in its original layout: what diffusers' from_single_file and ComfyUI read."""
     part = family.denoiser
@@ -137,7 +137,7 @@ def write_file(
     return path
 
 
-def _of_part(weights: Stream, parts: Parts, family: ModelFamily, part: str) -> Iterator[tuple[str, Tensor]]:
+def _of_part(weights: Stream, parts: Parts, family: BaseFamily, part: str) -> Iterator[tuple[str, Tensor]]:
     seen = set()
     for full, value in weights:
         owner, _, name = full.partition(".")
@@ -153,7 +153,7 @@ def _of_part(weights: Stream, parts: Parts, family: ModelFamily, part: str) -> I
 
 
 def write_folder(
-    family: ModelFamily, weights: Stream, parts: Parts, path: Path, dtype: torch.dtype | None, metadata: dict[str, str],
+    family: BaseFamily, weights: Stream, parts: Parts, path: Path, dtype: torch.dtype | None, metadata: dict[str, str],
     *, torch_files: bool = False,
 ) -> Path:  # fmt: skip
     """Write what the family's pipeline loads; an older folder of that name is replaced.
@@ -172,19 +172,19 @@ def write_folder(
     return path
 
 
-def stem_of(family: ModelFamily, part: str) -> str:
+def stem_of(family: BaseFamily, part: str) -> str:
     """Return what a part's file of weights is called, without its ending."""
     return (TEXT_STEMS if is_transformers(family.parts[part]) else MODEL_STEMS)[0]
 
 
-def _linked(family: ModelFamily, parts: Parts, folder: Path, dtype: torch.dtype | None) -> set[str]:
+def _linked(family: BaseFamily, parts: Parts, folder: Path, dtype: torch.dtype | None) -> set[str]:
     """Give frozen parts' files a second name where they are as they must be; return those parts.
 
     Those of the source, or those of an earlier export of this run that are still what was written.
     """
     done = set()
     for part in set(parts.frozen) & set(family.parts):
-        files = family.source.as_it_lies(part, stem_of(family, part), dtype)
+        files = family.source.reusable_files(part, stem_of(family, part), dtype)
         earlier, stamped = family.written.get((part, dtype or _own_dtype(parts, family, part)), (None, None))
         if files is None and earlier is not None and earlier.is_file() and _alike(earlier, stamped):
             files = [(earlier, earlier.name)]
@@ -205,11 +205,12 @@ def _alike(file: Path, stamped: Stamp | None) -> bool:
 
 
 def _write_weights(
-    family: ModelFamily, weights: Stream, parts: Parts, folder: Path, dtype: torch.dtype | None,
+    family: BaseFamily, weights: Stream, parts: Parts, folder: Path, dtype: torch.dtype | None,
     metadata: dict[str, str], linked: set[str], *, torch_files: bool = False,
 ) -> None:  # fmt: skip
     """Write the files of all other parts at once, as the stream goes through them in any order."""
     with ExitStack() as stack:
+        # --- a file for each part, and one more for a denoiser that is trained as another module
         writers: dict[str, WeightWriter] = {}
         for part in family.parts:
             if part not in linked:
@@ -225,18 +226,19 @@ def _write_weights(
                 )
                 writers[part] = stack.enter_context(opened)
         trained = family.denoiser
-        whole: WeightWriter | None = None  # of the denoiser as it is trained, where the export's is another
+        as_trained: WeightWriter | None = None
         if family.as_trained:
             (folder / family.as_trained).mkdir(exist_ok=True)
             file = folder / family.as_trained / f"{stem_of(family, trained)}.safetensors"
             shapes = _shapes(family, parts, trained, family.source.build(trained), None)
-            whole = stack.enter_context(safetensors_writer(file, shapes, HEADER | metadata))
-        for part, name, value in all_weights(
-            family, chain(weights, family.deferred_weights(parts, linked)), parts, set(writers)
-        ):
+            as_trained = stack.enter_context(safetensors_writer(file, shapes, HEADER | metadata))
+
+        # --- one pass over the weights
+        stream = chain(weights, family.deferred_weights(parts, linked))
+        for part, name, value in all_weights(family, stream, parts, set(writers)):
             key = file_name(family.parts[part], name)
-            if part == trained and whole is not None:
-                whole.write(key, value)
+            if part == trained and as_trained is not None:
+                as_trained.write(key, value)
                 if (folded := family.folded(name, value)) is not None:
                     writers[part].write(key, folded)
             else:
@@ -244,7 +246,7 @@ def _write_weights(
 
 
 def all_weights(
-    family: ModelFamily, weights: Stream, parts: Parts, wanted: set[str]
+    family: BaseFamily, weights: Stream, parts: Parts, wanted: set[str]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (part, name, tensor) of what is to be written: the stream's, then what it lacks from the modules at hand."""
     seen: set[tuple[str, str]] = set()
@@ -256,13 +258,13 @@ def all_weights(
     inside = {part: parts.root.get_submodule(part) for part in family.in_root}
     held: Mapping[str, nn.Module] = {**inside, **parts.frozen}
     for part, module in held.items():
-        if part in wanted and not isinstance(module, StandIn):
+        if part in wanted and not isinstance(module, MetaPlaceholder):
             for name, value in module.state_dict().items():
                 if not is_second_name(family.parts[part], name) and (part, name) not in seen:
                     yield part, name, value
 
 
-def _shapes(family: ModelFamily, parts: Parts, part: str, module: nn.Module, dtype: torch.dtype | None) -> Shapes:
+def _shapes(family: BaseFamily, parts: Parts, part: str, module: nn.Module, dtype: torch.dtype | None) -> Shapes:
     kind, tensors = family.parts[part], module.state_dict()
     own = _own_dtypes(parts, family, part, tensors)
     return {
@@ -272,7 +274,7 @@ def _shapes(family: ModelFamily, parts: Parts, part: str, module: nn.Module, dty
     }
 
 
-def _own_dtypes(parts: Parts, family: ModelFamily, part: str, names: Iterable[str]) -> dict[str, torch.dtype]:
+def _own_dtypes(parts: Parts, family: BaseFamily, part: str, names: Iterable[str]) -> dict[str, torch.dtype]:
     """Return the dtype in which each tensor of a part is kept: trained weights may be wider than those that are held.
 
     A frozen part is of one dtype, whether it is loaded or not: that a T5 in fp16 computes some layers wider is no export's.
@@ -284,12 +286,12 @@ def _own_dtypes(parts: Parts, family: ModelFamily, part: str, names: Iterable[st
     return {name: kept.get(name, own) for name in names}
 
 
-def _own_dtype(parts: Parts, family: ModelFamily, part: str) -> torch.dtype:
+def _own_dtype(parts: Parts, family: BaseFamily, part: str) -> torch.dtype:
     module = parts.root.get_submodule(part) if part in family.in_root else parts.frozen[part]
     return next(module.parameters()).dtype
 
 
-def write_configs(family: ModelFamily, folder: Path) -> None:
+def write_configs(family: BaseFamily, folder: Path) -> None:
     """Write what lies beside the weights, by the classes themselves, so that every version reads it."""
     import diffusers
 

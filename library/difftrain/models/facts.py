@@ -91,7 +91,7 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Option:
+class FamilyOption:
     """A setting that few families know. field: of the configuration. meaning: one line for docs and messages."""
 
     field: str

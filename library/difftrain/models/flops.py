@@ -22,7 +22,7 @@ from difftrain.models.text.encode import features_of
 from difftrain.models.text.tokenize import mask_name
 
 if TYPE_CHECKING:
-    from difftrain.models.family import ModelFamily
+    from difftrain.models.base import BaseFamily
 
 _FEW = 4  # blocks of a list that are counted one by one
 _SIDES, _KEPT = (2, 3, 4), (2, 4, 6)  # widths of small pictures of two rows, and how many tokens of them stay
@@ -30,7 +30,7 @@ Points = list[tuple[int, int]]  # tokens and what they cost
 _known: dict[str, tuple[Points, Points]] = {}
 
 
-def flops_per_sample(family: ModelFamily, bucket: Bucket) -> float:
+def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     """Count what a step costs for one sample of a bucket; frozen weights need no gradient of their own.
 
     All tokens and those that stay add up, f(N, K) = g(N) + h(K), each of degree 2: five counts say all of them.
@@ -49,7 +49,7 @@ def flops_per_sample(family: ModelFamily, bucket: Bucket) -> float:
     return float(total)
 
 
-def _counts(family: ModelFamily, frames: int) -> tuple[Points, Points]:
+def _counts(family: BaseFamily, frames: int) -> tuple[Points, Points]:
     """Count small pictures: of several sizes, and of the largest with more and more tokens that stay."""
     root, token = on_meta(family), family.token
     fewest = 0 if root.span is None else _KEPT[0]
@@ -72,7 +72,7 @@ def _through(points: Points, x: int) -> int:
     return int(total)
 
 
-def _by_blocks(family: ModelFamily, root: Any, bucket: Bucket, kept: int) -> int:
+def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
     """Count with few blocks of each list whose middle ones are alike, and once more with one block more of each."""
     inputs = blank_inputs(family, bucket)
     if kept:
@@ -107,7 +107,7 @@ def _design(block: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, each.shape) for name, each in block.named_parameters())
 
 
-def on_meta(family: ModelFamily) -> DenoiserRoot:
+def on_meta(family: BaseFamily) -> DenoiserRoot:
     """Build the root as it is trained, wholly without memory; attention is counted there alone."""
     net = family.source.build(family.denoiser).to("meta")
     root = DenoiserRoot(family, family.denoiser, net, **family.root_options(net, meta=True)).to("meta")
@@ -116,7 +116,7 @@ def on_meta(family: ModelFamily) -> DenoiserRoot:
     return root
 
 
-def blank_inputs(family: ModelFamily, bucket: Bucket, device: str = "meta", batch: int = 1) -> Inputs:
+def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch: int = 1) -> Inputs:
     """Make inputs of the shapes of a bucket, without content."""
 
     def blank(*shape: int) -> torch.Tensor:
@@ -138,7 +138,12 @@ def blank_inputs(family: ModelFamily, bucket: Bucket, device: str = "meta", batc
     if KEEP in draws:
         conditions[KEEP] = torch.zeros((batch, *draws[KEEP].shape(bucket)), dtype=torch.int64, device=device)
     x = blank(*draws["noise"].shape(bucket))
-    aims = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
+    targets = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
     return Inputs(
-        x, torch.full((batch,), 500.0, device=device), conditions, x, torch.ones(batch, device=device), aims=aims
+        x,
+        torch.full((batch,), 500.0, device=device),
+        conditions,
+        x,
+        torch.ones(batch, device=device),
+        aux_targets=targets,
     )

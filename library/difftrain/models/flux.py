@@ -15,7 +15,7 @@ import torch
 
 from difftrain.contracts import Batch
 from difftrain.models import passes
-from difftrain.models.facts import Agree, Lora, Option, Shift, Text
+from difftrain.models.facts import Agree, FamilyOption, Lora, Shift, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
 from difftrain.models.weights.infer import count
@@ -39,7 +39,7 @@ class Flux(ModelFamily):
     shift = Shift(dynamic=(256, 4096, 0.5, 1.15))
     zero = r"(norm1|norm1_context|norm_out|\.norm)\.linear\.|^proj_out\."
     vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})
-    options = (Option("model.guidance", "what a guidance-distilled model is told that it is guided by"),)
+    options = (FamilyOption("model.guidance", "what a guidance-distilled model is told that it is guided by"),)
     lora = Lora((
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.0.proj",
         "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out",

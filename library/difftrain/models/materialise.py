@@ -33,6 +33,8 @@ def fill(
     names: dict[int, list[str]] = {}
     for name, param in tensors.items():
         names.setdefault(id(param), []).append(name)
+
+    # each value goes under all names of its parameter
     for name, value in weights:
         shape = waiting[name]
         if value.shape != shape:
@@ -45,6 +47,7 @@ def fill(
         _assign(module, alike, value if stays else value.to(kind, copy=True).contiguous())
         for each in alike:
             waiting.pop(each, None)
+
     if waiting:
         raise ValueError(f"{len(waiting)} weights are missing: {', '.join(list(waiting)[:5])}")
     _fill_buffers(module)

@@ -15,8 +15,8 @@ from difftrain.config.hub_ids import name_of
 from difftrain.contracts import ConfigFault, Fault, RunFacts
 
 if TYPE_CHECKING:
-    from difftrain.config.sections import SubsetSection, TrainConfig
-    from difftrain.models.facts import Option
+    from difftrain.config.schema.sections import SubsetSection, TrainConfig
+    from difftrain.models.facts import FamilyOption
 
 IMPLEMENTATION = "difftrain"
 # fields of [metadata] that ModelSpec names; training_comment is kohya's own
@@ -117,11 +117,15 @@ def _of_the_settings(cfg: TrainConfig) -> dict[str, Any]:
 def _of_the_data(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
     if cfg.data.datasets:
         return _of_the_data_sets(cfg, facts)
+
+    # draws of an epoch; the last count of repeats holds for the folders behind it
     data, captions = cfg.data, cfg.captions
     repeats = [*data.repeats, *data.repeats[-1:] * (len(data.dirs) - len(data.repeats))]
     uses = dict(facts.data.get("buckets", {}))
     num_images = facts.data.get("draws_per_epoch", sum(uses.values()))
     num_reg = facts.data.get("reg_draws_per_epoch", 0)
+
+    # what kohya writes of the data, under its names
     return {
         "dataset_dirs": {_name(path): {"n_repeats": n} for path, n in zip(data.dirs, repeats)},
         "reg_dataset_dirs": {_name(path): {"n_repeats": 1} for path in data.reg_dirs},
@@ -202,7 +206,7 @@ def _text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def flow_facts(cfg: TrainConfig, options: Sequence[Option]) -> dict[str, Any]:
+def flow_facts(cfg: TrainConfig, options: Sequence[FamilyOption]) -> dict[str, Any]:
     """Return what a header says of the loss and the times, under kohya's names."""
     loss, section = cfg.loss, cfg.flow
     said = {

@@ -34,10 +34,14 @@ class Tokens:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-class Blocks(Protocol):
-    """What a family says of its pass."""
+class BlockLists(Protocol):
+    """The lists of the denoiser, in the order in which they run."""
 
-    blocks: tuple[str, ...]  # lists of the denoiser, in the order in which they run
+    blocks: tuple[str, ...]
+
+
+class Blocks(BlockLists, Protocol):
+    """What a family says of its pass."""
 
     def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tokens: ...
     def block(self, block: Any, tokens: Tokens) -> Tokens: ...
@@ -45,7 +49,7 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class PassPlan:
     """Say what of the pass is handed out beside its result, and which image tokens pass blocks by.
 
     text: numbers of blocks after which text tokens are, 0 = as they enter the first one. taps: those after which image
@@ -58,7 +62,7 @@ class Plan:
 
 
 @dataclass
-class Outputs:
+class PassOutputs:
     """What a pass makes. Shapes: velocity as x_t; text (B, L, D) and image tokens (B, N, D) by block.
 
     Where K tokens were kept for good the velocity is of their patches, one below another: (B, C, K p, p).
@@ -69,18 +73,18 @@ class Outputs:
     image_after: dict[int, Tensor] = field(default_factory=dict)
 
 
-_PLAIN = Plan()
+_PLAIN = PassPlan()
 
 
-def blocks_of(family: Blocks, net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def blocks_of(family: BlockLists, net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks in the order in which they run, by their names in the denoiser."""
     for each in family.blocks:
         yield from ((f"{each}.{name}", block) for name, block in net.get_submodule(each).named_children())
 
 
 def run(
-    family: Blocks, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: Plan = _PLAIN
-) -> Outputs:
+    family: Blocks, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: PassPlan = _PLAIN
+) -> PassOutputs:
     """Predict. Shapes: x_t (B, C, [F,] H, W), t (B,) in 0..1000."""
     tokens = family.enter(net, x_t, t, conditions)
     text_after = {0: tokens.text} if 0 in plan.text and tokens.text is not None else {}
@@ -98,7 +102,7 @@ def run(
             image_after[number] = tokens.image
     if kept is not None and kept.span.last is None:
         tokens = replace(tokens, size=(tokens.image.shape[1], 1))
-    return Outputs(family.leave(net, tokens), text_after, image_after)
+    return PassOutputs(family.leave(net, tokens), text_after, image_after)
 
 
 def through(family: Blocks, net: Any, block: nn.Module, tokens: Tokens) -> Tokens:

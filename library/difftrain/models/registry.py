@@ -30,7 +30,7 @@ class FamilyRow:
     what can be trained, nothing of a family that is known as a form only.
 
     takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
-    another one means nothing, where config/families.py has no sentence that fits. defaults: "section.field" -> value
+    another one means nothing, where config/schema/families.py has no sentence that fits. defaults: "section.field" -> value
     that differs from the field's own.
     """
 

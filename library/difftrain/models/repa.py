@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from difftrain.config import TrainConfig
     from difftrain.contracts import Batch, Inputs
-    from difftrain.models.routing import Span
+    from difftrain.models.routing import BlockSpan
 
 TERM, PROJECTOR = "repa", "projector"
 _SMALLEST = 1e-6
@@ -44,7 +44,7 @@ def is_on(cfg: TrainConfig, batch: Batch) -> bool:
     return cfg.repa.encoder is not None and batch.step is not None and not is_over(batch, cfg.repa.until_step)
 
 
-def aim(features: Tensor, places: Tensor | None, layer: int, span: Span | None) -> Tensor:
+def target_tokens(features: Tensor, places: Tensor | None, layer: int, span: BlockSpan | None) -> Tensor:
     """Make the encoder's tokens (B, N, E) of (B, E, h, w); where the layer sees some of them, (B, K, E) at its places."""
     tokens = features.float().flatten(2).transpose(1, 2)
     spared = places is not None and span is not None and span.spares(layer)
@@ -61,9 +61,9 @@ def nothing(module: nn.Sequential) -> Tensor:
     return module(token).float().sum() * 0.0
 
 
-def distances(projected: Tensor, aims: Tensor) -> Tensor:
-    """Return 1 - cos of tokens and their aims, each sample's mean. Shapes: (B, N, E) both -> (B,) fp32."""
-    return 1.0 - torch.cosine_similarity(projected.float(), aims.float(), dim=-1, eps=_SMALLEST).mean(1)
+def distances(projected: Tensor, targets: Tensor) -> Tensor:
+    """Return 1 - cos of tokens and their targets, each sample's mean. Shapes: (B, N, E) both -> (B,) fp32."""
+    return 1.0 - torch.cosine_similarity(projected.float(), targets.float(), dim=-1, eps=_SMALLEST).mean(1)
 
 
 def with_term(found: Mapping[str, Tensor], projected: Tensor, inputs: Inputs, weight: float) -> dict[str, Tensor]:
@@ -72,9 +72,9 @@ def with_term(found: Mapping[str, Tensor], projected: Tensor, inputs: Inputs, we
     Then nothing is measured either.
     """
     terms = {("denoise" if name == "loss" else name): value for name, value in found.items()}
-    aims = inputs.aims.get(TERM)
-    total = projected if aims is None else (inputs.weight * distances(projected, aims)).sum()
-    measured = torch.full_like(total, torch.nan) if aims is None else total
+    targets = inputs.aux_targets.get(TERM)
+    total = projected if targets is None else (inputs.weight * distances(projected, targets)).sum()
+    measured = torch.full_like(total, torch.nan) if targets is None else total
     return {**terms, TERM: weight * total, f"{METRIC}{TERM}_loss": measured}
 
 

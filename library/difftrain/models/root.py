@@ -10,7 +10,7 @@ from torch import nn
 
 from difftrain.models import passes
 from difftrain.models.repa import nothing
-from difftrain.models.routing import KEEP, Kept, Span
+from difftrain.models.routing import KEEP, BlockSpan, Kept
 from difftrain.models.text.encode import inputs_of, run
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class DenoiserRoot(nn.Module):
         *,
         encoders: Mapping[str, nn.Module] = MappingProxyType({}),
         target_layer: int | None = None,
-        span: Span | None = None,
+        span: BlockSpan | None = None,
         projector: nn.Module | None = None,
         align_layer: int = 0,
     ) -> None:
@@ -70,11 +70,11 @@ class DenoiserRoot(nn.Module):
                 conditions = {name: value for name, value in conditions.items() if name not in read} | made
         return conditions
 
-    def plan(self, places: Tensor | None = None, *, align: bool = False) -> passes.Plan:
+    def plan(self, places: Tensor | None = None, *, align: bool = False) -> passes.PassPlan:
         """Say what is needed of the pass. places: of the tokens to keep; None: all."""
         text = () if self.target_layer is None else (self.target_layer, self.num_blocks)
         kept = None if places is None or self.span is None else Kept(places, self.span)
-        return passes.Plan(text, (self.align_layer,) if align else (), kept)
+        return passes.PassPlan(text, (self.align_layer,) if align else (), kept)
 
     def forward(
         self, x_t: Tensor, timestep: Tensor, conditions: dict[str, Tensor], *, align: bool = False

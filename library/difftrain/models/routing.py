@@ -24,7 +24,7 @@ KEEP = "keep"  # the draw of what stays, and the condition that hands it to the 
 
 
 @dataclass(frozen=True)
-class Span:
+class BlockSpan:
     """Blocks that some tokens pass by, counted from 1. last None: they never come back."""
 
     first: int
@@ -40,7 +40,7 @@ class Kept:
     """Tokens that go through the blocks of a span. Shape: places (B, K) int64."""
 
     places: Tensor
-    span: Span
+    span: BlockSpan
 
 
 def chosen(tokens: Tensor, places: Tensor) -> Tensor:
@@ -62,12 +62,12 @@ def patches_at(image: Tensor, places: Tensor, patch: int) -> Tensor:
     return found.transpose(1, 2).flatten(2, 3)
 
 
-def span_of(cfg: TrainConfig, depth: int) -> Span | None:
+def span_of(cfg: TrainConfig, depth: int) -> BlockSpan | None:
     """Return which blocks are spared tokens. depth: of the transformer."""
     if cfg.patch_masking.share:
-        return Span(cfg.patch_masking.mixer_layers + 1)
+        return BlockSpan(cfg.patch_masking.mixer_layers + 1)
     if cfg.tread.share:
-        return Span(cfg.tread.start, cfg.tread.end or max(cfg.tread.start, depth - 2))
+        return BlockSpan(cfg.tread.start, cfg.tread.end or max(cfg.tread.start, depth - 2))
     return None
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from difftrain.contracts import ConfigFault, Fault
-
 
 @dataclass(frozen=True)
-class Kind:
+class ClassSizes:
     """One class: its constructor's arguments with what it takes where nothing is said, and what has to be said.
 
     decisive: what decides, beside its weights, what it makes of the same input.
@@ -27,7 +23,7 @@ _CLIP_NEEDED = (
     "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
 _T5_NEEDED = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
-CLIP = Kind(
+CLIP = ClassSizes(
     {
         "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "projection_dim": 512,
         "num_hidden_layers": 12, "num_attention_heads": 8, "max_position_embeddings": 77, "hidden_act": "quick_gelu",
@@ -37,7 +33,7 @@ CLIP = Kind(
     _CLIP_NEEDED,
     (*_CLIP_NEEDED, "max_position_embeddings", "hidden_act", "layer_norm_eps", "eos_token_id"),
 )  # fmt: skip
-T5 = Kind(
+T5 = ClassSizes(
     {
         "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8,
         "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "dropout_rate": 0.1,
@@ -50,7 +46,7 @@ T5 = Kind(
         "feed_forward_proj",
     ),
 )  # fmt: skip
-VAE = Kind(
+VAE = ClassSizes(
     {
         "in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlock2D",),
         "up_block_types": ("UpDecoderBlock2D",), "block_out_channels": (64,), "layers_per_block": 1, "act_fn": "silu",
@@ -70,7 +66,6 @@ BY_CLASS = {
     "transformers:CLIPTextModelWithProjection": CLIP,
     "transformers:T5EncoderModel": T5,
 }
-ENCODERS = {"vae": VAE, "text_encoder_1": CLIP, "text_encoder_2": CLIP, "text_encoder_3": T5}
 _ABOUT_THE_FILE = frozenset(("architectures", "torch_dtype", "dtype", "transformers_version", "model_type"))
 # of what is needed, what is no positive whole number
 NO_COUNTS = ("scaling_factor", "block_out_channels", "down_block_types", "up_block_types", "addition_embed_type")
@@ -79,12 +74,6 @@ _IMMATERIAL = frozenset((
     "up_block_types", "use_post_quant_conv", "initializer_range", "initializer_factor", "attention_dropout",
     "dropout_rate", "bos_token_id", "pad_token_id", "eos_token_id",
 ))  # fmt: skip
-
-
-def told(part: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides, weights aside, what an encoder makes; see decisive."""
-    kinds = {"vae": "diffusers:AutoencoderKL", "text_encoder_3": "transformers:T5EncoderModel"}
-    return decisive(kinds.get(part, "transformers:CLIPTextModel"), given)
 
 
 def complete(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,28 +113,3 @@ def decisive(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def needed(kind: str) -> tuple[str, ...]:
     """Name the sizes of a shared encoder that have to be said."""
     return BY_CLASS[kind].needed if kind in BY_CLASS else ()
-
-
-def known_keys(part: str, given: Iterable[str]) -> set[str]:
-    """Name the sizes that an encoder takes. Of a VAE its class is asked only where one is given that is not known here."""
-    known = set(ENCODERS[part].defaults)
-    if part == "vae" and any(not key.startswith("_") for key in set(given) - known):
-        from diffusers import AutoencoderKL
-
-        known |= arguments(AutoencoderKL)
-    return known
-
-
-def arguments(kind: type) -> set[str]:
-    """Name the arguments of a constructor."""
-    return set(inspect.signature(kind.__init__).parameters) - {"self"}  # type: ignore[misc]
-
-
-@contextmanager
-def possible(part: str) -> Iterator[None]:
-    """Turn what goes wrong with a part's sizes into a ConfigFault."""
-    try:
-        yield
-    except (TypeError, ValueError, IndexError, KeyError, ZeroDivisionError, RuntimeError, AttributeError) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ConfigFault([Fault(f"the sizes of {part}", f"make no model: {reason}")]) from error

@@ -7,32 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import DrawSpec, Fault, Parts
+from difftrain.contracts import Fault, Parts
 from difftrain.models import passes, repa, routing, vision
 from difftrain.models.materialise import fill
-from difftrain.models.stand_in import DTYPES, StandIn
+from difftrain.models.placeholder import DTYPES, MetaPlaceholder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
     from difftrain.contracts import Batch, Inputs
-    from difftrain.models.family import ModelFamily
+    from difftrain.models.description import Description
 
 
-def draws(cfg: TrainConfig, token: int) -> dict[str, DrawSpec]:
-    """Ask for the tokens that stay. token: pixels along a token's side."""
-    return routing.draws(cfg, token)
-
-
-def faults(family: ModelFamily, net: nn.Module) -> list[Fault]:
+def faults(family: Description, net: nn.Module) -> list[Fault]:
     """Find blocks that are not there, and what an image encoder's folder lacks."""
     cfg, depth = family.cfg, sum(1 for _ in passes.blocks_of(family, net))
     found = [*routing.faults(cfg, depth), *repa.faults(cfg, depth)]
     return found if cfg.repa.encoder is None else [*found, *vision.VisionFolder.at(cfg.repa.encoder).faults()]
 
 
-def of_root(family: ModelFamily, net: nn.Module, *, meta: bool) -> dict[str, Any]:
+def of_root(family: Description, net: nn.Module, *, meta: bool) -> dict[str, Any]:
     """Return what the root is made with, beside its denoiser."""
     cfg, depth = family.cfg, sum(1 for _ in passes.blocks_of(family, net))
     options: dict[str, Any] = {"span": routing.span_of(cfg, depth)}
@@ -50,30 +45,30 @@ def _width(net: Any) -> int:
     return int(net.config.num_attention_heads * net.config.attention_head_dim)
 
 
-def add_encoder(cfg: TrainConfig, parts: Parts, *, meta: bool, lazy: Collection[str]) -> None:
-    """Put the image encoder among the frozen parts, or what stands in for it until it is loaded."""
+def add_encoder(cfg: TrainConfig, parts: Parts, *, meta: bool, deferred: Collection[str]) -> None:
+    """Put the image encoder among the frozen parts, or its placeholder until it is loaded."""
     if cfg.repa.encoder is None:
         return
     folder, dtype = vision.VisionFolder.at(cfg.repa.encoder), DTYPES[cfg.training.mixed_precision]
     parts.training_only.add(vision.PART)
-    if meta or vision.PART in lazy:
-        parts.frozen[vision.PART] = StandIn(folder.count(), dtype, lambda: folder.build(dtype))
+    if meta or vision.PART in deferred:
+        parts.frozen[vision.PART] = MetaPlaceholder(folder.count(), dtype, lambda: folder.build(dtype))
     else:
         parts.frozen[vision.PART] = folder.build(dtype)
 
     def load() -> None:
         parts.frozen[vision.PART] = folder.build(dtype)
 
-    if vision.PART in lazy:
-        parts.lazy[vision.PART] = load
+    if vision.PART in deferred:
+        parts.deferred[vision.PART] = load
 
 
-def applied(family: ModelFamily, batch: Batch, parts: Parts, inputs: Inputs) -> Inputs:
+def applied(family: Description, batch: Batch, parts: Parts, inputs: Inputs) -> Inputs:
     """Say in a batch's inputs which tokens stay, what of the target counts then, and what tokens are aligned with."""
     cfg = family.cfg
     places, span = routing.places_of(cfg, batch), getattr(parts.root, "span", None)
     if repa.is_on(cfg, batch):
-        inputs.aims[repa.TERM] = repa.aim(_seen(family, batch, parts), places, cfg.repa.layer, span)
+        inputs.aux_targets[repa.TERM] = repa.target_tokens(_seen(family, batch, parts), places, cfg.repa.layer, span)
     if places is not None and span is not None:
         inputs.conditions[routing.KEEP] = places
         if span.last is None:
@@ -82,7 +77,7 @@ def applied(family: ModelFamily, batch: Batch, parts: Parts, inputs: Inputs) -> 
     return inputs
 
 
-def _seen(family: ModelFamily, batch: Batch, parts: Parts) -> Tensor:
+def _seen(family: Description, batch: Batch, parts: Parts) -> Tensor:
     """Return the image encoder's tokens, (B, E, h, w): from the cache, or made now."""
     if vision.FEATURE in batch.features:
         return batch.features[vision.FEATURE]
@@ -93,7 +88,7 @@ def _seen(family: ModelFamily, batch: Batch, parts: Parts) -> Tensor:
 
 def aligns(inputs: Inputs) -> bool:
     """Tell whether a batch's tokens are aligned with an image encoder's."""
-    return repa.TERM in inputs.aims
+    return repa.TERM in inputs.aux_targets
 
 
 def with_alignment(

@@ -55,6 +55,8 @@ def unet_flops(config: Config, size_hw: tuple[int, int], context: int) -> int:
     total = _linear(1, widths[0], embedding) + _linear(1, embedding, embedding) * 2
     total += _linear(1, config["projection_class_embeddings_input_dim"], embedding)
     total += _conv(h, w, config["in_channels"], widths[0], 3)
+
+    # --- down
     skips, entering = [(h, w, widths[0])], widths[0]
     for i, width in enumerate(widths):
         depth = depths[i] if "CrossAttn" in config["down_block_types"][i] else 0
@@ -66,8 +68,12 @@ def unet_flops(config: Config, size_hw: tuple[int, int], context: int) -> int:
             h, w = -(-h // 2), -(-w // 2)
             total += _conv(h, w, width, width, 3)
             skips.append((h, w, width))
+
+    # --- the middle
     total += 2 * _resnet(h, w, entering, entering, embedding)
     total += _transformer(h * w, entering, depths[-1], context, text)
+
+    # --- up, beside what the way down has left
     for i, width in enumerate(reversed(widths)):
         depth = depths[-1 - i] if "CrossAttn" in config["up_block_types"][i] else 0
         for _ in range(layers + 1):

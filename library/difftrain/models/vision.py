@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.config.there import expanded
-from difftrain.contracts import Batch, ConfigFault, Encoder, Fault, Feature
-from difftrain.models.quiet import quiet_imports
+from difftrain.config.paths import expanded
+from difftrain.contracts import PIXELS, Batch, ConfigFault, Encoder, Fault, Feature
+from difftrain.models.build import quiet_imports
 from difftrain.models.weights.fingerprints import hashed, of_files, of_tensors
 from difftrain.models.weights.stored_part import TEXT_STEMS, find_weights, opened, read_json
 
@@ -193,7 +193,7 @@ def encoder(folder: VisionFolder, frozen: dict[str, nn.Module], factor: int, pre
         return {FEATURE: tokens_of(folder, frozen[PART], batch.features["pixels"], factor)}
 
     return Encoder(
-        source="pixels",
+        source=PIXELS,
         features={FEATURE: Feature(folder.width, factor, dtype="bfloat16")},
         modules=(PART,),
         settings=settings,

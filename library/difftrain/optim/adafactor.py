@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from difftrain.optim.making import Order, construct
+from difftrain.optim.making import OptimizerOrder, construct
 
 
-def make(order: Order) -> Optimizer:
+def make(order: OptimizerOrder) -> Optimizer:
     """Make Adafactor. As kohya: it computes its own rate unless relative_step=False, and warmup_init forces that."""
     from transformers.optimization import Adafactor
 
@@ -21,7 +21,7 @@ def make(order: Order) -> Optimizer:
         return _waiting_less(construct(order, Adafactor))
     given = {**order.given, "relative_step": True}
     tables = [{key: value for key, value in table.items() if key != "lr"} for table in order.tables]
-    return _waiting_less(construct(Order(order.name, tables, order.lr, given), Adafactor, {"lr": None}))
+    return _waiting_less(construct(OptimizerOrder(order.name, tables, order.lr, given), Adafactor, {"lr": None}))
 
 
 def _waiting_less(optimizer: Optimizer) -> Optimizer:

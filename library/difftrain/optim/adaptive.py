@@ -10,12 +10,12 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from difftrain.config.names import FIRST_RATE
+from difftrain.config.schema.names import FIRST_RATE
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.optim.making import TYPE, Order, construct, package_of
+from difftrain.optim.making import TYPE, OptimizerOrder, construct, package_of
 
 
-def make(order: Order) -> Optimizer:
+def make(order: OptimizerOrder) -> Optimizer:
     """Make the named one. Raises ConfigFault where groups have rates of their own and it would stop at them."""
     rates = {table["lr"] for table in order.tables}
     if len(rates) > 1 and order.name not in FIRST_RATE:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from difftrain.config.held import let_in
+from difftrain.config.hidden_imports import let_in
 from difftrain.contracts import ConfigFault, Fault
 
 T = TypeVar("T")

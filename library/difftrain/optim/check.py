@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from difftrain.config.rates import is_named
-from difftrain.config.sections import OptimizerSection
+from difftrain.config.schema.rates import is_named
+from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim.registry import make_optimizer
 from difftrain.optim.schedule import make_schedule

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.optim.making import TYPE, Order, construct, package_of
+from difftrain.optim.making import TYPE, OptimizerOrder, construct, package_of
 from difftrain.optim.torchs import MOMENTUM
 
 _TRIED = 4096  # elements; smaller tensors have their state in 32 bits
 _PAGED = ("state1", "state2")
 
 
-def make(order: Order) -> Optimizer:
+def make(order: OptimizerOrder) -> Optimizer:
     """Make the named one. Raises ConfigFault where this bitsandbytes cannot update on the parameters' device."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels of 4-bit inference
     with package_of(order.name):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from difftrain.optim.making import Order, construct, package_of
+from difftrain.optim.making import OptimizerOrder, construct, package_of
 
 
-def make(order: Order) -> Optimizer:
+def make(order: OptimizerOrder) -> Optimizer:
     """Make Lion."""
     with package_of(order.name):
         from lion_pytorch import Lion

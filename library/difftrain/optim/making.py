@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from difftrain.config import names
-from difftrain.config.held import let_in
+from difftrain.config.hidden_imports import let_in
+from difftrain.config.schema import names
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
 
@@ -20,7 +20,7 @@ TYPE, ARGS = "--optimizer_type", "--optimizer_args"
 
 
 @dataclass(frozen=True)
-class Order:
+class OptimizerOrder:
     """Ask for an optimizer.
 
     name: as the registry spells it. tables: parameter groups in torch's form. lr: of groups without one. given: the
@@ -39,7 +39,7 @@ class Order:
 
 
 def construct(
-    order: Order, kind: Callable[..., Optimizer], defaults: Mapping[str, Any] | None = None, **ours: Any
+    order: OptimizerOrder, kind: Callable[..., Optimizer], defaults: Mapping[str, Any] | None = None, **ours: Any
 ) -> Optimizer:
     """Make an optimizer of a class. defaults: give way to the user's arguments; ours: he may not give them.
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.optim.making import TYPE, Order, construct
+from difftrain.optim.making import TYPE, OptimizerOrder, construct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,13 +38,13 @@ def is_matrix(name: str, weight: Tensor) -> bool:
     return inside and weight.ndim == 2 and min(weight.shape) > 1
 
 
-def make(order: Order) -> Optimizer:
+def make(order: OptimizerOrder) -> Optimizer:
     """Make it, each group cut in two. Raises ConfigFault where there is no matrix, or arguments are out of range."""
     tables = [table for group in order.groups for table in _cut(group)]
     if order.trial and not any(table["matrix"] for table in tables):
         what = f"{order.name} is for matrices within blocks, and none of what is trained is one"
         raise ConfigFault([Fault(TYPE, what, "--optimizer_type=AdamW")])
-    return construct(Order(order.name, tables, order.lr, order.given), Muon, fused=order.fused_ok)
+    return construct(OptimizerOrder(order.name, tables, order.lr, order.given), Muon, fused=order.fused_ok)
 
 
 def _cut(group: Group) -> Iterator[dict[str, Any]]:
@@ -87,6 +87,8 @@ class Muon(Optimizer):
         fused: bool = False,
     ) -> None:
         _check(momentum, ns_steps, adjust_lr, weight_decay, adamw_lr)
+
+        # --- what Muon does not update goes to AdamW, at its own rate
         matrices = [table for table in params if table["matrix"]]
         others = [table for table in params if not table["matrix"]]
         share = 1.0 if adamw_lr is None else adamw_lr / lr
@@ -94,6 +96,8 @@ class Muon(Optimizer):
             table["lr"] = table.get("lr", lr) * share
         decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
         self._adamw = AdamW(others or [{"params": []}], lr * share, betas, eps, decay, fused=fused or None)
+
+        # --- Muon's own groups, in the order they came in
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

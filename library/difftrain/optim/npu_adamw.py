@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch.optim import AdamW, Optimizer
 
 from difftrain.config.constructors import NPU_FUSED_ADAMW
-from difftrain.config.held import is_installed
+from difftrain.config.hidden_imports import is_installed
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import combined
-from difftrain.optim.making import ARGS, TYPE, Order, construct, package_of
+from difftrain.optim.making import ARGS, TYPE, OptimizerOrder, construct, package_of
 
 
-def make(order: Order) -> Optimizer:
+def make(order: OptimizerOrder) -> Optimizer:
     """Make it. Raises ConfigFault where the parameters are not what it updates.
 
     Where arguments are only checked, or state only counted, no NPU is at hand: torch's AdamW stands in, which has both.

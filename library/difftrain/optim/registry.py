@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from difftrain.config import names
-from difftrain.config.rates import is_schedule_free
-from difftrain.config.sections import OptimizerSection
+from difftrain.config.schema import names
+from difftrain.config.schema.rates import is_schedule_free
+from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
-from difftrain.optim.making import ARGS, TYPE, Order, construct
+from difftrain.optim.making import ARGS, TYPE, OptimizerOrder, construct
 from difftrain.optim.schedule_free import averages, wrap
 
 REGISTRY = {
@@ -46,7 +46,7 @@ REGISTRY = {
     "SGDScheduleFree": "difftrain.optim.schedule_free:make",
 }
 _WRAPPER_ARGS = "--schedulefree_wrapper_args"
-Maker = Callable[[Order], Optimizer]
+Maker = Callable[[OptimizerOrder], Optimizer]
 
 
 def make_optimizer(
@@ -61,7 +61,7 @@ def make_optimizer(
     given = arguments.parse(ARGS, section.args)
     name = names.proper(section.type, REGISTRY)
     lr = section.learning_rate or groups[0].lr
-    order = Order(name or section.type, tables, lr, given, dp_size, fused_ok, trial, tuple(groups))
+    order = OptimizerOrder(name or section.type, tables, lr, given, dp_size, fused_ok, trial, tuple(groups))
     optimizer = _maker(name)(order) if name else _any_class(order)
     if section.schedulefree_wrapper and not is_schedule_free(section):
         optimizer = wrap(optimizer, arguments.parse(_WRAPPER_ARGS, section.schedulefree_wrapper_args))
@@ -75,7 +75,7 @@ def _maker(name: str) -> Maker:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _any_class(order: Order) -> Optimizer:
+def _any_class(order: OptimizerOrder) -> Optimizer:
     path = order.name
     if "." not in path:
         if not (own := names.proper(path, names.TORCH_OPTIMIZERS)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from difftrain.config.rates import ADAFACTOR, is_relative, is_schedule_free, schedule_name
-from difftrain.config.sections import OptimizerSection
+from difftrain.config.schema.rates import ADAFACTOR, is_relative, is_schedule_free, schedule_name
+from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim import arguments
 from difftrain.optim.adafactor import AdafactorSchedule

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim import arguments
-from difftrain.optim.making import Order, construct, package_of
+from difftrain.optim.making import OptimizerOrder, construct, package_of
 
 _ARGS = "--schedulefree_wrapper_args"
 
 
-def make(order: Order) -> Optimizer:
+def make(order: OptimizerOrder) -> Optimizer:
     """Make the named one, of the package schedulefree."""
     with package_of(order.name):
         import schedulefree

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch.optim import SGD, AdamW, Optimizer
 
-from difftrain.config.rates import is_named
-from difftrain.config.sections import OptimizerSection
+from difftrain.config.schema.rates import is_named
+from difftrain.config.schema.sections import OptimizerSection
 from difftrain.optim import arguments
-from difftrain.optim.making import ARGS, Order, construct
+from difftrain.optim.making import ARGS, OptimizerOrder, construct
 
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 MOMENTUM = 0.9  # kohya's, where Nesterov is asked for and no momentum is given
 
 
-def _settings(order: Order) -> dict[str, Any]:
+def _settings(order: OptimizerOrder) -> dict[str, Any]:
     """Choose one implementation per device, so that runs can be compared bit by bit.
 
     The fused one takes found_inf and the loss scale on the device: a skipped update costs no host wait.
@@ -24,7 +24,7 @@ def _settings(order: Order) -> dict[str, Any]:
     return {**_DEFAULTS, **({"fused": True} if order.fused_ok and chosen else {})}
 
 
-def make_adamw(order: Order) -> Optimizer:
+def make_adamw(order: OptimizerOrder) -> Optimizer:
     """Make AdamW; every rank holds the whole state."""
     return construct(order, AdamW, _settings(order))
 
@@ -37,7 +37,7 @@ def announce(section: OptimizerSection, choice: str) -> list[str]:
     )
 
 
-def make_oss(order: Order) -> Optimizer:
+def make_oss(order: OptimizerOrder) -> Optimizer:
     """Make AdamW with its state sharded over the ranks; on one rank there is nothing to shard."""
     whole = make_adamw(order)  # also checks the arguments
     if order.dp_size == 1:
@@ -47,6 +47,6 @@ def make_oss(order: Order) -> Optimizer:
     return ZeroRedundancyOptimizer(order.tables, AdamW, lr=order.lr, **(_settings(order) | order.given))
 
 
-def make_sgd_nesterov(order: Order) -> Optimizer:
+def make_sgd_nesterov(order: OptimizerOrder) -> Optimizer:
     """Make SGD with Nesterov momentum."""
     return construct(order, SGD, {"momentum": MOMENTUM}, nesterov=True)

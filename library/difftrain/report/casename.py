@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from difftrain.report.files import write_whole
+from difftrain.io.files import write_text
 from difftrain.report.line import fixed
 
 ACCURACY_EPOCHS = 120  # fewer, and the run says something of speed only
@@ -36,7 +36,7 @@ def case_log(report: dict[str, Any]) -> str:
 
 def write_case_log(run_dir: Path, report: dict[str, Any]) -> Path:
     """Write it beside report.json."""
-    return write_whole(run_dir / f"{report['case_name']}.log", case_log(report))
+    return write_text(run_dir / f"{report['case_name']}.log", case_log(report))
 
 
 def final_lines(report: dict[str, Any]) -> list[str]:

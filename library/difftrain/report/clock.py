@@ -29,7 +29,7 @@ class Mark(Protocol):
 
 
 @dataclass
-class Span:
+class Interval:
     """Hold the sums of some training steps. wait_s is the part of wall_s in which the device had no data."""
 
     steps: int = 0
@@ -38,7 +38,7 @@ class Span:
     wall_s: float = 0.0
     wait_s: float = 0.0
 
-    def add(self, other: Span) -> None:
+    def add(self, other: Interval) -> None:
         """Add another span's sums to this one's."""
         self.steps += other.steps
         self.images += other.images
@@ -77,13 +77,13 @@ class Account:
     """Hold what some sessions of a run took. Steps of the warm-up are apart, so that they can be left out."""
 
     sessions: int = 0
-    warm: Span = field(default_factory=Span)
-    steady: Span = field(default_factory=Span)
+    warm: Interval = field(default_factory=Interval)
+    steady: Interval = field(default_factory=Interval)
     pauses_s: dict[str, float] = field(default_factory=dict)
     e2e_s: float = 0.0
 
     @property
-    def measured(self) -> Span:
+    def measured(self) -> Interval:
         """Return the span that speed is computed from: all steps where none came after the warm-up."""
         return self.steady if self.steady.steps else self.warm
 
@@ -104,7 +104,7 @@ class Account:
     @classmethod
     def of(cls, state: dict[str, Any]) -> Account:
         """Read what Clock.state wrote."""
-        spans = {name: Span(**state[name]) for name in ("warm", "steady")}
+        spans = {name: Interval(**state[name]) for name in ("warm", "steady")}
         return cls(**{**state, **spans, "pauses_s": dict(state["pauses_s"])})
 
 
@@ -144,8 +144,8 @@ class Clock:
         self._warmup = warmup_steps(session_steps)
         self._before = Account()  # earlier sessions
         self._session = Account(sessions=1)
-        self._interval = Span()  # since the last reading
-        self._piece = Span()  # since the last synchronisation
+        self._interval = Interval()  # since the last reading
+        self._piece = Interval()  # since the last synchronisation
         self._waits: list[tuple[float, Mark | None, Mark | None]] = []
         self._opened: float | None = None
         self._pause: tuple[str, float] | None = None  # name and beginning of the outermost one
@@ -183,10 +183,10 @@ class Clock:
         if self._warmup and self._session.warm.steps + self._piece.steps == self._warmup:
             self._close()  # once a session: speed is measured from here on
 
-    def read(self) -> Span:
+    def read(self) -> Interval:
         """Synchronise the device and return the steps since the last reading."""
         self._close()
-        interval, self._interval = self._interval, Span()
+        interval, self._interval = self._interval, Interval()
         return interval
 
     @contextmanager
@@ -249,7 +249,7 @@ class Clock:
         book = self._session.warm if self._session.warm.steps < self._warmup else self._session.steady
         book.add(self._piece)
         self._interval.add(self._piece)
-        self._piece, self._waits, self._opened = Span(), [], ended
+        self._piece, self._waits, self._opened = Interval(), [], ended
 
     @staticmethod
     def _stood_still(waited: float, before: Mark | None, after: Mark | None) -> float:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from difftrain.report.chart import Curve, line_chart
+from difftrain.report.html_parts import Curve, line_chart, rows
 from difftrain.report.line import fixed
-from difftrain.report.tables import rows
 
 EMA = "ema_"
 KID = "kid_efflite0"

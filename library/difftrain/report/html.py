@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import DataFault
+from difftrain.io.files import write_text
 from difftrain.report import evaluations
-from difftrain.report.chart import Curve, bar_chart, line_chart
-from difftrain.report.files import write_whole
+from difftrain.report.html_parts import (
+    Curve,
+    bar_chart,
+    cell,
+    data_address,
+    line_chart,
+    name,
+    pairs,
+    rows,
+    sample_pictures,
+)
 from difftrain.report.line import MEASURED, fixed
 from difftrain.report.metrics import METRICS, read_lines
-from difftrain.report.pictures import data_address, sample_pictures
 from difftrain.report.report import REPORT
-from difftrain.report.tables import cell, name, pairs, rows
 
 PAGE = "report.html"
 
@@ -35,7 +43,7 @@ def build_html(run_dir: Path) -> Path:
     except ValueError as error:
         raise DataFault(f"{source}: is no JSON ({error})") from error
     lines = list(read_lines(run_dir / METRICS))
-    return write_whole(run_dir / PAGE, page(report, lines, sample_pictures(run_dir)))
+    return write_text(run_dir / PAGE, page(report, lines, sample_pictures(run_dir)))
 
 
 def page(report: dict[str, Any], lines: list[dict[str, Any]], pictures: list[Path]) -> str:

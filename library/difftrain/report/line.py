@@ -1,19 +1,69 @@
-"""The metric line and the record of one optimizer step: what the console shows and what metrics.jsonl keeps.
-
-    step=12 epoch=1 step_loss=0.12345 avr_loss=0.12801 lr=0.000001 grad_norm=0.412 data_wait=0.002 mem=31.25 FPS: 20.17
-
-Scripts of our users read these lines with `grep -o 'step_loss=[0-9.]*'` and with `grep 'FPS: ' | awk '{print $NF}'`,
-or `awk -F 'FPS: ' '{print $2}'`. So `FPS: ` ends the line, after data_wait (seconds per step) and mem (peak GiB), and
-every number is in fixed-point: from `1e-05` that grep would read a learning rate of 1.
-"""
+"""The metric line and the record of one optimizer step: what the console shows and what metrics.jsonl keeps."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+from array import array
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from typing import Any
+
+
+class AverageLoss:
+    """Average the loss over the last epoch's worth of steps, as kohya's trainers do.
+
+    Every place in an epoch holds its latest loss: in the first epoch the mean is over the steps so far, later over all
+    places, of which the new epoch's replace the old ones one by one. A non-finite loss (its update was skipped) is left
+    out, or it would stay in the sum for ever.
+    """
+
+    def __init__(self) -> None:
+        self._losses = array("d")
+        self._known = bytearray()  # 1 where the place holds a finite loss
+        self._total = 0.0
+        self._count = 0
+
+    def add(self, place: int, loss: float) -> None:
+        """Take the loss of the step at this place (from 0) in its epoch."""
+        missing = place + 1 - len(self._losses)
+        if missing > 0:
+            self._losses.extend([0.0] * missing)
+            self._known.extend(bytes(missing))
+        if not math.isfinite(loss):
+            return
+        if self._known[place]:
+            self._total -= self._losses[place]
+        else:
+            self._known[place] = 1
+            self._count += 1
+        self._losses[place] = loss
+        self._total += loss
+
+    @property
+    def value(self) -> float:
+        """Return the average; NaN before the first finite loss."""
+        return self._total / self._count if self._count else math.nan
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as JSON can hold it, to the bit (11 bytes a step of an epoch)."""
+        return {
+            "total": self._total,
+            "losses": base64.b64encode(self._losses.tobytes()).decode(),
+            "known": base64.b64encode(bytes(self._known)).decode(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._losses = array("d")
+        self._known = bytearray()
+        self._total, self._count = 0.0, 0
+        if state:
+            self._losses.frombytes(base64.b64decode(state["losses"]))
+            self._known = bytearray(base64.b64decode(state["known"]))
+            self._total, self._count = state["total"], sum(self._known)
+
 
 MEASURED = "train/"  # tags of what a family measures
 

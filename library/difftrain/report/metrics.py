@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from difftrain.io.files import atomic_write
 from difftrain.report.line import exact_json
 
 METRICS = "metrics.jsonl"
@@ -42,12 +43,8 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         known = read_lines(path) if resume_step else ()  # what came before the first step is made again, too
         kept = {r["step"]: r for r in known if isinstance(r.get("step"), int) and r["step"] <= resume_step}
-        aside = path.with_name(path.name + ".tmp")
-        with aside.open("w", encoding="utf-8") as file:
-            file.writelines(exact_json(kept[step]) + "\n" for step in sorted(kept))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        with atomic_write(path) as file:
+            file.writelines(f"{exact_json(kept[step])}\n".encode() for step in sorted(kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:

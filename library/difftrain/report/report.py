@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.io.files import write_text
 from difftrain.report import environment, evaluations
-from difftrain.report.baselines import LABEL, published
 from difftrain.report.casename import case_name
-from difftrain.report.facts import DEFINITIONS, not_enabled
-from difftrain.report.files import write_whole
+from difftrain.report.facts import DEFINITIONS, LABEL, not_enabled, published
 from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, read_lines
 from difftrain.report.peaks import vendor_peak
 from difftrain.report.sessions import read_sessions
@@ -31,7 +30,7 @@ NAMED_REJECTS = 50  # the page names so many; rejected.jsonl has them all
 
 
 @dataclass(frozen=True)
-class Target:
+class ScoreTarget:
     """A figure that the run set out to reach."""
 
     name: str
@@ -53,7 +52,7 @@ class Target:
 
 
 @dataclass
-class RunFacts:
+class ReportFacts:
     """What only the loop knows at the end of a session; the rest is read from the run's folder.
 
     device: Device.describe(). dataset: name, count, fingerprint, buckets, ... as data/ sums it up. weights: where they
@@ -83,11 +82,11 @@ class RunFacts:
     matmul_flops: float | None = None
     quantile_losses: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[str, Any] = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[ScoreTarget] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def make_report(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+def make_report(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
     """Return the whole report as plain data."""
     return {
         **_identity(cfg, facts),
@@ -111,10 +110,10 @@ def make_report(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
 
 def write_report(run_dir: Path, report: dict[str, Any]) -> Path:
     """Write report.json whole; NaN, which JSON does not have, as null."""
-    return write_whole(run_dir / REPORT, json.dumps(_plain(report), indent=1, ensure_ascii=False) + "\n")
+    return write_text(run_dir / REPORT, json.dumps(_plain(report), indent=1, ensure_ascii=False) + "\n")
 
 
-def _identity(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+def _identity(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
     training = cfg.training
     return {
         "network": facts.network,
@@ -148,7 +147,7 @@ def _identity(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def _speed(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
+def _speed(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
     span = facts.account.measured
     flops = span.flops / span.wall_s / facts.world_size if span.wall_s > 0 else 0.0
     peak = vendor_peak(str(facts.device.get("name", "")), cfg.training.mixed_precision)
@@ -189,7 +188,7 @@ def _losses(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _verdict(targets: list[Target]) -> dict[str, Any]:
+def _verdict(targets: list[ScoreTarget]) -> dict[str, Any]:
     if not targets:
         return {"targets": [], "verdict": "no target was set for this run"}
     missed = [target.name for target in targets if not target.met]

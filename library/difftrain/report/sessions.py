@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from difftrain.report.files import write_whole
+from difftrain.io.files import write_text
 from difftrain.report.metrics import METRICS, read_lines
 
 FILE = "sessions.json"
@@ -31,11 +31,15 @@ class Sessions:
         stored = read_sessions(run_dir)
         self.run_id: str = stored.get("run_id") or uuid.uuid4().hex[:12]
         self.history: list[dict[str, Any]] = stored.get("sessions", [])
+
+        # sessions before: those in another folder count as one, those without an end as killed
         if not self.history and step > 0:
             self.history.append(
                 {"session": 0, "outcome": "in another folder", "steps_done": step, "elapsed_s": earlier_s}
             )
         self._settle_killed(run_dir)
+
+        # this session is written at once, so that it is known even if it is killed
         self.number = 1 + max((s["session"] for s in self.history), default=0)
         self._this: dict[str, Any] = {
             "session": self.number,
@@ -75,7 +79,7 @@ class Sessions:
         return sum(session["elapsed_s"] for session in self.history)
 
     def _write(self) -> None:
-        write_whole(self._path, json.dumps({"run_id": self.run_id, "sessions": self.history}, indent=1) + "\n")
+        write_text(self._path, json.dumps({"run_id": self.run_id, "sessions": self.history}, indent=1) + "\n")
 
 
 def read_sessions(run_dir: Path) -> dict[str, Any]:

@@ -32,9 +32,12 @@ def walk(
     unconditional: what guidance starts from; None: no guidance. generator: of what a sampler draws on its way, one or one
     a picture. Guidance: Ho and Salimans, Classifier-free diffusion guidance, 2022, equation 6, with `guidance` = 1 + w.
     """
+    # the sampler's times, and conditions for both halves of guidance in one batch
     _set_times(model, sampler, steps)
     given = dict(conditions) if unconditional is None else _joined(unconditional, conditions)
     options = {"generator": generator} if "generator" in inspect.signature(sampler.step).parameters else {}
+
+    # from the sampler's first noise level down: one prediction and one step at each time
     x = noise * getattr(sampler, "init_noise_sigma", 1.0)
     for t in sampler.timesteps:
         entering = x if unconditional is None else torch.cat([x, x])

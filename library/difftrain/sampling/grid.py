@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Picture:
+class GridPicture:
     """One drawn prompt, and the seed that drew it."""
 
     image: Image
@@ -47,13 +47,13 @@ def draw_grid(
     return path
 
 
-def draw_pictures(model: Drawer, prompts: Sequence[Prompt], *, sampler: str, seed: int | None) -> list[Picture]:
+def draw_pictures(model: Drawer, prompts: Sequence[Prompt], *, sampler: str, seed: int | None) -> list[GridPicture]:
     """Draw every prompt. The noise comes from the host, so a seed draws the same on every device."""
     with draw.evaluating(model.modules):
         return [draw_one(model, prompt, sampler=sampler, seed=seed) for prompt in prompts]
 
 
-def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -> Picture:
+def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -> GridPicture:
     """Draw one prompt. The caller may hold autocast: the VAE is decoded outside of it, in its own dtype."""
     chosen = prompt.seed if prompt.seed is not None else (seed or 0)
     size = drawn_size(model, prompt)
@@ -74,7 +74,7 @@ def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -
         guidance=prompt.scale,
         generator=generator,
     )
-    return Picture(image_of(model.decode(latents)[0]), chosen)
+    return GridPicture(image_of(model.decode(latents)[0]), chosen)
 
 
 def image_of(pixels: Tensor) -> Image:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.sampling.prompts import IDLE, Entry, Prompt, parse_line, parse_table, rounded
+from difftrain.sampling.prompts import IDLE, Prompt, PromptEntry, parse_line, parse_table, rounded
 from difftrain.sampling.samplers import sampler_fault
 
 FLAG = "--sample_prompts"
@@ -52,7 +52,7 @@ def read_prompts(path: Path, sampler: str = "ddim", *, flow: bool = False, guide
     return PromptFile(prompts, tuple(_notes(entries, prompts)))
 
 
-_Placed = list[tuple[str, Entry]]  # where a prompt stands, and the prompt
+_Placed = list[tuple[str, PromptEntry]]  # where a prompt stands, and the prompt
 _REMEDIES = {
     "": "write a prompt a line",
     ".txt": "write a prompt a line",
@@ -113,7 +113,7 @@ def _toml(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
     entries = []
     for number, subset in enumerate(subsets, start=1):
         own = parse_table(subset)
-        entries.append((f"{path} [[prompt.subset]] {number}", Entry(defaults.fields | own.fields, own.faults)))
+        entries.append((f"{path} [[prompt.subset]] {number}", PromptEntry(defaults.fields | own.fields, own.faults)))
     return entries, faults
 
 

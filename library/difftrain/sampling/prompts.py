@@ -36,7 +36,7 @@ class Prompt:
 
 
 @dataclass
-class Entry:
+class PromptEntry:
     """One prompt as somebody wrote it: its fields by kohya's names, what is wrong, and what is worth saying."""
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -158,10 +158,10 @@ OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
 }
 
 
-def parse_line(line: str) -> Entry:
+def parse_line(line: str) -> PromptEntry:
     """Split a line into the fields that it gives; text behind " --" that begins with no option is dropped, and said."""
     text, *pieces = line.split(" --")
-    entry = Entry({"prompt": text})
+    entry = PromptEntry({"prompt": text})
     for piece in pieces:
         name, _, value = piece.partition(" ")
         if name.lower() in OPTIONS:
@@ -171,7 +171,7 @@ def parse_line(line: str) -> Entry:
     return entry
 
 
-def _take(entry: Entry, name: str, value: str) -> None:
+def _take(entry: PromptEntry, name: str, value: str) -> None:
     pattern, target, convert = OPTIONS[name]
     found = re.match(pattern, value)
     try:
@@ -187,9 +187,9 @@ def _take(entry: Entry, name: str, value: str) -> None:
     _settle(entry, target, converted, f"--{name}")
 
 
-def parse_table(table: Mapping[str, Any]) -> Entry:
+def parse_table(table: Mapping[str, Any]) -> PromptEntry:
     """Take the fields of a TOML table or a JSON object."""
-    entry = Entry()
+    entry = PromptEntry()
     for name, value in table.items():
         if name in FIELDS:
             _settle(entry, name, value, name)
@@ -200,7 +200,7 @@ def parse_table(table: Mapping[str, Any]) -> Entry:
     return entry
 
 
-def _settle(entry: Entry, name: str, value: Any, called: str) -> None:
+def _settle(entry: PromptEntry, name: str, value: Any, called: str) -> None:
     try:
         entry.fields[name] = FIELDS[name](value)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A made-up family of clips: latents with frames, a masked text encoder, and a third encoder that looks at pictures.
+"""A made-up family of clips: latents with frames, a masked text encoder, one that looks at pictures, one that does both.
 
 Nothing of it is any good at drawing. It has what families of pictures with CLIP's texts have not, and so shows what
 data, cache and training take for granted. A clip is made of a picture, which moves by a pixel a frame.
@@ -14,7 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from difftrain.contracts import Batch, Bucket, DrawSpec, Encoder, Feature, FeatureSpec, Inputs, Parts
+from difftrain.contracts import (
+    CAPTION,
+    PAIR,
+    PIXELS,
+    Batch,
+    Bucket,
+    DrawSpec,
+    Encoder,
+    Feature,
+    FeatureSpec,
+    Inputs,
+    Parts,
+)
 from difftrain.models.materialise import fill
 from difftrain.models.weights.fingerprints import hashed, of_tensors
 from difftrain.testing.family import TinyFamily
@@ -22,7 +34,8 @@ from difftrain.testing.family import TinyFamily
 CHANNELS, FACTOR, FRAMES = 6, 8, 4  # of a latent: pixels a side, and frames, to one of it
 LENGTH, WIDTH, VOCABULARY = 24, 20, 97
 STYLE, DEPTH_FACTOR = 7, 16
-FROZEN = ("video_vae", "t5", "vision")
+CELL = 28  # pixels of a side, of what is a row beside the words
+FROZEN = ("video_vae", "t5", "vision", "reader")
 _STEPS = 1000
 
 
@@ -92,6 +105,24 @@ class Vision(nn.Module):
         return self.style(x.mean((2, 3))), self.depth(x)
 
 
+class Seeing(nn.Module):
+    """Rows of a picture's cells, then of the words of its caption, each told by all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.cells = nn.Conv2d(3, WIDTH, CELL, CELL)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pixels: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Read. Shapes: pixels (B, 3, H, W) uint8; ids, mask (B, L) -> (B, cells + L, D), their mask (B, cells + L)."""
+        seen = self.cells(pixels.float() / 127.5 - 1).flatten(2).transpose(1, 2)
+        rows = torch.cat([seen, self.words(ids)], 1)
+        kept = torch.cat([torch.ones(seen.shape[:2], dtype=mask.dtype, device=mask.device), mask], 1)
+        told = (rows * kept.unsqueeze(-1)).sum(1, keepdim=True) / kept.sum(1)[:, None, None]
+        return self.mix(rows * told) * kept.unsqueeze(-1), kept.to(torch.uint8)
+
+
 class ClipRoot(nn.Module):
     """The denoiser: one convolution over the clip, pushed about by what the encoders say."""
 
@@ -99,16 +130,21 @@ class ClipRoot(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Conv3d(CHANNELS + 1, CHANNELS, 3, padding=1)])
         self.text, self.style = nn.Linear(WIDTH, CHANNELS), nn.Linear(STYLE + 1, CHANNELS)
+        self.seen = nn.Linear(WIDTH, CHANNELS)
 
     def forward(self, x_t: Tensor, timestep: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Predict. Shapes: x_t (B, C, F, h, w) -> the same."""
         kept = conditions["t5_mask"].sum(1, keepdim=True)
         text = self.text(conditions["t5_hidden"].float().sum(1) / kept)
+        text = text + self.seen(conditions["seen"].float().sum(1) / conditions["seen_mask"].sum(1, keepdim=True))
         time = timestep[:, None].float() / _STEPS
         pushed = text + self.style(torch.cat([conditions["style"], time], 1))
         depth = nn.functional.interpolate(conditions["depth"].float(), x_t.shape[-2:])
         depth = depth[:, :, None].expand(-1, -1, x_t.shape[2], -1, -1)
         return self.blocks[0](torch.cat([x_t, depth], 1)) + pushed[:, :, None, None, None]
+
+
+_CLASSES: dict[str, Callable[[], nn.Module]] = dict(zip(FROZEN, (VideoVae, T5, Vision, Seeing), strict=True))
 
 
 class ClipFamily(TinyFamily):
@@ -123,18 +159,18 @@ class ClipFamily(TinyFamily):
         draws = {"noise": noise, "moments": noise, "timestep": DrawSpec("integer", high=_STEPS)}
         return FeatureSpec({"latents": Feature(CHANNELS, FACTOR, frames=FRAMES)}, draws, size_multiple=DEPTH_FACTOR)
 
-    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
-        """Build everything from the seed; lazy parts when they are woken."""
+    def load(self, *, meta: bool = False, deferred: Collection[str] = ()) -> Parts:
+        """Build everything from the seed; deferred parts when they are loaded."""
         with torch.device("meta"):
-            root, *modules = ClipRoot(), VideoVae(), T5(), Vision()
+            root, *modules = ClipRoot(), *(each() for each in _CLASSES.values())
         parts = Parts(root, dict(zip(FROZEN, modules, strict=True)))
         fillers = {"root": partial(_fill, root, "root", self.seed)}
         fillers |= {name: partial(_fill, parts.frozen[name], name, self.seed) for name in FROZEN}
         for name, filler in fillers.items():
-            if not meta and name not in lazy:
+            if not meta and name not in deferred:
                 filler()
         root.requires_grad_(True)
-        parts.lazy = {name: fillers[name] for name in lazy if name in FROZEN}
+        parts.deferred = {name: fillers[name] for name in deferred if name in FROZEN}
         return parts
 
     def tokenizer(self, parts: Parts) -> Words:
@@ -142,18 +178,34 @@ class ClipFamily(TinyFamily):
         return Words()
 
     def encoders(self, parts: Parts) -> dict[str, Encoder]:
-        """Describe all three."""
+        """Describe all four."""
+        # of pixels alone
         told: dict[str, tuple[dict[str, Feature], Callable[[Batch], dict[str, Tensor]]]] = {
             "video_latents": ({"moments": Feature(2 * CHANNELS, FACTOR, frames=FRAMES)}, partial(_moments, parts)),
             "vision": ({"style": Feature(STYLE), "depth": Feature(1, DEPTH_FACTOR)}, partial(_look, parts)),
         }
         found = {
-            name: Encoder("pixels", features, (part,), "made up", encode, partial(self._fingerprint, part))
+            name: Encoder(PIXELS, features, (part,), "made up", encode, partial(self._fingerprint, part))
             for part, (name, (features, encode)) in zip(("video_vae", "vision"), told.items(), strict=True)
         }
+
+        # of a picture with its caption
+        rows = Feature(WIDTH, length=LENGTH, dtype="bfloat16", maskable=True, per_cell=CELL)
+        found["reader"] = Encoder(
+            source=PAIR,
+            features={"seen": rows, "seen_mask": Feature(LENGTH, dtype="uint8", per_cell=CELL)},
+            modules=("reader",),
+            settings="made up",
+            encode=partial(_see, parts),
+            fingerprint=partial(self._fingerprint, "reader"),
+            inputs=("t5_ids", "t5_mask"),
+            masks={"seen": "seen_mask"},
+        )
+
+        # of captions alone
         hidden = Feature(WIDTH, length=LENGTH, dtype="bfloat16", maskable=True)
         found["t5"] = Encoder(
-            source="caption",
+            source=CAPTION,
             features={"t5_hidden": hidden},
             modules=("t5",),
             settings="made up",
@@ -165,9 +217,8 @@ class ClipFamily(TinyFamily):
         return found
 
     def _fingerprint(self, part: str) -> str:
-        module = {"video_vae": VideoVae, "t5": T5, "vision": Vision}[part]
         with torch.device("meta"):
-            made = module()
+            made = _CLASSES[part]()
         return hashed(part, of_tensors(_weights(made, part, self.seed)))
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
@@ -188,11 +239,14 @@ class ClipFamily(TinyFamily):
         here = batch.features
         seen = here if "style" in here else _look(parts, batch)
         hidden = here if "t5_hidden" in here else _read(parts, batch)
+        both = here if "seen" in here else _see(parts, batch)
         conditions = {
             "style": seen["style"],
             "depth": seen["depth"],
             "t5_hidden": hidden["t5_hidden"],
             "t5_mask": here["t5_mask"],
+            "seen": both["seen"],
+            "seen_mask": both["seen_mask"],
         }
         return Inputs((1 - share) * x + share * noise, t, conditions, x, torch.ones(len(t), device=x.device))
 
@@ -219,6 +273,13 @@ def _look(parts: Parts, batch: Batch) -> dict[str, Tensor]:
 def _read(parts: Parts, batch: Batch) -> dict[str, Tensor]:
     hidden = parts.frozen["t5"](batch.features["t5_ids"], batch.features["t5_mask"])
     return {"t5_hidden": hidden.bfloat16()}
+
+
+@torch.no_grad()
+def _see(parts: Parts, batch: Batch) -> dict[str, Tensor]:
+    here = batch.features
+    seen, mask = parts.frozen["reader"](here["pixels"], here["t5_ids"], here["t5_mask"])
+    return {"seen": seen.bfloat16(), "seen_mask": mask}
 
 
 def _weights(module: nn.Module, part: str, seed: int) -> Iterator[tuple[str, Tensor]]:

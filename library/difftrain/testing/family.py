@@ -70,14 +70,14 @@ class TinyFamily:
         """Ask for noise and a timestep."""
         return FeatureSpec({}, {"noise": DrawSpec("normal", CHANNELS), "timestep": DrawSpec("integer", high=_STEPS)})
 
-    def load(self, *, meta: bool = False, lazy: Collection[str] = ()) -> Parts:
+    def load(self, *, meta: bool = False, deferred: Collection[str] = ()) -> Parts:
         """Build the model from the seed; what is frozen has no weights that could be left away."""
         with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
             torch.manual_seed(self.seed)
             root = TinyRoot(**self.options)
         return Parts(root, {"encoder": nn.Identity()})
 
-    def comes_without(self) -> dict[str, str]:
+    def missing_tokenizers(self) -> dict[str, str]:
         """Lack nothing."""
         return {}
 

@@ -74,6 +74,8 @@ def run_ranks(
     command = [sys.executable, "-c", _CALL, path, function] if function else [sys.executable, path]
     command += [str(arg) for arg in args]
     port = free_port()
+
+    # logs are files: a pipe that nobody reads fills up, and its rank stands still
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, contextlib.ExitStack() as stack:
         logs = [
             (
@@ -83,6 +85,8 @@ def run_ranks(
             for rank in range(size)
         ]
         ended = _run(command, size, port, timeout_s, env, logs)
+
+    # the rank that failed first is often not the one that is noticed: show them all
     wrong = [e for e in ended if e.code is None or (check and e.code != 0)]
     if wrong:
         told = "\n".join(
@@ -108,6 +112,8 @@ def _run(
         for rank, (out, err) in enumerate(logs)
     ]
     took = [0.0] * size
+
+    # wait for all, also where one has failed, and note how long each lived
     try:
         while (running := [p.poll() is None for p in processes]) and any(running):
             now = time.monotonic() - start
@@ -121,6 +127,8 @@ def _run(
             if process.poll() is None:
                 process.kill()
             process.wait(_GRACE_S)
+
+    # no exit code for those that had to be killed
     return [
         Ended(rank, None if late[rank] else process.returncode, took[rank], _read(logs[rank][0]), _read(logs[rank][1]))
         for rank, process in enumerate(processes)

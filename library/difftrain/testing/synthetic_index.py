@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from difftrain.data.index import Index, IndexSummary
-from difftrain.data.index_writer import IndexWriter, RecordRow
+from difftrain.data.index.index import Index, IndexSummary
+from difftrain.data.index.writer import IndexWriter, RecordRow
 from difftrain.data.sources.base import SourceInfo
 
 SIZES = ((512, 512), (640, 480), (480, 640), (1024, 768), (768, 1024), (1920, 1080), (900, 1600), (2048, 512))
@@ -35,12 +35,15 @@ def write_synthetic_index(
     )
     writer = IndexWriter(Path(folder))
     try:
+        # deal the records to the sources in runs, and cut each run into shards
         per_source = -(-records // len(infos))
         files: list[tuple[int, int, int]] = []  # source, shard, records
         for info in infos:
             own = min(per_source, max(0, records - info.ordinal * per_source))
             starts = range(0, own, shard_records)
             files += [(info.ordinal, shard, min(shard_records, own - start)) for shard, start in enumerate(starts)]
+
+        # write as for a real data set: files, records, then the summary that makes it whole
         writer.add_files(
             (number, source, f"{shard:05d}.tar", 1 << 30, 0, "synthetic", 1, shard, None)
             for number, (source, shard, _) in enumerate(files)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from difftrain.contracts import Bucket
-from difftrain.data.table_build import Origin, Split, build_tables
-from difftrain.data.tables import Layout, Tables
+from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, build_tables
+from difftrain.data.plan.tables import Layout, PlanTables
 
 
 class Item(NamedTuple):
@@ -59,11 +59,11 @@ class MemoryIndex:
 def make_tables(
     folder: Path,
     items: Sequence[Item],
-    repeats: Sequence[float] | Sequence[Origin] = (1,),
+    repeats: Sequence[float] | Sequence[PlanSource] = (1,),
     *,
-    split: Split | None = None,
+    split: HeldOutSplit | None = None,
     layout: Layout = "key",
-) -> Tables:
+) -> PlanTables:
     """Build and open tables of made-up records. An item of bucket (0, 0) fits none."""
     index = MemoryIndex(folder, items)
     buckets = [bucket for bucket in dict.fromkeys(item.bucket for item in items) if bucket.height]
@@ -74,11 +74,11 @@ def make_tables(
         buckets,
         np.array([places.get(item.bucket, -1) for item in index.items]),
         repeats,
-        split=split or Split(),
+        split=split or HeldOutSplit(),
         layout=layout,
         fingerprint="made up",
     )
-    return Tables(folder / "tables", folder)
+    return PlanTables(folder / "tables", folder)
 
 
 def by_id(items: Sequence[Item]) -> list[Item]:

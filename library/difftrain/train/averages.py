@@ -1,34 +1,36 @@
-"""Averaged weights of a run: kept beside training, in checkpoints, and for the power-function ones as snapshots.
-
-Snapshots lie in ema_snapshots/ of the run's folder, `WIDTH-UPDATES.safetensors`, a file for each width at every export;
-averages of other widths are made from them later. No flag deletes them: each one makes those later averages better.
-"""
+"""Averaged weights of a run: kept beside training, in checkpoints, as snapshots; and made from these afterwards, of any width."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ema import Average, Ema
-from difftrain.diffusion.power_ema import PowerEma
-from difftrain.engine.shelf import Shelf
+from difftrain.diffusion.power_ema import PowerEma, Profile, combine, exponent
+from difftrain.engine.checkpoint_reader import CheckpointReader
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.state import Run
 from difftrain.train.streams import all_tried, to_the_end
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from difftrain.config import TrainConfig
-    from difftrain.config.sections import EmaSection
+    from difftrain.config.schema.sections import EmaSection
     from difftrain.contracts import Engine
     from difftrain.distributed.ranks import Ranks
+
 
 log = logging.getLogger("difftrain")
 PLAIN, POWER = "ema", "ema_{width}"  # files ema-00000.safetensors, ema_0.05-00000.safetensors
@@ -139,13 +141,13 @@ def load_averages(run: Run, folder: Path) -> None:
 
     A moving average that the checkpoint has not begins with its weights.
     """
-    shelf = Shelf(folder, PLAIN, run.ranks)
+    reader = CheckpointReader(folder, PLAIN, run.ranks)
     if run.ema is None:
-        if shelf.shapes:
+        if reader.shapes:
             log.warning("%s has averaged weights, which are not carried on: --use_ema is not given", folder)
-    elif shelf.shapes:
-        _load(run.ema, shelf)
-        known = shelf.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
+    elif reader.shapes:
+        _load(run.ema, reader)
+        known = reader.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
         run.ema.updates = int(known) if known else run.progress.step // run.cfg.ema.update_every
     else:
         run.ema = start_averages(run.cfg.ema, run.engine)[0]
@@ -155,13 +157,13 @@ def load_averages(run: Run, folder: Path) -> None:
     if left:
         log.warning("%s has averages that are not carried on, as --ema_profiles does not ask: %s", folder, left)
     for each in run.profiles:
-        shelf = Shelf(folder, POWER.format(width=each.width), run.ranks)
-        _load(each, shelf)
-        each.updates = int(shelf.metadata[0][UPDATES])
+        reader = CheckpointReader(folder, POWER.format(width=each.width), run.ranks)
+        _load(each, reader)
+        each.updates = int(reader.metadata[0][UPDATES])
 
 
-def _load(average: Average, shelf: Shelf) -> None:
-    average.load_state_dict({name: tensor.clone() for name, tensor in shelf.tensors(lambda name: True)})
+def _load(average: Average, reader: CheckpointReader) -> None:
+    average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(lambda name: True)})
 
 
 # ---------------------------------------------------------------------- snapshots
@@ -169,12 +171,12 @@ def _load(average: Average, shelf: Shelf) -> None:
 
 def store_snapshots(run: Run) -> None:
     """Write a snapshot of every power-function average, once a step. Every rank calls it: gathering is collective."""
-    if run.facts.get(SNAPSHOTS) == run.progress.step:  # the export at the end of a run may follow one of its last step
+    if run.snapshots_at == run.progress.step:  # the export at the end of a run may follow one of its last step
         return
     dtype = SNAPSHOT_DTYPES[run.cfg.ema.snapshot_precision]
     shapes = {name: (dtype, extent.shape) for name, _, extent in run.engine.shards()}
     all_tried(partial(_store, run, each, shapes) for each in run.profiles)
-    run.facts[SNAPSHOTS] = run.progress.step
+    run.snapshots_at = run.progress.step
 
 
 def _store(run: Run, each: PowerEma, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
@@ -191,7 +193,7 @@ def _store(run: Run, each: PowerEma, shapes: dict[str, tuple[torch.dtype, tuple[
 
 
 def _about(run: Run, average: PowerEma) -> dict[str, str]:
-    identity = run.facts["identity"]
+    identity = run.identity
     return {
         "gamma": repr(average.gamma),
         "width": repr(average.width),
@@ -203,3 +205,74 @@ def _about(run: Run, average: PowerEma) -> dict[str, str]:
 def snapshot_path(out: Path, width: float, updates: int) -> Path:
     """Return where a snapshot lies."""
     return out / SNAPSHOTS / f"{width}-{updates:08d}.safetensors"
+
+
+@dataclass(frozen=True)
+class AverageSnapshot:
+    """One stored average: its file, which average it is, which run made it, and the names that it holds."""
+
+    path: Path
+    profile: Profile
+    run: str
+    names: frozenset[str]
+
+
+def snapshots_of(run_dir: Path) -> list[AverageSnapshot]:
+    """Read the heads of a run's snapshots, oldest first. Raises ConfigFault where there are none, or of two runs."""
+    paths = sorted((run_dir / SNAPSHOTS).glob("*.safetensors"))
+    if not paths:
+        what = f"{run_dir / SNAPSHOTS} holds no snapshots"
+        raise ConfigFault([Fault("--ema_width", what, "they are stored by a run with --ema_profiles at every export")])
+    found = sorted((_head(path) for path in paths), key=lambda each: each.profile[::-1])
+    for each in found[:-1]:
+        if (each.run, each.names) != (found[-1].run, found[-1].names):
+            what = f"{each.path} is of another run or model than {found[-1].path.name}"
+            raise ConfigFault([Fault("--ema_width", what, "move aside what is not of this run")])
+    return found
+
+
+def _head(path: Path) -> AverageSnapshot:
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            profile = Profile(float(about["gamma"]), int(about[UPDATES]))
+            return AverageSnapshot(path, profile, about["run"], frozenset(file.keys()))
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        what = f"{path} is no snapshot: {type(error).__name__}: {error}"
+        raise ConfigFault([Fault("--ema_width", what, "move it aside")]) from None
+
+
+class Reconstruction:
+    """The average of a width at the end of a run, as a sum of stored ones.
+
+    error: how far its profile is from the wanted one, relative. updates: after how many.
+    """
+
+    def __init__(self, stored: list[AverageSnapshot], width: float) -> None:
+        self.updates = stored[-1].profile.t
+        found = combine([each.profile for each in stored], Profile(exponent(width), self.updates))
+        self.error = found.error
+        self._terms = [(share, each.path) for share, each in zip(found.shares, stored) if share != 0.0]
+        self.names = stored[-1].names
+
+    def put_into(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass a stream of weights on, those that were trained averaged. Raises ConfigFault where one never comes."""
+        left = set(self.names)
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, framework="pt")) for _, path in self._terms]
+            for name, value in weights:
+                if name not in self.names:
+                    yield name, value
+                    continue
+                left.discard(name)
+                total = torch.zeros(value.shape, dtype=torch.float64)
+                for (share, path), file in zip(self._terms, files):
+                    tensor = file.get_tensor(name)
+                    if tensor.shape != value.shape:
+                        what = f"{name} has the shape {list(tensor.shape)} in {path}, {list(value.shape)} in the model"
+                        raise ConfigFault([Fault("--ema_width", what, "give the model of that run")])
+                    total += share * tensor.double()
+                yield name, total.float()
+        if left:
+            what = f"the model lacks {len(left)} of the averaged weights, {min(left)} among them"
+            raise ConfigFault([Fault("--ema_width", what, "give the model of that run")])

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from difftrain import optim
+from difftrain.cache.build import deferred_parts
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault, Family, Fault, Parts
-from difftrain.data.decoders import HOST
+from difftrain.data.media.decoders import HOST
 from difftrain.data.sources import own_class
 from difftrain.device import Device, fp8, jpeg
-from difftrain.train.caching import lazy_parts
 from difftrain.train.drawing import prompts_of
 
 _WEIGHTS = frozenset({"model.pretrained", "model.vae"})
@@ -35,7 +35,7 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
     """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers.
 
     away: fields of which something is still to be fetched, and which are left out. whole: False leaves out the weights of
-    encoders that a cache may save, where the family can; they are looked at when they are woken. Returns the parts
+    encoders that a cache may save, where the family can; they are looked at when they are loaded. Returns the parts
     without weights. Raises ConfigFault with every fault.
     """
     faults: list[Fault] = optim.faults(cfg.optimizer, cfg.training.max_steps)
@@ -52,7 +52,7 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
         attempt(lambda: own_class.make(str(cfg.data.dataset_class), *cfg.data.dirs[:1]))
     parts = Parts(root=nn.Module())
     if not _WEIGHTS.intersection(away):
-        parts = attempt(lambda: family.load(meta=True, lazy=() if whole else lazy_parts(cfg, family))) or parts
+        parts = attempt(lambda: family.load(meta=True, deferred=() if whole else deferred_parts(cfg, family))) or parts
     if not any(field.startswith("model.") for field in away):
         attempt(lambda: family.tokenizer(parts))
     if faults:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from difftrain.config.door import say
-from difftrain.config.finding import Rule
-from difftrain.config.parse import Parsed
-from difftrain.config.rules_names import one_of
-from difftrain.config.there import expecting
+from difftrain.config.parse_flags import Parsed
+from difftrain.config.paths import expecting
+from difftrain.config.rules.finding import Rule
+from difftrain.config.rules.optimizer import one_of
 from difftrain.device.choice import KINDS, calm_threads, hide_unusable_npu, hold_autoload
 from difftrain.distributed.launch import end_with_launcher
 

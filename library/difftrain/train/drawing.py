@@ -6,19 +6,18 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from difftrain.cache.build import on_device
 from difftrain.config import TrainConfig
-from difftrain.config.families import learns_flow, row_of
-from difftrain.config.names import FLOW_SAMPLERS
-from difftrain.device.memory import during
+from difftrain.config.schema.families import learns_flow, row_of
+from difftrain.config.schema.names import FLOW_SAMPLERS
+from difftrain.device.memory import SAMPLING, during
+from difftrain.distributed.collective import heartbeat
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
-from difftrain.train.caching import awake
 from difftrain.train.evaluating import drawable
-from difftrain.train.out_of_memory import SAMPLING
 from difftrain.train.state import Run
-from difftrain.train.together import company
 
 if TYPE_CHECKING:
-    from difftrain.train.outputs import Outputs
+    from difftrain.train.outputs import RunOutputs
 
 log = logging.getLogger("difftrain")
 FOLDER = "sample"
@@ -42,7 +41,7 @@ def sampler_of(cfg: TrainConfig) -> str:
 class Drawing:
     """Draw the prompts every n steps or epochs, before the first step where asked for, and at the end."""
 
-    def __init__(self, run: Run, outputs: Outputs | None = None) -> None:
+    def __init__(self, run: Run, outputs: RunOutputs | None = None) -> None:
         section = run.cfg.sample
         file = prompts_of(run.cfg)
         self._prompts = file.prompts
@@ -74,7 +73,7 @@ class Drawing:
         """Draw on the logger rank, while the others wait at the next step."""
         if not self._prompts:
             return
-        with company(run.ranks, run.ranks.is_logger):
+        with heartbeat(run.ranks, run.ranks.is_logger):
             if run.ranks.is_logger:
                 self._draw_here(run)
 
@@ -87,7 +86,7 @@ class Drawing:
             run.clock.paused("sampling"),
             during(SAMPLING),
             weights,
-            awake(run.parts, run.device),
+            on_device(run.parts, run.device),
             run.device.autocast(precision),
         ):
             grid = draw_grid(

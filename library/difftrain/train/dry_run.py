@@ -11,32 +11,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from difftrain.cache.request import cache_requests, estimate_storage
 from difftrain.config import TrainConfig
-from difftrain.config.there import Coming
+from difftrain.config.paths import PendingFiles
 from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, ConfigFault, Family, Group, Parts
 from difftrain.data.evaluation_sets import config_of, open_set
-from difftrain.data.length import total_steps, why
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan import EpochPlan
-from difftrain.data.prepare import global_batches, make_plan, open_data, prepare
+from difftrain.data.plan.length import why
+from difftrain.data.plan.plan import EpochPlan
+from difftrain.data.prepare import global_batches, prepare
 from difftrain.distributed.launch import Launch
 from difftrain.engine.fused import parts_of
-from difftrain.engine.halves import weights_kept
-from difftrain.engine.masters import DTYPES
+from difftrain.engine.half_precision import weights_kept
+from difftrain.engine.master_weights import DTYPES
 from difftrain.evaluation.features import INSTALL, NAME
 from difftrain.evaluation.features import missing as packages_missing
 from difftrain.evaluation.quantile import TENTHS
+from difftrain.hub.client import endpoint
+from difftrain.hub.fetch import looked_up
+from difftrain.hub.ids import TOKENIZERS, HubRequest
 from difftrain.models.registry import make_family
 from difftrain.optim import make_optimizer
 from difftrain.optim.muon import is_matrix
-from difftrain.train.cache_plan import foreseen, wishes
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
-from difftrain.train.hub.client import endpoint
-from difftrain.train.hub.fetch import looked_up
-from difftrain.train.hub.ids import TOKENIZERS, Wanted
-from difftrain.train.run_dir import foreseen as foreseen_folder
+from difftrain.train.run_dir import describe_run_directory
+from difftrain.train.session import open_run_data, plan_run
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
@@ -46,19 +47,24 @@ FP32, HALF = 4, 2
 KEPT_BYTES = {"fp32": 4, "kahan": 2}  # beside a weight in half precision
 
 
-def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print, coming: Coming | None = None) -> int:
+def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print, coming: PendingFiles | None = None) -> int:
     """Print resolved configuration, batch arithmetic, steps and epochs, parameters, memory and FLOPs; return 0.
 
     coming: what the run itself would make before it begins; it is named, and what hangs on it is left out.
     """
+    # what the configuration alone says
     ranks = Launch.from_environment().size
     say(dump(cfg))
     say(f"batch: {batch_arithmetic(cfg, ranks)}")
+
+    # model and family, as far as they are here
     cfg, missing = looked_up(cfg)
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
     for each in missing:
         say(f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}")
+
+    # what hangs on files that are not here yet is left out
     if coming:
         say(f"would be made before training: {coming.what}")
         for line in (*parameters(parts), *memory(cfg, parts, ranks)) if parts else ():
@@ -68,18 +74,20 @@ def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print, coming: Coming
     if parts is None:
         say("dry run: figures of what is not here are left out; nothing was fetched, and no device was touched")
         return 0
-    say(foreseen_folder(cfg, ranks))
+
+    # output folder, prompts, data and plan, as training would find them
+    say(describe_run_directory(cfg, ranks))
     for note in prompts_of(cfg).notes:
         say(f"samples: {note}")
-    data = open_data(cfg, prepare(cfg, log=say))
-    check_sizes(data.tables, family.features)
-    plan = make_plan(data, _seeded(cfg), global_batches(cfg, ranks))
-    total = total_steps(cfg.training, plan)
-    caches = wishes(cfg, family, parts, data)
-    parts.resting |= {name for wish in caches for name in wish.encoder.modules}
+    data = open_run_data(cfg, prepare(cfg, log=say), family)
+    plan, total = plan_run(_seeded(cfg), data, ranks)
+
+    # encoders that caches stand in for take no memory of the card
+    caches = cache_requests(cfg, family, parts, data)
+    parts.offloaded |= {name for wish in caches for name in wish.encoder.modules}
     for line in (
         *length(cfg, plan, total),
-        *(f"{foreseen(w, data).size_sentence()} {'on disk' if w.to_disk else 'of memory'}" for w in caches),
+        *(f"{estimate_storage(w, data).size_sentence()} {'on disk' if w.to_disk else 'of memory'}" for w in caches),
         *parameters(parts),
         *memory(cfg, parts, ranks),
         *flops(family, parts, cfg, data, plan, total),
@@ -100,13 +108,13 @@ def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
         records, weights = sum(rows.records for rows in data.tables.training), 1 + cfg.ema.enable
         looks = f"{records:,} pictures x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
         yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} images forward each time"
-        for wish in wishes(config_of(cfg, section), family, parts, data, trains=False):
-            yield f"{name}: {foreseen(wish, data).size_sentence()}"
+        for wish in cache_requests(config_of(cfg, section), family, parts, data, trains=False):
+            yield f"{name}: {estimate_storage(wish, data).size_sentence()}"
     if cfg.eval.kid and (lacking := packages_missing()):
         yield f"{NAME}: {' and '.join(lacking)} not installed, so it would not be measured; {INSTALL}"
 
 
-def _checked(cfg: TrainConfig, family: Family, missing: list[Wanted]) -> Parts | None:
+def _checked(cfg: TrainConfig, family: Family, missing: list[HubRequest]) -> Parts | None:
     """Return the parts without weights; None where they are still to be fetched. Raises ConfigFault for all else."""
     try:
         return check(cfg, family)
@@ -172,7 +180,7 @@ def parameters(parts: Parts) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryItem:
     """One line of the estimate: how many bytes, and by which formula."""
 
     what: str
@@ -180,37 +188,51 @@ class Need:
     formula: str
 
 
-def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[Need]:
+def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     """Estimate what one card holds at all times, by formula; activations come on top."""
     training, moving = cfg.training, trained(parts.root)
     wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
+
+    # weights, trained and frozen, with what low precision keeps beside them
     weights = sum(each.numel() * min(each.element_size(), wide) for each in parts.root.parameters())
-    held = [part for name, part in parts.frozen.items() if name not in parts.resting]
+    held = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
     frozen = sum(each.numel() * each.element_size() for part in held for each in part.parameters())
     found = [
-        Need(f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"),
-        Need("frozen weights", frozen, "in the precision that they are kept in"),
+        MemoryItem(
+            f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"
+        ),
+        MemoryItem("frozen weights", frozen, "in the precision that they are kept in"),
     ]
     kept = weights_kept(training)
     if training.full_precision and kept in KEPT_BYTES:
         found.append(
-            Need(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
+            MemoryItem(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
         )
+
+    # of each step: gradients and copies
     alive, formula = gradients_alive(cfg, parts)
-    found.append(Need("gradients", wide * alive, f"{wide} B {formula}"))
+    found.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}"))
     if training.mixed_precision != "no" and not training.full_precision:
-        found.append(Need("casts of autocast", 2 * moving, "2 B a trained parameter"))
+        found.append(MemoryItem("casts of autocast", 2 * moving, "2 B a trained parameter"))
     if ranks > 1 and not training.ddp_bucket_view and alive == moving:
-        found.append(Need("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views"))
+        found.append(
+            MemoryItem("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views")
+        )
+
+    # optimizer state, of which sharding leaves each rank its part
     each = state_bytes(cfg, matrix_share(parts))
     shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
     formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
-    found.append(Need("optimizer state", each * moving / shards, formula))
+    found.append(MemoryItem("optimizer state", each * moving / shards, formula))
+
+    # averages, always in fp32
     if cfg.ema.enable:
-        found.append(Need("averaged weights", FP32 * moving, "4 B a trained parameter"))
+        found.append(MemoryItem("averaged weights", FP32 * moving, "4 B a trained parameter"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
-        found.append(Need(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width"))
+        found.append(
+            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width")
+        )
     return found
 
 

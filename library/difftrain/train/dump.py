@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from PIL import Image
 
+from difftrain.cache.build import deferred_parts, with_cache
+from difftrain.cache.encoding import on_device
 from difftrain.config import TrainConfig
 from difftrain.config.secrets import redact_text
 from difftrain.contracts import Batch, ConfigFault, Family, Fault, Parts, Reject
-from difftrain.data.length import total_steps
 from difftrain.data.loader import check_sizes, neighbours
-from difftrain.data.plan import EpochPlan
+from difftrain.data.plan.length import total_steps
+from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import Sample, SampleMaker
 from difftrain.device import Device, choose
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
+from difftrain.hub.fetch import fetch
 from difftrain.models.registry import make_family
-from difftrain.train.caching import lazy_parts, with_cache
 from difftrain.train.check import check
-from difftrain.train.encoding import awake
-from difftrain.train.hub.fetch import fetch
 from difftrain.train.outputs import set_up_logging
 from difftrain.train.run import attend
 
@@ -49,18 +49,24 @@ def dump_dataset(cfg: TrainConfig, folder: str | Path) -> int:
         return 0
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigFault([Fault("--dump_dataset", f"{folder} is there already, and not empty", "give a new folder")])
+
+    # training would draw a seed; what is looked at should come again the next time
     set_up_logging(cfg.logging, launch.rank)
     if cfg.training.seed is None:
         log.info("--dump_dataset: no seed is given, so the order is that of seed 0")
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": 0})})
+
+    # settings, files and device are checked before the data are opened
     ranks = Ranks()
     here, _ = fetch(cfg, ranks, {})
     family = make_family(here)
     check(here, family, whole=False)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
+
+    # data, caches and plan of the whole launch; weights are read only where something is encoded
     data = open_data(here, prepare(here, log=log.info))
     check_sizes(data.tables, family.features)
-    parts = family.load(meta=True, lazy=lazy_parts(here, family) | {VAE})
+    parts = family.load(meta=True, deferred=deferred_parts(here, family) | {VAE})
     attend(here, device, parts)
     data = with_cache(here, device, ranks, family, parts, data).data
     plan = make_plan(data, here, global_batches(here, launch.size))
@@ -82,8 +88,10 @@ class _Dump:
         """Walk through the epoch, a micro batch at a time."""
         self.folder.mkdir(parents=True, exist_ok=True)
         number, steps = 0, self.plan.total_steps(1)
+
+        # the VAE is on the device for as long as there is something to decode
         with (
-            awake(self.parts, {VAE}, self.device),
+            on_device(self.parts, {VAE}, self.device),
             torch.no_grad(),
             (self.folder / LIST).open("w", encoding="utf-8") as listing,
         ):
@@ -91,6 +99,7 @@ class _Dump:
                 uses = self.plan.uses_of(step)
                 size = self.cfg.batch_sizes[uses.bucket.dataset]
                 for start in range(0, len(uses.rows), size):
+                    # a micro batch as training gets it
                     part = uses.part(slice(start, start + size))
                     draws = self.plan.draws(part.rows, part.occurrences)
                     samples, kept, rejects = self.maker.samples(
@@ -98,6 +107,8 @@ class _Dump:
                     )
                     batch = self.maker.collate(part.bucket.bucket, samples, kept, rejects)
                     _say(rejects)
+
+                    # what the model would see, beside where it comes from
                     for sample, pixels, facts in zip(samples, self._pictures(batch), self._facts(batch, samples, step)):
                         _save(self.folder, number, sample, pixels, batch, facts)
                         listing.write(redact_text(json.dumps({"number": number, **facts}, ensure_ascii=False)) + "\n")

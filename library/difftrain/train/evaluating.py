@@ -8,22 +8,21 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Batch
-from difftrain.data.validation import validation_batches
-from difftrain.device.memory import during
+from difftrain.data.evaluation_sets import validation_batches
+from difftrain.device.memory import EVALUATING, during
 from difftrain.evaluation import quantile_losses, validate
 from difftrain.train.averages import HALF, percent
-from difftrain.train.out_of_memory import EVALUATING
 from difftrain.train.state import Run
 
 if TYPE_CHECKING:
-    from difftrain.train.outputs import Outputs
+    from difftrain.train.outputs import RunOutputs
 
 log = logging.getLogger("difftrain")
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:
     """Put averaged weights in place, the run's or the optimizer's own: validation looks at those."""
-    return run.engine.swapped(run.ema.weights) if run.ema is not None else run.engine.settled()
+    return run.engine.swapped(run.ema.weights) if run.ema is not None else run.engine.averaged_weights()
 
 
 def drawable(run: Run) -> tuple[AbstractContextManager[None], str]:
@@ -34,16 +33,19 @@ def drawable(run: Run) -> tuple[AbstractContextManager[None], str]:
     """
     ema = run.ema
     if ema is None:
-        return run.engine.settled(), "trained weights"
+        return run.engine.averaged_weights(), "trained weights"
     if ema.start_share > HALF:
-        return run.engine.settled(), f"trained weights, as the average is still {percent(ema.start_share)} its start"
+        return (
+            run.engine.averaged_weights(),
+            f"trained weights, as the average is still {percent(ema.start_share)} its start",
+        )
     return run.engine.swapped(ema.weights), "averaged weights"
 
 
 class Evaluating:
     """Measure the validation loss every n steps or epochs (each epoch where nothing is said), and at the end."""
 
-    def __init__(self, run: Run, outputs: Outputs) -> None:
+    def __init__(self, run: Run, outputs: RunOutputs) -> None:
         section = run.cfg.validation
         self._on = section.split > 0
         self._steps = section.every_n_steps

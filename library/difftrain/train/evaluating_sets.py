@@ -6,45 +6,28 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from difftrain.cache.build import with_cache
 from difftrain.config import TrainConfig
-from difftrain.config.sections import EvalSection, EvalSetSection
-from difftrain.contracts import DataFault, Family, Parts, Reject
+from difftrain.config.schema.sections import EvalSection, EvalSetSection
+from difftrain.contracts import DataFault, Family, Parts
 from difftrain.data.evaluation_sets import common_records, config_of, open_set, set_batches
 from difftrain.data.loader import check_sizes
 from difftrain.data.prepare import Data
-from difftrain.device.memory import during
+from difftrain.device.memory import EVALUATING, during
+from difftrain.distributed.collective import on_each_machine
 from difftrain.evaluation import quantile_losses
-from difftrain.train.caching import with_cache
 from difftrain.train.kid import DrawnPictures
-from difftrain.train.out_of_memory import EVALUATING
-from difftrain.train.together import on_each_machine
+from difftrain.train.state import EvaluationSet, Run
 
 if TYPE_CHECKING:
     from difftrain.device import Device
     from difftrain.distributed.ranks import Ranks
-    from difftrain.train.outputs import Outputs
-    from difftrain.train.state import Run
+    from difftrain.train.outputs import RunOutputs
 
 log = logging.getLogger("difftrain")
 RAW, EMA = "", "ema_"
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """One evaluation set, opened. data: read its cache, where there is one. cfg: the run's with this set's data."""
-
-    section: EvalSetSection
-    cfg: TrainConfig
-    data: Data
-    rejects: tuple[Reject, ...]
-
-    @property
-    def name(self) -> str:
-        """Return what its numbers are called by."""
-        return self.section.name
 
 
 def open_sets(
@@ -116,7 +99,7 @@ class Due:
 class EvaluatingSets:
     """Measure every evaluation set where it is due, and leave one line a step in evaluation.jsonl."""
 
-    def __init__(self, run: Run, outputs: Outputs) -> None:
+    def __init__(self, run: Run, outputs: RunOutputs) -> None:
         self._outputs = outputs
         self._sets = run.sets
         self._tokenize = run.family.tokenizer(run.parts) if self._sets else None
@@ -187,6 +170,6 @@ def looks(run: Run) -> Iterator[tuple[str, AbstractContextManager[None]]]:
 
     A schedule-free optimizer's weights are its own averages in either case: those are what it has learnt.
     """
-    yield RAW, run.engine.settled()
+    yield RAW, run.engine.averaged_weights()
     if run.ema is not None:
         yield EMA, run.engine.swapped(run.ema.weights)

@@ -12,28 +12,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from difftrain.config.rules_eval import LEAST_PICTURES
+from difftrain.cache.build import on_device
+from difftrain.config.rules.outputs import LEAST_PICTURES
 from difftrain.contracts import Bucket, Draw, Drawer
-from difftrain.data.cache.store import NOTHING_CACHED
 from difftrain.data.evaluation_sets import SEED, set_maker
-from difftrain.device.memory import during
+from difftrain.data.features import NOTHING_CACHED
+from difftrain.device.memory import SAMPLING, during
 from difftrain.diffusion.draws import normal
 from difftrain.diffusion.permutation import Permutation
+from difftrain.distributed.collective import run_on
 from difftrain.evaluation.features import INSTALL, NAME, EffLite0, missing
 from difftrain.evaluation.kid import kid
 from difftrain.sampling.batch import draw_batch
-from difftrain.train.caching import awake
 from difftrain.train.drawing import sampler_of
 from difftrain.train.evaluating import drawable
-from difftrain.train.out_of_memory import SAMPLING
-from difftrain.train.together import for_all
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.data.prepare import Data
-    from difftrain.train.evaluating_sets import EvaluationSet
-    from difftrain.train.state import Run
+    from difftrain.train.state import EvaluationSet, Run
 
 log = logging.getLogger("difftrain")
 TAG = "kid_efflite0"
@@ -66,10 +64,14 @@ class DrawnPictures:
         """Return the distance of a set, with its error. Every rank calls it."""
         if not self._on:
             return {}
+
+        # each rank draws its lots; the time is none of training's
         drawn: dict[int, Tensor] = {}
         with run.clock.paused("sampling"), during(SAMPLING):
-            for_all(run.ranks, True, lambda: drawn.update(self._work(run, each)))
+            run_on(run.ranks, True, lambda: drawn.update(self._work(run, each)))
         lots = self._lots[each.name]
+
+        # lots in one order, so that the figure is the same on any number of ranks
         shares = run.ranks.gather(
             {n: tuple(side.numpy() for side in (lot.real, lot.through, drawn[n])) for n, lot in lots.items()}
         )
@@ -84,6 +86,8 @@ class DrawnPictures:
                 LEAST_PICTURES,
             )
             return {}
+
+        # what the VAE alone costs is the least that any model can reach
         real, through, ours = (torch.from_numpy(np.concatenate(side)) for side in zip(*whole, strict=True))
         found, least = kid(ours, real, paired=True), kid(through, real, paired=True)
         log.info(
@@ -111,7 +115,7 @@ class DrawnPictures:
         if self._network is None:
             self._network = EffLite0(run.device.torch_device)
         section = run.cfg.eval
-        with drawable(run)[0], awake(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
+        with drawable(run)[0], on_device(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
             model = run.family.drawer(run.parts)
             if each.name not in self._lots:
                 numbered = enumerate(chosen(each.data, section.kid_pictures, each.cfg.batch_sizes))

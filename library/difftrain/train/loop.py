@@ -7,42 +7,60 @@ from collections.abc import Iterable
 
 from difftrain.contracts import Batch
 from difftrain.train.averages import update_averages
-from difftrain.train.held import say_memory
-from difftrain.train.kernels import counted
+from difftrain.train.meter import Meter, counted, say_memory
 from difftrain.train.out_of_memory import in_step
 from difftrain.train.saving import Saving
-from difftrain.train.signals import EXPORT, NOTHING, QUIT, STOP, Requests
 from difftrain.train.state import Hook, Run
+from difftrain.train.triggers import EXPORT, NOTHING, QUIT, STOP, Requests
 
 log = logging.getLogger("difftrain")
 
 
-def train(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Saving, requests: Requests) -> bool:
+def train(
+    run: Run,
+    steps: Iterable[list[Batch]],
+    hooks: list[Hook],
+    meter: Meter,
+    saving: Saving,
+    requests: Requests,
+) -> bool:
     """Train until the last step, or until somebody asks to stop; return whether all steps are done.
 
     A request (a signal to any one rank, a file that one rank sees) is agreed on by all ranks at the same step boundary,
     so that they save the same state and leave together.
     """
     with requests.heeded():
-        _steps(run, steps, hooks, saving, requests)
+        _steps(run, steps, hooks, meter, saving, requests)
     run.clock.stop()
     return run.steps_left == 0
 
 
-def _steps(run: Run, steps: Iterable[list[Batch]], hooks: list[Hook], saving: Saving, requests: Requests) -> None:
+def _steps(
+    run: Run,
+    steps: Iterable[list[Batch]],
+    hooks: list[Hook],
+    meter: Meter,
+    saving: Saving,
+    requests: Requests,
+) -> None:
     run.clock.start()
     for micro in run.clock.batches(steps):
+        # update weights, then their averages
         images = run.plan.size(run.progress.step)
         with in_step(run.progress.step + 1, micro), counted(run, micro):
             stats = run.engine.step(micro, {"samples": float(images)})
         say_memory(run)
         update_averages(run)
+
+        # the step counts; hooks come last, they read counters and metrics
         run.progress.step += 1
         run.progress.samples_seen += images
         run.clock.stepped(images, images * run.flops(micro))
-        run.meter.after_step(run, micro, stats)
+        meter.after_step(run, micro, stats)
         for hook in hooks:
             hook.after_step(run)
+
+        # requests take effect between steps, where all ranks are at the same state
         request = run.ranks.agree(max(requests.take(), saving.asked()))
         if request != NOTHING and not saving.save_now(run, export=request in (EXPORT, QUIT)):
             log.error(

@@ -1,24 +1,81 @@
-"""What is known of the steps: losses are read from the device only where a line is due, all of them at once."""
+"""What is known of the steps: losses, read from the device only where a line is due; memory and kernels of the first one."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from difftrain.cache.request import bytes_text
 from difftrain.contracts import METRIC, Batch, Reject, Stats, TrainingFault
-from difftrain.report.line import StepMetrics
-from difftrain.report.loss import AverageLoss
+from difftrain.device import AttentionCalls, counting
+from difftrain.engine.half_precision import weights_kept
+from difftrain.report.line import AverageLoss, StepMetrics
+from difftrain.train.state import Run
 
 if TYPE_CHECKING:
-    from difftrain.config.sections import OptimizerSection
-    from difftrain.train.outputs import Outputs
-    from difftrain.train.state import Run
+    from difftrain.config.schema.sections import OptimizerSection
+    from difftrain.train.outputs import RunOutputs
+
 
 log = logging.getLogger("difftrain")
+
+
+@contextlib.contextmanager
+def counted(run: Run, micro: list[Batch]) -> Iterator[None]:
+    """Count what runs inside, the first time in a session: kept for the report, and said once."""
+    if run.kernels:
+        yield
+        return
+    with counting() as found:
+        yield
+    calls, step = AttentionCalls.of(found), run.progress.step + 1
+    others = {kind: number for kind, number in sorted(found.items()) if not AttentionCalls.counts(kind)}
+    run.kernels = {"step": step, "micro_batches": len(micro), "attention": calls.record(), "others": others}
+    beside = "; compiled blocks are not counted" if run.cfg.training.compile else ""
+    log.info("attention in step %d: %s%s", step, calls.sentence(), beside)
+
+
+def say_memory(run: Run) -> None:
+    """Say it once a session, behind the first update, when the optimizer has its state."""
+    if not run.memory:
+        run.memory = memory_sentence(run)
+        log.info("%s", run.memory)
+
+
+def memory_sentence(run: Run) -> str:
+    """Say what weights, gradients and optimizer state take, in what precision, activations aside."""
+    trained = [each for each in run.parts.root.parameters() if each.requires_grad]
+    names = sorted({str(each.dtype).removeprefix("torch.") for each in trained})
+    frozen = _bytes(each for part in run.parts.frozen.values() for each in part.parameters())
+    weights, state = _bytes(trained), _bytes(_tensors(getattr(getattr(run.engine, "optimizer", None), "state", {})))
+    beside = weights_kept(run.cfg.training) if run.cfg.training.full_precision else ""
+    kept = f", {beside} beside them" if beside not in ("", "none") else ""
+    return (
+        f"memory: trained weights {bytes_text(weights)} in {' and '.join(names)}{kept}, as much for gradients, "
+        f"optimizer state {bytes_text(state)}; frozen weights {bytes_text(frozen)}; activations come on top"
+    )
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors if each.device != torch.device("meta"))
 
 
 @dataclass(frozen=True)
@@ -32,7 +89,7 @@ class Pending:
 class Meter:
     """Collect the steps' numbers, read them every log_every steps, judge them, and hand them to the outputs."""
 
-    def __init__(self, run: Run, outputs: Outputs) -> None:
+    def __init__(self, run: Run, outputs: RunOutputs) -> None:
         self._outputs = outputs
         self._average = AverageLoss()
         self._average.load(run.progress.losses)
@@ -63,7 +120,7 @@ class Meter:
             self._pending.clear()
         self._hand_on_rejects(run)
 
-    def settle(self, run: Run) -> None:
+    def update_progress(self, run: Run) -> None:
         """Bring run.progress up to date for a checkpoint. Every rank calls it."""
         self.flush(run)
         run.progress.losses = self._average.state()
@@ -74,6 +131,8 @@ class Meter:
         if not skipped:
             run.progress.skipped_in_a_row = 0
             return
+
+        # a step that was not applied is named with its records, one of which may be the cause
         run.progress.skipped += 1
         run.progress.skipped_in_a_row += 1
         bucket, draws = run.plan.batch(step - 1)
@@ -88,6 +147,8 @@ class Meter:
             what_was_skipped(run.cfg.optimizer, loss),
             "; ".join(f"{name} [{draw.key.hex()} #{draw.occurrence}]" for name, draw in zip(names, draws)),
         )
+
+        # one may be an accident, many in a row are not
         if run.progress.skipped_in_a_row >= run.cfg.training.max_skipped_steps:
             first = step - run.progress.skipped_in_a_row + 1
             weights = "" if is_fused(run.cfg.optimizer) else f"The weights are those of step {first - 1}. "
@@ -124,7 +185,7 @@ class Meter:
             samples_seen=run.progress.samples_seen,
             step_s=span.step_s,
             lrs=lrs,
-            d=None if pending.stats.d is None else float(pending.stats.d),
+            d=None if pending.stats.adapted_lr is None else float(pending.stats.adapted_lr),
             measures=self._measures,
             skipped=run.progress.skipped,
             session=run.clock.total().sessions,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from difftrain.contracts import Batch, TrainingFault
-from difftrain.device.memory import OutOfMemory, during, ran_out, wanted
+from difftrain.device.memory import CACHING, EVALUATING, SAMPLING, OutOfMemory, during, ran_out, wanted
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from difftrain.config import TrainConfig
     from difftrain.device import Device
     from difftrain.distributed.launch import Launch
-
-CACHING, SAMPLING, EVALUATING = "encoding for the cache", "drawing samples", "evaluating"
 
 
 def in_step(step: int, micro: list[Batch]) -> AbstractContextManager[None]:
@@ -26,7 +24,7 @@ def in_step(step: int, micro: list[Batch]) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def told(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None]:
+def explained(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None]:
     """Turn an allocation that failed into a sentence with its remedies. Raises TrainingFault."""
     try:
         yield
@@ -76,12 +74,16 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
         ways = [f"--vae_batch_size={size // 2}"] if size > 1 else ["a smaller --resolution"]
         words = cache.batch_size if cache.text or cache.text_to_disk else 1
         return [*ways, f"--cache_batch_size={words // 2}"] if words > 1 else ways
+
+    # what training itself does not need: drawing and evaluation
     ways = []
     if doing == SAMPLING:
         ways.append("smaller or fewer pictures in --sample_prompts")
     at_once = [cfg.eval.batch_size or each.batch_size for held in cfg.eval.sets for each in held.datasets]
     if doing in (EVALUATING, SAMPLING) and max(at_once, default=1) > 1:
         ways.append(f"--eval.batch_size={max(at_once) // 2} (of evaluation sets)")
+
+    # much the same training, with less kept at once
     if not training.gradient_checkpointing:
         ways.append("--gradient_checkpointing")
     if not (cache.latents or cache.latents_to_disk):
@@ -98,6 +100,8 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
         ways.append("--optimizer_type=oss (its state is shared out over the ranks)")
     if training.gradient_checkpointing and not training.cpu_offload_checkpointing:
         ways.append("--cpu_offload_checkpointing")
+
+    # from here on results may change
     if training.mixed_precision == "no" and training.full_precision is None:
         ways.append("--mixed_precision=bf16")
     if training.full_precision is None and training.mixed_precision != "fp16":

@@ -10,18 +10,16 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from difftrain.config import LoggingSection, TrainConfig
 from difftrain.contracts import ConfigFault, Fault, Reject
+from difftrain.io.files import write_text
 from difftrain.report.console import Console
 from difftrain.report.line import StepMetrics
 from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, JsonLines
 from difftrain.report.sessions import Sessions
 from difftrain.report.trackers import Tracker, open_trackers
-
-if TYPE_CHECKING:
-    from difftrain.train.state import Run
 
 log = logging.getLogger("difftrain")
 REJECTED = "rejected.jsonl"
@@ -65,10 +63,7 @@ def write_rejects(out: Path, rejects: Iterable[Reject], *, afresh: bool = False)
     known |= {reject.path: reject.reason for reject in rejects}
     if not known:
         return 0
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.writelines(_reject_line(Reject(*item)) for item in sorted(known.items()))
-    aside.replace(path)
+    write_text(path, "".join(_reject_line(Reject(*item)) for item in sorted(known.items())))
     return len(known)
 
 
@@ -87,7 +82,7 @@ def _rejected_before(path: Path) -> dict[str, str]:
     return known
 
 
-class Outputs:
+class RunOutputs:
     """Hold the open outputs of a session; silent on every rank but the logger."""
 
     def __init__(
@@ -113,10 +108,14 @@ class Outputs:
         self._trackers: list[Tracker] = []
         if not is_logger:
             return
+
+        # files of the run, cut back to the step
         self.sessions = Sessions(self.out, step=step, earlier_s=earlier_s, **facts)
         self._metrics = JsonLines(self.out / METRICS, step)
         self._validation = JsonLines(self.out / VALIDATION, step) if cfg.validation.split else None
         self._evaluation = JsonLines(self.out / EVALUATION, step) if cfg.eval.sets else None
+
+        # trackers and progress bar go on from there
         self._trackers = open_trackers(
             cfg,
             step=self._x,
@@ -126,6 +125,8 @@ class Outputs:
             out=self.out,
         )
         self._console = Console(total_steps, step)
+
+        # what was rejected before is not named again
         self._named = set(_rejected_before(self.out / REJECTED))  # paths
 
     def advance(self, step: int, samples_seen: int) -> None:
@@ -179,10 +180,10 @@ class Outputs:
         for reject in rejects:
             log.warning("%s: %s; the next record of its bucket took its place", reject.path, reject.reason)
 
-    def session_ends(self, run: Run, outcome: str) -> None:
-        """Record how this session ended: finished, stopped or failed."""
+    def session_ends(self, step: int, session_s: float, outcome: str) -> None:
+        """Record how this session ended, and after how long: finished, stopped or failed."""
         if self._on:
-            self.sessions.note(run.progress.step, run.clock.session().e2e_s, outcome)
+            self.sessions.note(step, session_s, outcome)
 
     def close(self) -> None:
         """Close everything."""

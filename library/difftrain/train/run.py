@@ -6,57 +6,63 @@ import errno
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from difftrain import optim
+from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
+from difftrain.config.schema.sections import CacheSection
 from difftrain.config.secrets import redact_text
-from difftrain.config.sections import CacheSection
 from difftrain.config.toml import dump
-from difftrain.contracts import Batch, ConfigFault, DataFault, Engine, Family, Fault, Parts, TrainingFault
-from difftrain.data.index import Index
-from difftrain.data.indexing import TooManyRejects
-from difftrain.data.length import total_steps
-from difftrain.data.loader import check_sizes, make_loader
-from difftrain.data.plan import EpochPlan
-from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
+from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
+from difftrain.data.index.build import TooManyRejects
+from difftrain.data.index.index import Index
+from difftrain.data.loader import make_loader
+from difftrain.data.plan.plan import EpochPlan
+from difftrain.data.prepare import Data, prepare
 from difftrain.device import Device, choose, use_attention
+from difftrain.distributed.collective import on_each_machine, run_on
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
+from difftrain.hub.fetch import fetch
+from difftrain.hub.ids import remote_refs
+from difftrain.hub.target import open_target
+from difftrain.hub.uploads import AT_STOP_S, Uploads
+from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
-from difftrain.report.files import write_whole
 from difftrain.train import out_of_memory
 from difftrain.train.averages import announce, require_profiles, start_averages
-from difftrain.train.caching import lazy_parts, with_cache
 from difftrain.train.check import check, check_device
 from difftrain.train.drawing import Drawing
-from difftrain.train.ending import finish, parameter_counts, say_what_runs, settle_uploads, write_reports
 from difftrain.train.evaluating import Evaluating
 from difftrain.train.evaluating_sets import EvaluatingSets, open_sets
-from difftrain.train.hub.fetch import fetch
-from difftrain.train.hub.ids import away
-from difftrain.train.hub.target import open_target
-from difftrain.train.hub.uploads import AT_STOP_S, Uploads
+from difftrain.train.finalize import finish, parameter_counts, say_what_runs, wait_for_uploads, write_reports
 from difftrain.train.loop import train
 from difftrain.train.meter import Meter
-from difftrain.train.outputs import Outputs, set_up_logging, write_rejects
-from difftrain.train.resuming import check_length, place, restore, schedule_from
-from difftrain.train.run_dir import as_given, how_to_go_on, settled
+from difftrain.train.outputs import RunOutputs, set_up_logging, write_rejects
+from difftrain.train.run_dir import as_submitted, how_to_go_on, run_directory
 from difftrain.train.saving import Saving
-from difftrain.train.signals import Requests
-from difftrain.train.start import Start, begin, check_same, identity
+from difftrain.train.session import (
+    Session,
+    check_same,
+    identity_of,
+    open_run_data,
+    open_session,
+    plan_run,
+    restore,
+    schedule_from,
+)
 from difftrain.train.state import Hook, Run
-from difftrain.train.together import for_all, on_each_machine
+from difftrain.train.triggers import Requests
 
 log = logging.getLogger("difftrain")
 CONFIG_FILE, DATASET_FILE = "config.toml", "dataset.toml"
@@ -81,72 +87,81 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
     launch = Launch.from_environment()
     if cfg.sample.test_only:
         cfg = cfg.model_copy(update={"cache": CacheSection()})  # no batch is made, so there is nothing to be cached
-    fetches = away(cfg)  # looked at once it is here: before a device is touched nothing can be waited for together
+    fetches = remote_refs(
+        cfg
+    )  # looked at once it is here: before a device is touched nothing can be waited for together
     check(cfg, make_family(cfg), fetches, whole=False)
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
     check_device(cfg, device)
     with ExitStack() as stack:
-        stack.enter_context(out_of_memory.told(cfg, device, launch))
+        stack.enter_context(out_of_memory.explained(cfg, device, launch))
         ranks = stack.enter_context(Ranks.open(launch, device, cfg.training.ddp_timeout_min))
         requests = stack.enter_context(Requests().listening())
         set_up_logging(cfg.logging, ranks.rank)
         if cfg.cache.only:
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0
-        cfg = stack.enter_context(settled(cfg, ranks))
-        start = stack.enter_context(begin(cfg, ranks, drawn_seed=secrets.randbits(31)))
-        if start.finished:
-            log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, start.step)
+        cfg = stack.enter_context(run_directory(cfg, ranks))
+        session = stack.enter_context(open_session(cfg, ranks, drawn_seed=secrets.randbits(31)))
+        if session.finished:
+            log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, session.step)
             return 0
-        require_profiles(start.cfg, start.checkpoint, ranks)
+        require_profiles(session.cfg, session.checkpoint, ranks)
         uploads = stack.enter_context(open_uploads(cfg, ranks))
-        here, pins = fetch(start.cfg, ranks, start.pins)
+        local, pins = fetch(session.cfg, ranks, session.pins)
         if fetches:
-            check(here, make_family(here), whole=False)
-        start = replace(start, record=replace(start.record, hub=pins))
-        this = assemble(start.cfg, argv, device, ranks, start, here)
+            check(local, make_family(local), whole=False)
+        session = replace(session, record=replace(session.record, hub=pins))
+        this = assemble(session.cfg, argv, device, ranks, session, local)
         this.uploads = uploads
+
         if cfg.sample.test_only:
             Drawing(this).once(this)
             log.info("drawn from the weights after step %d; nothing was trained", this.progress.step)
             return 0
+
         if ranks.is_logger:
-            start.record.write(cfg.output_dir)
-        outputs = stack.enter_context(open_outputs(this, start))
-        this.meter = Meter(this, outputs)
-        saving, evaluating, drawing = Saving(this), Evaluating(this, outputs), Drawing(this, outputs)
+            session.record.write(cfg.output_dir)
+        outputs = stack.enter_context(open_outputs(this))
+        meter = Meter(this, outputs)
+        saving, evaluating, drawing = Saving(this, meter), Evaluating(this, outputs), Drawing(this, outputs)
         # what a step is worth is written down before the step is saved: a kill in between loses neither
         hooks: list[Hook] = [evaluating, EvaluatingSets(this, outputs), drawing, saving]
         say_what_runs(this)
         for hook in hooks:
             hook.before_training(this)
-        steps = make_loader(
-            this.data,
-            this.plan,
-            this.family.features,
-            this.family.tokenizer(this.parts),
-            this.cfg,
-            dp_rank=this.engine.dp_rank,
-            dp_size=this.engine.dp_size,
-            first_step=this.progress.step,
-            last_step=this.total_steps,
-            local_size=ranks.local_size,
-        )
-        if not train(this, steps, hooks, saving, requests):
-            outputs.session_ends(this, "stopped")
-            settle_uploads(this, AT_STOP_S)
+
+        if not train(this, batches_of(this), hooks, meter, saving, requests):
+            outputs.session_ends(this.progress.step, this.clock.session().e2e_s, "stopped")
+            wait_for_uploads(this, AT_STOP_S)
             if ranks.is_logger:
-                write_reports(this)
+                write_reports(this, meter)
             number = ranks.agree(requests.stop_signal)
             why = "a signal" if number else "save_quit"
             log.info("stopped by %s at step %d; %s", why, this.progress.step, how_to_go_on(cfg.save))
             return 128 + number if number else 0
-        finish(this, outputs, saving, evaluating, start)
-        if this.facts.get("not_finite"):
-            raise TrainingFault(f"the weights that were trained are no numbers: {this.facts['not_finite']}")
+        finish(this, outputs, meter, saving, evaluating, session.record)
+        if this.not_finite:
+            raise TrainingFault(f"the weights that were trained are no numbers: {this.not_finite}")
     return 0
+
+
+def batches_of(run: Run) -> Iterable[list[Batch]]:
+    """Load the micro batches of every step that is left, this replica's share."""
+    return make_loader(
+        run.data,
+        run.plan,
+        run.family.features,
+        run.family.tokenizer(run.parts),
+        run.cfg,
+        dp_rank=run.engine.dp_rank,
+        dp_size=run.engine.dp_size,
+        first_step=run.progress.step,
+        last_step=run.total_steps,
+        local_size=run.ranks.local_size,
+    )
 
 
 def prepared(cfg: TrainConfig, ranks: Ranks) -> Path:
@@ -162,58 +177,59 @@ def prepared(cfg: TrainConfig, ranks: Ranks) -> Path:
 def open_uploads(cfg: TrainConfig, ranks: Ranks) -> Uploads:
     """Look at where exports go to, on the rank that writes them. Every rank calls it. Raises ConfigFault."""
     run = cfg.output_dir.name if cfg.save.run_dirs else ""
-    target = for_all(ranks, ranks.is_logger, lambda: open_target(cfg.hub, run))
+    target = run_on(ranks, ranks.is_logger, lambda: open_target(cfg.hub, run))
     return Uploads(target if ranks.is_logger else None, background=cfg.hub.async_upload)
 
 
-def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, start: Start, here: TrainConfig) -> Run:
-    """Build data, model and engine, and bring them to the step at which this session begins.
+def assemble(
+    cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, session: Session, local: TrainConfig
+) -> Run:
+    """Build data, model and engine, and bring them to the step at which this session begins. Every rank calls it.
 
-    here: cfg with paths in the place of hub ids.
+    local: cfg with paths in the place of hub ids.
     """
-    family = make_family(here)
-    folder = on_each_machine(ranks, lambda: prepared(here, ranks))
-    data = open_data(cfg, folder)
-    check_sizes(data.tables, family.features)
+    fresh = session.checkpoint is None
+
+    # --- 1. data: indexed and opened; what was turned away is named before anything else can fail
+    family = make_family(local)
+    data = open_run_data(cfg, on_each_machine(ranks, lambda: prepared(local, ranks)), family)
     if ranks.is_logger:
-        write_rejects(cfg.output_dir, data.rejects(), afresh=start.checkpoint is None)
-    parts = family.load(lazy=lazy_parts(here, family) | {"root"})  # its weights are read once the caches are built
+        write_rejects(cfg.output_dir, data.rejects(), afresh=fresh)
+
+    # --- 2. model and engine: weights that a cache may spare are read once the caches are built
+    parts = family.load(deferred=deferred_parts(local, family) | {"root"})
     engine = make_engine(cfg, device, ranks)
-    faults = engine.faults()
-    if faults:
+    if faults := engine.faults():
         raise ConfigFault([Fault("--engine", fault) for fault in faults])
-    plan = make_plan(data, cfg, global_batches(cfg, engine.dp_size))
-    if len(set(ranks.gather(plan.digest))) > 1:
-        raise DataFault("the machines see different data under --train_data_dir: their plans differ; copy it anew")
-    place(plan, start)
-    total = total_steps(cfg.training, plan)
-    check_length(start, total)
-    first_step = start.step if start.checkpoint is not None else initial_step(cfg, plan, total)
-    facts: dict[str, Any] = {"identity": identity(cfg, parts, plan, ranks, torch.get_num_threads())}
-    facts["hub"] = facts["identity"]["hub"] = start.record.hub
-    facts["identity"]["launch"] = list(start.launch)
-    facts["schedule_from"] = schedule_from(start)
-    check_same(start, facts["identity"])
-    facts["attention"], facts["parameters"] = attend(cfg, device, parts), parameter_counts(parts)
-    cached = with_cache(here, device, ranks, family, parts, data)
-    data = cached.data
+
+    # --- 3. plan: which draws form each global batch, from the checkpoint's position on
+    plan, total = plan_run(cfg, data, engine.dp_size, ranks, session)
+    first_step = initial_step(cfg, plan, total) if fresh else session.step
+    identity = identity_of(cfg, parts, plan, session, ranks, torch.get_num_threads())
+    check_same(session, identity)
+    attention, parameters = attend(cfg, device, parts), parameter_counts(parts)
+
+    # --- 4. caches: of the training set, then of the evaluation sets
+    cached = with_cache(local, device, ranks, family, parts, data)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, cached.rejects)
-    sets = open_sets(here, device, ranks, family, parts)
+    sets = open_sets(local, device, ranks, family, parts)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, [reject for each in sets for reject in each.rejects])
-    facts["started_at"] = time.time()
-    facts["session_id"] = str(secrets.randbits(32))  # kohya's: another one for every start
+
+    # --- 5. the engine takes the model; weights, optimizer and counters become the checkpoint's
+    started_at, session_id = time.time(), str(secrets.randbits(32))
+    schedule_begins = schedule_from(session)
     engine.build(
         family,
         parts,
         lambda groups: optim.make_optimizer(
             cfg.optimizer, groups, dp_size=engine.dp_size, fused_ok=device.fused_optimizer
         ),
-        lambda optimizer: optim.make_schedule(cfg.optimizer, optimizer, total - facts["schedule_from"]),
-        warm_batches(cfg, data, plan, family, parts, engine),
+        lambda optimizer: optim.make_schedule(cfg.optimizer, optimizer, total - schedule_begins),
+        warm_batches(cfg, cached.data, plan, family, parts, engine),
     )
-    this = Run(
+    run = Run(
         cfg=cfg,
         argv=argv,
         device=device,
@@ -221,23 +237,29 @@ def assemble(cfg: TrainConfig, argv: list[str], device: Device, ranks: Ranks, st
         family=family,
         parts=parts,
         engine=engine,
-        data=data,
+        data=cached.data,
         plan=plan,
         total_steps=total,
         global_batch=max(plan.global_batches),
         clock=Clock(device.synchronise, session_steps=total - first_step, mark=device.marker(), age_s=process_age_s()),
-        claim=start.claim,
-        facts=facts,
-        choices=[facts["attention"], *optim.announce(cfg.optimizer, device.adamw_choice)],
-        begins_at=0 if start.checkpoint is not None else first_step,
+        claim=session.claim,
+        choices=[attention, *optim.announce(cfg.optimizer, device.adamw_choice)],
+        begins_at=first_step if fresh else 0,
         sets=sets,
+        identity=identity,
+        hub=session.record.hub,
+        schedule_from=schedule_begins,
+        attention=attention,
+        parameters=parameters,
+        started_at=started_at,
+        session_id=session_id,
     )
-    this.ema, this.profiles = start_averages(cfg.ema, engine)
-    this.progress.step = first_step
-    restore(this, start)
-    this.choices += announce(this)
+    run.ema, run.profiles = start_averages(cfg.ema, engine)
+    run.progress.step = first_step
+    restore(run, session)
+    run.choices += announce(run)
     device.reset_peak_memory()
-    return this
+    return run
 
 
 def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
@@ -245,9 +267,8 @@ def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
     family = make_family(cfg)
     check(cfg, family, whole=False)
     folder = on_each_machine(ranks, lambda: prepare(cfg, log=log.info))
-    data = open_data(cfg, folder)
-    check_sizes(data.tables, family.features)
-    parts = family.load(meta=True, lazy=lazy_parts(cfg, family))
+    data = open_run_data(cfg, folder, family)
+    parts = family.load(meta=True, deferred=deferred_parts(cfg, family))
     attend(cfg, device, parts)
     with_cache(cfg, device, ranks, family, parts, data)
     open_sets(cfg, device, ranks, family, parts)
@@ -314,17 +335,17 @@ def keep_dataset_file(run: Run) -> None:
     except (OSError, UnicodeDecodeError) as error:  # what it said is in the configuration too
         log.warning("%s is not copied into the run directory: %s", given, error)
         return
-    write_whole(run.out / DATASET_FILE, redact_text(text))
+    write_text(run.out / DATASET_FILE, redact_text(text))
 
 
 @contextmanager
-def open_outputs(run: Run, start: Start) -> Iterator[Outputs]:
+def open_outputs(run: Run) -> Iterator[RunOutputs]:
     """Open console, metrics and trackers; a session that ends by an error is recorded as failed."""
     config = redacted(run.cfg.model_dump(mode="json"))
     if run.ranks.is_logger:
-        write_whole(run.out / CONFIG_FILE, redact_text(dump(as_given(run.cfg))))  # --config takes it
+        write_text(run.out / CONFIG_FILE, redact_text(dump(as_submitted(run.cfg))))  # --config takes it
         keep_dataset_file(run)
-    outputs = Outputs(
+    outputs = RunOutputs(
         run.cfg,
         is_logger=run.ranks.is_logger,
         step=run.progress.step,
@@ -338,7 +359,7 @@ def open_outputs(run: Run, start: Start) -> Iterator[Outputs]:
         yield outputs
     except BaseException:
         with suppress(OSError):  # the disk may be full; the first error is the one to be seen
-            outputs.session_ends(run, "failed")
+            outputs.session_ends(run.progress.step, run.clock.session().e2e_s, "failed")
         raise
     finally:
         outputs.close()

@@ -1,31 +1,51 @@
-"""A folder for every run: OUTPUT_DIR/YYYYmmdd_HH-MM-SS/, and which of them a resume goes on in.
-
-The time is that of the start, in UTC, as rank 0 sees it. All that a run writes lies in its folder.
-"""
+"""A folder for every run: OUTPUT_DIR/YYYYmmdd_HH-MM-SS/, which of them a resume goes on in, and what one launch has done."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from difftrain import checkpoint
 from difftrain.checkpoint import STEPS, RunRecord
 from difftrain.checkpoint.claim import FOLDER as CLAIM
-from difftrain.checkpoint.files import MANIFEST
-from difftrain.checkpoint.find import Found, candidates
+from difftrain.checkpoint.find import Candidate, candidates
 from difftrain.config import TrainConfig
 from difftrain.config.digest import digest
-from difftrain.config.sections import SaveSection
+from difftrain.config.schema.sections import SaveSection
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.distributed.collective import on_each_machine
 from difftrain.distributed.ranks import Ranks
-from difftrain.train.everywhere import Ask, with_all
-from difftrain.train.launched import Launch, began_last, launch_of, wrote
-from difftrain.train.together import on_each_machine
+from difftrain.io.files import MANIFEST
+from difftrain.io.process import launcher
+from difftrain.train.shared_checkpoint import Ask, with_all
+
+Launch = tuple[str, ...]  # the names of its torchruns: after a failure some may be others
+
+
+def launch_of(ranks: Ranks) -> Launch:
+    """Return the launch that these ranks are of. Every rank calls it."""
+    return tuple(sorted({each for each in ranks.gather(launcher()) if each}))
+
+
+def wrote(meta: Mapping[str, Any], launch: Launch) -> bool:
+    """Tell whether a checkpoint is of this launch, by what it says of itself."""
+    return not set(launch).isdisjoint(meta.get("launch", ()))
+
+
+def began_last(folder: Path, launch: Launch) -> bool:
+    """Tell whether the last session of a run was of this launch."""
+    try:
+        record = RunRecord.read(folder)
+    except ConfigFault:  # another run's, which nobody has asked for
+        return False
+    return record is not None and bool(record.sessions) and wrote(record.sessions[-1], launch)
+
 
 log = logging.getLogger("difftrain")
 FORM = "%Y%m%d_%H-%M-%S"
@@ -59,7 +79,7 @@ def how_to_go_on(save: SaveSection) -> str:
     return f"the same command with {flag} goes on"
 
 
-def settle(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
+def resolve_run_directory(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Return cfg with the run's own folder for output_dir, and what it resumes from as a folder. Every rank calls it.
 
     A new folder is made; two runs that start at once get two. What is resumed is whole on every machine. Raises
@@ -80,7 +100,7 @@ def settle(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
     return cfg.model_copy(update={"save": save, "hub": hub})
 
 
-def as_given(cfg: TrainConfig) -> TrainConfig:
+def as_submitted(cfg: TrainConfig) -> TrainConfig:
     """Return the configuration that begins another such run: without this one's folder, and what it went on from."""
     if not cfg.save.run_dirs:
         return cfg
@@ -92,9 +112,9 @@ def as_given(cfg: TrainConfig) -> TrainConfig:
 
 
 @contextmanager
-def settled(cfg: TrainConfig, ranks: Ranks) -> Iterator[TrainConfig]:
-    """Do what settle does; a folder in which nothing came about is taken away again."""
-    here = settle(cfg, ranks)
+def run_directory(cfg: TrainConfig, ranks: Ranks) -> Iterator[TrainConfig]:
+    """Resolve the run directory for as long as the run lasts; a folder in which nothing came about is taken away again."""
+    here = resolve_run_directory(cfg, ranks)
     try:
         yield here
     finally:
@@ -118,8 +138,8 @@ def _forget(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ choosing
 
 
-def foreseen(cfg: TrainConfig, ranks: int) -> str:
-    """Say where a run would go; nothing is made. Raises ConfigFault as settle does."""
+def describe_run_directory(cfg: TrainConfig, ranks: int) -> str:
+    """Say where a run would go; nothing is made. Raises ConfigFault as resolve_run_directory does."""
     if not cfg.save.run_dirs:
         return f"output folder: {cfg.output_dir}"
     found = _look(cfg, cfg.output_dir, ranks, checkpoint.fault_of)
@@ -193,7 +213,7 @@ def run_dirs(base: Path) -> list[Path]:
     return sorted((path for path in base.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
 
 
-def checkpoints(folder: Path) -> list[Found]:
+def checkpoints(folder: Path) -> list[Candidate]:
     """List a run's checkpoints, the newest first, without those of a branch that was left.
 
     Whoever goes back to an older step leaves what came after it: those files stay until they are made anew, but are
@@ -256,7 +276,7 @@ def _of_step(base: Path, step: int, ask: Ask) -> _Choice:
 
 def _of_folder(base: Path, given: str, ask: Ask) -> _Choice:
     """Go on in a run of OUTPUT_DIR; a checkpoint from elsewhere is where a new run begins."""
-    folder = _found(base, given)
+    folder = _existing_folder(base, given)
     is_state = (folder / MANIFEST).is_file()
     if not is_state and not checkpoints(folder):
         inside = [run for run in run_dirs(folder) if checkpoints(run)]
@@ -276,7 +296,7 @@ def _of_folder(base: Path, given: str, ask: Ask) -> _Choice:
     return _new(str(folder if is_state else home / _name(step)))
 
 
-def _found(base: Path, given: str) -> Path:
+def _existing_folder(base: Path, given: str) -> Path:
     """Find a folder against the working directory, then below OUTPUT_DIR, where a run's name alone is enough."""
     here = [path for path in dict.fromkeys((Path(given), base / given)) if path.is_dir()]
     if len(here) == 2 and not here[0].samefile(here[1]):
@@ -287,7 +307,7 @@ def _found(base: Path, given: str) -> Path:
     return here[0]
 
 
-def _newest_whole(found: list[Found], ask: Ask) -> int | None:
+def _newest_whole(found: list[Candidate], ask: Ask) -> int | None:
     for each in found:
         if not (fault := ask(each.path)):
             return each.manifest.step

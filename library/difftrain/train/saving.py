@@ -21,15 +21,15 @@ from difftrain import checkpoint
 from difftrain.checkpoint import STEPS, Naming, SaveName
 from difftrain.checkpoint.names import ONE_FILE
 from difftrain.config import TrainConfig
-from difftrain.config.families import row_of
+from difftrain.config.schema.families import row_of
 from difftrain.contracts import RunFacts
-from difftrain.train.averages import SNAPSHOTS, store_snapshots, write_averages
+from difftrain.distributed.collective import heartbeat
+from difftrain.train.averages import store_snapshots, write_averages
+from difftrain.train.meter import Meter
 from difftrain.train.run_dir import how_to_go_on
-from difftrain.train.signals import NOTHING
 from difftrain.train.state import Run
 from difftrain.train.streams import Weights, all_tried, to_the_end
-from difftrain.train.together import company
-from difftrain.train.watch import Watch
+from difftrain.train.triggers import NOTHING, SaveWatch
 
 log = logging.getLogger("difftrain")
 CLOCK_FILE = "clock.json"
@@ -39,13 +39,14 @@ DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Saving:
     """Write checkpoints and exports at the steps and epochs that the flags ask for."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, meter: Meter) -> None:
+        self._meter = meter
         save = run.cfg.save
         self._saved_at = -1  # the step of the last checkpoint that this session has committed
         self._exported_at = -1
         self._by_step = save.naming == STEPS.value
         self._names: Naming = STEPS if self._by_step else run.name
-        self._watch: Watch | None = None
+        self._watch: SaveWatch | None = None
         self.every_n_epochs = save.every_n_epochs
         epochs = run.cfg.training.max_epochs
         if save.n_epoch_ratio and epochs:
@@ -54,7 +55,7 @@ class Saving:
     def before_training(self, run: Run) -> None:
         """Nothing is due before the first step; files and the time are looked at from here on, by one rank."""
         if run.ranks.is_logger:
-            self._watch = Watch(run.out if self._by_step else None, run.cfg.save.checkpoint_every_n_minutes)
+            self._watch = SaveWatch(run.out if self._by_step else None, run.cfg.save.checkpoint_every_n_minutes)
 
     def asked(self) -> int:
         """Return what a file or the time asks for, where this rank looks."""
@@ -118,13 +119,13 @@ class Saving:
                 self._export(run, name)
             except OSError as error:  # a full disk: training goes on, what was saved before stays
                 log.error("export %s was not written: %s; earlier ones are untouched", name.of(self._names), error)
-                run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
+                run.failed_saves += 1
                 failed = True
             if run.ranks.any(failed):
-                run.facts.pop(SNAPSHOTS, None)  # on every rank: storing them is work of all
+                run.snapshots_at = None  # on every rank: storing them is work of all
             else:
                 self._exported_at = run.progress.step
-            with company(run.ranks, run.claim.owned):
+            with heartbeat(run.ranks, run.claim.owned):
                 if run.claim.owned:
                     checkpoint.retain_exports(
                         run.out, self._names, run.cfg.save, run.progress.step, log.info, run.uploads.holds
@@ -135,7 +136,7 @@ class Saving:
         name = (SaveName("step", run.progress.step) if self._by_step else save).of(self._names, state=True)
         with run.clock.paused("saving"):
             run.claim.check()
-            run.meter.settle(run)
+            self._meter.update_progress(run)
             snapshot = run.engine.snapshot()
 
             def write(folder: Path) -> list[Path]:
@@ -155,7 +156,7 @@ class Saving:
                     raise checkpoint.SaveFault(f"checkpoint {name} was not written: {error}; {how}") from error
                 log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
                 self._time_begins()  # else each step would try
-                run.facts["failed_saves"] = run.facts.get("failed_saves", 0) + 1
+                run.failed_saves += 1
                 return
             self._saved_at = run.progress.step
             self._time_begins()
@@ -163,7 +164,7 @@ class Saving:
                 log.info("checkpoint %s at step %d", path.name, run.progress.step)
             if run.cfg.hub.save_state:
                 self._send(run, path)
-            with company(run.ranks, run.claim.owned):
+            with heartbeat(run.ranks, run.claim.owned):
                 if run.claim.owned:
                     checkpoint.retain_states(
                         run.out, self._names, run.cfg.save, run.progress.step, log.info, run.uploads.holds
@@ -176,7 +177,7 @@ class Saving:
 
     def _send(self, run: Run, path: Path) -> None:
         """Send a checkpoint to the hub where all of it lies on this machine."""
-        with company(run.ranks, run.ranks.is_logger):
+        with heartbeat(run.ranks, run.ranks.is_logger):
             if not run.ranks.is_logger:
                 return
             if checkpoint.Manifest.read(path).spread:
@@ -187,18 +188,17 @@ class Saving:
     def _meta(self, run: Run, kind: str) -> dict[str, object]:
         step = run.progress.step
         place = {"epoch": run.plan.locate(step)[0], "data_offset": run.plan.offset}
-        schedule = {"schedule_from": run.facts.get("schedule_from", 0)}
-        return {**run.facts["identity"], "step": step, "kind": kind, **place, **schedule}
+        return {**run.identity, "step": step, "kind": kind, **place, "schedule_from": run.schedule_from}
 
     def _export(self, run: Run, save: SaveName) -> None:
         """Export the weights, and the averaged ones, and store snapshots; every rank takes part in gathering them."""
         name = save.of(self._names)
-        with company(run.ranks, run.ranks.is_logger):
+        with heartbeat(run.ranks, run.ranks.is_logger):
             all_tried(self._exports(run, name))
 
     def _exports(self, run: Run, name: str) -> Iterator[Callable[[], None]]:
         def trained() -> None:
-            with run.engine.settled():
+            with run.engine.averaged_weights():
                 self._export_weights(run, name, run.engine.full_weights())
 
         yield trained
@@ -230,7 +230,7 @@ class Saving:
         if broken:
             said = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
             log.error("%s; a smaller rate, or --master_weights=fp32 with half weights", said)
-            run.facts["not_finite"] = said
+            run.not_finite = said
         run.uploads.add(path, f"{path.name}, step {run.progress.step}")
 
 
@@ -269,7 +269,7 @@ def facts_of(run: Run) -> RunFacts:
         total_steps=run.total_steps,
         num_epochs=run.cfg.training.max_epochs or run.epoch_of(run.total_steps),
         global_batch=run.global_batch,
-        started_at=run.facts["started_at"],
-        session_id=run.facts["session_id"],
+        started_at=run.started_at,
+        session_id=run.session_id,
         data=run.data.summary(),
     )

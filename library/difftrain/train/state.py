@@ -1,27 +1,70 @@
-"""Everything one run holds, put together once and passed to the loop and its hooks."""
+"""Everything one run holds, put together once and passed to the loop and its hooks; and its counters, part of every checkpoint."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from difftrain.contracts import Batch, Bucket, Engine, Family, Parts
-from difftrain.train.hub.uploads import Uploads
-from difftrain.train.progress import Progress
+from difftrain.contracts import Batch, Bucket, Engine, Family, Parts, Reject
+from difftrain.hub.uploads import Uploads
 
 if TYPE_CHECKING:
     from difftrain.checkpoint import Claim
     from difftrain.config import TrainConfig
-    from difftrain.data.plan import EpochPlan
+    from difftrain.config.schema.sections import EvalSetSection
+    from difftrain.data.plan.plan import EpochPlan
     from difftrain.data.prepare import Data
     from difftrain.device import Device
     from difftrain.diffusion.ema import Ema
     from difftrain.diffusion.power_ema import PowerEma
     from difftrain.distributed.ranks import Ranks
     from difftrain.report.clock import Clock
-    from difftrain.train.evaluating_sets import EvaluationSet
-    from difftrain.train.meter import Meter
+
+
+PROGRESS_FILE = "progress.json"
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One evaluation set, opened. data: read its cache, where there is one. cfg: the run's with this set's data."""
+
+    section: EvalSetSection
+    cfg: TrainConfig
+    data: Data
+    rejects: tuple[Reject, ...]
+
+    @property
+    def name(self) -> str:
+        """Return what its numbers are called by."""
+        return self.section.name
+
+
+@dataclass
+class TrainProgress:
+    """Count optimizer steps and images.
+
+    step: updates done, 0 before the first. skipped_in_a_row: non-finite updates up to now, without a good one between.
+    losses: state of the averaged loss, in the words of report/.
+    """
+
+    step: int = 0
+    samples_seen: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    losses: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """Write progress.json into a checkpoint folder."""
+        path = folder / PROGRESS_FILE
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def of(cls, text: str) -> TrainProgress:
+        """Read what `write` wrote."""
+        return cls(**json.loads(text))
 
 
 @dataclass
@@ -43,24 +86,28 @@ class Run:
     claim: Claim  # on the output folder
     ema: Ema | None = None
     profiles: list[PowerEma] = field(default_factory=list)  # averages by relative width
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainProgress = field(default_factory=TrainProgress)
     uploads: Uploads = field(default_factory=Uploads)
-    facts: dict[str, Any] = field(default_factory=dict)  # what report.json wants beyond the numbers
     choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
     begins_at: int = 0  # the first step of a fresh run
     sets: tuple[EvaluationSet, ...] = ()
-    _meter: Meter | None = None
+
+    # what checkpoints, exports and reports say of the run
+    identity: dict[str, Any] = field(default_factory=dict)  # as JSON, the head of every checkpoint's meta
+    hub: dict[str, str] = field(default_factory=dict)  # commits of what was fetched
+    schedule_from: int = 0  # updates done when the schedule of the learning rate began
+    attention: str = ""  # which one, in a sentence
+    parameters: dict[str, int] = field(default_factory=dict)  # by part, before an engine cuts them into pieces
+    started_at: float = 0.0
+    session_id: str = ""  # kohya's: another one for every start
+
+    # what the session has met with so far
+    kernels: dict[str, Any] = field(default_factory=dict)  # calls counted in its first step
+    memory: str = ""  # what weights, gradients and optimizer take, in a sentence
+    failed_saves: int = 0
+    not_finite: str = ""  # which exported weights are not, in a sentence
+    snapshots_at: int | None = None  # the step that the last snapshots of averages are of
     _flops: dict[Bucket, float] = field(default_factory=dict)
-
-    @property
-    def meter(self) -> Meter:
-        """Return the meter, which needs the run to be made."""
-        assert self._meter is not None
-        return self._meter
-
-    @meter.setter
-    def meter(self, meter: Meter) -> None:
-        self._meter = meter
 
     @property
     def out(self) -> Path:

@@ -17,12 +17,12 @@ from typing import Any
 
 import difftrain
 from difftrain.cli.doctor.checks import CHECKS, DEVICES, QUICK_LEAVES_OUT
-from difftrain.cli.doctor.runner import Report, examine
+from difftrain.cli.doctor.runner import DoctorReport, examine
 from difftrain.config.door import guard
-from difftrain.config.flag import Flag, on
-from difftrain.config.help import entries
-from difftrain.config.names import did_you_mean
-from difftrain.config.scan import scan
+from difftrain.config.parse_flags import scan
+from difftrain.config.render.help import entries
+from difftrain.config.schema.names import did_you_mean
+from difftrain.config.spellings.flag import Flag, on
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
 from difftrain.device.health.finding import Context, Verdict
@@ -96,7 +96,7 @@ def _last(words: Mapping[str, list[str]], name: str) -> str | None:
 
 def _report(context: Context, names: list[str], as_json: bool) -> int:
     start = time.monotonic()
-    reports: list[Report] = []
+    reports: list[DoctorReport] = []
     for report in examine({name: CHECKS[name] for name in names}, context):
         reports.append(report)
         if not as_json:
@@ -112,7 +112,7 @@ def _report(context: Context, names: list[str], as_json: bool) -> int:
     return code
 
 
-def line(report: Report) -> str:
+def line(report: DoctorReport) -> str:
     """Write a finding for people: verdict, sentence, and below it what to do."""
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     text = textwrap.fill(
@@ -129,7 +129,7 @@ def line(report: Report) -> str:
     return f"{text}\n{remedy}"
 
 
-def document(context: Context, reports: list[Report], seconds: float) -> dict[str, Any]:
+def document(context: Context, reports: list[DoctorReport], seconds: float) -> dict[str, Any]:
     """Return the JSON document; docs/doctor.md describes it."""
     counts = Counter(report.verdict for report in reports)
     return {

@@ -29,11 +29,15 @@ def check(context: Context) -> Iterator[Finding]:
     if size < 2:
         yield Finding("ok", f"one {device.kind} device: there is none to sum with")
         return
+
+    # the ranks meet and sum; each leaves its answer, or its last words, in a folder
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="doctor-ranks-") as folder:
         codes = _run(device.kind, size, Path(folder))
         told = [_told(Path(folder), rank) for rank in range(size)]
         words = [_last_words(Path(folder), rank) for rank in range(size)]
+
+    # a rank that fails keeps the others waiting: one that ended by itself is named before them
     who = f"{size} {device.kind} {'processes' if device.module is None else 'devices'} ({device.backend})"
     failed = [rank for rank, code in enumerate(codes) if code != 0 or told[rank] is None]
     if failed:
@@ -42,11 +46,15 @@ def check(context: Context) -> Iterator[Finding]:
         how = f"rank {first}: {words[first]}" if first not in late else f"ranks {late} gave no answer in {LIMIT_S:g} s"
         yield Finding("wrong", f"{who} do not sum: {how}", link_remedy(device.kind))
         return
+
+    # a wrong sum is worse than none: training would go on with it, unnoticed
     wrong = sorted({name for one in told for name, right in one["sums"].items() if not right})  # type: ignore[index]
     if wrong:
         what = f"{who} sum up wrongly in {', '.join(wrong)}"
         yield Finding("wrong", what, f"do not train on several of them; {link_remedy(device.kind)}")
         return
+
+    # all is well: the slowest rank is the one that training would wait for
     slowest: dict[str, Any] = max(told, key=lambda one: one["connect_s"])  # type: ignore[index, arg-type]
     rate = min(one["gib_s"] for one in told)  # type: ignore[index]
     right = ", ".join(slowest["sums"])
@@ -59,6 +67,8 @@ def _run(kind: str, size: int, folder: Path) -> list[int | None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+
+    # every rank has the environment that a launcher would give it, and none of torchrun's own variables
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
     processes = []
     with contextlib.ExitStack() as stack:
@@ -71,11 +81,15 @@ def _run(kind: str, size: int, folder: Path) -> list[int | None]:
             out, err = (stack.enter_context((folder / f"{rank}.{name}").open("wb")) for name in ("out", "err"))
             command = [sys.executable, "-m", "difftrain.cli.doctor.rank", kind]
             processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=err, stdin=subprocess.DEVNULL))
+
+        # the limit holds for all together, and is short once one has failed
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):  # one has failed: the others are waiting for it
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
             time.sleep(0.05)
+
+        # what each came to; those still running are stopped, so that no device stays taken
         codes = [process.poll() for process in processes]
         for process in processes:
             if process.poll() is None:

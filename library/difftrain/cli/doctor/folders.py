@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from difftrain.config.stores import shown, why_not
-from difftrain.config.there import is_url
+from difftrain.config.paths import is_url, shown_url, unreadable_url
 from difftrain.device.health.finding import Context, Finding
 
 # kinds as mountinfo calls them; fuse.* are added
@@ -33,8 +32,8 @@ def check(context: Context) -> Iterator[Finding]:
         yield from _readable(Path(context.data_dir))
     given = context.cache_dir
     if given and is_url(given):
-        fault = why_not(given)
-        what, remedy = fault or (f"{shown(given)} is only read, and tried when a run begins", "")
+        fault = unreadable_url(given)
+        what, remedy = fault or (f"{shown_url(given)} is only read, and tried when a run begins", "")
         yield Finding("wrong" if fault else "ok", f"--cache_dir: {what}", remedy, "cache_url")
         given = None
     cache = given or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -75,6 +74,8 @@ def _writable(folder: Path, about: str, flag: str) -> Iterator[Finding]:
     if not there.is_dir():
         yield Finding("wrong", f"{word} cannot be made: {there} is a file", _ANOTHER, about)
         return
+
+    # permissions and quotas are known for certain only once something was written
     free = shutil.disk_usage(there).free / 2**30
     try:
         took = _try(there)
@@ -85,6 +86,8 @@ def _writable(folder: Path, about: str, flag: str) -> Iterator[Finding]:
             what = f"{word} cannot be written: {error.strerror or 'what was written is not what is read'}"
             yield Finding("wrong", what, f"let this user write there; {_ANOTHER}", about)
         return
+
+    # it can be written to: is there room for what will be?
     least = _LEAST_GIB[about]
     said = f"{word} can be {'written' if there == folder.absolute() else 'made'}, {free:.1f} GiB free, 1 MiB synced in {took * 1e3:.0f} ms"
     if free < _FULL_GIB:

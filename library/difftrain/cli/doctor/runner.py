@@ -28,7 +28,7 @@ _SEVERAL = 2  # hangs after which devices are not touched any more
 _MISSING_TORCH = "torch or numpy is not installed, so no device was looked at"
 
 
-class Report(NamedTuple):
+class DoctorReport(NamedTuple):
     """One finding of one check, as it is reported. name: of the check, with ".what" where it found several things."""
 
     name: str
@@ -38,16 +38,20 @@ class Report(NamedTuple):
     seconds: float
 
 
-def examine(checks: Mapping[str, Check], context: Context) -> Iterator[Report]:
+def examine(checks: Mapping[str, Check], context: Context) -> Iterator[DoctorReport]:
     """Do the checks in order and report each finding as it comes."""
     todo = dict(checks)
+
+    # without torch or numpy, only the checks that need neither are done
     if any(installed(name) is None for name in ("torch", "numpy")):
         todo = {name: check for name, check in todo.items() if not check.needs}
         if len(todo) < len(checks):
-            yield Report("devices", "wrong", _MISSING_TORCH, "pip install -r requirements.txt", 0.0)
+            yield DoctorReport("devices", "wrong", _MISSING_TORCH, "pip install -r requirements.txt", 0.0)
+
+    # one process does the checks; where one of them ends it, another goes on with the rest
     hung = 0
     while todo:
-        with _Worker(todo, context) as worker:
+        with _DoctorWorker(todo, context) as worker:
             for name in list(todo):
                 reports, ended = worker.reports_of(name, todo[name].limit_s)
                 yield from reports
@@ -60,17 +64,19 @@ def examine(checks: Mapping[str, Check], context: Context) -> Iterator[Report]:
                     break
             else:
                 worker.end()
+
+        # each check on a device that hangs would wait out its limit: the rest of them are left out
         if hung >= _SEVERAL:
             left = [name for name, check in todo.items() if check.needs == "device"]
             todo = {name: check for name, check in todo.items() if check.needs != "device"}
             if left:
                 remedy = "mend what hangs first; npu-smi info or nvidia-smi show the state of the cards"
-                yield Report(
+                yield DoctorReport(
                     "devices", "note", f"not looked at, since the device hangs: {', '.join(left)}", remedy, 0.0
                 )
 
 
-class _Worker:
+class _DoctorWorker:
     """The process that does the checks, and the pipe on which it tells what it finds."""
 
     def __init__(self, checks: Mapping[str, Check], context: Context) -> None:
@@ -82,7 +88,7 @@ class _Worker:
         self.hangs = False
         self.usable = True  # a device was taken
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> _DoctorWorker:
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._pipe, inner = os.pipe()
         paths = [str(_LIBRARY), os.environ.get("PYTHONPATH", "")]
@@ -103,7 +109,7 @@ class _Worker:
         os.close(self._pipe)
         self._log.close()
 
-    def reports_of(self, name: str, limit_s: float) -> tuple[list[Report], bool]:
+    def reports_of(self, name: str, limit_s: float) -> tuple[list[DoctorReport], bool]:
         """Return what a check found, and whether the process ended with it, by a crash or for taking too long."""
         start = time.monotonic()
         if not self._ready and self._next(start + _START_S) is None:
@@ -115,7 +121,7 @@ class _Worker:
         self.usable = told["usable"]
         seconds = round(told["seconds"], 3)
         return [
-            Report(f"{name}.{about}" if about else name, verdict, found, remedy, seconds)
+            DoctorReport(f"{name}.{about}" if about else name, verdict, found, remedy, seconds)
             for verdict, found, remedy, about in told["findings"]
         ], False
 
@@ -139,18 +145,18 @@ class _Worker:
         told: dict[str, Any] = json.loads(line)
         return told
 
-    def _lost(self, name: str, seconds: float, limit_s: float) -> Report:
+    def _lost(self, name: str, seconds: float, limit_s: float) -> DoctorReport:
         if self.hangs:
             self._kill()
             found = f"{name}: no answer within {limit_s:g} s, so it was stopped{self._last_words()}"
-            return Report(
+            return DoctorReport(
                 name, "wrong", found, "see what it waits for: the driver, a network disk, another machine", seconds
             )
         self.end()
         code = self._process.returncode
         how = f"died of {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
         found = f"{name}: the process that looked {how}{self._last_words()}"
-        return Report(name, "wrong", found, "report it with these words; the driver's log may say more", seconds)
+        return DoctorReport(name, "wrong", found, "report it with these words; the driver's log may say more", seconds)
 
     def _last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from difftrain.data.sources.base import Source, SourceInfo
+from difftrain.data.sources.base import DataSource, SourceInfo
 
 SOURCES = {
     "folder": "difftrain.data.sources.folder:FolderSource",
@@ -17,8 +17,8 @@ SOURCES = {
 __all__ = ["SOURCES", "Source", "SourceInfo", "open_source"]
 
 
-def open_source(info: SourceInfo) -> Source:
+def open_source(info: SourceInfo) -> DataSource:
     """Make the source that an entry of an index names."""
     module, _, attribute = SOURCES[info.kind].partition(":")
-    made: Source = getattr(import_module(module), attribute)(info)
+    made: DataSource = getattr(import_module(module), attribute)(info)
     return made

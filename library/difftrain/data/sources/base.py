@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from difftrain.config.hub_ids import name_of
-from difftrain.contracts import MediaRef
+from difftrain.contracts import MediaRef, Record
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"})
 
@@ -55,7 +55,7 @@ class SourceInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedFile:
     """One file that a listing came upon. role: media (holds items), caption, other."""
 
     role: str
@@ -73,7 +73,7 @@ class FileRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SourceItem:
     """One picture before anyone has looked at it. `open` gives a seekable file of its bytes, `length` of them."""
 
     member: str | None  # name inside the file, for keys and messages
@@ -89,14 +89,14 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadItem:
     """An item that cannot be used, known without looking at its picture."""
 
     member: str | None
     reason: str
 
 
-class Source(ABC):
+class DataSource(ABC):
     """One kind of data. Made from its SourceInfo in every process that needs it."""
 
     sharded = True  # a listed file holds many items and counts as a shard
@@ -106,11 +106,11 @@ class Source(ABC):
         self.root = Path(info.root)
 
     @abstractmethod
-    def listing(self) -> Iterator[Listed]:
+    def listing(self) -> Iterator[ListedFile]:
         """Iterate over the files below the root, in any order, without holding them all."""
 
     @abstractmethod
-    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+    def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         """Take the items out of one file, always in the same order.
 
         Raises: OSError, DataFault.
@@ -152,6 +152,11 @@ def printable(name: str) -> str:
 def is_picture(path: str) -> bool:
     """Tell by the suffix."""
     return split_suffix(path)[1] in IMAGE_SUFFIXES
+
+
+def picture_name(record: Record) -> str:
+    """Return what a picture is called: the member of a shard, else the path in its source."""
+    return record.name.partition(f"{record.media.path}!")[2] if record.media.length else record.media.path
 
 
 def key_path(file: str, member: str | None) -> str:

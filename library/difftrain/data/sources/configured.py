@@ -10,15 +10,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftrain.config.datasets import datasets_of
+from difftrain.config.datasets.datasets import datasets_of
 from difftrain.contracts import ConfigFault, DataFault, Fault
-from difftrain.data.media import Unusable, decode_rgba
+from difftrain.data.media.media import Unusable, decode_rgba
 from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, printable, split_suffix
 from difftrain.data.sources.folder import is_folder
 from difftrain.data.sources.kohya import KohyaFolder, kohya_folders, outside
 
 if TYPE_CHECKING:
-    from difftrain.config.sections import CaptionSection, DataSection, SubsetSection
+    from difftrain.config.schema.sections import CaptionSection, DataSection, SubsetSection
 
 CAPTION_SUFFIXES = (".caption", ".txt")  # tried in this order where none is configured
 _SHARDS = {".tar": "tar", ".parquet": "parquet"}
@@ -69,6 +69,8 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
                 )
             ]
         )
+
+    # every folder is looked at, so that all that are missing or empty are named at once
     made, faults = Configured(), []
     number = 0
     for ordinal, dataset in enumerate(datasets_of(data, captions)):
@@ -78,6 +80,8 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
             except DataFault as fault:
                 faults.append(str(fault))
             number += 1
+
+    # what no index can be made of
     if faults:
         raise DataFault("\n".join(faults))
     if len(made.infos) > 1 << 16:

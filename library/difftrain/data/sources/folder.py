@@ -8,39 +8,47 @@ from pathlib import Path
 from typing import BinaryIO
 
 from difftrain.contracts import MediaRef
-from difftrain.data.sources import captions_file
-from difftrain.data.sources.base import IMAGE_SUFFIXES, Bad, FileRef, Item, Listed, Source, split_suffix
-from difftrain.data.sources.texts import BadCaption, all_lines, decode_text, first_line, one_line
+from difftrain.data.sources import captions as captions_file
+from difftrain.data.sources.base import (
+    IMAGE_SUFFIXES,
+    BadItem,
+    DataSource,
+    FileRef,
+    ListedFile,
+    SourceItem,
+    split_suffix,
+)
+from difftrain.data.sources.captions import BadCaption, all_lines, decode_text, first_line, one_line
 
 MAX_CAPTION_BYTES = 1 << 20
 
 
-class FolderSource(Source):
+class FolderSource(DataSource):
     """A folder, or one `<repeats>_<class>` sub-folder of it (then info.prefix and info.words are set)."""
 
     sharded = False
 
-    def listing(self) -> Iterator[Listed]:
+    def listing(self) -> Iterator[ListedFile]:
         for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat):
             suffix = split_suffix(path)[1]
             role = "media" if suffix in IMAGE_SUFFIXES else "caption" if suffix in self.info.suffixes else "other"
             if role == "other":
-                yield Listed(role, path)
+                yield ListedFile(role, path)
             else:
-                yield Listed(role, path, *size_and_time(entry))
+                yield ListedFile(role, path, *size_and_time(entry))
 
-    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+    def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         path = self.root / file.path
         try:
             captions = self._captions(file)
         except BadCaption as error:
-            yield Bad(None, str(error))
+            yield BadItem(None, str(error))
             return
 
         def open_file() -> BinaryIO:
             return path.open("rb")
 
-        yield Item(None, 0, 0, path.stat().st_size, captions, open_file, "" if captions else self._lacking(file))
+        yield SourceItem(None, 0, 0, path.stat().st_size, captions, open_file, "" if captions else self._lacking(file))
 
     def _lacking(self, file: FileRef) -> str:
         if self.info.captions_file:

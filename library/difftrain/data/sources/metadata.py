@@ -15,19 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import DataFault, MediaRef
-from difftrain.data.sources.base import IMAGE_SUFFIXES, Bad, FileRef, Item, Listed, Source, is_picture, printable
-from difftrain.data.sources.texts import BadCaption, all_lines, decode_text, first_line
+from difftrain.data.sources.base import (
+    IMAGE_SUFFIXES,
+    BadItem,
+    DataSource,
+    FileRef,
+    ListedFile,
+    SourceItem,
+    is_picture,
+    printable,
+)
+from difftrain.data.sources.captions import BadCaption, all_lines, decode_text, first_line
 
 _ORDER = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # kohya's, where several pictures have the name
 _SUFFIXES = (*_ORDER, *(s.upper() for s in _ORDER), *sorted(IMAGE_SUFFIXES.difference(_ORDER)))
 
 
-class MetadataSource(Source):
+class MetadataSource(DataSource):
     """One file; info.only is its path from the root, the folder of the pictures."""
 
-    def listing(self) -> Iterator[Listed]:
+    def listing(self) -> Iterator[ListedFile]:
         found = (self.root / self.info.only).stat()
-        yield Listed("media", self.info.only, found.st_size, self._stamp(found.st_mtime_ns))
+        yield ListedFile("media", self.info.only, found.st_size, self._stamp(found.st_mtime_ns))
 
     def _stamp(self, mtime_ns: int) -> int:
         """Return what changes with the file and with any picture: one that came, went or is another has to be seen."""
@@ -62,31 +71,45 @@ class MetadataSource(Source):
     def count(self, path: str, enough: int) -> int:
         return min(len(self._entries), enough)
 
-    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+    def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         seen: dict[str, str] = {}
         for name, entry in self._entries.items():
             try:
                 found = self._find(name)
                 size = found.stat().st_size if found else 0
             except OSError as error:
-                yield Bad(printable(name), f"cannot be read: {error.strerror}")
+                yield BadItem(printable(name), f"cannot be read: {error.strerror}")
                 continue
             if found is None:
-                yield Bad(printable(name), f"no picture: none of this path, and none of this name in {self.root}")
+                yield BadItem(printable(name), f"no picture: none of this path, and none of this name in {self.root}")
                 continue
+
+            # entries may call a picture by several names: it is taken once, for the first of them
             path = Path(os.path.relpath(found, self.root)).as_posix()
             key = printable(name if path.startswith("../") else path)
             if key in seen:
-                yield Bad(printable(name), f"same picture twice: {seen[key]!r} names it too")
+                yield BadItem(printable(name), f"same picture twice: {seen[key]!r} names it too")
                 continue
             seen[key] = name
+
+            # the captions of its entry
             try:
                 captions = self._captions(entry)
             except BadCaption as error:
-                yield Bad(printable(name), str(error))
+                yield BadItem(printable(name), str(error))
                 continue
             lacking = "no caption: it has neither caption nor tags"
-            yield Item(printable(name), 0, 0, size, captions, lambda at=found: at.open("rb"), lacking, path, key=key)  # type: ignore[misc]
+            yield SourceItem(
+                printable(name),
+                0,
+                0,
+                size,
+                captions,
+                lambda at=found: at.open("rb"),  # type: ignore[misc]
+                lacking,
+                path,
+                key=key,
+            )
 
     def _find(self, name: str) -> Path | None:
         """Find a picture by its path, below the root, whole or from where we are, or by its name without suffix."""

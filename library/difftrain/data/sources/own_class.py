@@ -28,13 +28,13 @@ import numpy as np
 from PIL import Image
 
 from difftrain.contracts import ConfigFault, Fault, MediaRef
-from difftrain.data.sources.base import Bad, FileRef, Item, Listed, Source, printable
-from difftrain.data.sources.texts import BadCaption, captions_of
+from difftrain.data.sources.base import BadItem, DataSource, FileRef, ListedFile, SourceItem, printable
+from difftrain.data.sources.captions import BadCaption, captions_of
 
 _FLAG = "--dataset_class"
 
 
-class ClassSource(Source):
+class ClassSource(DataSource):
     """The items of one class. info.root is its dotted name, info.only what it is made with; an item's path is its name."""
 
     sharded = False
@@ -64,31 +64,31 @@ class ClassSource(Source):
                 raise _fault(f"{self.info.root} calls items {seen[name]} and {i} both {name!r}", "names are unique")
             yield name
 
-    def listing(self) -> Iterator[Listed]:
+    def listing(self) -> Iterator[ListedFile]:
         print_ = getattr(self._dataset, "fingerprint", None)
         if print_ is not None and not isinstance(print_, str):
             raise _fault(f"{self.info.root}.fingerprint is {print_!r}, not a text", "leave it out, or make it one")
         # without one nothing says that the pictures are the same as before
         stamp = time.time_ns() if print_ is None else _number(print_)
         for name in self._names():
-            yield Listed("media", name, 0, stamp)
+            yield ListedFile("media", name, 0, stamp)
 
-    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+    def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         try:
             picture, caption, size_wh = self._parts(file.path)
             captions = captions_of(caption, "its caption", multi_line=self.info.multi_line)
             content = encoder(picture)
         except BadCaption as error:
-            yield Bad(None, str(error))
+            yield BadItem(None, str(error))
         except Exception as error:  # whatever a user's class raises is a fault of that item
-            yield Bad(None, f"broken item: {type(error).__name__}: {error}")
+            yield BadItem(None, f"broken item: {type(error).__name__}: {error}")
         else:
 
             def open_() -> BinaryIO:
                 return io.BytesIO(content())
 
             lacking = "no caption: the class gives it none"
-            yield Item(None, 0, 0, 0, captions, open_, lacking, size_wh=size_wh or size_of(picture))
+            yield SourceItem(None, 0, 0, 0, captions, open_, lacking, size_wh=size_wh or size_of(picture))
 
     def _parts(self, name: str) -> tuple[Any, Any, tuple[int, int] | None]:
         item = self._dataset[int(name) if self._numbers is None else self._numbers[name]]

@@ -18,9 +18,9 @@ import pyarrow
 from pyarrow import parquet
 
 from difftrain.contracts import DataFault, MediaRef
-from difftrain.data.sources.base import Bad, FileRef, Item, Listed, Source, SourceInfo
+from difftrain.data.sources.base import BadItem, DataSource, FileRef, ListedFile, SourceInfo, SourceItem
+from difftrain.data.sources.captions import BadCaption, captions_of
 from difftrain.data.sources.tar import list_shards
-from difftrain.data.sources.texts import BadCaption, captions_of
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "bytes")
 PATH_COLUMNS = ("image_path", "file_name", "filename", "image_file", "filepath", "file_path", "path")
@@ -29,7 +29,7 @@ _LARGE_GROUP_MIB = 64
 _CACHED_GROUPS = 4  # row groups of pictures kept in memory by each process
 
 
-class ParquetSource(Source):
+class ParquetSource(DataSource):
     """Every *.parquet below the root, or one of them. A picture is found by its row."""
 
     def __init__(self, info: SourceInfo) -> None:
@@ -38,7 +38,7 @@ class ParquetSource(Source):
         self._groups: OrderedDict[tuple[str, int], Any] = OrderedDict()
         self._pid = os.getpid()
 
-    def listing(self) -> Iterator[Listed]:
+    def listing(self) -> Iterator[ListedFile]:
         yield from list_shards(self, ".parquet")
 
     def count(self, path: str, enough: int) -> int:
@@ -61,7 +61,7 @@ class ParquetSource(Source):
             "Written with row_group_size=100 this file would be read many times faster."
         )
 
-    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+    def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         try:
             opened = parquet.ParquetFile(self.root / file.path)
             image, caption = self._columns(opened, file.path)
@@ -72,37 +72,41 @@ class ParquetSource(Source):
                     yield self._item(file.path, row, picture.as_py(), text)
                     row += 1
         except pyarrow.ArrowException as error:
-            yield Bad(None, f"damaged shard: {' '.join(str(error).split())}")
+            yield BadItem(None, f"damaged shard: {' '.join(str(error).split())}")
 
-    def _item(self, file: str, row: int, picture: Any, text: Any) -> Item | Bad:
+    def _item(self, file: str, row: int, picture: Any, text: Any) -> SourceItem | BadItem:
         member = str(row)
         try:
             captions = captions_of(text.as_py(), f"row {row}", multi_line=self.info.multi_line)
         except BadCaption as error:
-            return Bad(member, str(error))
+            return BadItem(member, str(error))
         except UnicodeDecodeError as error:
-            return Bad(member, f"caption not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}")
+            return BadItem(
+                member, f"caption not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}"
+            )
         data, path = _bytes_and_path(picture)
         lacking = f"no caption: row {row} holds none"
         if data:
-            return Item(member, row, -1, len(data), captions, _opener(data), lacking)
+            return SourceItem(member, row, -1, len(data), captions, _opener(data), lacking)
         if data is not None:
-            return Bad(member, "empty: 0 bytes")
+            return BadItem(member, "empty: 0 bytes")
         if not path:
-            return Bad(member, "no picture: the row holds neither bytes nor a path")
+            return BadItem(member, "no picture: the row holds neither bytes nor a path")
         return self._file_item(file, member, path, captions, lacking)
 
-    def _file_item(self, file: str, member: str, path: str, captions: tuple[str, ...], lacking: str) -> Item | Bad:
+    def _file_item(
+        self, file: str, member: str, path: str, captions: tuple[str, ...], lacking: str
+    ) -> SourceItem | BadItem:
         """Make the item of a row that names a file, relative to the parquet file's own folder."""
         place = posixpath.normpath(posixpath.join(posixpath.dirname(file), path.replace("\\", "/")))
         if posixpath.isabs(place) or place.split("/")[0] == "..":
-            return Bad(member, f"outside its folder: {path}")
+            return BadItem(member, f"outside its folder: {path}")
         full = self.root / place
         try:
             size = full.stat().st_size
         except OSError:
-            return Bad(member, f"no picture: {path} does not exist")
-        return Item(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=place)
+            return BadItem(member, f"no picture: {path} does not exist")
+        return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=place)
 
     def read(self, media: MediaRef) -> bytes:
         if media.length != -1:

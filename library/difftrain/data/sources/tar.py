@@ -1,30 +1,109 @@
-"""Tars as img2dataset and LAION write them: `0001.jpg` + `0001.txt` + `0001.json`, read in place."""
+"""Folders of tars, as img2dataset and WebDataset write them: which files belong together, and where each lies."""
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from difftrain.contracts import MediaRef
-from difftrain.data.sources import captions_file
+from difftrain.data.sources import captions as captions_file
 from difftrain.data.sources.base import (
     IMAGE_SUFFIXES,
-    Bad,
+    BadItem,
+    DataSource,
     FileRef,
-    Item,
-    Listed,
-    Source,
+    ListedFile,
     SourceInfo,
+    SourceItem,
     is_picture,
     printable,
     split_suffix,
 )
-from difftrain.data.sources.files import Descriptors, open_span, read_span
+from difftrain.data.sources.captions import BadCaption, caption_of_json, captions_of
 from difftrain.data.sources.folder import MAX_CAPTION_BYTES, size_and_time, walk
-from difftrain.data.sources.tar_headers import Damage, Member, read_members
-from difftrain.data.sources.texts import BadCaption, caption_of_json, captions_of
+from difftrain.data.sources.tar_headers import Member, TarDamage, read_members
+
+_OPEN_FILES = 32
+
+
+class Descriptors:
+    """Keep the last files open. A descriptor in use by another thread is never closed under it."""
+
+    def __init__(self, limit: int = _OPEN_FILES) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._held: OrderedDict[Path, io.FileIO] = OrderedDict()
+
+    def get(self, path: Path) -> io.FileIO:
+        """Return an unbuffered open file; it closes when nobody holds it any more."""
+        with self._lock:
+            file = self._held.pop(path, None)
+            if file is None:
+                file = io.FileIO(path)
+            self._held[path] = file
+            while len(self._held) > self._limit:
+                self._held.popitem(last=False)
+            return file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Descriptors, (self._limit,)
+
+
+def read_span(file: io.FileIO, offset: int, length: int) -> bytes:
+    """Read exactly `length` bytes at `offset`.
+
+    Raises: OSError where the file ends before.
+    """
+    parts = []
+    while length:
+        part = os.pread(file.fileno(), length, offset)
+        if not part:
+            raise OSError(
+                errno.EIO, f"the file ends {length} bytes too early; it has changed since it was indexed", file.name
+            )
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class ByteSpan(io.RawIOBase):
+    """A part of a file as a seekable file of its own, read only where it is asked for."""
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), max(0, self._length - self._at))
+        part = os.pread(self._file.fileno(), wanted, self._offset + self._at) if wanted else b""
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def open_span(file: io.FileIO, offset: int, length: int) -> io.BufferedReader:
+    """Open a part of a file for reading in small steps."""
+    return io.BufferedReader(ByteSpan(file, offset, length), buffer_size=16384)
 
 
 @dataclass
@@ -34,20 +113,20 @@ class _Shard:
     pictures: list[Member] = field(default_factory=list)
     texts: dict[str, Member] = field(default_factory=dict)
     sidecars: dict[str, Member] = field(default_factory=dict)
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadItem] = field(default_factory=list)
 
 
-class TarSource(Source):
+class TarSource(DataSource):
     """Every *.tar below the root, or one of them."""
 
     def __init__(self, info: SourceInfo) -> None:
         super().__init__(info)
         self._files = Descriptors()
 
-    def listing(self) -> Iterator[Listed]:
+    def listing(self) -> Iterator[ListedFile]:
         yield from list_shards(self, ".tar")
 
-    def items(self, file: FileRef) -> Iterator[Item | Bad]:
+    def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         shard = _read_shard(read_members(self.root / file.path))
         stems = {split_suffix(picture.name)[0] for picture in shard.pictures}
         opened = self._files.get(self.root / file.path)
@@ -56,10 +135,10 @@ class TarSource(Source):
         yield from shard.bad
         for stem, sidecar in shard.sidecars.items():
             if stem not in stems:
-                yield Bad(sidecar.name, "no picture: the tar has no picture of this name")
+                yield BadItem(sidecar.name, "no picture: the tar has no picture of this name")
         for stem, text in shard.texts.items():  # any other .txt is none of ours
             if stem not in stems and stem not in shard.sidecars and stem.rpartition("/")[2].isdigit():
-                yield Bad(text.name, "no picture: the tar has no picture of this name")
+                yield BadItem(text.name, "no picture: the tar has no picture of this name")
 
     def count(self, path: str, enough: int) -> int:
         count = 0
@@ -73,25 +152,25 @@ class TarSource(Source):
         return read_span(self._files.get(self.root / media.path), media.offset, media.length)
 
 
-def list_shards(source: Source, suffix: str) -> Iterator[Listed]:
+def list_shards(source: DataSource, suffix: str) -> Iterator[ListedFile]:
     """List the files of a suffix below a source's root as media, everything else as other."""
     if source.info.only:
         found = (source.root / source.info.only).stat()
-        yield Listed("media", source.info.only, found.st_size, found.st_mtime_ns)
+        yield ListedFile("media", source.info.only, found.st_size, found.st_mtime_ns)
         return
     for path, entry in walk(source.root, deep=not source.info.flat):
         if path.lower().endswith(suffix):
-            yield Listed("media", path, *size_and_time(entry))
+            yield ListedFile("media", path, *size_and_time(entry))
         else:
-            yield Listed("other", path)
+            yield ListedFile("other", path)
 
 
-def _read_shard(members: Iterator[Member | Damage]) -> _Shard:
+def _read_shard(members: Iterator[Member | TarDamage]) -> _Shard:
     shard = _Shard()
     seen: dict[str, Member] = {}
     for member in members:
-        if isinstance(member, Damage):
-            shard.bad.append(Bad(None, member.reason))
+        if isinstance(member, TarDamage):
+            shard.bad.append(BadItem(None, member.reason))
             continue
         name = _clean(member.name)
         suffix = split_suffix(name)[1]
@@ -100,10 +179,10 @@ def _read_shard(members: Iterator[Member | Damage]) -> _Shard:
             continue
         reason = _refuse(member, suffix)
         if reason:
-            shard.bad.append(Bad(printable(name), reason))
+            shard.bad.append(BadItem(printable(name), reason))
             continue
         if name in seen:
-            shard.bad.append(Bad(name, "same name twice: a later member of the tar has it and is used"))
+            shard.bad.append(BadItem(name, "same name twice: a later member of the tar has it and is used"))
         seen[name] = member._replace(name=name)
     for name, member in seen.items():
         if is_picture(name):
@@ -126,7 +205,7 @@ def _refuse(member: Member, suffix: str) -> str:
     return ""
 
 
-def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -> Item | Bad:
+def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -> SourceItem | BadItem:
     stem = split_suffix(picture.name)[0]
     try:
         if info.captions_file:
@@ -134,7 +213,7 @@ def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -
         else:
             captions = _captions(opened, shard.texts.get(stem), shard.sidecars.get(stem), info.multi_line)
     except BadCaption as error:
-        return Bad(picture.name, str(error))
+        return BadItem(picture.name, str(error))
     if info.captions_file:
         lacking = "" if captions else captions_file.lacking(info, picture.name)
     elif stem in shard.texts:
@@ -143,7 +222,9 @@ def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -
         lacking = f"empty caption: {shard.sidecars[stem].name} has no caption"
     else:
         lacking = "no caption: no .txt or .json of its name in the tar"
-    return Item(picture.name, picture.offset, picture.size, picture.size, captions, _opener(opened, picture), lacking)
+    return SourceItem(
+        picture.name, picture.offset, picture.size, picture.size, captions, _opener(opened, picture), lacking
+    )
 
 
 def _opener(opened: io.FileIO, member: Member) -> Callable[[], BinaryIO]:

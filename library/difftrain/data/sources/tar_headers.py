@@ -39,7 +39,7 @@ class Member(NamedTuple):
     fault: str = ""
 
 
-class Damage(NamedTuple):
+class TarDamage(NamedTuple):
     """The archive cannot be followed any further."""
 
     reason: str
@@ -49,7 +49,7 @@ class _HeaderFault(Exception):
     pass
 
 
-def read_members(path: Path) -> Iterator[Member | Damage]:
+def read_members(path: Path) -> Iterator[Member | TarDamage]:
     """Iterate over the members of a tar in their order; a Damage, if any, comes last.
 
     Raises: OSError where the file cannot be read.
@@ -59,10 +59,10 @@ def read_members(path: Path) -> Iterator[Member | Damage]:
         try:
             yield from _members(file, end)
         except _HeaderFault as fault:
-            yield Damage(f"damaged shard: {fault}")
+            yield TarDamage(f"damaged shard: {fault}")
 
 
-def _members(file: BinaryIO, end: int) -> Iterator[Member | Damage]:
+def _members(file: BinaryIO, end: int) -> Iterator[Member | TarDamage]:
     at = 0
     overrides: dict[str, str] = {}  # of the next member
     defaults: dict[str, str] = {}  # of a pax global header
@@ -70,16 +70,22 @@ def _members(file: BinaryIO, end: int) -> Iterator[Member | Damage]:
     while True:
         file.seek(at)
         block = file.read(_BLOCK)
+
+        # a block of zeros marks the end; a file that stops before it was cut off
         if len(block) < _BLOCK:
             what = "inside a header" if block else "without an end mark"
-            yield Damage(f"truncated shard: the tar ends {what} after {last}; what came behind is lost")
+            yield TarDamage(f"truncated shard: the tar ends {what} after {last}; what came behind is lost")
             return
         if block.count(0) == _BLOCK:
             return
+
+        # what kind of member follows, and how long it is
         _check(block, at)
         size = _number(block[_SIZE])
         kind = block[_TYPE]
         body = at + _BLOCK
+
+        # headers that describe other members: long names and pax records
         if kind in (b"L", b"K", b"x", b"g", b"X"):
             value = _extended(file, body, size, end)
             if kind == b"L":
@@ -90,6 +96,8 @@ def _members(file: BinaryIO, end: int) -> Iterator[Member | Damage]:
                 overrides |= _pax(value)
             at = body + _padded(size)
             continue
+
+        # a member: what was said of it before it wins over its own header
         merged = defaults | overrides
         overrides = {}
         name = merged.get("path") or _name(block)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from difftrain.contracts import ConfigFault
-from difftrain.device import extras
+from difftrain.device import ascend_packages
 from difftrain.device.choice import KINDS, find, nodes
 from difftrain.device.health.finding import Context, Finding
 
@@ -29,7 +29,7 @@ def check(context: Context) -> Iterator[Finding]:
             yield Finding("ok", f"{kind}: {found.count} found", about=kind)
         else:
             asked = context.kind == kind
-            half_there = nodes(kind) or (kind == "npu" and extras.version("torch_npu"))
+            half_there = nodes(kind) or (kind == "npu" and ascend_packages.version("torch_npu"))
             remedy = found.remedy if asked or half_there else ""  # else there is nothing to mend
             yield Finding("wrong" if asked else "note", f"{kind}: {found.why_not}", remedy, kind)
     try:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from difftrain.device import ascend, extras, host, versions
+from difftrain.device import ascend, ascend_packages, host, versions
 from difftrain.device.health.finding import Context, Finding, of_judgement
 
 
@@ -34,13 +34,13 @@ def _mild(found: Finding) -> Finding:
 
 
 def _wheel(wheel: bool, there: int, kind: str) -> Iterator[Finding]:
-    torch = extras.version("torch")
+    torch = ascend_packages.version("torch")
     if not wheel:
         remedy = f"pip install torch_npu=={versions.torch_npu_for(torch)}" if torch else "install torch and torch_npu"
         beside = f"{there} NPU device files are here, and " if there else ""
         yield Finding("wrong" if kind == "npu" else "note", f"{beside}torch_npu is not installed", remedy, "torch_npu")
         return
-    installed = extras.version("torch_npu")
+    installed = ascend_packages.version("torch_npu")
     if installed is None:
         yield Finding(
             "note", "torch_npu is here without metadata", "install it with pip, so its version is known", "torch_npu"
@@ -51,7 +51,7 @@ def _wheel(wheel: bool, there: int, kind: str) -> Iterator[Finding]:
 
 
 def _cann() -> Iterator[Finding]:
-    installed, cann = extras.version("torch_npu"), host.cann_version()
+    installed, cann = ascend_packages.version("torch_npu"), host.cann_version()
     home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
     if cann is None and not home:
         yield Finding("wrong", "torch_npu is installed, and CANN is not in this shell", ascend.source_cann(), "cann")
@@ -87,13 +87,13 @@ def _rights() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    if extras.found_apex():
+    if ascend_packages.found_apex():
         yield Finding(
             "ok", "Ascend's apex is installed; its optimizers step under apex.amp alone: not used", about="apex"
         )
     else:
         yield Finding("ok", "Ascend's apex is not installed, and nothing here needs it", about="apex")
-    if extras.found_torchvision_npu():
+    if ascend_packages.found_torchvision_npu():
         yield Finding(
             "ok",
             "torchvision_npu is installed; it decodes JPEG with --image_decoder=device, else the host does",

@@ -133,12 +133,12 @@ def _why_not_fused(context: Context, dtype: Any) -> str:
 
 def kernels(context: Context) -> Iterator[Finding]:
     """Compare every fused kernel with its plain version in fp64 on the host."""
+    from difftrain.device import counters
     from difftrain.device import kernels as table
-    from difftrain.device import tally
 
     for name in table.REGISTRY:
         for precision, dtype in _dtypes().items():
-            with tally.counting() as ways:
+            with counters.counting() as ways:
                 error = _adamw_error(context, dtype) if name == "adamw" else _kernel_error(context, name, dtype)
             way = "fused" if ways[f"{name} fused"] else "plain"
             said, about = f"{name} in {precision}, {way}: off fp64 by {error:.1e}", f"{name}_{precision}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.config import TrainConfig
-    from difftrain.config.sections import LossSection, NoiseSection
+    from difftrain.config.schema.sections import LossSection, NoiseSection
 
 OFFSET, OFFSET_STRENGTH, PERTURBATION, PERTURBATION_STRENGTH = (
     "noise_offset", "noise_offset_strength", "ip_noise", "ip_noise_strength",
@@ -39,6 +39,8 @@ def noise_draws(section: NoiseSection, plain: Mapping[str, DrawSpec]) -> dict[st
         discount=section.multires_discount,
         normalise=not adaptive,
     )
+
+    # --- mixed into the noise, or drawn beside it
     if mix.offset or mix.iterations:
         found["noise"] = replace(noise, mix=mix)
     if adaptive:  # waits for the latents
@@ -108,7 +110,7 @@ def weight_of(cfg: TrainConfig, batch: Batch, t: Tensor) -> Tensor:
     return weight
 
 
-def table_of(section: NoiseSection, device: torch.device) -> ddpm.Tables:
+def table_of(section: NoiseSection, device: torch.device) -> ddpm.DdpmTables:
     """Return the process that is trained."""
     return ddpm.tables(device, section.zero_terminal_snr)
 
@@ -119,7 +121,7 @@ def mask_of(batch: Batch, latents: Tensor) -> Tensor | None:
     return None if batch.loss_mask is None else losses.mask_at(batch.loss_mask, (height, width))
 
 
-def sample_losses(section: LossSection, table: ddpm.Tables, prediction: Tensor, inputs: Inputs) -> Tensor:
+def sample_losses(section: LossSection, table: ddpm.DdpmTables, prediction: Tensor, inputs: Inputs) -> Tensor:
     """Return the loss of each sample, not weighed yet, (B,) fp32."""
     c = None
     if section.type in ("huber", "smooth_l1"):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from difftrain.config.sections import FlowSection, LossSection
+    from difftrain.config.schema.sections import FlowSection, LossSection
     from difftrain.models.facts import Shift
 
 DENOISE, TEXT_RECON = "denoise", "text_recon"

@@ -22,8 +22,8 @@ from difftrain.models.passes import Tokens
 from difftrain.models.sd3.model_card import card
 from difftrain.models.sd3.text_branch import BranchSource, folded
 from difftrain.models.text.tokenize import Tokenize
+from difftrain.models.weights.find import parts_elsewhere, shipped_sizes, source_of
 from difftrain.models.weights.part_files import PartFiles
-from difftrain.models.weights.source import parts_elsewhere, shipped_sizes, source_of
 from difftrain.models.weights.stored_part import read_json
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class SD3Family(ModelFamily):
     @cached_property
     def source(self) -> BranchSource:
         """Find the weights that the configuration names, of the depth that it asks for. Raises ConfigFault."""
-        return self._at_depth(BranchSource(**vars(source_of(self.cfg, self))))
+        return self._at_depth(BranchSource(**vars(source_of(self.cfg, self, self.drawn_sizes))))
 
     def drawn_sizes(self) -> dict[str, Any]:
         """Return the sizes of parts that may be stored nowhere: of SD3-Light the transformer need be. Raises ConfigFault."""

@@ -1,4 +1,4 @@
-"""The page beside an exported SD3: how to draw with it."""
+"""The page beside an exported SD3: how to draw with it. Prose, so apart from the family's code."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.models.sizes import possible
+from difftrain.models.build import possible
 from difftrain.models.weights.initial import initial_weights
-from difftrain.models.weights.source import Source
+from difftrain.models.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +27,7 @@ Stream = Iterable[tuple[str, "Tensor"]]
 
 
 @dataclass(frozen=True)
-class BranchSource(Source):
+class BranchSource(WeightSource):
     """Where the weights of an SD3 come from whose last block may have its text branch.
 
     text_branch: it has. branchless: the stored transformer has not, so that its branch begins anew.

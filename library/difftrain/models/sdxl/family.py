@@ -117,13 +117,13 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         return dict(zip(SIZE_FEATURES, (own, corner, own), strict=True))
 
     def denoise(
-        self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.Plan
-    ) -> passes.Outputs:
+        self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.PassPlan
+    ) -> passes.PassOutputs:
         """Predict noise or velocity. Shapes: x_t (B, C, H, W), t (B,), hidden_1 (B, L, D1), hidden_2 (B, L, D2)."""
         first, second = conditions["hidden_1"], conditions["hidden_2"]
         hidden = torch.cat([first, second.to(first.dtype)], dim=-1)
         added = {"text_embeds": conditions["pooled"], "time_ids": conditions["time_ids"]}
-        return passes.Outputs(net(x_t, t, hidden, added_cond_kwargs=added, return_dict=False)[0])
+        return passes.PassOutputs(net(x_t, t, hidden, added_cond_kwargs=added, return_dict=False)[0])
 
     @property
     def patch(self) -> int:  # type: ignore[override]
@@ -191,7 +191,7 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         return notes
 
     def _prediction_of_source(self) -> str | None:
-        whole = self.source.whole
+        whole = self.source.single_file
         if whole is None:
             return self.source.scheduler.get("prediction_type")
         if {"v_pred", "edm_vpred.sigma_max"} & whole.marks:
@@ -239,7 +239,7 @@ class SDXLFamily(DdpmObjective, ModelFamily):
 
     def beside(self, parts: Parts) -> dict[str, Tensor]:
         """Return two tensors that the released file has; the contrastive temperature is the loaded file's, or OpenCLIP's."""
-        whole = self.source.whole
+        whole = self.source.single_file
         stored = whole is not None and LOGIT_SCALE in whole.marks
         scale = whole.get(LOGIT_SCALE) if whole and stored else torch.tensor(math.log(1 / 0.07))
         length = self.source.complete("text_encoder_1")["max_position_embeddings"]

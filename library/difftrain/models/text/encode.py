@@ -59,7 +59,7 @@ def run(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, 
     """Encode the ids of one encoder. Shapes: (B, L) -> hidden (B, L - drop, D), pooled (B, P), mask (B, L - drop).
 
     Rows behind the mask are zeros where the facts say so. A T5 in fp16 computes without autocast, which would put into
-    fp16 what overflows there (stand_in.py keeps those layers wide).
+    fp16 what overflows there (placeholder.py keeps those layers wide).
     Captions of CLIP may come in N chunks, (B, N, 77): their states are joined, (B, 75 N + 2, D), and weighed where
     tokens weigh; what is pooled is the first chunk's, as it is.
     """

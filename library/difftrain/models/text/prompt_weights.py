@@ -20,6 +20,8 @@ def weighted_pieces(text: str) -> list[tuple[str, float]]:
     """
     pieces: list[tuple[str, float]] = []
     opened: dict[str, list[int]] = {"(": [], "[": []}
+
+    # one pass: an opening bracket is remembered, a closing one weighs all that came since
     for found in _PIECE.finditer(text):
         bracket, weight = found["bracket"], _number(found["weight"])
         if found["kept"] is not None:
@@ -34,6 +36,8 @@ def weighted_pieces(text: str) -> list[tuple[str, float]]:
             _multiply(pieces, opened["["].pop(), _DOWN)
         else:
             pieces.append((found[0], 1.0))
+
+    # brackets that were never closed
     for bracket, factor in (("(", _UP), ("[", _DOWN)):
         for start in opened[bracket]:
             _multiply(pieces, start, factor)

@@ -124,14 +124,19 @@ def bare_tokenizer(content: str) -> Tokenizer:
 
 def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()) -> dict[str, Any]:
     """Lay pieces out as T5's tokenizer.json does: white space split, a mark before each word, EOS behind the text."""
+    # special tokens: found whole, never cut into pieces
     marks = [
         {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True}
         for i, (token, _) in enumerate(pieces) if token in {PAD, EOS, UNK, *special}
     ]  # fmt: skip
+
+    # how spaces are marked, and of what a sequence of one or two texts is made
     space = {"type": "Metaspace", "replacement": META, "prepend_scheme": "always", "split": True}
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": EOS, "type_id": 0}}
     other = {"Sequence": {"id": "B", "type_id": 0}}
+
+    # the keys are in the order in which tokenizers writes them
     return {
         "version": "1.0",
         "truncation": None,

@@ -152,6 +152,7 @@ def train_decoder(
     Shape: pictures (N, 3, H, W) uint8. Adam on the mean squared error, its rate warmed up and brought to zero along a
     cosine. report(step, error) is called every 100 steps.
     """
+    # --- weights of the seed, and what updates them
     generator = torch.Generator().manual_seed(seed)
     modules = {"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}
     for part, module in modules.items():
@@ -162,6 +163,8 @@ def train_decoder(
     device = params[0].device
     optimizer = torch.optim.Adam(params, lr=learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
+
+    # --- steps
     for step in range(1, steps + 1):
         picked = torch.randint(len(pictures), (batch_size,), generator=generator)
         wanted = pictures[picked].to(device)
@@ -176,6 +179,7 @@ def train_decoder(
         schedule.step()
         if report is not None and step % 100 == 0:
             report(step, float(error.detach()))
+
     vae.requires_grad_(False)
     vae.to(memory_format=torch.contiguous_format)
 

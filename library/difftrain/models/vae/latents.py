@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from difftrain.contracts import Batch, Encoder, Feature, Parts
+from difftrain.contracts import PIXELS, Batch, Encoder, Feature, Parts
 from difftrain.diffusion.draws import normal
 from difftrain.models.vae.posterior import posterior
 
@@ -60,7 +60,7 @@ def latents_encoder(
         return {name: mean if how == "mean" else mean + std * _noise(batch.keys, mean)}
 
     return Encoder(
-        source="pixels",
+        source=PIXELS,
         features={name: replace(latents, channels=channels)},
         modules=("vae",),
         settings=settings,

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
-from difftrain.config.user_cache import user_cache
+from difftrain.config.paths import user_cache
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,12 +92,5 @@ def _read(place: Path) -> str:
 
 def _write(place: Path, content: str) -> None:
     """Keep a hash; where that cannot be done it is made again the next time."""
-    aside = place.with_name(f"{place.stem}-{uuid4().hex}.tmp")
     with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_text(content, encoding="utf-8")
-            aside.replace(place)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+        write_text(place, content)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from difftrain.models.weights.writers import aside_of
+from difftrain.io.files import aside_of
 
 
 @contextmanager

@@ -20,7 +20,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """One row of a table."""
 
     ours: tuple[str, ...]
@@ -30,18 +30,18 @@ class Row:
 
 
 @cache
-def rows(table: str) -> tuple[Row, ...]:
+def rows(table: str) -> tuple[KeyRow, ...]:
     """Read a table, a row a line."""
     parsed = []
     for line in filter(None, map(str.strip, table.splitlines())):
         left, _, right = line.partition(" = ")
         theirs, *marks = right.split()
         leaf = next((mark.removeprefix("leaf=") for mark in marks if mark.startswith("leaf=")), "weight")
-        parsed.append(Row(tuple(left.split(" + ")), theirs, "halves" in marks, leaf))
+        parsed.append(KeyRow(tuple(left.split(" + ")), theirs, "halves" in marks, leaf))
     return tuple(parsed)
 
 
-class Piece(NamedTuple):
+class KeyPiece(NamedTuple):
     """Where a tensor of ours lies: rows of the tensor `key` from `start`.
 
     form: "same"; "conv": (C, D) as (C, D, 1, 1); "transposed". halves: see the table.
@@ -53,14 +53,14 @@ class Piece(NamedTuple):
     form: str = "same"
 
 
-Rule = Callable[[str], Piece]  # our name -> where it lies
+Rule = Callable[[str], KeyPiece]  # our name -> where it lies
 
 
 def table_rule(table: str, shapes: Shapes) -> Rule:
     """Return the rule that a table is, for tensors of these shapes. The rule raises KeyError for what no row names."""
     places = {name: (row, place) for row in rows(table) for place, name in enumerate(row.ours)}
 
-    def rule(name: str) -> Piece:
+    def rule(name: str) -> KeyPiece:
         owner, _, leaf = name.rpartition(".")
         for whole, ending in ((name, ""), (owner, leaf)):
             for pattern, number in _patterns(whole):
@@ -70,7 +70,7 @@ def table_rule(table: str, shapes: Shapes) -> Rule:
                     key = f"{theirs}.{row.leaf if ending == 'weight' else ending}" if ending else theirs
                     before = (each.replace("{}", number) for each in row.ours[:place])
                     start = sum(shapes[f"{each}.{ending}" if ending else each][0] for each in before)
-                    return Piece(key, start, row.halves)
+                    return KeyPiece(key, start, row.halves)
         raise KeyError(f"no row of the table names {name}")
 
     return rule
@@ -135,7 +135,7 @@ class KeyMap:
         return value.T.contiguous() if piece.form == "transposed" else value
 
 
-def _stored_shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _stored_shape(piece: KeyPiece, shape: tuple[int, ...]) -> tuple[int, ...]:
     if piece.form == "conv":
         return (*shape, 1, 1)
     return shape[::-1] if piece.form == "transposed" else shape

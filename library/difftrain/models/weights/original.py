@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from difftrain.models.weights.keys import Piece, Rule, renamed
+from difftrain.models.weights.keys import KeyPiece, Rule, renamed
 
 _RESNET = {
     "norm1": "in_layers.0",
@@ -33,26 +33,26 @@ def unet_rule(unet: Any) -> Rule:
     """
     stride, up_types = unet.config.layers_per_block + 1, unet.config.up_block_types
 
-    def rule(name: str) -> Piece:
+    def rule(name: str) -> KeyPiece:
         for ours, theirs in _UNET_ENDS.items():
             if name.startswith(ours + "."):
-                return Piece(theirs + name.removeprefix(ours))
+                return KeyPiece(theirs + name.removeprefix(ours))
         side, rest = name.split(".", 1)
         if side == "mid_block":
             kind, j, inner = rest.split(".", 2)
             middle = f"1.{inner}" if kind == "attentions" else f"{2 * int(j)}.{renamed(inner, _RESNET)}"
-            return Piece(f"middle_block.{middle}")
+            return KeyPiece(f"middle_block.{middle}")
         i, kind, j, inner = rest.split(".", 3)
         down, block = side == "down_blocks", int(i)
         flat = "input_blocks" if down else "output_blocks"
         if kind == "downsamplers":
-            return Piece(f"{flat}.{(block + 1) * stride}.0.op{inner.removeprefix('conv')}")
+            return KeyPiece(f"{flat}.{(block + 1) * stride}.0.op{inner.removeprefix('conv')}")
         if kind == "upsamplers":
             position = 2 if "CrossAttn" in up_types[block] else 1
-            return Piece(f"{flat}.{block * stride + stride - 1}.{position}.{inner}")
+            return KeyPiece(f"{flat}.{block * stride + stride - 1}.{position}.{inner}")
         number = block * stride + int(j) + (1 if down else 0)
         inside = f"1.{inner}" if kind == "attentions" else f"0.{renamed(inner, _RESNET)}"
-        return Piece(f"{flat}.{number}.{inside}")
+        return KeyPiece(f"{flat}.{number}.{inside}")
 
     return rule
 
@@ -67,24 +67,24 @@ def vae_rule(vae: Any) -> Rule:
     """
     num_blocks = len(vae.config.block_out_channels)
 
-    def rule(name: str) -> Piece:
+    def rule(name: str) -> KeyPiece:
         name = name.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
         middle = re.fullmatch(r"(encoder|decoder)\.mid_block\.(\w+)\.(\d+)\.(.+)", name)
         if middle:
             coder, kind, number, inner = middle.groups()
             if kind == "resnets":
-                return Piece(f"{coder}.mid.block_{int(number) + 1}.{inner}")
+                return KeyPiece(f"{coder}.mid.block_{int(number) + 1}.{inner}")
             ours = next(each for each in _VAE_ATTENTION if inner.startswith(f"{each}."))
             is_linear = inner.endswith("weight") and ours != "group_norm"
             theirs = f"{coder}.mid.attn_1.{_VAE_ATTENTION[ours]}{inner.removeprefix(ours)}"
-            return Piece(theirs, form="conv" if is_linear else "same")
+            return KeyPiece(theirs, form="conv" if is_linear else "same")
         block = re.fullmatch(r"(encoder|decoder)\.(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)", name)
         if not block:
-            return Piece(name)
+            return KeyPiece(name)
         coder, side, place, kind, number, inner = block.groups()
         level = int(place) if side == "down" else num_blocks - 1 - int(place)
         body = f"block.{number}" if kind == "resnets" else f"{side}sample"
-        return Piece(f"{coder}.{side}.{level}.{body}.{inner}")
+        return KeyPiece(f"{coder}.{side}.{level}.{body}.{inner}")
 
     return rule
 
@@ -113,13 +113,13 @@ def clip_rule(encoder: Any) -> Rule:
     """
     width = encoder.config.hidden_size
 
-    def rule(name: str) -> Piece:
+    def rule(name: str) -> KeyPiece:
         if name in _CLIP_ENDS:
-            return Piece(_CLIP_ENDS[name], form="transposed" if name == "text_projection.weight" else "same")
+            return KeyPiece(_CLIP_ENDS[name], form="transposed" if name == "text_projection.weight" else "same")
         layer, inner = re.fullmatch(r"text_model\.encoder\.layers\.(\d+)\.(.+)", name).groups()  # type: ignore[union-attr]
         block = f"transformer.resblocks.{layer}"
         if stacked := re.fullmatch(r"self_attn\.([qkv]_proj)\.(weight|bias)", inner):
-            return Piece(f"{block}.attn.in_proj_{stacked[2]}", _CLIP_STACKED.index(stacked[1]) * width)
-        return Piece(f"{block}.{renamed(inner, _CLIP_LAYER)}")
+            return KeyPiece(f"{block}.attn.in_proj_{stacked[2]}", _CLIP_STACKED.index(stacked[1]) * width)
+        return KeyPiece(f"{block}.{renamed(inner, _CLIP_LAYER)}")
 
     return rule

@@ -15,7 +15,7 @@ from difftrain.models.weights.file_names import file_name, is_second_name, store
 from difftrain.models.weights.files import WeightFile, dtypes_of
 from difftrain.models.weights.fingerprints import Stamp, of_files, of_tensors, stamp
 from difftrain.models.weights.folder_export import plain_files
-from difftrain.models.weights.keys import KeyMap, Piece, Rule
+from difftrain.models.weights.keys import KeyMap, KeyPiece, Rule
 from difftrain.models.weights.recognise import differences, looks_like
 from difftrain.models.weights.stored_part import MODEL_STEMS, TEXT_STEMS, find_weights, is_extra, opened, read_json
 
@@ -106,7 +106,7 @@ class PartFiles:
         keys = self._located.keys()
         own = {name: stored_name(self.kind, name, keys) for name in wanted}
         if self._rule is None or self.path.is_dir() or sum(key in keys for key in own.values()) > len(own) // 2:
-            return KeyMap(wanted, lambda name: Piece(own[name]))
+            return KeyMap(wanted, lambda name: KeyPiece(own[name]))
         return KeyMap(wanted, self._rule(module))
 
     # ------------------------------------------------------------------ reading
@@ -179,7 +179,7 @@ class PartFiles:
         """Return what the files were when they were opened, where they are open."""
         return [told for told, _ in self._opened] if "_opened" in self.__dict__ else None
 
-    def as_it_lies(self, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
+    def reusable_files(self, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
         """Name the files that readers of a folder take as they are; None: something in them is not as it must be.
 
         stem: what readers call the file. dtype: that all tensors must have; None: any.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import struct
-import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from difftrain.io.files import atomic_write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,28 +46,28 @@ def safetensors_writer(path: Path, shapes: Shapes, metadata: dict[str, str] | No
 
     Raises ValueError on leaving where a tensor is missing.
     """
-    with _aside(path) as temporary, temporary.open("wb") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
         writer = _SafetensorsWriter(file, shapes, metadata or {})
         yield writer
         writer.finish()
-        _sync(file)
 
 
 @contextmanager
 def torch_writer(path: Path, shapes: Shapes) -> Iterator[WeightWriter]:
     """Write what torch.save would for {key: tensor}, tensor by tensor; whole or absent."""
-    with _aside(path) as temporary, temporary.open("wb", buffering=0) as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, buffering=0) as file:
         writer = _TorchWriter(file, shapes)
         try:
             yield writer
             writer.finish()
         finally:
             writer.close()
-        _sync(file)
 
 
 class _SafetensorsWriter:
-    def __init__(self, file: io.BufferedWriter, shapes: Shapes, metadata: dict[str, str]) -> None:
+    def __init__(self, file: IO[bytes], shapes: Shapes, metadata: dict[str, str]) -> None:
         self._file, self._shapes = file, shapes
         self._missing = {key: _num_bytes(*shape) for key, shape in shapes.items()}
         self._offsets: dict[str, int] = {}
@@ -98,7 +98,7 @@ class _SafetensorsWriter:
 class _TorchWriter:
     """Write the records of torch's zip format: a pickle of the names, then one record a tensor."""
 
-    def __init__(self, file: io.RawIOBase, shapes: Shapes) -> None:
+    def __init__(self, file: IO[bytes], shapes: Shapes) -> None:
         self._shapes = shapes
         self._missing = {key: _num_bytes(*shape) for key, shape in shapes.items()}
         self._records = {key: str(i) for i, key in enumerate(shapes)}
@@ -140,7 +140,7 @@ class _TorchWriter:
 class _Sink:
     """Take torch's bytes, and keep an error for later: one that passes through its C++ would end the process."""
 
-    def __init__(self, file: io.RawIOBase) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._error: BaseException | None = None
 
@@ -221,25 +221,3 @@ def _complete(missing: dict[str, int]) -> None:
     left = [key for key, size in missing.items() if size]
     if left:
         raise ValueError(f"{len(left)} tensors were not written whole: {', '.join(left[:5])}")
-
-
-def aside_of(path: Path) -> Path:
-    """Return a hidden name beside a path; what a killed run leaves under it, checkpoint.clean knows by it."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-
-
-@contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """Hand out a temporary name in the same folder; rename on success, remove otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = aside_of(path)
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from difftrain.contracts import Draw, Record
-from difftrain.data.media import Unusable, decode
-
-if TYPE_CHECKING:
-    from difftrain.train.inspect.facts import Look
+from difftrain.data.media.media import Unusable, decode
+from difftrain.train.inspect.facts import Look
 
 LEAST_STEPS, MOST_STEPS, ENOUGH_USES = 1_000, 8_000, 64_000  # of each epoch that is searched
 MOST_USES = 2  # of one picture in one epoch that are shown
@@ -90,12 +88,16 @@ def cards_of(look: Look) -> list[dict[str, Any]]:
 def _card(look: Look, walked: Walk, row: int, budget: int) -> dict[str, Any]:
     ids, keys = look.data.tables.take(np.array([row]))
     record = look.data.index.record(ids[0])
+
+    # its uses in the epochs that are looked at; one that has none is shown as its first would be
     found = np.flatnonzero(walked.rows == row)
     uses = [
         (int(walked.epochs[i]), int(walked.steps[i]), Draw(ids[0], keys[0], int(walked.occurrences[i]))) for i in found
     ]
     epoch, step, draw = uses[0] if uses else (0, 0, Draw(ids[0], keys[0], 0))
-    place = look.maker.place(record, draw)
+
+    # what is done to it: fit, crop, flip, captions; width comes before height, as people read it
+    place = look.maker.crop_window(record, draw)
     left, top, width, height = place.crop
     recipe = look.data.recipes[record.media.source]
     return {

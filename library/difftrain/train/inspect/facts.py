@@ -1,8 +1,7 @@
-"""The facts of a page: counts of all records, and some uses of the first epochs as the plan and the maker give them."""
+"""The facts of a page: a data set opened as training would open it, and counts of all its records."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import islice
@@ -12,13 +11,11 @@ import numpy as np
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Draw
-from difftrain.data import survey
-from difftrain.data.plan import EpochPlan
+from difftrain.data.index import survey
+from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.prepare import NO_BUCKET, Data
 from difftrain.data.recipe import Recipe
 from difftrain.data.samples import SampleMaker
-from difftrain.train.inspect.cards import cards_of
-from difftrain.train.inspect.findings import findings
 
 MOST_CAPTIONS = 200_000  # whose tokens are counted; of more records, every so-manyth
 MOST_NAMED = 200  # rejects and groups of copies that are named on the page
@@ -45,32 +42,7 @@ class Look:
     tokens: Any = None  # counts tokens (a family's tokenizer), or None without a model
 
 
-def gather(look: Look) -> dict[str, Any]:
-    """Return all that the page says, as JSON takes it; cards hold their pictures as data addresses."""
-    data, plan = look.data, look.plan
-    sizes = survey.sizes(data)
-    made: dict[str, Any] = {
-        "name": data.summary()["name"],
-        "written": time.strftime("%Y-%m-%d %H:%M"),
-        "seed": plan.seed,
-        "seeded": look.seeded,
-        "epochs": look.epochs,
-        "global_batch": list(plan.global_batches),
-        "ranks": look.ranks,
-        "steps": [plan.steps(epoch) for epoch in range(look.epochs)],
-        "totals": totals(look, sizes),
-        "sources": sources(look, sizes),
-        "buckets": buckets(look, sizes),
-        "rejected": rejected(data),
-        "copies": copies(data),
-        "captions": captions(look),
-        "notes": [*data.index.summary.notes, *plan.lines()],
-        "cards": cards_of(look),
-    }
-    return made | {"findings": findings(look, sizes, made)}
-
-
-def totals(look: Look, sizes: survey.Sizes) -> dict[str, Any]:
+def totals(look: Look, sizes: survey.Placements) -> dict[str, Any]:
     """Sum the whole data set up."""
     summary = look.data.summary()
     return {
@@ -85,7 +57,7 @@ def totals(look: Look, sizes: survey.Sizes) -> dict[str, Any]:
     }
 
 
-def sources(look: Look, sizes: survey.Sizes) -> list[dict[str, Any]]:
+def sources(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
     """Count by source: one folder, shard set or subset each."""
     index, out = look.data.index, []
     refused = survey.rejects_by_source(index)
@@ -132,7 +104,7 @@ def _said(name: str, value: object) -> str:
     return name if value is True else f"{name}={value}"
 
 
-def buckets(look: Look, sizes: survey.Sizes) -> list[dict[str, Any]]:
+def buckets(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
     """Count by bucket, and say how its pictures get there."""
     ids, out = look.data.tables.ids(), []
     held = {(rows.dataset, rows.bucket): rows.records for rows in look.data.tables.validation}
@@ -187,7 +159,7 @@ def copies(data: Data) -> dict[str, Any]:
 def captions(look: Look) -> dict[str, Any]:
     """Describe captions as they stand, and count their tokens without dropout and shuffling."""
     index = look.data.index
-    found = survey.captions(index)
+    found = survey.survey_captions(index)
 
     def named(entries: Sequence[tuple[int, int, str]]) -> list[dict[str, Any]]:
         return [
@@ -210,7 +182,7 @@ def captions(look: Look) -> dict[str, Any]:
 def tokens(look: Look, facts: dict[str, Any]) -> dict[str, Any]:
     """Count the tokens of every caption's first use, and list the longest that are cut."""
     every = -(-look.data.index.count // MOST_CAPTIONS)
-    texts = dict(told(look, range(0, look.data.index.count, every)))
+    texts = dict(plain_captions(look, range(0, look.data.index.count, every)))
     lengths = np.array(look.tokens.lengths(list(texts.values())), dtype=np.int64)
     limit = look.tokens.limit
     order = np.argsort(-lengths, kind="stable")
@@ -230,7 +202,7 @@ def tokens(look: Look, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def told(look: Look, ids: Sequence[int]) -> Iterator[tuple[int, str]]:
+def plain_captions(look: Look, ids: Sequence[int]) -> Iterator[tuple[int, str]]:
     """Make the captions of records as validation does: whole, with prefix and suffix, in their own order."""
     plain = replace(look.maker, recipes=tuple(recipe.plain() for recipe in look.maker.recipes))
     for i in ids:

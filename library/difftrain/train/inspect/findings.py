@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from difftrain.data import survey
-
-if TYPE_CHECKING:
-    from difftrain.train.inspect.facts import Look
+from difftrain.data.index import survey
+from difftrain.train.inspect.facts import Look
 
 MOST = 5  # examples of one finding
 MUCH_LARGER = 2.0
 MUCH_CUT = 0.7
 
 
-def findings(look: Look, sizes: survey.Sizes, facts: dict[str, Any]) -> list[dict[str, Any]]:
+def findings(look: Look, sizes: survey.Placements, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is suspicious. level: stop, where a training would not start; look, otherwise."""
     found = [*_stops(look, facts), *_sizes(look, sizes), *_starved(look), *_captions(look, facts), *_copies(facts)]
     return [finding for finding in found if finding]
@@ -41,7 +39,7 @@ def _stops(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield _finding(what, first, "stop" if above else "look")
 
 
-def _sizes(look: Look, sizes: survey.Sizes) -> Iterator[dict[str, Any]]:
+def _sizes(look: Look, sizes: survey.Placements) -> Iterator[dict[str, Any]]:
     larger = np.flatnonzero(sizes.scale > survey.LARGER)
     if len(larger):
         much = int((sizes.scale > MUCH_LARGER).sum())

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import DataFault, Family, FeatureSpec, Parts, Tokenize
-from difftrain.data.length import total_steps
+from difftrain.data.index import survey
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan import EpochPlan
+from difftrain.data.plan.length import total_steps
+from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.data.samples import SampleMaker
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
+from difftrain.hub.fetch import fetch, looked_up
+from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
-from difftrain.report.files import write_whole
-from difftrain.train.hub.fetch import fetch, looked_up
-from difftrain.train.inspect.facts import Look, gather
+from difftrain.train.inspect.cards import cards_of
+from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejected, sources, totals
+from difftrain.train.inspect.findings import findings
 from difftrain.train.inspect.page import page
 
 Say = Callable[[str], None]
@@ -36,11 +41,11 @@ def inspect(
     """
     look = look_at(cfg, epochs, pictures, say)
     found = gather(look)
-    written = write_whole(output, page(found))
+    written = write_text(output, page(found))
     if facts is not None:
         plain = {key: value for key, value in found.items() if key != "cards"}
         cards = [{key: value for key, value in card.items() if key != "images"} for card in found["cards"]]
-        write_whole(facts, json.dumps({**plain, "cards": cards}, indent=1) + "\n")
+        write_text(facts, json.dumps({**plain, "cards": cards}, indent=1) + "\n")
     return written
 
 
@@ -48,6 +53,31 @@ def debug_dataset(cfg: TrainConfig, say: Say = print) -> None:
     """Write dataset.html into the output folder and say where; of several ranks, one does."""
     if Launch.from_environment().rank == 0:
         say(str(inspect(cfg, cfg.output_dir / PAGE, say=say)))
+
+
+def gather(look: Look) -> dict[str, Any]:
+    """Return all that the page says, as JSON takes it; cards hold their pictures as data addresses."""
+    data, plan = look.data, look.plan
+    sizes = survey.placements(data)
+    made: dict[str, Any] = {
+        "name": data.summary()["name"],
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "seed": plan.seed,
+        "seeded": look.seeded,
+        "epochs": look.epochs,
+        "global_batch": list(plan.global_batches),
+        "ranks": look.ranks,
+        "steps": [plan.steps(epoch) for epoch in range(look.epochs)],
+        "totals": totals(look, sizes),
+        "sources": sources(look, sizes),
+        "buckets": buckets(look, sizes),
+        "rejected": rejected(data),
+        "copies": copies(data),
+        "captions": captions(look),
+        "notes": [*data.index.summary.notes, *plan.lines()],
+        "cards": cards_of(look),
+    }
+    return made | {"findings": findings(look, sizes, made)}
 
 
 def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:

@@ -7,8 +7,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from difftrain.report.chart import bar_chart
-from difftrain.report.tables import cell, rows
+from difftrain.report.html_parts import bar_chart, cell, rows
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser holds the page to it
 LONG = 600  # letters of a caption that are shown

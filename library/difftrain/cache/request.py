@@ -1,0 +1,239 @@
+"""What a run asks of the cache: which encoders, how their features are stored, what that takes, and whether there is room."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from difftrain.cache.manifest.make import mask_encoder
+from difftrain.cache.manifest.manifest import ManifestRequest
+from difftrain.cache.manifest.transforms import MASKS
+from difftrain.cache.store.format import ALIGN, ROW
+from difftrain.cache.store.storage import CHOICES, nbytes_of
+from difftrain.config import TrainConfig
+from difftrain.contracts import CAPTION, PAIR, Bucket, ConfigFault, Encoder, Family, Fault, Parts
+from difftrain.data.captions import may_drop
+from difftrain.device import host
+
+if TYPE_CHECKING:
+    from difftrain.data.prepare import Data
+
+_HEAD = 2 * ALIGN  # of a payload: what its features are, and the name of the record
+_INDEXED = 200  # bytes an entry takes in metadata.db, while a new one lies beside the old one
+# by whether captions are read: what reads them is a text encoder, also where it sees the picture
+_SOURCES = (
+    (False, "--cache_latents", "latents", "latents_to_disk"),
+    (True, "--cache_text_encoder_outputs", "text", "text_to_disk"),
+)
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """One encoder whose features are to be cached, and how they are stored. dtypes: of each feature, by torch's name."""
+
+    name: str
+    flag: str
+    to_disk: bool
+    encoder: Encoder
+    dtypes: Mapping[str, str]
+    batch_size: int
+
+    @property
+    def storage(self) -> str:
+        """Name all of the way of storing that addresses depend on: dtypes, and by which masks rows are cut off."""
+        masks = self.encoder.masks
+        return ",".join(
+            f"{name}={dtype}" + (f" up to {masks[name]}" if name in masks else "")
+            for name, dtype in sorted(self.dtypes.items())
+        )
+
+    def manifest_request(self, fingerprint: str) -> ManifestRequest:
+        """Return what the list of its entries is made from."""
+        return ManifestRequest(self.name, self.encoder, fingerprint, self.storage, self.batch_size)
+
+    def entry_bytes(self, bucket: Bucket) -> int:
+        """Return what an entry takes, every row of it; what a mask cuts off and compression saves is not foreseen."""
+        return _HEAD + ROW.itemsize + sum(self.feature_bytes(name, bucket) for name in self.dtypes)
+
+    def feature_bytes(self, name: str, bucket: Bucket) -> int:
+        """Return what a feature takes with its scales."""
+        shape, dtype = self.encoder.features[name].shape(bucket), self.dtypes[name]
+        scales = 4 * (shape[0] if len(shape) > 1 else 1) if dtype == CHOICES["fp8"] else 0
+        return _aligned(nbytes_of(dtype, shape)) + _aligned(scales)
+
+
+def caches_anything(cfg: TrainConfig) -> bool:
+    """Tell whether anything is to be cached."""
+    return any(getattr(cfg.cache, field) for _, *_, memory, disk in _SOURCES for field in (memory, disk))
+
+
+def cache_requests(
+    cfg: TrainConfig, family: Family, parts: Parts, data: Data | None = None, *, trains: bool = True
+) -> list[CacheRequest]:
+    """List what is asked for, in the order in which it is encoded. data: None leaves masks out.
+
+    trains: these data are trained on; else what only training needs is left out. Raises: ConfigFault where an encoder
+    of captions sees pictures that are cut or coloured anew at every use.
+    """
+    found = []
+    described = encoders_of(family, parts, trains=trains) if caches_anything(cfg) else {}
+    for reads_captions, flag, memory, disk in _SOURCES:
+        to_disk = bool(getattr(cfg.cache, disk))
+        if not (to_disk or getattr(cfg.cache, memory)):
+            continue
+        size = cfg.cache.batch_size if reads_captions else cfg.model.vae_batch_size or max(cfg.batch_sizes)
+        for name, encoder in described.items():
+            if ("caption" in encoder.source) == reads_captions:
+                if encoder.source == PAIR and data is not None:
+                    _refuse_random_crops(name, flag, data)
+                found.append(CacheRequest(name, flag, to_disk, encoder, storage_dtypes(cfg, encoder), size))
+        masks = mask_encoder(data.recipes) if not reads_captions and data is not None else None
+        if masks is not None:
+            found.append(CacheRequest(MASKS, flag, to_disk, masks, dict.fromkeys(masks.features, "uint8"), size))
+    return found
+
+
+def encoders_of(family: Family, parts: Parts, *, trains: bool) -> dict[str, Encoder]:
+    """Return the encoders that data are for. trains: they are trained on; else those of training alone are left out."""
+    every = family.encoders(parts)
+    return {name: each for name, each in every.items() if trains or not parts.training_only.issuperset(each.modules)}
+
+
+def _refuse_random_crops(name: str, flag: str, data: Data) -> None:
+    """Refuse to keep what an encoder sees of pictures that are not the same at every use. Raises ConfigFault."""
+    each_use = {
+        "--random_crop": any(recipe.random_crop for recipe in data.recipes),
+        "--color_aug": any(recipe.color_aug for recipe in data.recipes),
+        "--face_crop_aug_range": any(recipe.face_crop_range for recipe in data.recipes),
+    }
+    what = f"contradicts {flag}: {name} sees the picture beside its caption, and each use has another"
+    if faults := [Fault(given, what, "give one of them") for given, is_on in each_use.items() if is_on]:
+        raise ConfigFault(faults)
+
+
+def storage_dtypes(cfg: TrainConfig, encoder: Encoder) -> dict[str, str]:
+    """Return the dtype in which each feature is stored."""
+    section = cfg.cache
+    of_pictures = section.latents_dtype if encoder.modules == ("vae",) else "auto"
+    general = section.text_dtype if "caption" in encoder.source else of_pictures
+    asked = {name: section.dtypes.get(name, general) for name in encoder.features}
+    kept = {name: CHOICES.get(asked[name], each.dtype) for name, each in encoder.features.items()}
+    return {name: "uint8" if encoder.features[name].dtype == "uint8" else dtype for name, dtype in kept.items()}
+
+
+@dataclass(frozen=True)
+class StorageEstimate:
+    """What one encoder's entries take. missing: how many are not there; bytes of all and of those."""
+
+    request: CacheRequest
+    entries: int
+    missing: int
+    total_bytes: int
+    missing_bytes: int
+    features: Mapping[str, float]  # bytes an entry on average
+
+    @classmethod
+    def of(cls, request: CacheRequest, buckets: Sequence[tuple[Bucket, int]], missing: np.ndarray) -> StorageEstimate:
+        """Add up over the buckets, whose entries lie one behind another in `missing`, (N,) bool."""
+        total = lacking = start = 0
+        features = dict.fromkeys(request.dtypes, 0.0)
+        for bucket, count in buckets:
+            here = int(np.count_nonzero(missing[start : start + count]))
+            each = request.entry_bytes(bucket)
+            total, lacking, start = total + count * each, lacking + here * each, start + count
+            for name in features:
+                features[name] += count * request.feature_bytes(name, bucket)
+        mean = {name: size / max(start, 1) for name, size in features.items()}
+        return cls(request, start, int(np.count_nonzero(missing)), total, lacking, mean)
+
+    def sentence(self) -> str:
+        """Say how large it is and what of it is missing."""
+        todo = "all are there"
+        if self.missing:
+            there = self.entries - self.missing
+            todo = f"{there:,} are there, {self.missing:,} to be encoded, {self._most}{bytes_text(self.missing_bytes)}"
+        return f"{self.size_sentence()}; {todo}"
+
+    def size_sentence(self) -> str:
+        """Say how large it is."""
+        each = ", ".join(
+            f"{name} {bytes_text(size)} in {self.request.dtypes[name]}" for name, size in self.features.items()
+        )
+        mean = bytes_text(self.total_bytes / max(self.entries, 1))
+        return (
+            f"cache of {self.request.name}: {self.entries:,} entries of {self._most}{mean} on average ({each}), "
+            f"{self._most}{bytes_text(self.total_bytes)} in all"
+        )
+
+    @property
+    def _most(self) -> str:
+        """Say that less may come of it: rows that a mask cuts off and what is compressed."""
+        return "at most " if self.request.encoder.masks or "uint8" in self.request.dtypes.values() else ""
+
+
+def estimate_storage(request: CacheRequest, data: Data) -> StorageEstimate:
+    """Say what a cache would take, without a look at a picture or caption: equal ones are counted more than once."""
+    tables = data.tables
+    records = [(rows.bucket, rows.records) for rows in (*tables.training, *tables.validation)]
+    cuts = 1 + any(recipe.flip for recipe in data.recipes)
+    variants = max((recipe.num_variants or 1 for recipe in data.recipes), default=1)
+    if request.encoder.source == CAPTION:
+        buckets = [(Bucket(0, 0), 1 + variants * sum(count for _, count in records))]
+    else:
+        drops = any(may_drop(recipe.captions) for recipe in data.recipes)
+        ways = cuts * (variants + drops) if request.encoder.source == PAIR else cuts
+        buckets = [(bucket, ways * count) for bucket, count in records]
+    return StorageEstimate.of(request, buckets, np.ones(sum(count for _, count in buckets), dtype=bool))
+
+
+def disk_shortage(estimates: Sequence[StorageEstimate], folder: Path, say: Callable[[str], None]) -> Iterator[Fault]:
+    """Compare what is free on a disk with what is missing. Say it."""
+    if not estimates:
+        return
+    free = shutil.disk_usage(folder).free
+    size = sum(estimate.missing_bytes + _INDEXED * estimate.missing for estimate in estimates)
+    if size:
+        say(f"cache: {bytes_text(size)} are to be written to {folder}, where {bytes_text(free)} are free")
+    if size > free:
+        flags = ", ".join(
+            dict.fromkeys(f"{estimate.request.flag}_to_disk" for estimate in estimates if estimate.missing)
+        )
+        what = f"needs {bytes_text(size)} more below {folder}, where {bytes_text(free)} are free"
+        remedy = "make room, name another --cache_dir, or store less: --cache_latents_dtype, --cache_text_dtype"
+        yield Fault(flags, what, remedy)
+
+
+def memory_shortage(estimates: Sequence[StorageEstimate], say: Callable[[str], None]) -> Iterator[Fault]:
+    """Compare what is free of this machine's memory with what is to be kept there. Say it."""
+    if not estimates:
+        return
+    free, size = host.available_bytes(), sum(estimate.total_bytes for estimate in estimates)
+    known = "" if free is None else f", of {bytes_text(free)} that are free"
+    say(f"cache: {bytes_text(size)} of this machine's memory{known}")
+    if free is not None and size > free:
+        flags = list(dict.fromkeys(estimate.request.flag for estimate in estimates))
+        what = f"needs {bytes_text(size)} of memory, and {bytes_text(free)} are free"
+        yield Fault(", ".join(flags), what, f"{flags[0]}_to_disk keeps it in files instead")
+
+
+def duration_text(seconds: float) -> str:
+    """Write a time as people do: 42 s, 3.5 min, 7.2 h."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def bytes_text(size: float) -> str:
+    """Write a number of bytes."""
+    power = min(4, max(0, int(math.log2(size) // 10))) if size >= 1 else 0
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

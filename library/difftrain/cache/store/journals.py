@@ -1,0 +1,154 @@
+"""Rows of many journals in the order of their addresses, in bounded memory: sorted runs on disk, then range by range."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from difftrain.cache.store.folder import IDX, CacheFolder
+from difftrain.cache.store.format import HEADER_START, ROW, header_size, read_header, whole_rows
+from difftrain.contracts import TrainingFault
+
+RUN_ROWS = 1 << 20  # sorted in memory at once
+SHARES = 1 << 12  # of the addresses, which are hashes: about equally many rows in each
+ENTRY = np.dtype(  # a row of a journal, with its address as numbers that sort as its bytes do
+    [
+        ("high", "<u8"),
+        ("low", "<u8"),
+        ("offset", "<u8"),
+        ("length", "<u8"),
+        ("segment", "<u4"),
+        ("crc", "<u4"),
+        ("kind", "<u4"),
+    ]
+)
+
+
+class Journal:
+    """The journal of one segment. Raises Damaged where its header is."""
+
+    def __init__(self, folder: CacheFolder, segment: str) -> None:
+        self.segment, self.sealed = segment, folder.sealed(segment)  # first: what is sealed now is whole below
+        with folder.open_file(segment, IDX) as file:  # `first`: where its rows begin
+            start = file.read(HEADER_START)
+            self.header, self.first = read_header(start + file.read(max(0, header_size(start) - len(start))))
+        self._folder = folder
+
+    def rows(self, skip: int = 0) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield right rows behind the first `skip`, and how many rows have been read by then, right or damaged.
+
+        A sealed journal is whole, so a damaged row in it is one entry lost. In any other the first row that is not right
+        is where its writer was killed, or where it is writing just now: the rest is for the next time.
+        """
+        with self._folder.open_file(self.segment, IDX) as file:
+            file.seek(self.first + skip * ROW.itemsize)
+            while buffer := file.read(RUN_ROWS * ROW.itemsize):
+                rows, right = whole_rows(buffer)
+                if not self.sealed and not right.all():
+                    rows = rows[: int(np.argmin(right))]
+                    if len(rows):
+                        yield rows, skip + len(rows)
+                    return
+                skip += len(rows)
+                if len(rows):
+                    yield rows[right], skip
+
+    def length(self) -> int:
+        """Return how many whole rows its file has room for."""
+        with self._folder.open_file(self.segment, IDX) as file:
+            return (file.seek(0, 2) - self.first) // ROW.itemsize
+
+
+class RowSorter:
+    """Take rows in the order of their segments' names, and give them back in the order of their addresses."""
+
+    def __init__(self, scratch: Path) -> None:
+        """Begin. scratch: a folder; what is put there has no name and is gone with this process."""
+        self.count = 0
+        self._scratch = scratch
+        self._waiting: list[np.ndarray] = []
+        self._waits = 0
+        self._file: IO[bytes] | None = None
+        self._runs: list[np.ndarray] = []  # where each share of the addresses begins in each run, as rows of the file
+
+    def add(self, rows: np.ndarray, segment: int) -> None:
+        """Take rows of a journal. Raises TrainingFault where there is no room for them."""
+        taken = np.empty(len(rows), ENTRY)
+        words = np.ascontiguousarray(rows["address"]).view(">u8").reshape(-1, 2)
+        taken["high"], taken["low"], taken["segment"] = words[:, 0], words[:, 1], segment
+        for name in ("offset", "length", "crc", "kind"):
+            taken[name] = rows[name]
+        self._waiting.append(taken)
+        self._waits += len(taken)
+        self.count += len(taken)
+        if self._waits >= RUN_ROWS:
+            self._spill()
+
+    def sorted(self) -> Iterator[np.ndarray]:
+        """Yield all rows in order, of equal addresses the first that was taken. Raises OSError."""
+        if self._file is None:
+            if self._waiting:
+                yield first_of_equal(in_order(np.concatenate(self._waiting)))
+            return
+        if self._waiting:
+            self._spill()
+        step = max(1, SHARES // len(self._runs))
+        for share in range(0, SHARES, step):
+            rows = [self._read(cuts[share], cuts[min(share + step, SHARES)]) for cuts in self._runs]
+            yield first_of_equal(in_order(np.concatenate(rows)))
+
+    def _spill(self) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115
+        run = in_order(np.concatenate(self._waiting))
+        shares = np.arange(SHARES, dtype=np.uint64) << np.uint64(64 - SHARES.bit_length() + 1)
+        cuts = np.append(np.searchsorted(run["high"], shares), len(run))
+        self._runs.append(cuts + (self._runs[-1][-1] if self._runs else 0))
+        try:
+            self._file.write(run.tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise TrainingFault(cannot_build(self._scratch, error)) from error
+        self._waiting, self._waits = [], 0
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        assert self._file is not None
+        self._file.seek(int(start) * ENTRY.itemsize)
+        return np.frombuffer(self._file.read(int(stop - start) * ENTRY.itemsize), ENTRY)
+
+
+def cannot_build(scratch: Path, error: Exception) -> str:
+    """Say where there is no room."""
+    return f"{scratch}: the index of the feature cache cannot be built there ({error}). Make room, or set TMPDIR"
+
+
+def in_order(rows: np.ndarray) -> np.ndarray:
+    """Sort rows by address; those of equal addresses stay as they are."""
+    return rows[order_of(rows["high"], rows["low"])]
+
+
+def order_of(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Return the order of addresses, which keeps that of equal ones. Shapes: (N,) uint64 each."""
+    order = np.argsort(high, kind="stable")
+    firsts, seconds = high[order], low[order]
+    if bool(((firsts[1:] == firsts[:-1]) & (seconds[1:] != seconds[:-1])).any()):
+        order = np.lexsort((low, high))  # different ones that begin alike
+    return order
+
+
+def first_of_equal(rows: np.ndarray) -> np.ndarray:
+    """Leave out rows whose address the row before them has."""
+    again = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
+    return rows if not again.any() else rows[np.concatenate([[True], ~again])]
+
+
+def addresses_of(rows: np.ndarray) -> list[bytes]:
+    """Return the addresses of rows."""
+    words = np.empty((len(rows), 2), ">u8")
+    words[:, 0], words[:, 1] = rows["high"], rows["low"]
+    content = words.tobytes()
+    return [content[start : start + 16] for start in range(0, len(content), 16)]

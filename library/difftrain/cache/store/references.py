@@ -1,0 +1,161 @@
+"""What configurations want of a cache: which entries each of their records reads.
+
+A use is written before it is built, so that no clean-up takes away what is being made for it. Its rows lie in files that
+are named by their checksums, its facts, written after them, name these files: a kill in between leaves the use of before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftrain.cache.store.folder import CacheFolder, disk_faults
+from difftrain.cache.store.format import FORMAT, crc32c
+from difftrain.contracts import DataFault
+from difftrain.io.files import write_bytes
+
+REFERENCE_ROW = np.dtype([("key", "V16"), ("variant", "<u2"), ("address", "V16")])
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one configuration wants."""
+
+    id: str
+    facts: Mapping[str, Any]
+    whole: bool  # everything that it wants was there
+    used_at: float  # when a run last said so, in seconds since the epoch by the clock of the file system
+    encoders: tuple[str, ...]
+    folder: Path
+    crcs: Mapping[str, int]  # of the file of each encoder
+
+    def rows(self, encoder: str) -> np.ndarray:
+        """Return its rows of an encoder, one a record and variant, sorted by key; memory-mapped. Raises DataFault."""
+        return self._read(encoder, lambda path: None)
+
+    def check(self, encoder: str) -> None:
+        """Read all of an encoder's rows and compare their checksum. Raises DataFault."""
+
+        def compare(path: Path) -> None:
+            crc = 0
+            with path.open("rb") as file:
+                while piece := file.read(_CHUNK):
+                    crc = crc32c(piece, crc)
+            if crc != self.crcs[encoder]:
+                raise ValueError("its checksum differs")
+
+        self._read(encoder, compare)
+
+    def _read(self, encoder: str, look: Callable[[Path], None]) -> np.ndarray:
+        path = _rows_file(self.folder, self.id, encoder, self.crcs[encoder])
+        try:
+            look(path)
+            rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+            if rows.dtype != REFERENCE_ROW:
+                raise ValueError(f"its rows are of {rows.dtype}")
+        except (OSError, ValueError, EOFError) as error:
+            raise DataFault(
+                f"{path}, which lists what a configuration wants of the feature cache, cannot be used ({error}). "
+                "Build the cache again with that configuration, or remove the file to forget the configuration"
+            ) from None
+        return rows
+
+
+def write(folder: CacheFolder, use: str, facts: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> None:
+    """Write what a configuration wants. Shapes: rows (N,) REFERENCE_ROW, sorted by key. Raises TrainingFault."""
+    with disk_faults(folder.path):
+        folder.references_dir.mkdir(exist_ok=True)
+        crcs = {}
+        for encoder, each in sorted(rows.items()):
+            head, body = _npy(each)
+            crcs[encoder] = crc32c(body, crc32c(head))
+            write_bytes(_rows_file(folder.references_dir, use, encoder, crcs[encoder]), head, body)
+        _write_facts(folder, use, {"format": FORMAT, "facts": facts, "encoders": crcs, "whole": False})
+        kept = {_rows_file(folder.references_dir, use, encoder, crc) for encoder, crc in crcs.items()}
+        for path in set(folder.references_dir.glob(f"{use}-*.npy")) - kept:
+            path.unlink(missing_ok=True)
+
+
+def mark_whole(folder: CacheFolder, use: str, whole: bool = True) -> None:
+    """Say whether everything a configuration wants is there. Raises TrainingFault, DataFault, FileNotFoundError."""
+    with disk_faults(folder.path):
+        said = _facts(folder.references_dir / f"{use}.json")
+        if said["whole"] != whole:
+            _write_facts(folder, use, {**said, "whole": whole})
+
+
+def all_references(folder: CacheFolder) -> list[Reference]:
+    """Return all uses of a cache, by id. Raises DataFault."""
+    found = []
+    for path in sorted(folder.references_dir.glob("*.json")):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            found.append(one(folder, path.stem))
+    return found
+
+
+def one(folder: CacheFolder, use: str) -> Reference:
+    """Return a use. Raises DataFault, FileNotFoundError."""
+    path = folder.references_dir / f"{use}.json"
+    said = _facts(path)
+    crcs, used_at = said["encoders"], path.stat().st_mtime
+    return Reference(use, said["facts"], said["whole"], used_at, tuple(crcs), folder.references_dir, crcs)
+
+
+def touch(folder: CacheFolder, use: str) -> None:
+    """Say that a use is still wanted; on a cache that cannot be written, say nothing."""
+    with contextlib.suppress(OSError):
+        os.utime(folder.references_dir / f"{use}.json")
+
+
+def remove(folder: CacheFolder, use: str) -> None:
+    """Forget a use. Raises TrainingFault."""
+    with disk_faults(folder.path):
+        path = folder.references_dir / f"{use}.json"
+        path.unlink(missing_ok=True)
+        for rows in folder.references_dir.glob(f"{use}-*.npy"):
+            rows.unlink(missing_ok=True)
+
+
+def _write_facts(folder: CacheFolder, use: str, said: Mapping[str, Any]) -> None:
+    words = json.dumps({key: value for key, value in said.items() if key != "crc"}, sort_keys=True)
+    crc = crc32c(words.encode())
+    write_bytes(
+        folder.references_dir / f"{use}.json", json.dumps({**json.loads(words), "crc": crc}, sort_keys=True).encode()
+    )
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        said: dict[str, Any] = json.loads(path.read_bytes())
+        if said["format"] != FORMAT:
+            raise ValueError(f"it is of format {said['format']}, this version reads format {FORMAT}")
+        rest = {key: value for key, value in said.items() if key != "crc"}
+        if said["crc"] != crc32c(json.dumps(rest, sort_keys=True).encode()):
+            raise ValueError("its checksum differs")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataFault(
+            f"{path}, which tells of a use of the feature cache, cannot be read ({error}). Remove it"
+        ) from None
+    return said
+
+
+def _rows_file(folder: Path, use: str, encoder: str, crc: int) -> Path:
+    return folder / f"{use}-{encoder}-{crc:08x}.npy"
+
+
+def _npy(rows: np.ndarray) -> tuple[bytes, bytes]:
+    """Return the pieces of an .npy file."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(np.ascontiguousarray(rows)))
+    return head.getvalue(), np.ascontiguousarray(rows).tobytes()

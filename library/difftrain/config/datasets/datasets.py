@@ -1,0 +1,60 @@
+"""The data sets of a run in one form, whether they come from flags or from kohya's data set TOML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from difftrain.config.schema.sections import (
+    CaptionSection,
+    DataSection,
+    DatasetSection,
+    PictureSection,
+    SizeSection,
+    SubsetSection,
+    TrainConfig,
+)
+
+
+def datasets_of(data: DataSection, captions: CaptionSection) -> tuple[DatasetSection, ...]:
+    """Return the data sets: those of the TOML, or the one that the folders of the flags are."""
+    if data.datasets:
+        return data.datasets
+    sizes: dict[str, Any] = {field: getattr(data, field) for field in SizeSection.model_fields}
+    return (DatasetSection(subsets=tuple(_subsets(data, captions)), **sizes),)
+
+
+def subsets_of(cfg: TrainConfig) -> tuple[SubsetSection, ...]:
+    """Return the sources of all data sets: what a rule about pictures or captions has to look at."""
+    return tuple(subset for dataset in datasets_of(cfg.data, cfg.captions) for subset in dataset.subsets)
+
+
+def has_buckets(cfg: TrainConfig) -> bool:
+    """Tell whether pictures keep their aspect ratio in any data set, so that steps differ in shape."""
+    return any(dataset.enable_bucket for dataset in datasets_of(cfg.data, cfg.captions))
+
+
+def draws_captions(cfg: TrainConfig, *, told: bool = True) -> bool:
+    """Tell whether uses of one record may have different words, dropped captions aside.
+
+    told: also where a source says itself how many captions are drawn of a record.
+    """
+    sections = [subset.captions for subset in subsets_of(cfg) if told or subset.captions.variants is None]
+    return any(
+        each.shuffle or each.enable_wildcard or each.tag_dropout_rate > 0 or each.shuffle_capitalization
+        for each in sections
+    )
+
+
+def _subsets(data: DataSection, captions: CaptionSection) -> list[SubsetSection]:
+    look: dict[str, Any] = {field: getattr(data, field) for field in PictureSection.model_fields}
+    look["captions"] = captions
+    folder, once = next(iter(data.dirs), None), data.repeats[0]
+    if data.dataset_class:
+        return [SubsetSection(dataset_class=data.dataset_class, image_dir=folder, repeats=once, **look)]
+    if data.in_json:
+        return [SubsetSection(metadata_file=data.in_json, image_dir=folder, repeats=once, **look)]
+    repeats = data.repeats * len(data.dirs) if len(data.repeats) == 1 else data.repeats
+    trained = [
+        SubsetSection(image_dir=each, repeats=times, **look) for each, times in zip(data.dirs, repeats, strict=False)
+    ]
+    return trained + [SubsetSection(image_dir=each, is_reg=True, **look) for each in data.reg_dirs]

@@ -1,0 +1,119 @@
+"""What --help prints in both doors, from their tables."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from difftrain.config.render.keys import Row, every_table, not_built, rows, says
+from difftrain.config.schema.names import OPTIMIZERS_LATER
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.schema.validate import choices_of, default_of, section_class
+from difftrain.config.spellings.flag import Flag
+from difftrain.config.spellings.flags import FLAGS, KOHYA, OURS
+from difftrain.config.spellings.keys import OPTIONS
+from difftrain.config.toml import value_text
+from difftrain.models.registry import LATER, UNTRAINED
+
+WORDS = {
+    "int": "N", "float": "X", "number": "N", "size": "W,H", "strs": "TEXT ...", "ints": "N ...", "floats": "X ...",
+    "str": "TEXT", "pairs": "NAME=VALUE ...",
+}  # fmt: skip
+
+
+def flag_help(prog: str) -> str:
+    """Write the help of a training door, a paragraph a section."""
+    parts = [
+        f"usage: {prog} --init_from_config=SIZE | --pretrained_model_name_or_path=PATH\n"
+        "           --train_data_dir=DIR --resolution=W,H --output_dir=OUT [--flag=value ...]\n",
+        "--key=value and --key value both work; no prefix of a name stands for it. Lowest first, what counts is the\n"
+        "default, the file of --config, that of --config_file, the flag. Faults are all reported, with exit code 2.\n",
+        _paragraph("general", "What is done", [flag for flag in (*OURS, *KOHYA) if _offered(flag) and not flag.to]),
+    ]
+    for section in TrainConfig.model_fields:
+        flags = [flag for flag in FLAGS.values() if _offered(flag) and flag.to.split(".")[0] == section]
+        parts.append(_paragraph(section, section_class(section).__doc__ or "", flags))
+    waiting = ", ".join(flag.option for flag in FLAGS.values() if flag.status == "later")
+    refused = ", ".join(f"{flag.option} ({flag.help})" for flag in FLAGS.values() if flag.status == "refused")
+    parts.append(_wrapped("not built yet", waiting) + _wrapped("not offered", refused))
+    return "\n".join(parts)
+
+
+def _offered(flag: Flag) -> bool:
+    return flag.status in ("implemented", "nearest")
+
+
+def _paragraph(title: str, says: str, flags: Iterable[Flag]) -> str:
+    return f"[{title}] {says.splitlines()[0]}\n" + entries(flags)
+
+
+def entries(flags: Iterable[Flag]) -> str:
+    """Write a line or more for each flag: how it is spelt, what it means, its default."""
+    return "".join(map(_entry, flags))
+
+
+def _entry(flag: Flag) -> str:
+    choices = choices_of(flag.to) if flag.to else ()
+    word = "" if flag.kind == "switch" else "=" + ("|".join(map(str, choices)) or WORDS[flag.kind])
+    text = flag.help + default_text(flag)
+    left = f"  {flag.option}{word}"
+    lines = textwrap.wrap(text, 76)
+    gap = " " * 42
+    if len(left) > 40:
+        return "\n".join([left, *(gap + line for line in lines)]) + "\n"
+    return f"{left:<42}" + f"\n{gap}".join(lines) + "\n"
+
+
+def default_text(flag: Flag) -> str:
+    """Name the default where there is one to name."""
+    if flag.kind == "switch" or not flag.to or (value := default_of(flag.to)) in (None, "", (), {}):
+        return ""
+    return f" [{value if isinstance(value, str) else value_text(value)}]"
+
+
+def _wrapped(title: str, text: str) -> str:
+    return (
+        f"[{title}]\n{textwrap.fill(text, 116, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False)}\n"
+    )
+
+
+_GAP = 42
+
+
+def key_help(prog: str) -> str:
+    """Write the help of the TOML door: options, then every key by table."""
+    parts = [
+        f"usage: {prog} --config FILE.toml [options] [--section.key value ...]\n",
+        "Every key below is written in a TOML file, or as --section.key value, whose value is read as TOML has it, else as\n"
+        "text. Lowest first, what counts is the default, the family's default, the file, the command line. A key of\n"
+        "diffusion-pipe's flat files may stand at the top of the file too. Faults are all reported, with exit code 2.\n"
+        "docs/train_toml.md says more.\n",
+        "options\n"
+        + "".join(
+            _line(f"--{name}{' ' + each.takes if each.takes else ''}", each.help) for name, each in OPTIONS.items()
+        ),
+    ]
+    for table in every_table():
+        parts.append(f"[{table}] {says(table)}\n" + "".join(_line(_left(row), _right(row)) for row in rows(table)))
+    waiting = ", ".join(
+        [*(f"[model] type = '{name}'" for name in (*UNTRAINED, *LATER)), "[adapter]",
+         *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.place for key in not_built()),
+         "[optimization] pipeline_stages above 1", "[engine] type = 'deepspeed'"])  # fmt: skip
+    parts.append(f"not built yet\n{textwrap.fill(waiting, 116, initial_indent='  ', subsequent_indent='  ')}\n")
+    return "\n".join(parts)
+
+
+def _left(row: Row) -> str:
+    return f"{row.name}={row.values}"
+
+
+def _right(row: Row) -> str:
+    return row.help + (f" [{row.default}]" if row.default else "")
+
+
+def _line(left: str, text: str) -> str:
+    lines = textwrap.wrap(text, 76) or [""]
+    gap = " " * _GAP
+    if len(left) > _GAP - 4:
+        return "\n".join([f"  {left}", *(gap + line for line in lines)]) + "\n"
+    return f"  {left:<{_GAP - 2}}" + f"\n{gap}".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""What must hold between fields: a file a subject; findings name fields, and the door spells them."""

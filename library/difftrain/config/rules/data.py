@@ -1,0 +1,268 @@
+"""Rules about what is trained on, and about caches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from difftrain.config import hub_ids
+from difftrain.config.datasets.datasets import draws_captions, subsets_of
+from difftrain.config.paths import expanded, is_file, is_url, path_exists
+from difftrain.config.rules.finding import Finding, Rule, option
+from difftrain.config.rules.run import Need, lacking
+from difftrain.config.schema.families import multiple_of, row_of
+from difftrain.config.schema.names import CACHE_DTYPES, did_you_mean
+from difftrain.config.schema.sections import CaptionSection, PictureSection, SizeSection, TrainConfig
+
+DATA_NEEDS: tuple[Need, ...] = (
+    Need("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
+         "has no effect without regularisation pictures: --reg_data_dir, or is_reg in the data set TOML", note=True),
+    Need("data.shard_size", lambda c: c.data.tar_order == "sequential",
+         "has no effect: data are not read in sequence (--tar_order=sequential)", note=True),
+)  # fmt: skip
+_NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
+_CLASS = "data.dataset_class"
+
+
+def data_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    return lacking(DATA_NEEDS, cfg, asked)
+
+
+def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Data are named by folders, a metadata json, a class or a data set TOML: the others would be passed over."""
+    data = cfg.data
+    given = [path for path in _NAMED_BY_FLAGS if getattr(data, path.partition(".")[2])]
+    if data.dataset_config or data.datasets:
+        for path in given:
+            remedy = "the file names the data; give one of them"
+            yield Finding((path, "data.dataset_config"), "contradicts --dataset_config", remedy)
+        if len(data.repeats) > 1:
+            what = f"has {len(data.repeats)} numbers; every subset falls back to one"
+            yield Finding(("data.repeats", "data.dataset_config"), what, "give one, or num_repeats in the file")
+        return
+    if data.in_json and data.reg_dirs:
+        remedy = "for both, write a data set TOML: a subset with metadata_file, another with is_reg = true"
+        yield Finding(("data.reg_dirs", "data.in_json"), "contradicts --in_json", remedy)
+    for path in ("data.in_json", "data.reg_dirs"):
+        if data.dataset_class and path in given:
+            yield Finding((path, _CLASS), "contradicts --dataset_class", "give one of them")
+    for path in ("data.in_json", _CLASS):
+        if path in given and len(data.dirs) > 1:
+            what = f"goes with one --train_data_dir, {len(data.dirs)} are given"
+            yield Finding((path, "data.dirs"), what, "give one; for several, write a data set TOML")
+
+
+def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What is named exists, and a class has the form of one."""
+    data = cfg.data
+    if data.in_json and not is_file(expanded(data.in_json)):
+        yield Finding(("data.in_json",), f"no such file: {data.in_json!r}", "give kohya's metadata json")
+    for folder in data.reg_dirs:
+        if hub_ids.missing(folder):
+            yield Finding(
+                ("data.reg_dirs",), f"no such folder: {folder!r}", "give a folder of <repeats>_<class> folders"
+            )
+    module, _, name = (data.dataset_class or "a.B").rpartition(".")
+    if not module or not all(part.isidentifier() for part in (*module.split("."), name)):
+        what = f"must be package.module.Class, got {data.dataset_class!r}"
+        yield Finding((_CLASS,), what, "the module is imported in every process; put it on PYTHONPATH")
+    for number, dataset in enumerate(data.datasets, 1):
+        for subset in dataset.subsets:
+            pictures = subset.image_dir if subset.image_dir and hub_ids.missing(subset.image_dir) else None
+            for path in (pictures, subset.metadata_file, subset.conditioning_dir, subset.default_mask):
+                if path and not path_exists(expanded(path)):
+                    yield Finding(("data.datasets",), f"[[datasets]] {number}: no such file or folder: {path!r}")
+
+
+def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Sizes must fit together, and what the family's model divides them by."""
+    multiple = multiple_of(cfg)
+    if not cfg.data.datasets:
+        for keys, what, remedy in _misfits(cfg.data, multiple):
+            yield Finding(tuple(f"data.{key}" for key in keys), what, remedy)
+    for number, dataset in enumerate(cfg.data.datasets, 1):
+        for keys, what, remedy in _misfits(dataset, multiple):
+            yield Finding(("data.datasets",), f"[[datasets]] {number} {keys[0]} {what}", remedy)
+
+
+def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Find (fields, what is wrong, what would be right); the first field is the one to name."""
+    for width, height in size.sizes:
+        if width % multiple or height % multiple:
+            yield ("sizes",), f"must be multiples of {multiple}, got {width},{height}", "the family's own multiple"
+    if size.sizes:
+        return
+
+    # one resolution: the size of every picture, or the area of the buckets
+    width, height = size.resolution or (multiple, multiple)
+    least = 8 if size.enable_bucket else multiple  # of buckets it is the area alone
+    if width % least or height % least:
+        yield ("resolution",), f"must be multiples of {least}, got {width},{height}", "1024,1024 for SDXL"
+    if not size.enable_bucket:
+        return
+
+    # the grid on which the buckets' sides lie
+    for key in ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"):
+        divisor = multiple if key == "bucket_reso_steps" else 8  # both ends are rounded to the steps
+        if getattr(size, key) % divisor:
+            yield (key,), f"must be a multiple of {divisor}, got {getattr(size, key)}", "64 is usual"
+
+    # the ends in order, and the resolution between them
+    low, high = size.min_bucket_reso, size.max_bucket_reso
+    if low > high:
+        about = ("min_bucket_reso", "max_bucket_reso")
+        yield about, f"is above --max_bucket_reso: {low} > {high}", "the shortest side comes first"
+        return
+    if size.resolution and min(width, height) < low:
+        what = f"is above the shorter side of --resolution: {low} > {min(width, height)}"
+        yield ("min_bucket_reso", "resolution"), what, "make it smaller"
+    if size.resolution and max(width, height) > high:
+        what = f"is below the longer side of --resolution: {high} < {max(width, height)}"
+        yield ("max_bucket_reso", "resolution"), what, "make it larger"
+
+
+def overridden(fields: set[str], origin: str) -> Iterator[str]:
+    """Say which of the command line's fields the data sets of a file set throughout."""
+    for path in sorted(fields):
+        yield f"{option(path)}: has no effect: {origin} sets it for every data set"
+
+
+DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, there, sizes)
+
+
+_PICTURE = {
+    "random_crop": "cuts another part of a picture at every use",
+    "color_aug": "colours a picture anew at every use",
+    "face_crop_range": "cuts a picture anew at every use",
+}
+_CAPTION = {
+    "token_warmup_step": "lets captions grow during training"
+}  # what else is drawn is drawn --cache_shuffle_num times
+
+_LATENTS = "has no effect: no latents are cached"
+_TEXT = "has no effect: no outputs of text encoders are cached"
+_DISK = "needs a cache on disk: --cache_latents_to_disk or --cache_text_encoder_outputs_to_disk"
+
+CACHE_NEEDS: tuple[Need, ...] = (
+    Need("cache.latents_dtype", lambda c: _asked(c, "latents"), _LATENTS, note=True),
+    Need("cache.text_dtype", lambda c: _asked(c, "text"), _TEXT, note=True),
+    Need("cache.batch_size", lambda c: _asked(c, "text"), _TEXT, note=True),
+    Need("cache.workers", lambda c: _asked(c, "latents") or _asked(c, "text"), "has no effect: nothing is cached", note=True),
+    Need("cache.shuffle_num", draws_captions,
+         "has no effect without --shuffle_caption, --enable_wildcard or --caption_tag_dropout_rate", note=True),
+    Need("cache.skip_check", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
+    Need("cache.segment_gib", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
+    Need("cache.trust", lambda c: _on_disk(c), _DISK),
+    Need("cache.regenerate", lambda c: _on_disk(c), _DISK),
+    Need("cache.preload", lambda c: _on_disk(c), _DISK),
+    Need("cache.copy_gib", lambda c: is_url(c.data.cache_dir), "needs a cache on an object store: --cache_dir=URL"),
+)  # fmt: skip
+
+
+def cache_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    return lacking(CACHE_NEEDS, cfg, asked)
+
+
+def latents(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Cached latents are of one cut of a picture."""
+    cache = _asked(cfg, "latents")
+    for field, why in _PICTURE.items() if cache else ():
+        for place in _places(cfg, field):
+            yield _contradiction(f"data.{field}", place, cache, why)
+    if cfg.cache.latents_as == "sample" and not cache:
+        remedy = "give --cache_latents or --cache_latents_to_disk, or leave it out: online each use draws its own"
+        yield Finding(("cache.latents_as",), "sample: a latent that is drawn once must be kept", remedy)
+
+
+def text(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Cached outputs of the text encoders are of captions that are known before, and of encoders that stay as they are."""
+    cache = _asked(cfg, "text")
+    if not cache:
+        return
+    if cfg.model.train_text_encoder:
+        what = f"contradicts {option(cache)}: the outputs of an encoder in training change"
+        yield Finding(("model.train_text_encoder", cache), what, "give one of them")
+    for field, why in _CAPTION.items():
+        for place in _places(cfg, field):
+            yield _contradiction(f"captions.{field}", place, cache, why)
+
+
+def dtypes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What single features are stored in is said of features that there are, in dtypes that there are."""
+    latent = "moments" if cfg.cache.latents_as == "moments" else "latents"
+    made = {latent: "latents"} | dict.fromkeys(row_of(cfg).text_features, "text")
+    for name, dtype in cfg.cache.dtypes.items():
+        if name not in made:
+            remedy = did_you_mean(name, made) or f"known are {', '.join(made)}"
+            yield Finding(("cache.dtypes",), f"no such feature: {name!r}", remedy)
+        elif dtype not in CACHE_DTYPES:
+            what = f"{name} must be one of {', '.join(CACHE_DTYPES)}; got {dtype!r}"
+            yield Finding(("cache.dtypes",), what, did_you_mean(dtype, CACHE_DTYPES))
+        elif not _asked(cfg, made[name]):
+            yield Finding(("cache.dtypes",), f"{name} has no effect: it is not cached", note=True)
+
+
+def only(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What is built and left behind must be on disk."""
+    cache = cfg.cache
+    if cache.only and not _on_disk(cfg):
+        remedy = "give --cache_latents_to_disk or --cache_text_encoder_outputs_to_disk"
+        yield Finding(("cache.only",), "builds nothing that outlives it", remedy)
+    for field, disk in (("latents", cache.latents_to_disk), ("text", cache.text_to_disk)):
+        if cache.only and getattr(cache, field) and not disk:
+            what = "would be gone at the end of --cache_only"
+            yield Finding((f"cache.{field}", "cache.only"), what, f"give {option(f'cache.{field}_to_disk')}")
+    if cache.only and cache.preload:
+        what = "has no effect with --cache_only: nothing is read that could be kept in memory"
+        yield Finding(("cache.preload", "cache.only"), what, note=True)
+
+
+def once(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What is trusted is not made anew, and what lies on an object store is only read."""
+    cache, remote = cfg.cache, is_url(cfg.data.cache_dir)
+    if cache.trust and cache.regenerate:
+        what = "contradicts --trust_cache: one takes what is there, the other makes it anew"
+        yield Finding(("cache.regenerate", "cache.trust"), what, "give one of them")
+    if cache.trust and cfg.data.verify == "full":
+        what = "contradicts --trust_cache, which reads no file of the data"
+        yield Finding(("data.verify", "cache.trust"), what, "give one of them")
+    for field in ("regenerate", "only"):
+        if remote and getattr(cache, field):
+            what = "contradicts --cache_dir: a cache on an object store is only read"
+            remedy = "build it in a folder, and copy that to the store"
+            yield Finding((f"cache.{field}", "data.cache_dir"), what, remedy)
+    if remote and not _on_disk(cfg):
+        remedy = f"{_DISK.partition(': ')[2]}; or a folder of this machine"
+        yield Finding(("data.cache_dir",), "is the URL of a cache, and nothing is read from it", f"give {remedy}")
+
+
+def _on_disk(cfg: TrainConfig) -> bool:
+    return cfg.cache.latents_to_disk or cfg.cache.text_to_disk
+
+
+def _asked(cfg: TrainConfig, field: str) -> str:
+    """Return the field that asks for a cache, as "section.field", or nothing."""
+    names = (f"{field}_to_disk", field)
+    return next((f"cache.{name}" for name in names if getattr(cfg.cache, name)), "")
+
+
+def _places(cfg: TrainConfig, field: str) -> Iterator[str]:
+    """Yield where a setting of pictures or captions is on: "" for all data, else the name of a subset."""
+    pairs: list[tuple[str, PictureSection, CaptionSection]] = [("", cfg.data, cfg.captions)]
+    if cfg.data.datasets:
+        every = [subset for dataset in cfg.data.datasets for subset in dataset.subsets]
+        pairs = [(each.image_dir or each.metadata_file or "", each, each.captions) for each in every]
+    for name, picture, caption in pairs:
+        if getattr(caption if field in _CAPTION else picture, field):
+            yield name
+
+
+def _contradiction(path: str, place: str, cache: str, why: str) -> Finding:
+    if place:
+        what = f"{place}: {path.partition('.')[2]} contradicts {option(cache)}: it {why}"
+        return Finding(("data.dataset_config", path, cache), what, "give one of them")
+    return Finding((path, cache), f"contradicts {option(cache)}: it {why}", "give one of them")
+
+
+CACHE_RULES: tuple[Rule, ...] = (cache_companions, latents, text, dtypes, only, once)

@@ -1,0 +1,270 @@
+"""Rules about engines, precision, compilation and other ways to save time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from difftrain.config.hidden_imports import is_installed
+from difftrain.config.paths import expanded, is_folder
+from difftrain.config.rules.finding import Finding, Rule
+from difftrain.config.rules.run import Need, lacking
+from difftrain.config.schema import names
+from difftrain.config.schema.families import takes
+from difftrain.config.schema.rates import is_named, is_schedule_free
+from difftrain.config.schema.sections import TrainConfig
+
+_ALIGNS = "has no effect: repa.encoder names no folder"
+_ROUTES = "has no effect: tread.share is 0, no token is routed"
+_MASKS = "has no effect: patch_masking.share is 0, no patch is masked"
+
+SPEEDUP_NEEDS: tuple[Need, ...] = (
+    *(Need(f"repa.{field}", lambda c: c.repa.encoder, _ALIGNS) for field in ("weight", "layer", "hidden", "until_step")),
+    *(Need(f"tread.{field}", lambda c: c.tread.share, _ROUTES) for field in ("start", "end")),
+    *(Need(f"patch_masking.{field}", lambda c: c.patch_masking.share, _MASKS) for field in ("mixer_layers", "until_step")),
+)  # fmt: skip
+
+
+def speedup_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    return lacking((need for need in SPEEDUP_NEEDS if takes(cfg, need.field)), cfg, asked)
+
+
+def encoder(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The image encoder is a folder of this machine, and counts for something."""
+    folder = cfg.repa.encoder
+    if folder is None:
+        return
+    if not is_folder(expanded(folder)):
+        remedy = "give the folder of a transformers vision model: DINOv2, CLIP, SigLIP, ViT"
+        yield Finding(("repa.encoder",), f"no such folder: {folder!r}", remedy)
+    if not cfg.repa.weight:
+        yield Finding(
+            ("repa.weight", "repa.encoder"), "is 0: nothing would be aligned", "leave repa.encoder out, or 0.5"
+        )
+
+
+def tokens(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Tokens are routed, or patches masked; the route ends behind its start. The depth is looked at by the family."""
+    tread = cfg.tread
+    if tread.share and cfg.patch_masking.share:
+        what = "contradicts patch_masking.share: each leaves out tokens of its own"
+        yield Finding(("tread.share", "patch_masking.share"), what, "give one of them")
+    if tread.share and tread.end is not None and tread.end < tread.start:
+        what = f"is block {tread.end}, before tread.start, {tread.start}: no block would be passed by"
+        yield Finding(("tread.end", "tread.start"), what, "the last block that routed tokens pass by")
+
+
+SPEEDUP_RULES: tuple[Rule, ...] = (speedup_companions, encoder, tokens)
+
+
+_EPS, _D0 = "eps", "d0"
+# they divide by the root of squared gradients, and keep both in the weights' own precision
+_DIVIDING = (
+    "AdamW", "oss", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "AdamWScheduleFree", "RAdamScheduleFree",
+)  # fmt: skip
+
+
+def full_precision(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Half weights compute in their own precision, as kohya asserts."""
+    training = cfg.training
+    full = training.full_precision
+    if full and training.mixed_precision != full:
+        about = ("training.full_precision", "training.mixed_precision")
+        what = f"asks for weights in {full}, but --mixed_precision is {training.mixed_precision}"
+        yield Finding(about, what, f"give --mixed_precision={full} too")
+    kept = training.master_weights
+    if kept == "none" and not full:
+        what = "needs --full_bf16 or --full_fp16: without them the weights are fp32 themselves"
+        yield Finding(("training.master_weights",), what)
+    if kept in ("kahan", "stochastic") and full != "bf16":
+        what = f"{kept} needs --full_bf16: " + ("fp16 is no upper half of fp32" if full else "the weights are fp32")
+        yield Finding(("training.master_weights", "training.full_precision"), what, "" if not full else "fp32 or none")
+
+
+def vanishing(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Squares of gradients vanish in an optimizer state of fp16, and what then divides by eps divides by 0 there.
+
+    What estimates the rate begins with one of 1e-6, by which everything is multiplied: nothing of it is left.
+    """
+    training, optimizer = cfg.training, cfg.optimizer
+    if training.full_precision != "fp16" or training.master_weights not in (None, "none"):
+        return
+    given = {word.partition("=")[0].strip() for word in optimizer.args}
+    name = names.proper(optimizer.type.removeprefix("torch.optim."), _DIVIDING)
+    if name and _EPS not in given:
+        what = f"keeps {name}'s state in fp16, where its eps of 1e-8 is 0 and squares of gradients below 2e-4 vanish"
+        remedy = "give --master_weights=fp32, or --optimizer_args eps=1e-4"
+        yield Finding(("training.full_precision",), what, remedy, note=True)
+    if is_named(optimizer, names.ADAPTIVE):
+        what = f"keeps {optimizer.type}'s state in fp16, where its first estimate of the rate, 1e-6, moves nothing"
+        about = ("training.full_precision", "optimizer.type")
+        yield Finding(about, what, "give --master_weights=fp32", note=_D0 in given)
+
+
+def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Updates during the backward pass: what they cannot go with."""
+    section = cfg.optimizer
+    fields = [("optimizer.fused_backward", section.fused_backward), ("optimizer.fused_groups", section.fused_groups)]
+    given = [field for field, value in fields if value]
+    if len(given) == 2:
+        yield Finding((given[1], given[0]), "contradicts --fused_backward_pass", "give one of them")
+    if not given:
+        return
+    if section.fused_backward and cfg.training.accumulation > 1:
+        about = (given[0], "training.accumulation")
+        what = f"frees gradients at once, but --gradient_accumulation_steps={cfg.training.accumulation} adds them up"
+        yield Finding(about, what, "--gradient_accumulation_steps=1, or --fused_optimizer_groups")
+    if cfg.training.mixed_precision == "fp16":
+        what = "updates before the loss scale is known to have held, so it does not go with fp16"
+        yield Finding((given[0], "training.mixed_precision"), what, "--mixed_precision=bf16")
+    if is_named(section, names.ADAPTIVE) or is_schedule_free(section) or section.schedulefree_wrapper:
+        what = "updates with a few gradients at a time, but this optimizer needs all gradients of an update at once"
+        yield Finding((given[0], "optimizer.type"), what, "--optimizer_type=AdamW or Adafactor")
+    if section.type.lower() == "oss":
+        what = "updates before the ranks have shared what each of them holds, so it does not go with oss"
+        yield Finding((given[0], "optimizer.type"), what, "--optimizer_type=AdamW or Adafactor")
+
+
+def offloading(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Only what checkpointing keeps is moved to the host."""
+    if cfg.training.cpu_offload_checkpointing and not cfg.training.gradient_checkpointing:
+        about = ("training.cpu_offload_checkpointing", "training.gradient_checkpointing")
+        yield Finding(about, "needs --gradient_checkpointing: there are no checkpoints to move")
+
+
+PRECISION_RULES: tuple[Rule, ...] = (full_precision, vanishing, fused, offloading)
+
+
+_ENGINE, _ON, _STAGE, _TYPE = "training.engine", "deepspeed.enable", "deepspeed.zero_stage", "optimizer.type"
+_OFFLOAD, _PRECISION = "deepspeed.offload_optimizer_device", "training.mixed_precision"
+# ZeRO cuts weights and state into flat pieces, so an optimizer must treat every element by itself
+_ELEMENTWISE = (
+    "AdamW", "Lion", "SGDNesterov", "ASGD", "Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+
+_THIRD = "needs --zero_stage=3"
+ENGINE_NEEDS: tuple[Need, ...] = (
+    *(Need(f"deepspeed.{field}", lambda c: c.deepspeed.enable, "needs --deepspeed") for field in (
+        "zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
+        "offload_param_nvme_path", "zero3_init", "zero3_save_16bit", "fp16_master_weights",
+    )),
+    Need(_OFFLOAD, lambda c: c.deepspeed.zero_stage >= 2, "needs --zero_stage=2 or 3"),
+    Need("deepspeed.offload_param_device", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
+    Need("deepspeed.zero3_init", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
+    Need("deepspeed.zero3_save_16bit", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
+    Need("deepspeed.offload_optimizer_nvme_path", lambda c: c.deepspeed.offload_optimizer_device == "nvme",
+         "needs --offload_optimizer_device=nvme"),
+    Need("deepspeed.offload_param_nvme_path", lambda c: c.deepspeed.offload_param_device == "nvme",
+         "needs --offload_param_device=nvme"),
+    Need("deepspeed.fp16_master_weights", lambda c: c.deepspeed.zero_stage == 2
+         and c.deepspeed.offload_optimizer_device == "cpu" and c.training.mixed_precision == "fp16",
+         "needs --zero_stage=2, --offload_optimizer_device=cpu and --mixed_precision=fp16: DeepSpeed has it nowhere else"),
+)  # fmt: skip
+
+
+def deepspeed_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find DeepSpeed flags without what gives them a meaning."""
+    told: set[str] = set()
+    for finding in lacking(ENGINE_NEEDS, cfg, asked):
+        if finding.about[0] not in told:  # without --deepspeed the rest is no matter
+            told.add(finding.about[0])
+            yield finding
+
+
+def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What an engine is made of comes in packages of its own."""
+    if cfg.training.engine != "accelerate":
+        return
+    wanted = {"accelerate": _ENGINE}
+    if cfg.deepspeed.enable:
+        wanted["deepspeed"] = _ON
+    elif cfg.optimizer.type.lower() == "oss":
+        wanted["fairscale"] = _TYPE
+    for package, field in wanted.items():
+        if not is_installed(package):
+            what = f"needs the package {package}, which is not installed"
+            extra = "deepspeed" if package == "deepspeed" else "accelerate"
+            yield Finding((field,), what, f'pip install "sd-scripts-xl[{extra}]", or leave it out for --engine=native')
+
+
+def accelerate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What does not go through accelerate, with DeepSpeed or without."""
+    if cfg.training.engine != "accelerate":
+        return
+    remedy = "--engine=native"
+    for field, value in (
+        ("optimizer.fused_backward", cfg.optimizer.fused_backward),
+        ("optimizer.fused_groups", cfg.optimizer.fused_groups),
+        ("training.full_precision", cfg.training.full_precision),
+        ("model.train_only", cfg.model.train_only),  # its checkpoints leave the base out: not built there
+    ):
+        if value:
+            yield Finding((field, _ENGINE), "does not go with --engine=accelerate", remedy)
+    shards = cfg.deepspeed.enable or cfg.optimizer.type.lower() == "oss"
+    if shards and cfg.model.fp8_frozen:
+        what = "does not go with --deepspeed or fairscale's oss, which send every weight and know no 8 bits"
+        yield Finding(("model.fp8_frozen", _ENGINE), what, remedy)
+    for field, value in (
+        ("training.ddp_bucket_view", cfg.training.ddp_bucket_view),
+        ("training.ddp_static_graph", cfg.training.ddp_static_graph),
+    ):
+        if shards and value:
+            what = "has no effect: gradients are not reduced by DistributedDataParallel here"
+            yield Finding((field, _ENGINE), what, note=True)
+
+
+def deepspeed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What ZeRO cannot go with."""
+    section = cfg.deepspeed
+    if not section.enable:
+        return
+    if cfg.training.engine != "accelerate":
+        what = f"--engine={cfg.training.engine} does not run DeepSpeed"
+        yield Finding((_ON, _ENGINE), what, "--engine=accelerate, which --deepspeed takes by itself")
+    if section.zero_stage == 0:
+        yield Finding((_STAGE,), "0 shards nothing", "1, 2 or 3; leave --deepspeed out where nothing is to be sharded")
+    for name, device, path in (
+        ("optimizer", section.offload_optimizer_device, section.offload_optimizer_nvme_path),
+        ("param", section.offload_param_device, section.offload_param_nvme_path),
+    ):
+        if device == "nvme":
+            field = f"deepspeed.offload_{name}_device"
+            if not path:
+                yield Finding((field,), f"nvme needs --offload_{name}_nvme_path", "give a folder on a fast disk")
+            if section.zero_stage == 2:
+                yield Finding((field, _STAGE), "nvme needs --zero_stage=3", "cpu offloads with --zero_stage=2")
+    yield from _zero_optimizer(cfg)
+    if section.zero_stage == 3:
+        yield from _third_stage(cfg)
+
+
+def _zero_optimizer(cfg: TrainConfig) -> Iterator[Finding]:
+    section = cfg.optimizer
+    name = names.proper(section.type.removeprefix("torch.optim."), _ELEMENTWISE)
+    if section.type.lower() == "oss":
+        yield Finding((_TYPE, _ON), "oss and --deepspeed both shard the optimizer's state", "--optimizer_type=AdamW")
+    elif not name:
+        what = f"{section.type} needs whole tensors, and --deepspeed cuts them into flat pieces"
+        yield Finding((_TYPE, _ON), what, f"one of {', '.join(_ELEMENTWISE)}")
+    elif cfg.deepspeed.offload_optimizer_device and name not in ("AdamW", "Adam"):
+        what = f"{section.type} has no kernel of DeepSpeed's for an optimizer on the host"
+        yield Finding((_TYPE, _OFFLOAD), what, "--optimizer_type=AdamW")
+    if section.schedulefree_wrapper:
+        what = "cannot average weights that --deepspeed cuts into pieces"
+        yield Finding(("optimizer.schedulefree_wrapper", _ON), what, "leave one of them out")
+
+
+def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
+    """With ZeRO 3 no rank holds the weights: what one draws or compiles by itself has none."""
+    for field, value in (
+        ("sample.prompts", cfg.sample.prompts),
+        ("eval.kid", cfg.eval.kid),
+        ("demo.score", cfg.demo.score),
+        ("training.compile", cfg.training.compile),
+    ):
+        if value:
+            what = "needs whole weights on a rank, which --zero_stage=3 takes apart"
+            yield Finding((field, _STAGE), what, "--zero_stage=2")
+
+
+ENGINE_RULES: tuple[Rule, ...] = (deepspeed_companions, installed, accelerate, deepspeed)

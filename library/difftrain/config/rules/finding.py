@@ -1,0 +1,56 @@
+"""What a rule hands back, and how findings become faults and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.spellings.flags import flag_of
+from difftrain.contracts.errors import Fault
+
+
+class Finding(NamedTuple):
+    """One thing that a rule found: the fields it is about (the first one is named), and the sentence."""
+
+    about: tuple[str, ...]  # "section.field"
+    what: str
+    remedy: str = ""
+    note: bool = False  # worth saying, but no fault
+
+
+# the configuration, and the fields that somebody asked for
+Rule = Callable[[TrainConfig, set[str]], Iterable[Finding]]
+
+
+def check(
+    cfg: TrainConfig, rules: Sequence[Rule], asked: set[str], faulted: set[str], origins: dict[str, str]
+) -> tuple[list[Fault], list[str]]:
+    """Apply every rule; a finding about a field that is faulted already is left out.
+
+    origins: where each field that was given came from; a field that was not is called by its flag.
+    """
+    faults: list[Fault] = []
+    notes: list[str] = []
+    for rule in rules:
+        for finding in rule(cfg, asked):
+            if faulted.intersection(finding.about):
+                continue
+            fault = Fault(origins.get(finding.about[0]) or option(finding.about[0]), finding.what, finding.remedy)
+            if finding.note:
+                notes.append(str(fault))
+            else:
+                faults.append(fault)
+    return faults, notes
+
+
+def value_of(cfg: TrainConfig, path: str) -> Any:
+    """Return the value of "section.field"."""
+    section, _, field = path.partition(".")
+    return getattr(getattr(cfg, section), field)
+
+
+def option(path: str) -> str:
+    """Return the flag that sets "section.field": a name of its own, or the one by which train.py knows every field."""
+    flag = flag_of(path)
+    return flag.option if flag is not None else f"--{path}"

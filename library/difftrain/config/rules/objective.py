@@ -1,0 +1,165 @@
+"""Rules about noise, targets and losses of diffusion, and about flows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from difftrain.config.rules.finding import Finding, Rule, value_of
+from difftrain.config.rules.run import Need, lacking
+from difftrain.config.schema.families import learns_flow, row_of, takes, why_not
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.schema.validate import default_of
+from difftrain.models.registry import TRAINED
+
+_STEPS = 1000
+_BENT = "acts on --loss_type=huber and smooth_l1 only"
+_OFFSET = "has no effect without --noise_offset"
+
+# kohya lets most of these pass in silence, so they are said and no fault
+DIFFUSION_NEEDS: tuple[Need, ...] = (
+    Need("noise.offset_random_strength", lambda c: c.noise.offset, _OFFSET, note=True),
+    Need("noise.multires_discount", lambda c: c.noise.multires_iterations,
+         "has no effect without --multires_noise_iterations", note=True),
+    Need("noise.ip_gamma_random_strength", lambda c: c.noise.ip_gamma, "has no effect without --ip_noise_gamma", note=True),
+    Need("noise.zero_terminal_snr", lambda c: c.model.prediction_type == "v_prediction",
+         "is meant for --v_parameterization: where there is no signal, predicting the noise teaches nothing", note=True),
+    Need("loss.huber_schedule", lambda c: _is_bent(c), _BENT, note=True),
+    Need("loss.huber_c", lambda c: _is_bent(c), _BENT, note=True),
+    Need("loss.huber_scale", lambda c: _is_bent(c), _BENT, note=True),
+    Need("loss.huber_scale", lambda c: not _is_bent(c) or c.loss.huber_schedule != "snr",
+         "has no effect with --huber_schedule=snr, as in kohya's", note=True),
+    Need("loss.scale_v_pred_like_noise_pred", lambda c: c.model.prediction_type == "v_prediction", "needs --v_parameterization"),
+    Need("ema.snapshot_precision", lambda c: c.ema.profiles, "needs --ema_profiles: there are no snapshots"),
+)  # fmt: skip
+
+
+def _is_bent(cfg: TrainConfig) -> bool:
+    return cfg.loss.type in ("huber", "smooth_l1")
+
+
+def noise_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    return lacking(DIFFUSION_NEEDS, cfg, asked)
+
+
+def noise(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """An offset that follows the latents starts from one; the range of timesteps holds at least one."""
+    section = cfg.noise
+    if section.adaptive_scale and section.offset is None:
+        yield Finding(("noise.adaptive_scale", "noise.offset"), "needs --noise_offset", "0.05 is usual")
+    elif section.adaptive_scale and not section.offset:
+        yield Finding(("noise.adaptive_scale",), "has no effect with --noise_offset=0", note=True)
+    low = section.min_timestep or 0
+    high = _STEPS if section.max_timestep is None else section.max_timestep
+    if low >= high:
+        about = ("noise.min_timestep", "noise.max_timestep")
+        remedy = f"the end is not trained itself; --max_timestep={low + 1} trains {low} alone"
+        yield Finding(about, f"is not below --max_timestep: {low} >= {high}", remedy)
+
+
+def velocity(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What makes an epsilon prediction's loss more like a velocity's is nothing for a velocity's."""
+    if cfg.loss.v_pred_like and cfg.model.prediction_type == "v_prediction":
+        about = ("loss.v_pred_like", "model.prediction_type")
+        yield Finding(about, "contradicts --v_parameterization", "give one of them")
+
+
+def profiles(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Widths differ; any other width needs two of them and snapshots along the way."""
+    widths = cfg.ema.profiles
+    if len(set(widths)) < len(widths):
+        yield Finding(("ema.profiles",), f"has a width twice: {', '.join(map(str, widths))}", "give each once")
+    if not widths:
+        return
+    if len(widths) == 1:
+        what = "is one width: others can be made from two much better, such as 0.05,0.10"
+        yield Finding(("ema.profiles",), what, note=True)
+    save = cfg.save
+    if not (save.every_n_steps or save.every_n_epochs or save.n_epoch_ratio):
+        what = "stores snapshots with every export, and there is only the last: other widths need some along the way"
+        yield Finding(("ema.profiles",), what, "give --save_every_n_steps or --save_every_n_epochs", note=True)
+
+
+DIFFUSION_RULES: tuple[Rule, ...] = (noise_companions, noise, velocity, profiles)
+
+
+_RECON = "has no effect: text_recon_gamma is 0"
+
+FLOW_NEEDS: tuple[Need, ...] = (
+    Need("flow.sigmoid_scale", lambda c: c.flow.timestep_sample_method == "logit_normal",
+         "has no effect: timestep_sample_method is not logit_normal", note=True),
+    Need("flow.mode_scale", lambda c: c.flow.timestep_sample_method == "mode",
+         "has no effect: timestep_sample_method is not mode", note=True),
+    Need("model.uncond_text_dropout_prob", lambda c: c.model.enable_uncond_text_dropout,
+         "has no effect without enable_uncond_text_dropout", note=True),
+    Need("loss.text_recon_target_layer", lambda c: c.loss.text_recon_gamma, _RECON, note=True),
+)  # fmt: skip
+
+
+def flow_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields of a flow that were given without what gives them a meaning."""
+    return lacking((need for need in FLOW_NEEDS if takes(cfg, need.field)), cfg, asked)
+
+
+def trained(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A family may be known as a form only: it is built and exported, and not trained yet."""
+    if not row_of(cfg).trains:
+        what = f"{cfg.model.family!r} is known, its training is not built yet"
+        yield Finding(("model.family",), what, f"trained are {', '.join(TRAINED)}")
+
+
+def other_family(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What a family does not take is refused by name; what is left at its default says nothing."""
+    for path in sorted(asked):
+        if not _unsaid(cfg, path) and not takes(cfg, path):
+            yield Finding((path,), *why_not(cfg.model.family, path))
+
+
+def layout(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A family without a layout in one file is exported as a folder; one that runs code when read is not made of it."""
+    row, asks = row_of(cfg), cfg.save.model_as
+    if asks is not None and asks not in row.layouts:
+        what = f"{asks} is not built for {cfg.model.family}, which is exported as "
+        what += "a diffusers folder" if row.folder_only else ", ".join(row.layouts)
+        yield Finding(("save.model_as",), what, "leave it out")
+
+
+def _unsaid(cfg: TrainConfig, path: str) -> bool:
+    try:
+        value = value_of(cfg, path)
+    except AttributeError:  # of a section or field that another door has
+        return True
+    return value in (None, (), False) or value == default_of(path)
+
+
+def loss_type(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Two of kohya's losses bend where the noise schedule says."""
+    if learns_flow(cfg) and cfg.loss.type in ("huber", "smooth_l1"):
+        what = f"{cfg.loss.type} bends where SDXL's noise schedule says, and {cfg.model.family} has none"
+        yield Finding(("loss.type",), what, "pseudo_huber, with pseudo_huber_c")
+
+
+def times(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Some times are left to train on, and one shift at most."""
+    flow = cfg.flow
+    if flow.min_t >= flow.max_t:
+        what = f"leaves no time to train on: {flow.min_t:g} >= {flow.max_t:g}"
+        yield Finding(("flow.min_t", "flow.max_t"), what, "min_t below max_t, both within 0 and 1")
+    if flow.shift is not None and flow.flux_shift:
+        what = f"contradicts flux_shift: the shift is {flow.shift:g}, or it follows the size"
+        yield Finding(("flow.shift", "flow.flux_shift"), what, "give one of them")
+
+
+def target_layer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Text is reconstructed from before the last block; a depth that only the weights tell is looked at by the family."""
+    layer, depth = cfg.loss.text_recon_target_layer, cfg.model.num_layers
+    if not takes(cfg, "loss.text_recon_target_layer") or depth is None or layer < depth:
+        return
+    what = f"is {layer}, the transformer has {depth} blocks"
+    if layer == depth:
+        what += ": the last one's text would be compared with itself"
+    remedy = f"0 for what enters the first block, or 1 to {depth - 1}" if depth > 1 else "0"
+    yield Finding(("loss.text_recon_target_layer",), what, remedy)
+
+
+FLOW_RULES: tuple[Rule, ...] = (trained, flow_companions, other_family, layout, loss_type, times, target_layer)

@@ -1,0 +1,196 @@
+"""Rules about what a run writes: saves, samples and evaluations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from difftrain.config.datasets.datasets import subsets_of
+from difftrain.config.paths import expanded, is_folder
+from difftrain.config.rules.finding import Finding, Rule, option
+from difftrain.config.rules.run import Need, lacking
+from difftrain.config.schema.sections import CaptionSection, PictureSection, SaveSection, TrainConfig
+
+_NO_SET = "has no effect: there is no evaluation set (eval_datasets)"
+_NO_KID = "needs kid = true: no pictures are drawn for a KID"
+_TAKEN = frozenset({"train", "loss", "lr", "speed", "memory", "progress"})  # what other numbers' tags begin with
+
+# published files say how often to evaluate and leave the sets to be filled in: told, no fault
+EVAL_NEEDS: tuple[Need, ...] = (
+    *(
+        Need(f"eval.{field}", lambda c: c.eval.sets, _NO_SET, note=True)
+        for field in ("every_n_steps", "every_n_epochs", "every_n_examples", "before_first_step", "batch_size")
+    ),
+    Need("eval.kid", lambda c: c.eval.sets, "needs an evaluation set (eval_datasets) to compare with"),
+    *(
+        Need(f"eval.{field}", lambda c: c.eval.kid, _NO_KID)
+        for field in ("kid_pictures", "kid_every_n_steps", "kid_guidance", "kid_steps")
+    ),
+)
+
+
+def eval_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    return lacking(EVAL_NEEDS, cfg, asked)
+
+
+def names(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The names of evaluation sets stand before their numbers: each its own, and nobody else's."""
+    count = Counter(each.name for each in cfg.eval.sets)
+    for name, times in count.items():
+        if times > 1:
+            yield Finding(("eval.sets",), f"{times} evaluation sets are called {name!r}", "give each a name of its own")
+        elif not name.strip():
+            yield Finding(("eval.sets",), "an evaluation set has no name", "its numbers are logged as NAME/loss")
+        elif name.split("/")[0] in _TAKEN:
+            what = f"an evaluation set is called {name!r}, and so are other numbers of the run"
+            yield Finding(("eval.sets",), what, f"any name does that doesn't begin with {', '.join(sorted(_TAKEN))}")
+
+
+def pictures(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A distance between two handfuls of pictures is chance."""
+    if cfg.eval.kid and cfg.eval.kid_pictures < LEAST_PICTURES:
+        what = f"must be at least {LEAST_PICTURES}, got {cfg.eval.kid_pictures}"
+        yield Finding(("eval.kid_pictures",), what, "fewer say nothing; some hundreds are better")
+
+
+LEAST_PICTURES = 20
+
+EVAL_RULES: tuple[Rule, ...] = (eval_companions, names, pictures)
+
+
+_UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
+
+SAMPLE_NEEDS: tuple[Need, ...] = (
+    Need("loss.masked", lambda c: any(each.alpha_mask or each.conditioning_dir or each.default_mask for each in subsets_of(c)),
+         "has no effect: there are no masks (--conditioning_data_dir, --alpha_mask)", note=True),
+)  # fmt: skip
+
+
+def sample_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    return lacking(SAMPLE_NEEDS, cfg, asked)
+
+
+class _Place(NamedTuple):
+    """Where settings of pictures and captions stand: in flags, or in a subset of the data set TOML."""
+
+    name: str  # "" for the flags
+    picture: PictureSection
+    captions: CaptionSection
+    bucketed: bool
+
+    def finding(self, path: str, what: str, remedy: str = "", *, note: bool = False) -> Finding:
+        """Name a field, or the subset and its field."""
+        if not self.name:
+            return Finding((path,), what, remedy, note)
+        field = path.partition(".")[2]
+        return Finding(("data.dataset_config", path), f"{self.name}: {field} {what}", remedy, note)
+
+
+def _places(cfg: TrainConfig) -> Iterator[_Place]:
+    if not cfg.data.datasets:
+        yield _Place("", cfg.data, cfg.captions, cfg.data.enable_bucket)
+    for dataset in cfg.data.datasets:
+        for subset in dataset.subsets:
+            name = subset.image_dir or subset.metadata_file or "a subset"
+            yield _Place(name, subset, subset.captions, dataset.enable_bucket)
+
+
+def samples(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Judge the settings of every source."""
+    found: dict[Finding, None] = {}
+    for place in _places(cfg):
+        found |= dict.fromkeys((*_faces(place), *_masks(place, cfg.loss.masked), *_growth(place)))
+    yield from found
+
+
+def _faces(place: _Place) -> Iterator[Finding]:
+    given = place.picture.face_crop_range
+    if given is None:
+        return
+    if given[0] > given[1]:
+        remedy = "1.0,4.0: from the face alone to a frame four times as large"
+        yield place.finding("data.face_crop_range", f"must be LOW,HIGH, got {given[0]:g},{given[1]:g}", remedy)
+    if place.bucketed:
+        yield place.finding("data.face_crop_range", _UNBUCKETED, note=True)
+
+
+def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
+    folder = place.picture.conditioning_dir
+    if place.picture.alpha_mask and (folder or getattr(place.picture, "default_mask", None)):
+        yield place.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
+    if not folder:
+        return
+    if not masked:
+        yield place.finding("data.conditioning_dir", "needs --masked_loss: it holds masks, and nothing would use them")
+    if not place.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
+        remedy = "give the folder of the masks, each named as its picture"
+        yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
+
+
+def _growth(place: _Place) -> Iterator[Finding]:
+    if place.captions.token_warmup_min != 1 and not place.captions.token_warmup_step:
+        yield place.finding("captions.token_warmup_min", "has no effect without token_warmup_step", note=True)
+
+
+SAMPLE_RULES: tuple[Rule, ...] = (sample_companions, samples)
+
+
+WORDS = ("auto", "latest")  # what --resume_from_checkpoint takes beside a step and a folder
+_NOTHING = "needs --resume_from_checkpoint: there is nothing to begin anew"
+_EACH_TIME = "does not go with a resume that comes by itself: each restart would begin anew"
+
+
+def _resumes(cfg: TrainConfig) -> object:
+    return cfg.save.resume
+
+
+def _once(cfg: TrainConfig) -> object:
+    return cfg.save.resume != "auto"
+
+
+_RESETS = ("save.reset_dataloader", "save.reset_optimizer", "save.reset_optimizer_params")
+SAVE_NEEDS: tuple[Need, ...] = (
+    *(Need(field, _resumes, _NOTHING) for field in _RESETS),
+    *(Need(field, _once, _EACH_TIME) for field in _RESETS),
+    Need(
+        "save.reset_optimizer_params",
+        lambda c: not c.save.reset_optimizer,
+        "has no effect: --reset_optimizer drops all",
+        note=True,
+    ),
+    Need(
+        "save.run_dirs",
+        lambda c: c.save.naming == "steps",
+        "needs naming = 'steps': a run directory holds no other names",
+    ),
+    Need("sample.test_only", lambda c: c.sample.prompts, "needs sample prompts: there is nothing to draw"),
+    Need("ema.update_every", lambda c: c.ema.enable, "has no effect without an average of the weights", note=True),
+)
+
+
+def save_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find fields that were given without what gives them a meaning."""
+    return lacking(SAVE_NEEDS, cfg, asked)
+
+
+def one_work(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A start builds the cache, draws pictures or writes out the data set."""
+    if cfg.cache.only and cfg.sample.test_only:
+        what = f"contradicts {option('sample.test_only')}: one builds the cache and stops, the other draws pictures and stops"
+        yield Finding(("cache.only", "sample.test_only"), what, "give one of them")
+
+
+def can_be_resumed(save: SaveSection) -> bool:
+    """Say whether what is to be resumed can be there: words and steps are looked up when the run begins."""
+    given = save.resume or ""
+    if save.run_dirs and (given in WORDS or given.isdecimal()):
+        return True
+    folders = [given, *([str(Path(save.output_dir) / given)] if save.run_dirs and save.output_dir else [])]
+    return given == "auto" or any(map(is_folder, folders))
+
+
+SAVE_RULES: tuple[Rule, ...] = (save_companions, one_work)

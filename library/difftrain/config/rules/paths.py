@@ -1,0 +1,181 @@
+"""Rules about paths that must exist, and about hubs."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from difftrain.config import hub_ids
+from difftrain.config.paths import expanded, is_file, is_folder, is_url, path_exists, unreadable_url
+from difftrain.config.rules.finding import Finding, Rule, value_of
+from difftrain.config.rules.outputs import can_be_resumed
+from difftrain.config.schema import names
+from difftrain.config.schema.families import row_of
+from difftrain.config.schema.sections import TrainConfig
+
+_HUB = "give a path, or a hub id: organisation/name, hf://organisation/name/file where a folder here has the same name"
+
+
+_WEIGHTS = (
+    "model.pretrained", "model.vae", "model.transformer", "model.text_encoder1", "model.text_encoder2",
+    "model.text_encoder3", "model.tokenizer1", "model.tokenizer2", "model.tokenizer3",
+)  # fmt: skip
+
+
+def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Weights and tokenizers are files or folders of this machine, or may be on a hub."""
+    for field in _WEIGHTS:
+        value = value_of(cfg, field)
+        if value and (what := hub_ids.missing(value)):
+            yield Finding((field,), what, _HUB)
+
+
+def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A size of random weights is one of ours, or a file."""
+    given, shipped = cfg.model.init_from_config, row_of(cfg).sizes
+    if given is None or given in shipped:
+        return
+    remedy = names.did_you_mean(given, shipped) or f"{', '.join(shipped)} or a JSON file"
+    if not given.endswith(".json"):
+        yield Finding(("model.init_from_config",), f"no such size: {given!r}", remedy)
+    elif not is_file(given):
+        yield Finding(("model.init_from_config",), f"no such file: {given!r}", remedy)
+
+
+def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Folders of data and of a state to resume."""
+    for folder in cfg.data.dirs:
+        if hub_ids.missing(folder):
+            remedy = "give a folder of pictures, tars or parquet, or a hub id of such: organisation/name"
+            yield Finding(("data.dirs",), f"no such folder: {folder!r}", remedy)
+    resume, save = cfg.save.resume, cfg.save
+    if resume and not cfg.hub.resume and not can_be_resumed(save):
+        remedy = (
+            "give a run directory, a folder global_stepN or a step"
+            if save.run_dirs
+            else "give the folder of a state, or auto"
+        )
+        yield Finding(("save.resume",), f"no such folder: {resume!r}", remedy)
+
+
+def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The package that reads from an object store is installed; a cache of this machine is a folder."""
+    given = cfg.data.cache_dir
+    if given and is_url(given):
+        if fault := unreadable_url(given):
+            yield Finding(("data.cache_dir",), *fault)
+    elif given and is_file(given):  # a folder that can't be written to may do: a whole cache is only read
+        yield Finding(("data.cache_dir",), f"{given!r} is a file, not a folder", "choose another folder")
+
+
+def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The output folder can be made and written to; the name of files is a plain name."""
+    name = cfg.save.output_name
+    if name != Path(name).name or name in (".", ".."):
+        yield Finding(("save.output_name",), f"must be a plain file name, got {name!r}", "folders go to --output_dir")
+    if not cfg.save.output_dir:
+        return
+    yield from _unwritable("save.output_dir", Path(cfg.save.output_dir))
+
+
+def logs(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The log file and the folder of events can be made and written to."""
+    if cfg.logging.console_file:
+        file = Path(cfg.logging.console_file)
+        if is_folder(file):
+            yield Finding(("logging.console_file",), f"{str(file)!r} is a folder, not a file", "give a file's name")
+        elif path_exists(file) and not os.access(file, os.W_OK):
+            yield Finding(("logging.console_file",), f"{str(file)!r} can't be written to", "choose another file")
+        else:
+            yield from _unwritable("logging.console_file", file.parent)
+    if cfg.logging.logging_dir:
+        yield from _unwritable("logging.logging_dir", Path(cfg.logging.logging_dir))
+
+
+def _unwritable(field: str, folder: Path) -> Iterator[Finding]:
+    """Say why a folder cannot be made or written to, by the nearest of its parents that is there."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path_exists(path)), Path("/"))
+    if not is_folder(there):
+        yield Finding((field,), f"{str(there)!r} is a file, not a folder", "choose another folder")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Finding((field,), f"{str(there)!r} can't be written to", "choose another folder")
+
+
+def thumbnail(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The picture for the header of exports can be read; a data URL is one already."""
+    given = cfg.metadata.thumbnail
+    if not given or given.startswith("data:"):
+        return
+    path = expanded(given)
+    remedy = "give a picture file or a data: URL"
+    if not is_file(path):
+        yield Finding(("metadata.thumbnail",), f"no such file: {given!r}", remedy)
+    elif not os.access(path, os.R_OK):
+        yield Finding(("metadata.thumbnail",), f"{given!r} can't be read", remedy)
+
+
+def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """The prompt file exists and is of a kind that is read."""
+    given = cfg.sample.prompts
+    if not given:
+        return
+    if Path(given).suffix.lower() not in ("", ".txt", ".toml", ".json"):
+        yield Finding(("sample.prompts",), f"is no file of prompts: {given!r}", "give a .txt, .toml or .json file")
+    elif not is_file(given):
+        yield Finding(("sample.prompts",), f"no such file: {given!r}", "give a .txt file, a prompt a line")
+
+
+def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A tracker that is asked for is installed, and its arguments can be read."""
+    asks = cfg.logging.log_with
+    for package, wanted in (("wandb", ("wandb", "all")), ("tensorboard", ("tensorboard", "all"))):
+        if asks in wanted and find_spec(package) is None:
+            remedy = f"pip install {package}, or choose another tracker"
+            yield Finding(
+                ("logging.log_with",), f"{asks!r} needs the package {package}, which is not installed", remedy
+            )
+    config = cfg.logging.tracker_config
+    if not config:
+        return
+    try:
+        tomllib.loads(Path(config).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield Finding(("logging.tracker_config",), f"no such file: {config!r}", "a TOML file with a table a tracker")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        yield Finding(("logging.tracker_config",), f"{config!r} cannot be read as TOML: {error}")
+
+
+PATH_RULES: tuple[Rule, ...] = (weights, size, folders, store, output, logs, thumbnail, prompts, trackers)
+
+
+_STATE = "give --resume=REPO_ID/PATH[:REVISION[:model|dataset]]"
+
+
+def target(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What exports are sent to is a name of a repository and a plain folder in it."""
+    hub = cfg.hub
+    if hub.repo_id is not None and not hub_ids.is_repo(hub.repo_id):
+        yield Finding(("hub.repo_id",), f"is no name of a repository: {hub.repo_id!r}", "organisation/name")
+    folder = hub.path_in_repo
+    if folder is not None and (folder.startswith("/") or "\\" in folder or ".." in folder.split("/")):
+        yield Finding(("hub.path_in_repo",), f"is no folder of a repository: {folder!r}", "as in models/first")
+
+
+def state(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """A state on a hub has a place there; the newest of a hub is nobody's to choose."""
+    if not cfg.hub.resume:
+        return
+    given = cfg.save.resume
+    if not given:
+        yield Finding(("hub.resume", "save.resume"), "needs --resume, which names the state", _STATE)
+    elif given == "auto":
+        what = "does not go with --resume=auto, which looks in --output_dir only"
+        yield Finding(("hub.resume", "save.resume"), what, _STATE)
+    elif hub_ids.read_state(given) is None:
+        yield Finding(("save.resume",), f"names no state on a hub: {given!r}", _STATE)
+
+
+HUB_RULES: tuple[Rule, ...] = (target, state)

@@ -1,0 +1,296 @@
+"""The index: every usable record of the configured data, opened in constant time and constant memory.
+
+Its columns of facts are read in place, without a memory map: each touch of a map keeps a whole run of cached pages (up to
+2 MiB on file systems with large folios), so that a process seems to grow with the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from difftrain.contracts import DataFault, MediaRef, Record, Reject
+from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.base import DataSource
+
+
+class Column:
+    """Read entries of the first axis of a .npy file. Picklable; safe to use after a fork."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+        version = np.lib.format.read_magic(self._file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        self.shape, fortran, self.dtype = read_header(self._file)
+        if fortran and len(self.shape) > 1:
+            raise ValueError(f"{path}: entries are not contiguous")
+        self._start = self._file.tell()
+        self._size = self.dtype.itemsize * math.prod(self.shape[1:])
+        if os.fstat(self._file.fileno()).st_size < self._start + len(self) * self._size:
+            raise ValueError(f"{path}: shorter than its header says")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Column, (self._path,)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def take(self, rows: list[int]) -> np.ndarray:
+        """Return entries.
+
+        Shape: (len(rows), *shape[1:]). Raises: IndexError; OSError where the disk fails.
+        """
+        if rows and not 0 <= min(rows) <= max(rows) < len(self):
+            raise IndexError(f"{self._path.name} has {len(self)} entries; asked for {min(rows)} to {max(rows)}")
+        file, start, size = self._file.fileno(), self._start, self._size
+        data = b"".join([os.pread(file, size, start + size * row) for row in rows])
+        if len(data) != size * len(rows):
+            raise OSError(f"{self._path}: shorter than it was")
+        return np.frombuffer(data, dtype=self.dtype).reshape(len(rows), *self.shape[1:])
+
+
+FORMAT = 1  # of the index on disk; raise it when the schema or the meaning of a row changes
+CURRENT = "current"  # names the folder of the newest whole index
+DATABASE = "index.sqlite"
+META = "index.json"
+LONG_CAPTION = 2000  # characters: more than any text encoder here takes in
+
+_RECORD = """
+SELECT files.source, coalesce(records.path, files.path), records.member, records.offset, records.length,
+       records.width, records.height, records.captions, records.content, files.path, records.key
+FROM records JOIN files ON files.id = records.file WHERE records.row = ?
+"""
+_STAMPS = """
+SELECT records.row, records.content, files.size, files.mtime_ns, records.path, records.offset, records.length
+FROM records JOIN files ON files.id = records.file
+"""
+_PLACES = """
+SELECT records.row, files.source, coalesce(records.path, files.path), iif(records.path IS NULL, records.member, NULL)
+FROM records JOIN files ON files.id = records.file WHERE files.source IN ({marks}) ORDER BY records.row
+"""
+
+
+@dataclass(frozen=True)
+class IndexColumns:
+    """What planning needs of every record, entry i for id i; memory-mapped, read-only.
+
+    Shapes: keys (N, 16) uint8, ascending byte by byte; width, height, shard, row (N,) uint32; source (N,) uint16.
+    width and height are those after EXIF rotation. shard counts the tars or parquet files of a source by name, 0 for
+    plain files. row is the record's place in the database.
+    """
+
+    keys: np.ndarray
+    width: np.ndarray
+    height: np.ndarray
+    source: np.ndarray
+    shard: np.ndarray
+    row: np.ndarray
+
+    @classmethod
+    def open(cls, folder: Path) -> IndexColumns:
+        """Map the columns of an index folder."""
+        return cls(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class IndexSummary:
+    """What an index holds, as written beside it and printed at start."""
+
+    folder: str
+    count: int
+    fingerprint: str  # of the keys and sizes of all records
+    duplicates: int | None  # records whose bytes another record has too; None: not looked for (see notes)
+    rejected: int
+    reasons: dict[str, int]  # kind of reason -> how many
+    sources: tuple[SourceInfo, ...]
+    shards: tuple[int, ...]  # of each source
+    verify: str  # full | quick
+    long_captions: int = 0  # of more than LONG_CAPTION characters
+    notes: tuple[str, ...] = ()  # choices made and things passed over, one sentence each
+    stamp: str = ""  # of what was refused before any file was opened
+    reused: int = field(default=0, compare=False)  # files taken over from the previous index unread
+    read: int = field(default=0, compare=False)
+
+    def to_json(self) -> str:
+        """Write as JSON."""
+        return json.dumps({"format": FORMAT} | asdict(self), indent=1)
+
+    @classmethod
+    def load(cls, folder: Path) -> IndexSummary:
+        """Read the summary of an index folder.
+
+        Raises: DataFault where it is missing, damaged or of another version.
+        """
+        try:
+            raw: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+            if raw.pop("format") != FORMAT:
+                raise DataFault(f"{folder}: an index of another version; remove the folder and it is built again")
+            raw["sources"] = tuple(SourceInfo(**s | {"suffixes": tuple(s["suffixes"])}) for s in raw["sources"])
+            raw |= {name: tuple(raw[name]) for name in ("shards", "notes")} | {"folder": str(folder)}
+            return cls(**raw)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataFault(
+                f"{folder}: the index cannot be read ({error}); remove the folder and it is built again"
+            ) from None
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the folder of the newest whole index under `folder`, None where there is none."""
+    try:
+        name = (folder / CURRENT).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    found = folder / name
+    return found if name and (found / META).is_file() and (found / DATABASE).is_file() else None
+
+
+def connect(database: Path) -> sqlite3.Connection:
+    """Open a finished database: read-only, without locks (it never changes)."""
+    return sqlite3.connect(f"file:{quote(str(database))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+
+
+class Index:
+    """Read an index. Picklable; each process and thread opens SQLite for itself, when it first looks something up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.summary = IndexSummary.load(folder)
+        self._local = threading.local()
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Index:
+        """Open the newest index under a folder that build_index was given.
+
+        Raises: DataFault where there is none.
+        """
+        found = newest(Path(folder))
+        if found is None:
+            raise DataFault(f"{folder}: no index here; it is built when training is prepared")
+        return cls(found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Index, (self.folder,)  # the very folder, not the newest: workers see what their parent sees
+
+    @property
+    def count(self) -> int:
+        """Return the number of records."""
+        return self.summary.count
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the hash of all keys and sizes."""
+        return self.summary.fingerprint
+
+    @property
+    def sources(self) -> tuple[SourceInfo, ...]:
+        """Return the sources, by ordinal."""
+        return self.summary.sources
+
+    @property
+    def duplicates(self) -> int | None:
+        """Return how many records have the bytes of another one; None where that was not looked for."""
+        return self.summary.duplicates
+
+    @cached_property
+    def _columns(self) -> IndexColumns:
+        return IndexColumns.open(self.folder)
+
+    @cached_property
+    def _rows(self) -> Column:
+        return Column(self.folder / "row.npy")
+
+    @cached_property
+    def _sources(self) -> list[DataSource]:
+        return [open_source(info) for info in self.sources]
+
+    @cached_property
+    def _labels(self) -> list[str]:
+        return [info.label for info in self.sources]
+
+    def columns(self) -> IndexColumns:
+        """Return the memory-mapped columns."""
+        return self._columns
+
+    def record(self, record_id: int) -> Record:
+        """Look up one record.
+
+        Raises: IndexError where there is no such id.
+        """
+        if not 0 <= record_id < self.summary.count:
+            raise IndexError(f"record {record_id}: this index has ids 0 to {self.count - 1}")
+        row = self._connection().execute(_RECORD, (int(self._rows.take([record_id])[0]),)).fetchone()
+        source, path, member, offset, length, width, height, captions, content, file, key = row
+        return Record(
+            id=record_id,
+            key=key,
+            media=MediaRef(source, path, offset, length),
+            captions=tuple(json.loads(captions)),
+            size_hw=(height, width),
+            content=content,
+            name=f"{self._labels[source]}/{file}" + (f"!{member}" if member else ""),
+        )
+
+    def records(self, ids: Iterable[int]) -> list[Record]:
+        """Look up several records, in the order asked for."""
+        return [self.record(int(i)) for i in ids]
+
+    def stamps(self) -> np.ndarray:
+        """Return what changes with the bytes of each picture, entry i for id i. Shape: (N, 16) uint8.
+
+        The hash of the bytes where all were read; else of the file's size and time, and the place in it.
+        """
+        found = np.zeros((int(self._columns.row.max(initial=0)) + 1, 16), dtype=np.uint8)
+        for row, content, *rest in self._connection().execute(_STAMPS):
+            stamp = content or hashlib.blake2b(json.dumps(rest).encode(), digest_size=16).digest()
+            found[row] = np.frombuffer(stamp, dtype=np.uint8)
+        return found[np.asarray(self._columns.row)]
+
+    def path(self, record: Record) -> str:
+        """Return what rejects call a record: the whole path, and the member where it lies in a shard."""
+        return str(Path(self.sources[record.media.source].root).parent / record.name)
+
+    def read(self, media: MediaRef) -> bytes:
+        """Read the bytes of a picture, in place.
+
+        Raises: OSError where they are gone or shorter than when they were indexed.
+        """
+        return self._sources[media.source].read(media)
+
+    def rejects(self) -> Iterator[Reject]:
+        """Iterate over what is not trained on and why, by path."""
+        for path, reason in self._connection().execute("SELECT path, reason FROM rejects ORDER BY path, reason"):
+            yield Reject(path, reason)
+
+    def places(self, sources: Sequence[int]) -> Iterator[tuple[int, int, str, str | None]]:
+        """Iterate over (row, source, path, member) of the records of some sources, by row.
+
+        path: of the file that holds the picture, relative to its source. member: only where that holds several.
+        """
+        marks = ", ".join("?" * len(sources))
+        yield from self._connection().execute(_PLACES.format(marks=marks), tuple(sources))
+
+    def shard_paths(self, source: int) -> list[str]:
+        """Return the shards of a source by ordinal: paths relative to its root; empty for plain files."""
+        rows = self._connection().execute(
+            "SELECT path FROM files WHERE source = ? AND shard IS NOT NULL ORDER BY shard", (source,)
+        )
+        return [path for (path,) in rows] if self.summary.shards[source] else []
+
+    def _connection(self) -> sqlite3.Connection:
+        held = getattr(self._local, "held", None)
+        if held is None or held[0] != os.getpid():  # SQLite must not be carried across a fork
+            self._local.held = held = (os.getpid(), connect(self.folder / DATABASE))
+        return held[1]

@@ -1,0 +1,158 @@
+"""Looking at every item once, in worker processes: is the picture whole, how large is it, has it a caption."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from difftrain.data.index.worker_pool import Heartbeat, PoolJob
+from difftrain.data.media.masks import NO_MASK, Masks
+from difftrain.data.media.media import Unusable, check_size, decode, probe
+from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.base import BadItem, DataSource, FileRef, SourceItem, key_path
+
+QUICK, FULL = 1, 2  # the header and the end of the file | every pixel
+# kinds that are looked at again next time
+PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK)
+_STRIDE = 64  # items that one part of a divided shard takes at a time
+
+
+def content_of(data: bytes) -> bytes:
+    """Hash the bytes of a picture file, as the index does when it reads all of them."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class FileBatch:
+    """The payload of a job: some files of one source. Of parts > 1, only every parts-th run of items is looked at."""
+
+    source: SourceInfo
+    files: tuple[tuple[int, FileRef], ...]  # row in the index, file
+    level: int
+    part: int = 0
+    parts: int = 1
+
+
+class Accepted(NamedTuple):
+    """A row of the index, without its number. content: blake2b-128 of the picture's bytes where all were read."""
+
+    file: int
+    path: str | None
+    member: str | None
+    offset: int
+    length: int
+    width: int
+    height: int
+    captions: str
+    content: bytes | None
+    key: bytes
+
+
+class Refused(NamedTuple):
+    """An item that is not trained on."""
+
+    file: int | None
+    path: str
+    reason: str
+
+
+def record_key(source: str, path: str) -> bytes:
+    """Return blake2b-128 of a source's name and a relative path: the same wherever the data is mounted."""
+    name = source.encode()
+    return hashlib.blake2b(
+        b"%d:%s:%s" % (len(name), name, path.encode()), digest_size=16, person=b"difftrain.record"
+    ).digest()
+
+
+def inspect(job: PoolJob, beat: Heartbeat) -> Iterator[tuple[int, Accepted | Refused]]:
+    """Look at the items of a job's files, from job.start on (a handler of pool.run_jobs)."""
+    work: FileBatch = job.payload
+    source = open_source(work.source)
+    position = -1
+    for number, file in work.files:
+        for item in _items(source, file):
+            position += 1
+            if position < job.start or (position // _STRIDE) % work.parts != work.part:
+                continue
+            name = str(Path(work.source.root) / file.path) + (f"!{item.member}" if item.member is not None else "")
+            try:
+                if position in job.bad:
+                    yield position, Refused(number, name, job.bad[position])
+                else:
+                    yield position, _accept(work, number, file, item, position, beat)
+            except Unusable as reason:
+                yield position, Refused(number, name, str(reason))
+            except OSError as error:
+                yield position, Refused(number, name, f"cannot be read: {error.strerror or error}")
+
+
+def _items(source: DataSource, file: FileRef) -> Iterator[SourceItem | BadItem]:
+    try:
+        yield from source.items(file)
+    except OSError as error:
+        yield BadItem(None, f"cannot be read: {error.strerror or error}")
+
+
+def _accept(
+    work: FileBatch, number: int, file: FileRef, item: SourceItem | BadItem, position: int, beat: Heartbeat
+) -> Accepted | Refused:
+    if isinstance(item, BadItem):
+        kind, _, detail = item.reason.partition(": ")
+        raise Unusable(kind, detail)
+
+    # a picture without a caption is trained on only where that is allowed
+    source, captions = work.source, item.captions
+    if not captions:
+        if not source.allow_empty:
+            kind, _, detail = item.lacking.partition(": ")
+            raise Unusable(kind, detail)
+        captions = ("",)
+
+    # the mask where one is due, and the picture, looked at as closely as asked for
+    masks = Masks(source.masks, source.default_mask, source.masks_optional)
+    masks.find(item.path or item.member or file.path)  # as base.picture_name
+    (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
+    check_size(width, height)
+
+    # what the index keeps of it
+    return Accepted(
+        number,
+        item.path,
+        item.member,
+        item.offset,
+        item.length,
+        width,
+        height,
+        json.dumps(captions, ensure_ascii=False),
+        content,
+        record_key(work.source.name, item.key or key_path(file.path, item.member)),
+    )
+
+
+def _full(item: SourceItem, position: int, beat: Heartbeat) -> tuple[tuple[int, int], bytes]:
+    with item.open() as file:
+        data = file.read()
+    if len(data) < item.size:
+        raise Unusable("truncated", f"{len(data)} of {item.size} bytes are there")
+    with beat.item(position):
+        height, width = decode(data).shape[:2]
+    return (width, height), content_of(data)
+
+
+def _quick(item: SourceItem, position: int, beat: Heartbeat) -> tuple[tuple[int, int], None]:
+    if item.size_wh is not None:
+        return item.size_wh, None
+    with item.open() as file:
+        with beat.item(position):
+            header = probe(file)
+        if header.whole:
+            return header.size_wh, None
+        file.seek(0)
+        data = file.read()
+        with beat.item(position):
+            height, width = decode(data).shape[:2]
+    return (width, height), None

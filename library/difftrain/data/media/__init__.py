@@ -1,0 +1,1 @@
+"""Pictures from bytes: decoded, cut, resized, mirrored, coloured; and masks."""

@@ -1,0 +1,152 @@
+"""What a recipe's `[demo] make` names, made before training where it is missing: then the recipe runs from nothing.
+
+The doors ask what that is before they read the configuration, which is judged as if it were there; it is made when
+nothing else is wrong. This looks at the file and the command line for that alone; what is wrong with them is said by
+those who read them in earnest. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from difftrain.config.paths import PendingFiles
+from difftrain.demo.recipe import SIDE
+from difftrain.models.registry import FAMILIES
+
+MODEL, TRAIN, UNSEEN = "model", "train", "unseen"
+KINDS = ("tiny", "shapes", "emoji")
+DEFAULT_FAMILY = next(name for name, row in FAMILIES.items() if row.networks_by_train_type)  # of the launchers' demos
+WITH_UNSEEN = ("shapes", "emoji")  # what is held out, and prompts
+_WAIT_S = 3600.0  # for another process that makes it
+_PATHS = {  # what the folder holds, by the keys that name it
+    MODEL: ("model.diffusers_path", "model.pretrained"),
+    "data": ("output.dataset", "dataset", "data.dataset_config"),
+}
+
+
+class DemoRequest(NamedTuple):
+    """What to make where, for which family."""
+
+    kind: str
+    folder: Path
+    parts: tuple[str, ...]  # "model", "data"
+    family: str
+
+
+def wished(argv: Sequence[str]) -> DemoRequest | None:
+    """Return what a command line's recipe asks for and is not there; nothing for any other command line."""
+    given = _given(argv)
+    tables = _tables(given.get("config"))
+    told = tables.get("demo")
+    told = dict(told) if isinstance(told, dict) else {}
+    asked = {name: given.get(f"demo.{name}", told.get(name)) for name in ("make", "folder")}
+    if asked["make"] not in KINDS or not isinstance(asked["folder"], str) or {"help", "h"} & set(given):
+        return None
+    from difftrain.config import DemoSection
+
+    demo: DemoSection = DemoSection.model_validate(asked)
+    assert demo.make is not None and demo.folder is not None
+    home = Path(demo.folder)
+    named: dict[str, list[object]] = {
+        part: [*(given[key] for key in keys if key in given)] or [_at(tables, key) for key in keys]
+        for part, keys in _PATHS.items()
+    }
+    parts = tuple(part for part, values in named.items() if any(_inside(value, home) for value in values))
+    absent = tuple(part for part in parts if not _there(home, part))
+    family = given.get("model.type") or _at(tables, "model.type") or _at(tables, "type")
+    return DemoRequest(demo.make, home, absent, str(family or DEFAULT_FAMILY)) if absent else None
+
+
+def foreseen(argv: Sequence[str], say: Callable[[str], None] = print) -> PendingFiles | None:
+    """Return what a command line's recipe asks to be made, and how; nothing where it asks for nothing, or all is there."""
+    wish = wished(argv)
+    if wish is None:
+        return None
+    what = f"{' and '.join(wish.parts)} of the demo {wish.kind!r}, in {wish.folder}"
+    return PendingFiles(what, _files(wish), lambda: _make(wish, say))
+
+
+def data_text(pictures: Path) -> str:
+    """Return the file of a data set: one folder of pictures."""
+    return f'resolutions = [{SIDE}]\n\n[[directory]]\npath = "{pictures.resolve()}"\n'
+
+
+def _files(wish: DemoRequest) -> dict[Path, str | None]:
+    home, found = wish.folder, dict[Path, str | None]()
+    if MODEL in wish.parts:
+        found[home / MODEL] = None
+    if "data" in wish.parts:
+        for name in (TRAIN, UNSEEN) if wish.kind in WITH_UNSEEN else (TRAIN,):
+            pictures = home / "pictures" / name
+            found |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures)}
+        if wish.kind in WITH_UNSEEN:
+            found[home / "prompts.txt"] = ""
+    return found
+
+
+def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
+    """Make it, once a machine; return 0, or the exit code of what failed.
+
+    Of several processes the first of each machine makes it, the others wait until it is there.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return _wait(wish)
+    say(f"{wish.folder}: making {' and '.join(wish.parts)} of the demo {wish.kind!r}, which the recipe names")
+    words = [
+        f"--make={wish.kind}",
+        f"--folder={wish.folder}",
+        f"--family={wish.family}",
+        *(f"--part={part}" for part in wish.parts),
+    ]
+    library = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, [str(library), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "difftrain.demo", *words]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
+
+
+def _given(argv: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word, after in zip(argv, [*argv[1:], "--"]):
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            found[name] = text if equals else "" if after.startswith("--") else after
+    return {name: text.strip("\"'") for name, text in found.items()}
+
+
+def _tables(path: str | None) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(Path(path or "").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _at(tables: Mapping[str, Any], key: str) -> object:
+    table, _, name = key.rpartition(".")
+    within = tables.get(table) if table else tables
+    return within.get(name) if isinstance(within, dict) else None
+
+
+def _inside(value: object, home: Path) -> bool:
+    """Say whether a path of the recipe leads into the folder: another one is the user's own."""
+    return isinstance(value, str) and bool(value) and Path(value).parent == home
+
+
+def _there(home: Path, part: str) -> bool:
+    return (home / MODEL).is_dir() if part == MODEL else (home / f"{TRAIN}.toml").is_file()
+
+
+def _wait(wish: DemoRequest) -> int:
+    until = time.monotonic() + _WAIT_S
+    while not all(_there(wish.folder, part) for part in wish.parts):
+        if time.monotonic() > until:
+            print(f"{wish.folder}: not made within {_WAIT_S:.0f} s by the first process here", file=sys.stderr)
+            return 2
+        time.sleep(0.2)
+    return 0

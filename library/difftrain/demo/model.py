@@ -1,0 +1,239 @@
+"""The demos' models: every part of the real one, small and from a seed, with a VAE fitted to the demo's own pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.config import LossSection, ModelSection, TrainConfig, TrainingSection
+from difftrain.data.media.media import decode
+from difftrain.demo import recipe, splits
+from difftrain.models.facts import Text
+from difftrain.models.registry import make_family
+from difftrain.models.text.clip_tokens import PAD_1, PAD_2
+from difftrain.models.text.clip_vocabulary import ClipVocabulary, learn_merges
+from difftrain.models.text.t5_vocabulary import T5Vocabulary
+from difftrain.models.vae.fit import closed_form_encoder, principal, psnr, train_decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+ENCODER_PICTURES = 1500  # the encoder's directions change no more with further ones
+HELD_OUT = 64
+WHITEN = 0.5  # of the patch components' unequal variances, half is kept (as logarithms): large forms stay strong
+
+
+def write_model(dataset: str, scale: float, data: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Build the model, fit its VAE to the pictures of `data`, and save all as a diffusers folder."""
+    cfg = TrainConfig(
+        model=ModelSection(init_from_config="demo", prediction_type="v_prediction"),
+        training=TrainingSection(seed=recipe.SEED),
+    )
+    family = make_family(cfg)
+    parts = family.load()
+    steps = round(recipe.SIZES[dataset].vae_steps * scale**0.5)  # with too few, pictures of any UNet are a blur
+    fit_vae(parts.frozen["vae"], load_pictures(data), steps, say)
+    weights = ((name, value.detach()) for name, value in parts.root.named_parameters())
+    family.export(weights, parts, "diffusers_safetensors", folder)
+
+
+def load_pictures(data: Path) -> Tensor:
+    """Read every picture of a folder of tars as training sees it. Shape: (N, 3, side, side) uint8."""
+    pictures = []
+    for path in sorted(data.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.endswith((".png", ".webp")):
+                    stream = tar.extractfile(member)
+                    assert stream is not None
+                    pictures.append(_shrink(torch.tensor(decode(stream.read()))))
+    return torch.stack(pictures)
+
+
+def _shrink(rgb: Tensor) -> Tensor:
+    """Average (H, W, 3) down to (3, side, side)."""
+    x = rgb.movedim(-1, 0)
+    if x.shape[1] == recipe.SIDE:
+        return x.contiguous()
+    return torch.nn.functional.interpolate(x[None].float(), size=recipe.SIDE, mode="area")[0].round().byte()
+
+
+def fit_vae(vae: Any, pictures: Tensor, steps: int, say: Callable[[str], None]) -> None:
+    """Fit the encoder in closed form and train the decoder; say how well it reconstructs pictures it has not seen."""
+    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(recipe.SEED))
+    held_out, seen = pictures[order[:HELD_OUT]], pictures[order[HELD_OUT:]]
+    started = time.monotonic()
+    vae.to(memory_format=torch.channels_last)  # two to three times as fast on a CPU at these widths
+    closed_form_encoder(vae, seen[:ENCODER_PICTURES], whiten=WHITEN)
+    train_decoder(vae, seen, steps=steps, seed=recipe.SEED)
+    vae.to(memory_format=torch.contiguous_format)
+    spent = time.monotonic() - started
+    say(f"VAE fitted to them in {spent:.0f} s: {psnr(vae, held_out):.1f} dB on pictures it has not seen")
+
+
+COMPONENTS, BATCH, RATE, WARM_UP, LEFT_OUT = 128, 128, 3e-3, 40, 0.15
+NO_WORD = 1  # CLIP's id of a quotation mark, which no caption of a demo has
+TEXT_HELD_OUT = 256  # captions that only tell how well it went
+
+
+def fit_text(
+    encoders: Sequence[Any], ids: Sequence[Tensor], latents: Tensor, steps: int, say: Callable[[str], None]
+) -> None:
+    """Train CLIP encoders in place to tell latents from captions; say how much of their variance they tell of others.
+
+    ids: of every encoder (N, L) int64. latents: (N, C, H, W), of the captions' pictures.
+    """
+    started, rng = time.monotonic(), torch.Generator().manual_seed(recipe.SEED)
+    order = torch.randperm(len(latents), generator=rng)
+    held = min(TEXT_HELD_OUT, len(order) // 8)
+    few, seen = order[:held], order[held:]
+
+    # the target: the latents' principal components, centred
+    x = latents.flatten(1).float()
+    basis, _ = principal(x[..., None, None], min(COMPONENTS, *x.shape))
+    wanted = (x - x.mean(0)) @ basis.T
+    scale = wanted.std()
+
+    # a linear head reads it from the encoders' outputs, and all of them are trained
+    with torch.no_grad():
+        width = _said(encoders, [each[:1] for each in ids]).shape[1]
+    head = torch.nn.Linear(width, wanted.shape[1])
+    torch.nn.init.normal_(head.weight, std=head.in_features**-0.5, generator=rng)
+    torch.nn.init.zeros_(head.bias)
+    weights = [*head.parameters(), *(weight for encoder in encoders for weight in encoder.parameters())]
+    asked = [weight.requires_grad for weight in weights]
+    for weight in weights:
+        weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.99), weight_decay=0.1)
+
+    # training: the rate goes up and down, and some words of each caption are hidden
+    for step in range(steps):
+        rows = seen[torch.randint(len(seen), (BATCH,), generator=rng)]
+        optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
+        said = _said(encoders, [_fewer(encoder.config, each[rows], rng) for encoder, each in zip(encoders, ids)])
+        loss = (head(said) - wanted[rows] / scale).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # how much of the variance is told from captions that were held out
+    for weight, before in zip(weights, asked):
+        weight.requires_grad_(before)
+    with torch.no_grad():
+        left = (head(_said(encoders, [each[few] for each in ids])) * scale - wanted[few]).square().sum()
+    told = 1 - float(left / (wanted[few] - wanted[seen].mean(0)).square().sum())
+    say(
+        f"text encoders fitted to them in {time.monotonic() - started:.0f} s: "
+        f"{100 * told:.0f} % of what pictures differ in is told from captions that they have not seen"
+    )
+
+
+def _said(encoders: Sequence[Any], ids: Sequence[Tensor]) -> Tensor:
+    outputs = [encoder(each) for encoder, each in zip(encoders, ids)]
+    return torch.cat([out.text_embeds if "text_embeds" in out else out.pooler_output for out in outputs], dim=-1)
+
+
+def _fewer(config: Any, ids: Tensor, rng: torch.Generator) -> Tensor:
+    """Put a token that stands in no caption in the place of some."""
+    marks = torch.tensor([config.bos_token_id, config.eos_token_id, config.pad_token_id])
+    gone = (torch.rand(ids.shape, generator=rng) < LEFT_OUT) & ~torch.isin(ids, marks)
+    return torch.where(gone, NO_WORD, ids)
+
+
+Say = Callable[[str], None]
+Vocabulary = ClipVocabulary | T5Vocabulary
+MERGES = {"shapes": 52, "emoji": 1000}  # words are one piece to three then
+VAE_STEPS = {"shapes": 250, "emoji": 800}
+TEXT_STEPS = {"shapes": 100, "emoji": 300}
+_WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]+")
+
+
+def write_tiny(folder: Path, family: str) -> None:
+    """Write the tiny random model, the one of `difftrain init FAMILY --size=tiny --seed=1`."""
+    _export(_config(family, "tiny"), folder)
+
+
+def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, say: Say, family: str) -> None:
+    """Build a demo's model, fit VAE, vocabularies and CLIP to a folder of tars, and save all as a diffusers folder."""
+    from difftrain.demo.model import fit_text, fit_vae, load_pictures
+    from difftrain.models.vae.posterior import posterior
+    from difftrain.models.weights.find import shipped_sizes
+
+    captions = list(splits.captions_of(data))
+    described: Any = make_family(_config(family, "demo"))
+    vocabularies = _vocabularies(captions, MERGES[dataset], described.texts)
+    with tempfile.TemporaryDirectory() as aside:
+        sizes, given = Path(aside) / "sizes.json", {}
+        content = _sizes(shipped_sizes(described, "demo"), described, vocabularies)
+        sizes.write_text(json.dumps(content), encoding="utf-8")
+        for number, each in enumerate(vocabularies, 1):
+            each.save(Path(aside) / f"tokenizer_{number}")
+            given[f"tokenizer{number}"] = str(Path(aside) / f"tokenizer_{number}")
+        vae_steps, text_steps = (max(2, round(steps[dataset] * scale**0.5)) for steps in (VAE_STEPS, TEXT_STEPS))
+
+        def fit(model: Any, parts: Any) -> None:
+            pictures, vae = load_pictures(data), parts.frozen["vae"]
+            fit_vae(vae, pictures, vae_steps, say)
+            ids = model.tokenizer(parts)(captions)
+            clips = [(place, text) for place, text in enumerate(model.texts, start=1) if text.kind == "clip"]
+            encoders = [parts.frozen[text.part] for _, text in clips]
+            inputs = [ids[f"input_ids_{place}"] for place, _ in clips]
+            latents, _ = posterior(vae, pictures, fp32=True, batch_size=64)
+            fit_text(encoders, inputs, latents, text_steps, say)
+
+        _export(_config(family, str(sizes), **given), folder, fit)
+
+
+def _config(family: str, sizes: str, **given: str) -> TrainConfig:
+    return TrainConfig(
+        model=ModelSection(family=family, init_from_config=sizes, **given),  # type: ignore[arg-type]
+        training=TrainingSection(seed=recipe.SEED),
+        loss=LossSection(),
+    )
+
+
+def _export(cfg: TrainConfig, folder: Path, fit: Callable[[Any, Any], None] = lambda *_: None) -> None:
+    family = make_family(cfg)
+    parts = family.load()
+    fit(family, parts)
+    weights = ((name, value.detach()) for name, value in parts.root.named_parameters())
+    family.export(weights, parts, "diffusers_safetensors", folder)
+
+
+def _vocabularies(captions: Sequence[str], num_merges: int, texts: Sequence[Text]) -> tuple[Vocabulary, ...]:
+    """Learn one for each text encoder from captions: for CLIP so many pairs of pieces, for T5 every word."""
+    counts = Counter(word for caption in captions for word in _WORD.findall(caption.lower()))
+    text = " ".join(word for word in sorted(counts) for _ in range(counts[word]))
+    merges = learn_merges(text, num_merges)
+    spaced = re.sub(r"([^\w\s-])", r" \1 ", " ".join(captions))
+    t5 = T5Vocabulary.learn(spaced, 3 + 95 + len(set(spaced.split())))
+    return tuple(
+        t5 if each.kind == "t5" else ClipVocabulary.from_merges(merges, PAD_2 if each.pads_zero else PAD_1)
+        for each in texts
+    )
+
+
+def _sizes(sizes: dict[str, Any], family: Any, vocabularies: Sequence[Vocabulary]) -> dict[str, Any]:
+    """Return the demo's sizes for these vocabularies."""
+    for text, vocabulary in zip(family.texts, vocabularies, strict=True):
+        ids = {"vocab_size": len(vocabulary)}
+        if isinstance(vocabulary, ClipVocabulary):
+            ids |= {
+                "bos_token_id": vocabulary.bos_id,
+                "eos_token_id": vocabulary.eos_id,
+                "pad_token_id": vocabulary.pad_id,
+            }
+        section = family.folder(text.part)
+        sizes[section] = sizes[section] | ids
+    return sizes

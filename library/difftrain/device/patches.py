@@ -1,0 +1,179 @@
+"""Faults of the packages around us that this code patches: one row each, and the one place that decides.
+
+A patch is applied where the installed version is known to have its fault. In any other version the fault is looked for,
+and the patch is left out where it is gone. Tests run with every patch switched off and expect the failure, so that a row that
+is no longer needed is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import NamedTuple
+
+from difftrain.device import versions
+
+log = logging.getLogger("difftrain")
+Undo = Callable[[], None]
+
+
+class PatchHook(NamedTuple):
+    """A change of an upstream package: whether its fault is there, and a function that puts it right until undone."""
+
+    faulty: Callable[[], bool]
+    put: Callable[[], Undo]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One fault. versions: first that has it, first that is not known to (tested up to there).
+
+    patch: "module:attribute" of a PatchHook, or empty where our own code goes another way and asks `on(name)`.
+    """
+
+    name: str
+    package: str
+    versions: tuple[str, str]
+    issue: str
+    fault: str
+    patch: str = ""
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "geglu",
+        "diffusers",
+        ("0.42.0", "0.43.0"),
+        "none yet",
+        "GEGLU takes npu_geglu wherever torch_npu is importable: CPU modules crash, and its GELU is the tanh form",
+        "difftrain.device.fused_layers:GEGLU",
+    ),
+    Patch(
+        "rms_norm",
+        "diffusers",
+        ("0.42.0", "0.43.0"),
+        "none yet",
+        "RMSNorm takes npu_rms_norm wherever torch_npu is importable: CPU modules crash, and so do mixed dtypes",
+        "difftrain.device.fused_layers:RMS_NORM",
+    ),
+    Patch(
+        "rotary",
+        "diffusers",
+        ("0.42.0", "0.43.0"),
+        "none: for speed",
+        "apply_rotary_emb takes nine kernels where npu_rotary_mul is one",
+        "difftrain.device.fused_layers:ROTARY",
+    ),
+    Patch(
+        "native_npu",
+        "diffusers",
+        ("0.36.0", "0.43.0"),
+        "diffusers issue 14397",
+        "the dispatcher's NPU backend turns float masks round, drops is_causal, makes the host wait at every mask, and has "
+        "no backward for context parallelism",
+        "difftrain.device.attention_dispatch:NATIVE_NPU",
+    ),
+    Patch(
+        "fused_adamw",
+        "torch_npu",
+        ("2.13.0", "2.14.0"),
+        "none yet",
+        "_fused_adamw_ ignores found_inf and grad_scale: gradients that are not finite reach the weights",
+        "difftrain.device.fused_layers:FUSED_ADAMW",
+    ),
+    Patch(
+        "npu_fused_adamw",
+        "torch_npu",
+        ("2.1.0", "2.14.0"),
+        "none yet",
+        "NpuFusedAdamW trains on the first step's gradients where gradients are freed between steps",
+    ),
+    Patch(
+        "ddp_strides",
+        "torch_npu",
+        ("2.1.0", "2.14.0"),
+        "Ascend/pytorch issue 17",
+        "gradients laid out unlike their parameters are copied into DDP's buckets, and training converges slowly",
+    ),
+)
+
+_applied: dict[str, Undo] = {}
+_off: set[str] = set()
+
+
+def rows(package: str) -> list[Patch]:
+    """Return the patches of one package, in the order in which they are applied."""
+    return [each for each in PATCHES if each.package == package]
+
+
+def apply(package: str) -> None:
+    """Patch a package that is about to be used; what is patched, or not needed, is left as it is."""
+    done = [each for each in rows(package) if each.patch and each.name not in _applied and _wanted(each)]
+    for each in done:
+        _applied[each.name] = _hook(each).put()
+    if done:
+        log.debug("patched in %s %s: %s", package, metadata.version(package), ", ".join(each.name for each in done))
+
+
+def on(name: str) -> bool:
+    """Tell whether a patch that is written into our own code is switched on, and its package loaded.
+
+    A torch_npu that a run on another device leaves alone does no harm. Nothing looks for such a fault, so a later
+    version than those tested is taken to have it too.
+    """
+    row = next(each for each in PATCHES if each.name == name)
+    loaded = sys.modules.get(row.package) is not None
+    return loaded and name not in _off and versions.numbers(row.versions[0]) <= _installed(row.package)
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Switch patches off for a while; for tests."""
+    unknown = set(names) - {each.name for each in PATCHES}
+    assert not unknown, f"no such patches: {sorted(unknown)}"
+    before = set(_off)
+    again = [name for name in names if name in _applied]
+    for name in reversed(again):
+        _applied.pop(name)()
+    _off.update(names)
+    try:
+        yield
+    finally:
+        _off.clear()
+        _off.update(before)
+        for each in PATCHES:
+            if each.name in again:
+                _applied[each.name] = _hook(each).put()
+
+
+def faulty(row: Patch) -> bool:
+    """Look for a fault in the package as it came. Call where its patch is off."""
+    return _hook(row).faulty()
+
+
+def _wanted(row: Patch) -> bool:
+    return row.name not in _off and (_known(row) or faulty(row))
+
+
+def _known(row: Patch) -> bool:
+    """Tell whether the installed version is known to have the fault."""
+    first, beyond = row.versions
+    return versions.numbers(first) <= _installed(row.package) < versions.numbers(beyond)
+
+
+def _installed(package: str) -> tuple[int, ...]:
+    """Return a package's version as numbers; none of them where it is missing."""
+    try:
+        return versions.numbers(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+def _hook(row: Patch) -> PatchHook:
+    module, _, attribute = row.patch.partition(":")
+    return getattr(importlib.import_module(module), attribute)

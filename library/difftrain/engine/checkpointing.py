@@ -1,0 +1,204 @@
+"""Checkpoints of an engine: what each rank writes, and how everything is taken back, on any number of ranks.
+
+1. `snapshot` shares weights and state out over the ranks and copies this rank's share (snapshot.py writes it).
+2. `restore` reads the files wherever they lie (checkpoint_reader.py) and names every way in which they do not fit.
+3. Weights, optimizer state by name (optimizer_state.py), loss scale and schedule are taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.device import fp8
+from difftrain.engine.base import BaseEngine
+from difftrain.engine.checkpoint_reader import CheckpointReader
+from difftrain.engine.half_precision import precision_of
+from difftrain.engine.optimizer_state import merge_states
+from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, HostBuffers, NativeSnapshot, TensorFile, shares
+from difftrain.optim import inner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difftrain.config import TrainConfig
+    from difftrain.device import Device
+    from difftrain.distributed.ranks import Ranks
+
+log = logging.getLogger("difftrain")
+FORMAT = 1
+
+
+class CheckpointedEngine(BaseEngine):
+    """Save and restore what BaseEngine trains. Collective: restore, and where ranks hold pieces snapshot."""
+
+    def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
+        super().__init__(cfg, device, ranks)
+        self._snapshots = 0
+        self._buffers = HostBuffers()
+
+    def snapshot(self) -> NativeSnapshot:
+        """Copy what this rank has to write. Weights and whole state are shared out over the first machine's ranks."""
+        self._must_not_be_swapped()
+        self._snapshots += 1
+        mine = self._snapshots
+
+        # --- which weights and states this rank writes
+        weights = self._own_state()
+        sharded = inner(self.optimizer) is not self.optimizer
+        writes = self.ranks.rank == self.ranks.local_rank  # on the first machine
+        shapes = self._master_weights.shapes(weights)
+        share = shares(
+            {name: math.prod(shapes[name]) for name in self._parameters & weights.keys()}, self.ranks.local_size
+        )
+        names = set(share[self.ranks.local_rank]) if writes else set()
+        if self.ranks.rank == 0:  # running statistics differ between ranks; rank 0's are the ones that hold
+            names |= weights.keys() - self._parameters
+
+        # --- copies, in memory of their own
+        kept: dict[str, Tensor] = {}
+        states = self._state.parameters(self._state.owned if sharded else names, kept.__setitem__)
+        engine = self._describe(kept.__setitem__) if self.ranks.rank == 0 else None
+        chosen = self._master_weights.chosen(names, weights)
+        copies = self._buffers.copy((f"{WEIGHTS} {name}", value) for name, value in chosen)
+        state_copies = self._buffers.copy((f"{OPTIMIZER} {name}", tensor) for name, tensor in kept.items())
+        self.device.synchronise()
+
+        # --- as files
+        files = []
+        if names:
+            tensors = {name: copies[f"{WEIGHTS} {name}"] for name in names}
+            files.append(TensorFile(f"{WEIGHTS}-{self.dp_rank:05d}.safetensors", tensors, {}))
+        if states or kept:
+            tensors = {name: state_copies[f"{OPTIMIZER} {name}"] for name in kept}
+            file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
+            files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
+        return NativeSnapshot(files, engine, lambda: mine == self._snapshots)
+
+    def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "engine": self.name,
+            "position": self.position,
+            "ranks": self.dp_size,
+            "precision": precision_of(self.cfg.training),
+            "optimizer": self._state.kind,
+            "groups": self._state.groups(keep),
+            "lrs": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "schedule": self._schedule_state.describe(),
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "torch": torch.__version__,
+        }
+
+    @torch.no_grad()
+    def restore(self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0) -> None:
+        """Take everything back from a checkpoint folder. Raises ConfigFault, changing nothing, where it does not fit.
+
+        optimizer: its state too, else it begins anew. params: with it what it changed in its own groups, and where a
+        schedule without a formula was. schedule_from: the position at which the schedule began.
+        """
+        self._must_not_be_swapped()
+
+        # --- read what it is, and compare it with this model and this optimizer
+        about = next((each for each in self.ranks.gather(engine_file(path)) if each is not None), None)
+        if about is None:
+            raise ConfigFault([Fault("--resume", f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
+        weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
+        states = merge_states(stored.metadata)
+        own = self._own_state()
+        shapes, wanted = self._master_weights.shapes(own), states if optimizer else None
+        check_compatibility(path, about, weights, wanted, shapes, self._trained, self._state.kind)
+
+        # --- weights, then the optimizer's state and groups
+        for name, tensor in weights.tensors(lambda name: True):
+            self._master_weights.take(name, tensor, own[name])
+        self._master_weights.taken()
+        fp8.refresh(self.root)
+        if optimizer:
+            owned = set(self._state.owned)
+            tensors = stored.tensors(lambda key: key.startswith("group ") or key.partition("/")[0] in owned)
+            groups = about["groups"] if params else [{} for _ in about["groups"]]
+            self._state.load(states, groups, tensors)
+
+        # --- loss scale and schedule
+        self._restore_scaler(about)
+        if not (optimizer and params):
+            about = {**about, "schedule": {}}
+        self._go_to(int(about["position"]), about, schedule_from)
+
+    def _restore_scaler(self, about: dict[str, Any]) -> None:
+        if self._scaler is not None and about["scaler"] is not None:
+            self._scaler.load_state_dict(about["scaler"])
+        was, now = about["precision"], precision_of(self.cfg.training)
+        if was != now and self.is_logger:
+            log.warning("the checkpoint was trained in mixed precision %s, this run in %s", was, now)
+
+    def _go_to(self, position: int, about: dict[str, Any], schedule_from: int) -> None:
+        """Bring the schedule to a position, and say where it gives other rates than the checkpoint's."""
+        self._schedule_state.go_to(position - schedule_from, about.get("schedule", {}), about["lrs"])
+        self.position = position
+        for group, before in zip(self.optimizer.param_groups, about["lrs"]):
+            if float(group["lr"]) != before and self.is_logger:
+                name = group.get("name", "all")
+                log.warning("learning rate of %s is %g, the checkpoint's was %g", name, float(group["lr"]), before)
+
+
+def engine_file(path: Path) -> dict[str, Any] | None:
+    """Read what the engine wrote about itself, or None where this machine has no such file."""
+    try:
+        return json.loads((path / ENGINE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def check_compatibility(
+    path: Path,
+    about: Mapping[str, Any],
+    weights: CheckpointReader,
+    states: Mapping[str, Any] | None,
+    own: Mapping[str, tuple[int, ...]],
+    trained: Iterable[str],
+    optimizer: str,
+) -> None:
+    """Raise ConfigFault with every way in which a checkpoint is not of this model and this optimizer.
+
+    own: the shapes of this model's weights. states: None where the optimizer begins anew.
+    """
+    if about["format"] > FORMAT:
+        raise ConfigFault([Fault("--resume", f"{path} is of a later version (format {about['format']})")])
+
+    # states are compared only where weights and optimizer agree: else they differ anyway
+    parted = _parted("weights", own, weights.shapes)
+    same = states is None or about["optimizer"] == optimizer
+    if states is not None and same and not parted:
+        parted = _parted("optimizer states", dict.fromkeys(trained), dict.fromkeys(states))
+
+    # all differences are said at once, each with its remedy
+    remedy = "give a folder of this model and this optimizer"
+    faults = [Fault("--resume", f"{path} is a resume folder of another model: {each}", remedy) for each in parted]
+    if not same:
+        what = f"{path} was trained with {about['optimizer']}, this run uses {optimizer}"
+        faults.append(Fault("--resume", what, "take that one; train.py --reset_optimizer goes on with a new one"))
+    if faults:
+        raise ConfigFault(faults)
+
+
+def _parted(what: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Say how two tables of names and shapes differ."""
+    said = []
+    for word, names in (
+        (f"{what} missing from it", sorted(own.keys() - found.keys())),
+        (f"{what} that this model has not", sorted(found.keys() - own.keys())),
+        (f"{what} of another shape", sorted(name for name in own.keys() & found.keys() if own[name] != found[name])),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            said.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
+    return said

@@ -1,0 +1,356 @@
+"""What an optimizer updates, which rank holds its state, and how that becomes the weights a model computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from difftrain.contracts import Group
+from difftrain.optim import inner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from difftrain.distributed.ranks import Ranks
+
+
+class ShardedState:
+    """Know which rank holds the optimizer state of each parameter. Collective: making it, and broadcast."""
+
+    def __init__(self, mine: list[str], ranks: Ranks) -> None:
+        self._rank = ranks.rank
+        self._owner = {name: rank for rank, names in enumerate(ranks.gather(mine)) for name in names}
+
+    def owns(self, name: str) -> bool:
+        """Tell whether this rank updates a parameter."""
+        return self._owner[name] == self._rank
+
+    @torch.no_grad()
+    def broadcast(self, names: list[str], held: Callable[[str], list[Tensor]]) -> None:
+        """Send the tensors of some parameters from their owners to all: one message an owner, bytes as they are."""
+        for rank in sorted({self._owner[name] for name in names}):
+            tensors = [each for name in names if self._owner[name] == rank for each in held(name)]
+            message = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
+            dist.broadcast(message, src=rank)
+            if rank == self._rank:
+                continue
+            sizes = [each.numel() * each.element_size() for each in tensors]
+            for tensor, piece in zip(tensors, message.split(sizes)):
+                tensor.copy_(_aligned(piece).view(tensor.dtype).view(tensor.shape))
+
+
+def _aligned(piece: Tensor) -> Tensor:
+    """Return bytes that may be read as wider numbers."""
+    return piece if piece.storage_offset() % 8 == 0 else piece.clone()
+
+
+# Packages whose optimizers update each parameter from its own gradient and state alone. Others (Prodigy, D-Adaptation,
+# schedule-free) measure something over all gradients, or count updates in their groups: they are stepped whole.
+_APART = frozenset({"torch", "bitsandbytes", "transformers", "lion_pytorch"})  # one of ours says it itself
+
+
+def steps_apart(optimizer: Optimizer) -> bool:
+    """Tell whether stepping on parts, one after another, is stepping on the whole."""
+    kind = type(inner(optimizer))
+    return kind.__module__.partition(".")[0] in _APART or getattr(kind, "steps_apart", False)
+
+
+@contextmanager
+def only(optimizer: Optimizer, parameters: Container[int]) -> Iterator[Optimizer]:
+    """Let an optimizer see the parameters with these ids alone, with its state and its settings of now.
+
+    What it would write into its groups is lost: for optimizers that step apart.
+    """
+    whole = optimizer.param_groups
+    chosen = ((group, [each for each in group["params"] if id(each) in parameters]) for group in whole)
+    optimizer.param_groups = [{**group, "params": found} for group, found in chosen if found]
+    try:
+        yield optimizer
+    finally:
+        optimizer.param_groups = whole
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+Step = Callable[["Optimizer"], None]  # steps an optimizer that sees some of its parameters
+
+
+class MasterWeights:
+    """The weights themselves are what the optimizer updates, in whatever dtype they are."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        self.weights = dict(weights)
+        self.updated: dict[str, nn.Parameter] = self.weights  # what the optimizer is given
+        self.parts = [list(self.weights)]  # what is stepped at once
+        self.position = 0  # updates done or skipped: the engine's
+
+    def groups(self, groups: Iterable[Group]) -> list[Group]:
+        """Return parameter groups of what is updated, for groups of weights."""
+        names = {id(weight): name for name, weight in self.weights.items()}
+        found = []
+        for group in groups:
+            named = [(name, self.updated[names[id(weight)]]) for name, weight in group.named_params]
+            found.append(replace(group, named_params=named))
+        return found
+
+    def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
+        """Learn which optimizer it is, once it is made."""
+
+    def for_scaler(self, optimizer: Optimizer) -> Any:
+        """Return what a loss scaler takes for the optimizer: it looks for gradients in its groups."""
+        return optimizer
+
+    # ------------------------------------------------------------------ gradients
+
+    def gradients(self, names: Iterable[str] | None = None) -> list[Tensor]:
+        """Return the gradients that are there."""
+        chosen = self.weights.values() if names is None else (self.weights[name] for name in names)
+        return [weight.grad for weight in chosen if weight.grad is not None]
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients, of half ones in fp32: fp16 would overflow, bf16 keep two digits."""
+        if gradients[0].dtype == torch.float32:
+            return get_total_norm(gradients)
+        return torch.linalg.vector_norm(torch.stack(norms(gradients)))
+
+    def missing_gradients(self) -> list[str]:
+        """Name the weights without a gradient."""
+        return [name for name, weight in self.weights.items() if weight.grad is None]
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients down where their norm is above max_norm."""
+        clip_grads_with_norm_(self.weights.values(), max_norm, norm)
+
+    def multiply(self, name: str, factor: Tensor) -> None:
+        """Scale one gradient before it is used."""
+        gradient = self.weights[name].grad
+        assert gradient is not None
+        gradient.mul_(factor)
+
+    def clear(self, names: Iterable[str] | None = None) -> None:
+        """Free gradients: all of them where no names are given."""
+        for name in self.weights if names is None else names:
+            self.weights[name].grad = None
+
+    # ------------------------------------------------------------------ updates
+
+    def step(self, optimizer: Optimizer, step: Step) -> None:
+        """Update everything."""
+        step(optimizer)
+
+    def step_part(self, optimizer: Optimizer, names: list[str], step: Step) -> None:
+        """Update some, and free their gradients. The optimizer must be one that steps apart."""
+        with only(inner(optimizer), {id(self.weights[name]) for name in names}) as worker:
+            step(worker)
+        for name in names:
+            self.weights[name].grad = None
+
+    # ------------------------------------------------------------------ values
+
+    def value(self, name: str) -> Tensor:
+        """Return the exact value: the very tensor where there is one."""
+        return self.weights[name].detach()
+
+    @torch.no_grad()
+    def put(self, name: str, value: Tensor) -> None:
+        """Take a value, of any dtype and from anywhere."""
+        self.weights[name].copy_(value)
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every exact value; one that is made is made when asked for."""
+        return ((name, self.value(name)) for name in self.weights)
+
+    # ------------------------------------------------------------------ weights of the whole model, also frozen ones
+
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a weight as the model computes with it; tensor: where the model has it."""
+        return tensor
+
+    def shapes(self, model: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's weights."""
+        return {name: tuple(tensor.shape) for name, tensor in model.items()}
+
+    def chosen(self, names: set[str], model: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint holds of some weights, which may be others on every rank. To be iterated to the end."""
+        for name in sorted(names):
+            yield name, self.value(name) if name in self.weights else model[name]
+
+    def take(self, name: str, value: Tensor, place: Tensor) -> None:
+        """Take a weight from a checkpoint; place: where the model has it. Every rank takes all, and calls taken then."""
+        if name in self.weights:
+            self.put(name, value)
+        else:
+            place.copy_(value)
+
+    def taken(self) -> None:
+        """Do what is to be done once all weights are taken."""
+
+
+class HalfPrecisionWeights(MasterWeights):
+    """The model computes with half weights; the optimizer sees an fp32 parameter for each, filled where it is stepped.
+
+    Between steps such a parameter keeps its shape and gives its memory back, save where it is the master itself.
+    """
+
+    # so many at once, whose fp32 values and gradients are in memory: 0.5 GB of both
+    PART = 1 << 26
+
+    @torch.no_grad()
+    def __init__(self, weights: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+        super().__init__(weights)
+        self.updated = {}
+        self._factors: dict[str, Tensor] = {}
+        self._sharded_state: ShardedState | None = None
+        for name, weight in self.weights.items():
+            value = weight.detach().float()
+            weight.data = torch.empty_like(value, dtype=dtype)
+            weight.grad = None
+            self.updated[name] = nn.Parameter(value.clone())
+            self._init_kept(name)
+            self._to_half(name)
+        self._grouped = SimpleNamespace(param_groups=[{"params": list(self.weights.values())}])
+
+    def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
+        """Cut into parts what the optimizer can step apart; find out who owns which state."""
+        if steps_apart(optimizer):
+            self.parts = list(_cut(self.weights, self.PART))
+        if inner(optimizer) is not optimizer:
+            owned = {id(each) for group in inner(optimizer).param_groups for each in group["params"]}
+            self._sharded_state = ShardedState(
+                [name for name, each in self.updated.items() if id(each) in owned], ranks
+            )
+
+    def for_scaler(self, optimizer: Optimizer) -> Any:
+        """Return groups of the weights: gradients are theirs, not those of what the optimizer holds."""
+        return self._grouped
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale gradients down when they are taken, in fp32."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
+        self._factors = dict.fromkeys(self.weights, factor)
+
+    def multiply(self, name: str, factor: Tensor) -> None:
+        """Scale one gradient when it is taken, in fp32."""
+        self._factors[name] = factor
+
+    def clear(self, names: Iterable[str] | None = None) -> None:
+        """Free gradients: all of them where no names are given."""
+        super().clear(names)
+        self._factors.clear()
+
+    def step(self, optimizer: Optimizer, step: Step) -> None:
+        """Update part by part."""
+        for names in self.parts:
+            self.step_part(optimizer, names, step)
+
+    @torch.no_grad()
+    def step_part(self, optimizer: Optimizer, names: list[str], step: Step) -> None:
+        """Make fp32 of weights and gradients, step on them, and make halves again; all ranks come out equal."""
+        mine = names if self._sharded_state is None else [name for name in names if self._sharded_state.owns(name)]
+        for name in mine:
+            self._to_fp32(name)
+            self._take_gradient(name)
+        if len(names) == len(self.weights):
+            step(self._worker(optimizer))
+        elif mine:
+            with only(self._worker(optimizer), {id(self.updated[name]) for name in mine}) as worker:
+                step(worker)
+        for name in mine:
+            self.updated[name].grad = None
+            self._to_half(name)
+        if self._sharded_state is not None:
+            self._sharded_state.broadcast(names, self._broadcast_tensors)
+            self._after_broadcast(name for name in names if not self._sharded_state.owns(name))
+        for name in names:
+            self.weights[name].grad = None
+            self._factors.pop(name, None)
+
+    def _worker(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that holds the state, set as the one that schedules see."""
+        worker = inner(optimizer)
+        if worker is not optimizer:
+            for group, seen in zip(worker.param_groups, optimizer.param_groups):
+                group |= {key: value for key, value in seen.items() if key != "params"}
+        return worker
+
+    def _take_gradient(self, name: str) -> None:
+        gradient = self.weights[name].grad
+        if gradient is None:
+            return
+        taken = gradient.float()
+        if name in self._factors:
+            taken.mul_(self._factors[name])
+        self.weights[name].grad = None  # its memory may serve the next one
+        self.updated[name].grad = taken
+
+    def value(self, name: str) -> Tensor:
+        """Return the fp32 value: a copy that nobody else holds, or the master."""
+        self._to_fp32(name)
+        return self._fp32_copy(name)
+
+    @torch.no_grad()
+    def put(self, name: str, value: Tensor) -> None:
+        """Take a value, of any dtype and from anywhere."""
+        self._to_fp32(name)
+        self.updated[name].copy_(value)
+        self._to_half(name)
+
+    # what the ways of keeping differ in
+
+    def _init_kept(self, name: str) -> None:
+        """Make what is kept for a weight."""
+
+    def _to_fp32(self, name: str) -> None:
+        """Put the fp32 value into the optimizer's parameter."""
+        raise NotImplementedError
+
+    def _to_half(self, name: str) -> None:
+        """Make the half weight, and what is kept, of the optimizer's parameter."""
+        raise NotImplementedError
+
+    def _broadcast_tensors(self, name: str) -> list[Tensor]:
+        """Return the tensors that make a value."""
+        return [self.weights[name].detach()]
+
+    def _after_broadcast(self, names: Iterable[str]) -> None:
+        """Follow where other ranks have changed what is held."""
+
+    def _fp32_copy(self, name: str) -> Tensor:
+        """Return the value of a filled parameter, whose memory is given back."""
+        value = self.updated[name].detach().clone()
+        self._release(name)
+        return value
+
+    def _allocate(self, name: str) -> Tensor:
+        parameter = self.updated[name].detach()
+        parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+        return parameter
+
+    def _release(self, name: str) -> None:
+        self.updated[name].untyped_storage().resize_(0)
+
+
+def _cut(weights: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
+    """Cut into runs of at most so many elements, but at least one weight."""
+    names: list[str] = []
+    held = 0
+    for name, weight in weights.items():
+        if names and held + weight.numel() > most:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += weight.numel()
+    yield names
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each gradient, in fp32."""
+    return list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))

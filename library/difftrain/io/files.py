@@ -1,0 +1,143 @@
+"""Durable files: whole or absent, and flushed to the disk before anybody is told of them.
+
+A write goes to a hidden file beside its target, is flushed, and takes the target's name in one step: a reader finds
+the old content or the new one, never a part, and a power cut leaves one of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 22
+_THREADS = 4  # zlib and read() let go of the interpreter; more threads than this only fight over the disk
+
+
+# ---------------------------------------------------------------------- one durable write
+
+
+def aside_of(path: Path) -> Path:
+    """Return a new hidden name beside a path; what a killed process leaves under it, checkpoint.clean knows by it."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+@contextmanager
+def atomic_write(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+    """Open a binary file aside and give it its name on leaving; nothing is left where the block raises.
+
+    Raises OSError.
+    """
+    aside = aside_of(path)
+    try:
+        with aside.open("xb", buffering=buffering) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def write_bytes(path: Path, *pieces: Any) -> Path:
+    """Replace a file in one step. pieces: bytes or buffers, one after the other. Raises OSError."""
+    with atomic_write(path) as file:
+        for piece in pieces:
+            file.write(piece)
+    return path
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Replace a text file in one step; its folder is made where there is none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_bytes(path, text.encode())
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Replace a JSON file in one step. Raises OSError."""
+    return write_bytes(path, json.dumps(content, indent=1, sort_keys=True).encode())
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Hand out the name of a folder aside and rename it on leaving, unless another process was faster. Raises OSError.
+
+    The block makes the folder; where another process has put one there meanwhile, that one stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = aside_of(path)
+    try:
+        yield aside
+        try:
+            aside.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    fsync_folder(path.parent)
+
+
+def fsync_file(path: Path) -> None:
+    """Flush a file's content to the disk."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename or a new name survives a power cut."""
+    _fsync(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with its manifest first: what is left after a crash never looks whole."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+# ---------------------------------------------------------------------- checksums
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Describe what a file must be: its size in bytes and its CRC-32."""
+
+    size: int
+    crc32: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Read a file once."""
+        crc, size = 0, 0
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK):
+                crc = zlib.crc32(chunk, crc)
+                size += len(chunk)
+        return cls(size, f"{crc:08x}")
+
+
+def entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Read several files of a folder, a few at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(min(_THREADS, len(names) or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: FileEntry.of(folder / name), names)))

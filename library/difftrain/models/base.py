@@ -1,0 +1,284 @@
+"""The maths of a family and its rules, over the facts of Description: what the kit calls, and a family overrides.
+
+1. `source` finds the weights; `faults` and `freeze` say what a configuration may train of them.
+2. `inputs` makes a step's inputs of a batch: latents, conditions (cached or encoded now), noise, target and weight.
+3. `forward` predicts, `loss_sums` sums the terms.
+4. `folded`, `beside`, `model_index` and `card` say in what an export is not the module as it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difftrain.contracts import (
+    Batch,
+    Fault,
+    Inputs,
+    Parts,
+)
+from difftrain.models import freeze, passes, placeholder, speedups, vision
+from difftrain.models.description import Description
+from difftrain.models.objective import flow
+from difftrain.models.placeholder import DTYPES, in_8_bits
+from difftrain.models.text.encode import encode, inputs_of, outputs_of
+from difftrain.models.text.tokenize import Tokenize, mask_name
+from difftrain.models.vae.latents import raw_latents
+from difftrain.models.weights.find import is_released, shipped_sizes, source_of
+from difftrain.models.weights.fingerprints import hashed
+from difftrain.models.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from difftrain.models.root import DenoiserRoot
+
+VERSION = 1  # raise it where equal weights, settings and inputs come to be encoded otherwise
+
+
+class BaseFamily(Description):
+    """A transformer that learns a rectified flow, but for what a family overrides; its facts are those of Description."""
+
+    # ------------------------------------------------------------------ the maths of a family
+
+    def enter(self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> passes.Tokens:
+        """Make tokens. Shapes: x_t (B, C, [F,] H, W), t (B,) in 0..1000."""
+        raise NotImplementedError
+
+    def block(self, block: Any, tokens: passes.Tokens) -> passes.Tokens:
+        """Run one block."""
+        raise NotImplementedError
+
+    def leave(self, net: Any, tokens: passes.Tokens) -> Tensor:
+        """Return the velocity, as x_t."""
+        raise NotImplementedError
+
+    def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
+        """Turn what the text encoders made (hidden_1, pooled_2, ...) into what the denoiser takes, fp32.
+
+        batch: None where a picture is drawn.
+        """
+        return made
+
+    def guided(self, conditions: dict[str, Tensor], guidance: float | None) -> dict[str, Tensor]:
+        """Add the guidance that a distilled model is told while it draws; others are told none."""
+        return conditions
+
+    def without_text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return what training put in the place of dropped texts, shaped as these conditions; None: the encoded empty text."""
+        return None
+
+    def size_features(self, size_hw: tuple[int, int], count: int) -> dict[str, Tensor]:
+        """Return features of a picture's size that conditions are made of, (B, ...), where a picture is drawn."""
+        return {}
+
+    def denoise(
+        self, net: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor], plan: passes.PassPlan
+    ) -> passes.PassOutputs:
+        """Run the denoiser; a network without a list of blocks overrides it."""
+        return passes.run(self, net, x_t, t, conditions, plan)
+
+    # ------------------------------------------------------------------ loading
+
+    @cached_property
+    def source(self) -> WeightSource:
+        """Find the weights that the configuration names. Raises ConfigFault."""
+        return source_of(self.cfg, self, self.drawn_sizes)
+
+    def drawn_sizes(self) -> dict[str, Any]:
+        """Return the sizes of parts that may be stored nowhere: a section each, by its folder. Raises ConfigFault."""
+        choice = self.cfg.model.init_from_config
+        return shipped_sizes(self, choice) if choice else {}
+
+    def storage_dtype(self, part: str, name: str = "") -> torch.dtype:
+        """Return the dtype that a part's weights are kept in; name: of a parameter, where the denoiser is held in part."""
+        half = DTYPES[self.cfg.training.mixed_precision]
+        if part in self.in_root:
+            return half if part == self.denoiser and name and self.is_base(name) else torch.float32
+        return torch.float32 if part == "vae" and self.cfg.model.vae_fp32 else half
+
+    def faults(self, net: nn.Module) -> list[Fault]:
+        """Find what a configuration asks of this denoiser and it has not. net: without weights."""
+        return freeze.faults(self, net)
+
+    def freeze(self, parts: Parts, root: DenoiserRoot) -> list[str]:
+        """Freeze what no loss reaches, what is only held and what has no rate; return what is to be said of it."""
+        return freeze.freeze(self, parts, root)
+
+    def remarks(self) -> list[str]:
+        """Return more sentences to print at start."""
+        return []
+
+    def architecture(self) -> dict[str, Any]:
+        """Return the sizes of all parts, as --init_from_config=FILE.json takes them."""
+        sections = {self.folder(part): dict(self.source.sizes[part]) for part in self.parts}
+        init = {"init": self.source.init} if self.zero else {}
+        return {"family": self.name, "name": self.source.name, **init} | sections
+
+    def root_options(self, net: nn.Module, *, meta: bool) -> dict[str, Any]:
+        """Return what the root is made with beside its denoiser."""
+        loss = self.cfg.loss
+        target = loss.text_recon_target_layer if loss.text_recon_gamma else None
+        return {"target_layer": target, **speedups.of_root(self, net, meta=meta)}
+
+    # ------------------------------------------------------------------ frozen encoders
+
+    def text_settings(self, place: int) -> str:
+        """Say all that decides what a text encoder makes of a caption, weights aside, for its fingerprint."""
+        text = self.texts[place - 1]
+        tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(place)
+        layers = f"layers {text.layers}" if text.layers else f"state {text.hidden}"
+        reading = f"{layers}, {text.pooled}" + (f", without the first {text.drop}" if text.drop else "")
+        return f"{self.precision(text.part)}, {tokens}, {reading}"
+
+    def precision(self, part: str) -> str:
+        """Say in which precision a frozen part computes, for its fingerprint."""
+        return f"precision {self.cfg.training.mixed_precision}{' in 8 bits' if in_8_bits(self.cfg, part) else ''}"
+
+    def fingerprint(self, part: str, settings: str) -> str:
+        """Hash what a part is asked to make, its sizes, and its weights where they are stored."""
+        return hashed(
+            VERSION, settings, part, sorted(self.source.decisive(part).items()), self.source.fingerprint(part)
+        )
+
+    # ------------------------------------------------------------------ a step
+
+    def latents(self, batch: Batch, parts: Parts) -> Tensor:
+        """Sample the VAE's posterior with the draw "moments", or take its mean; scaled for the denoiser."""
+        return self.vae.scaled(raw_latents(self.cfg, batch, parts))
+
+    def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
+        """Return conditions: what each text encoder made, from the cache or encoded now; of trained ones what they read."""
+        made: dict[str, Tensor] = {}
+        for place, text in enumerate(self.texts, start=1):
+            outputs = outputs_of(self.texts, place)
+            if outputs[0] in batch.features:
+                made |= {name: batch.features[name] for name in outputs}
+                mask = batch.features.get(mask_name(self.texts, place))
+                made |= {} if mask is None else {mask_name(self.texts, place): mask}
+            elif text.part in parts.frozen:
+                made |= encode(self.texts, place, parts.frozen[text.part], batch.features)
+            else:
+                read = inputs_of(self.texts, place)
+                made |= {name: batch.features[name] for name in read if name in batch.features}
+        masks = {mask_name(self.texts, place) for place in range(1, len(self.texts) + 1)}
+        made = {name: value.bool() if name in masks else value for name, value in made.items()}
+        if self.widens_text:
+            made = {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+        return self.conditions(made, batch)
+
+    @torch.no_grad()
+    def inputs(self, batch: Batch, parts: Parts) -> Inputs:
+        """Encode, noise and weigh one micro batch, in fp32."""
+        made = self.noised(batch, self.latents(batch, parts), self.text(batch, parts))
+        return speedups.applied(self, batch, parts, made)
+
+    def noised(self, batch: Batch, latents: Tensor, conditions: dict[str, Tensor]) -> Inputs:
+        """Noise latents as the objective does, and say what is to be predicted."""
+        return flow.inputs(batch, latents, conditions)
+
+    def forward(self, root: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Predict the velocity, as x_t, and what further terms of the loss compare."""
+        return root(inputs.x_t, inputs.timestep, inputs.conditions, align=speedups.aligns(inputs))
+
+    def loss_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]:
+        """Sum over samples of weight times the sample's own mean loss, in fp32, a term each."""
+        if self.cfg.repa.encoder is None:
+            return self.term_sums(outputs, inputs)
+        return speedups.with_alignment(self.cfg, self.term_sums(outputs[:-1], inputs), outputs[-1], inputs)
+
+    def term_sums(self, outputs: tuple[Tensor, ...], inputs: Inputs) -> dict[str, Tensor]:
+        """Sum the terms of the objective."""
+        velocity, *texts = outputs
+        made = flow.loss_sums(self.cfg.loss, velocity, inputs)
+        if not texts:
+            return made
+        last, target = texts
+        return flow.with_text(self.cfg.loss, made, last, target, inputs)
+
+    # ------------------------------------------------------------------ exports and pictures
+
+    def deferred_weights(self, parts: Parts, without: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Give the weights of deferred parts as they would be if they were loaded; without: of which they are not wanted."""
+        return placeholder.deferred_weights(self.source, parts, self.storage_dtype, {vision.PART, *without})
+
+    def exported(self, part: str) -> nn.Module:
+        """Build a part as exports hold it, without memory."""
+        return self.source.build(part)
+
+    def folded(self, name: str, value: Tensor) -> Tensor | None:
+        """Turn a tensor of the denoiser as it is trained into an export's; None: exports have no such one."""
+        return value
+
+    def scheduler(self) -> Any:
+        """Make the scheduler that samplers take their settings from, and that exports hold."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler.from_config(
+            flow.scheduler_config(self.cfg.flow, self.shift, self.source.scheduler)
+        )
+
+    @property
+    def drawn_unit(self) -> int:
+        """Pixels that both sides of a drawn picture are multiples of."""
+        return self.token
+
+    def facts(self) -> dict[str, Any]:
+        """Return what diffusers' own files cannot say of an export, for difftrain.json."""
+        from difftrain import __version__
+
+        return {"difftrain": __version__, "family": self.name}
+
+    def model_index(self, classes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what model_index.json says of the pipeline. classes: of all that lies in its folder."""
+        return dict(sorted({**classes, **self.index}.items()))
+
+    @property
+    def writes_as_kohya(self) -> bool:
+        """Tell whether exports are those of kohya's tools: `diffusers` is a folder of torch's .bin, every file of weights
+        has the header of the run, and nothing lies beside what a pipeline reads.
+        """
+        return "ckpt" in self.row.layouts
+
+    def beside(self, parts: Parts) -> dict[str, Tensor]:
+        """Return tensors of a single file that are no weights of a part, and that readers of it expect."""
+        return {}
+
+    @property
+    def is_released(self) -> bool:
+        """Tell whether its sizes are those that every reader of single files knows by heart."""
+        return self.one_file is not None and is_released(self, self.one_file.released)
+
+    def card(self) -> str:
+        """Write the page beside an export."""
+        return (
+            f"# {self.row.title}\n\nWritten by difftrain.\n\n```python\nfrom diffusers import {self.row.pipeline}\n\n"
+            f'pipe = {self.row.pipeline}.from_pretrained(".")\n```\n'
+        )
+
+    # ------------------------------------------------------------------ headers of exports
+
+    def header_facts(self) -> dict[str, str | None]:
+        """Return what modelspec says of this model, by its names."""
+        low, high = self.cfg.flow.min_t, self.cfg.flow.max_t
+        first = next((each.resolution for each in self.cfg.data.datasets if each.resolution), None)
+        size = self.cfg.data.resolution or first or self.native_size()
+        return {
+            "architecture": self.modelspec or self.name,
+            "resolution": f"{size[0]}x{size[1]}" if size else None,
+            "prediction_type": "velocity",
+            "timestep_range": None if (low, high) == (0, 1) else f"{round(1000 * low)},{round(1000 * high)}",
+        }
+
+    def native_size(self) -> tuple[int, int] | None:
+        """Return (width, height) in pixels that the model is made for, where its sizes say that."""
+        return None
+
+    def objective_facts(self) -> dict[str, Any]:
+        """Return what a header says of the loss and the times, under kohya's names."""
+        from difftrain.models.metadata import flow_facts
+
+        return flow_facts(self.cfg, self.options)

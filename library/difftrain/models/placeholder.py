@@ -1,0 +1,111 @@
+"""Deferred frozen parts: a placeholder counts for each until somebody needs it, and nothing of it is imported.
+
+With a whole cache no text encoder and no VAE is needed, and importing and building them is most of what a start can save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from difftrain.contracts import ConfigFault, Parts
+from difftrain.device import fp8
+from difftrain.models.materialise import fill
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difftrain.config import TrainConfig
+    from difftrain.models.weights.source import WeightSource
+
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_OVERFLOWING = ("T5EncoderModel", "UMT5EncoderModel")
+
+
+class MetaPlaceholder(nn.Module):
+    """Count as a deferred frozen part: as many parameters, on the meta device. make: builds the part itself, there."""
+
+    def __init__(self, count: int, dtype: torch.dtype, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.make = make
+        self.weights = nn.Parameter(torch.empty(count, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def make_placeholder(source: WeightSource, part: str, dtype: torch.dtype) -> MetaPlaceholder:
+    """Make the placeholder of a part."""
+    return MetaPlaceholder(source.count(part), dtype, lambda: untrained(source.build(part)))
+
+
+def meta_module(module: nn.Module) -> nn.Module:
+    """Return a part as it is, or, of a placeholder, one that is built without weights."""
+    return module.make() if isinstance(module, MetaPlaceholder) else module
+
+
+def untrained(module: nn.Module) -> nn.Module:
+    """Make a module one that is not trained."""
+    return module.requires_grad_(False).eval()
+
+
+def fill_part(source: WeightSource, part: str, module: nn.Module, dtype: torch.dtype, *, meta: bool = False) -> None:
+    """Fill a part from its source, in a dtype; of one that stays on the meta device only the dtype is set."""
+    if meta:
+        torch.nn.Module.to(module, dtype)  # diffusers' own warns about dtypes that nothing here depends on
+    else:
+        fill(module, source.weights(part, module), dtype)
+    if type(module).__name__ in _OVERFLOWING and dtype == torch.float16:
+        _keep_wide(module)
+
+
+def _keep_wide(module: nn.Module) -> None:
+    """Keep in fp32 what overflows in fp16: the last layer of each feed-forward of T5, as transformers does."""
+    for name, layer in module.named_modules():
+        if name.endswith(".wo"):
+            layer.float()
+
+
+def load_part(source: WeightSource, part: str, parts: Parts, dtype: torch.dtype, *, eight_bits: bool = False) -> None:
+    """Build a part and fill it as it would have been filled at the start: anew each time, since moving to meta unties what was tied.
+
+    Raises ConfigFault where weights do not fit.
+    """
+    module = source.build(part)
+    if faults := source.faults({part: module}):
+        raise ConfigFault(faults)
+    fill_part(source, part, module, dtype)
+    if eight_bits:
+        fp8.store(untrained(module))
+    parts.frozen[part] = untrained(module)
+
+
+def in_8_bits(cfg: TrainConfig, part: str) -> bool:
+    """Tell whether a frozen encoder is kept in 8 bits."""
+    return cfg.model.fp8_frozen == "all" and part != "vae"
+
+
+def to_8_bits(chosen: Mapping[str, nn.Module]) -> str:
+    """Put the frozen layers of modules into 8 bits, those of deferred ones when they are loaded; name them, or nothing."""
+    counts = {
+        name: len(fp8.store(module)) for name, module in chosen.items() if not isinstance(module, MetaPlaceholder)
+    }
+    told = [f"{number} layers of {name}" for name, number in counts.items() if number]
+    told += [f"{name} where it is needed" for name, module in chosen.items() if isinstance(module, MetaPlaceholder)]
+    return ", ".join(told)
+
+
+def source_weights(source: WeightSource, held: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Give the weights of parts straight from their source; they may be without any."""
+    for part, module in held.items():
+        yield from ((f"{part}.{name}", value) for name, value in source.weights(part, meta_module(module)))
+
+
+def deferred_weights(
+    source: WeightSource, parts: Parts, dtype: Callable[[str], torch.dtype], without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of deferred parts as they would be if they were loaded. dtype: that a part is kept in."""
+    for part in parts.deferred:
+        if part not in without and not parts.is_loaded(part):
+            for name, value in source_weights(source, {part: parts.frozen[part]}):
+                yield name, value.to(dtype(part))

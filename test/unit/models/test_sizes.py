@@ -1,0 +1,108 @@
+"""What is known of encoders without their classes: what those take, what they fall back to, how many parameters come of it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from diffusers import AutoencoderKL
+from sd3 import PARTS, of_sizes, sizes_of
+from sd3 import config as sd3_config
+from sdxl import source
+from transformers import CLIPTextConfig, T5Config
+
+from difftrain.contracts import ConfigFault
+from difftrain.models.registry import FAMILIES
+from difftrain.models.sd3.family import SD3Family
+from difftrain.models.sizes import BY_CLASS, CLIP, T5, VAE, decisive
+
+LIBRARY = Path(__file__).parents[3] / "library"
+
+
+def test_the_tables_are_what_the_classes_take() -> None:
+    """Of transformers' configurations what decides is compared; diffusers' constructor has nothing else."""
+    for kind, config in ((CLIP, CLIPTextConfig()), (T5, T5Config())):
+        for key in {*kind.decisive, *kind.needed}:
+            assert getattr(config, key) == kind.defaults[key], key
+    taken = dict(inspect.signature(AutoencoderKL.__init__).parameters)
+    del taken["self"]
+    assert {key: each.default for key, each in taken.items()} == VAE.defaults
+    assert all({*kind.needed, *kind.decisive} <= kind.defaults.keys() for kind in BY_CLASS.values())
+
+
+def test_what_decides_is_told_whether_it_is_written_down_or_not() -> None:
+    given = {"block_out_channels": (8, 16), "latent_channels": 4, "layers_per_block": 1, "scaling_factor": 0.5}
+    found = decisive("diffusers:AutoencoderKL", given)
+    assert found == decisive(
+        "diffusers:AutoencoderKL", given | {"act_fn": "silu", "scaling_factor": 0.7, "sample_size": 64}
+    )
+    assert found["block_out_channels"] == [8, 16] and found["mid_block_add_attention"] is True
+    assert found != decisive("diffusers:AutoencoderKL", given | {"act_fn": "relu"})
+    assert decisive("transformers:CLIPTextModel", {"odd": 1})["odd"] == 1
+
+
+@pytest.mark.parametrize("flavor", FAMILIES["sd3"].sizes)
+def test_parameters_are_counted_without_the_class(flavor: str) -> None:
+    source = SD3Family(sd3_config(init_from_config=flavor)).source
+    for part in PARTS[1:]:
+        assert source.count(part) == sum(each.numel() for each in source.build(part).parameters()), part
+
+
+@pytest.mark.parametrize("flavor", FAMILIES["sdxl"].sizes)
+def test_parameters_of_sdxls_encoders_are_counted_without_the_class(flavor: str) -> None:
+    made = source(flavor)
+    for part in ("vae", "text_encoder_1", "text_encoder_2"):
+        assert made.count(part) == sum(each.numel() for each in made.build(part).parameters()), part
+
+
+def test_a_plain_t5_and_a_vae_of_another_design_are_counted_too(tmp_path: Path) -> None:
+    tiny = sizes_of("tiny")
+    tiny["text_encoder_3"] |= {"feed_forward_proj": "relu"}
+    tiny["vae"] |= {"use_quant_conv": False, "use_post_quant_conv": False, "layers_per_block": 2}
+    architecture = of_sizes(tiny, tmp_path).source
+    for part in ("vae", "text_encoder_3"):
+        assert architecture.count(part) == sum(each.numel() for each in architecture.build(part).parameters())
+
+
+def test_sizes_that_make_no_model_are_named_by_a_count_too() -> None:
+    made = source()
+    made = replace(made, sizes={**made.sizes, "vae": made.sizes["vae"] | {"layers_per_block": "two"}})
+    for action in (made.count, made.build):
+        with pytest.raises(ConfigFault, match="the sizes of vae"):
+            action("vae")
+
+
+def test_describing_encoders_imports_no_class() -> None:
+    """Sizes, counts, fingerprints and features of what may be cached, of a family on the kit."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(LIBRARY)!r})\n"
+        "from difftrain.config import TrainConfig\n"
+        "from difftrain.models.registry import make_family\n"
+        "family = make_family(TrainConfig.model_validate({'model': {'family': 'sd3', 'init_from_config': 'tiny'}}))\n"
+        "from difftrain.contracts import Parts\n"
+        "import difftrain.models.sizes as sizes\n"
+        "complete = sizes.complete\n"
+        "sizes.complete = lambda kind, given: dict(given) if 'Transformer' in kind else complete(kind, given)\n"
+        "family.agree = ()\n"
+        "found = {name: (each.fingerprint(), each.features) for name, each in family.encoders(Parts(None)).items()}\n"
+        "counts = [family.source.count(part) for part in family.parts if part != 'transformer']\n"
+        "assert len(found) == 4 and len(counts) == 4 and not {'transformers', 'diffusers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sdxls_source_imports_no_class_of_an_encoder() -> None:
+    """What a start with a whole cache asks of encoders: sizes, counts, and what decides."""
+    code = (
+        f"import sys; sys.path[:0] = [{str(LIBRARY)!r}, {str(LIBRARY.parent / 'test' / 'support')!r}]\n"
+        "from sdxl import source\n"
+        "made = source()\n"
+        "told = [(made.decisive(part), made.count(part)) for part in ('vae', 'text_encoder_1', 'text_encoder_2')]\n"
+        "ends = ('clip.modeling_clip', 'autoencoders.autoencoder_kl')\n"
+        "assert len(told) == 3 and not [name for name in sys.modules if name.endswith(ends)]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,219 @@
+"""--dry_run: the figures of the run that it stands for, and nothing but the index is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from difftrain.config.parse_flags import parse
+from difftrain.config.toml import load
+from difftrain.contracts import ConfigFault
+from difftrain.device import choice
+from difftrain.models.registry import make_family
+from difftrain.train.dry_run import dry_run, needs, scaled, state_bytes
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the contract line over ten pictures: eight square, two wide."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(10):
+        Image.new("RGB", (64, 64) if i < 8 else (128, 32), (20 * i, 90, 200)).save(data / f"{i}.png")
+        (data / f"{i}.txt").write_text(f"picture {i}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return [
+        "--init_from_config=tiny", f"--train_data_dir={data}", f"--output_dir={tmp_path / 'out'}", "--output_name=NAME",
+        "--resolution=64,64", "--enable_bucket", "--min_bucket_reso=32", "--max_bucket_reso=128",
+        "--train_batch_size=2", "--max_train_steps=12", "--learning_rate=1e-4",
+    ]  # fmt: skip
+
+
+def described(line: list[str]) -> str:
+    """Return what a dry run in this process says."""
+    said: list[str] = []
+    assert dry_run(parse(line).config, said.append) == 0
+    return "\n".join(said)
+
+
+@pytest.mark.flags("dry_run")
+def test_configuration_and_arithmetic(line: list[str], tmp_path: Path) -> None:
+    text = described([*line, "--seed=1", "--gradient_accumulation_steps=3"])
+    toml = text.split("\nbatch: ")[0]
+    (tmp_path / "said.toml").write_text(toml)
+    assert load(tmp_path / "said.toml") == parse([*line, "--seed=1", "--gradient_accumulation_steps=3"]).config
+    assert tomllib.loads(toml)["training"]["accumulation"] == 3
+    assert "batch: 2 images a micro batch x 3 accumulated x 1 rank = 6 images a step" in text
+    # buckets of 8 and 2 uses at a global batch of 6: 12 steps need floor(8e/6) + floor(2e/6) >= 12, so 8 epochs
+    assert "length: 12 steps in 8 epochs (by --max_train_steps), 72 images seen" in text
+    assert "bucket 32x128 has 2 draws an epoch, fewer than the global batch 6" in text or "128x32" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_epochs_win(line: list[str]) -> None:
+    assert "length: 15 steps in 3 epochs (by --max_train_epochs=3), 30 images seen" in described(
+        [*line, "--max_train_epochs=3"]
+    )
+
+
+def test_it_speaks_for_as_many_ranks_as_the_launch_has(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    text = described([*line, "--optimizer_type=oss"])
+    assert "x 4 ranks = 8 images a step" in text
+    assert "sharded over 4 ranks" in text and "gradient buckets" in text
+    assert "gradient buckets" not in described([*line, "--ddp_gradient_as_bucket_view"])
+
+
+def test_counts_are_those_of_the_built_model(line: list[str]) -> None:
+    text = described([*line, "--train_text_encoder", "--learning_rate_te2=0"])
+    parts = make_family(parse([*line, "--train_text_encoder", "--learning_rate_te2=0"]).config).load()
+    trained = sum(p.numel() for p in parts.root.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in parts.root.parameters())
+    every += sum(p.numel() for part in parts.frozen.values() for p in part.parameters())
+    assert f"parameters in all: {every:,}, {trained:,} trained" in text
+    assert re.search(r"parameters of text_encoder_2: [\d,]+, frozen", text)
+
+
+def test_memory_is_that_of_the_built_model(line: list[str]) -> None:
+    cfg = parse([*line, "--mixed_precision=bf16", "--use_ema"]).config
+    family = make_family(cfg)
+    found = {need.what: need.size for need in needs(cfg, family.load(meta=True), ranks=1)}
+    built = family.load()
+    moving = sum(p.numel() for p in built.root.parameters() if p.requires_grad)
+    frozen = sum(p.numel() * p.element_size() for part in built.frozen.values() for p in part.parameters())
+    assert found == {
+        "weights in fp32": 4 * moving,
+        "frozen weights": frozen,
+        "gradients": 4 * moving,
+        "casts of autocast": 2 * moving,
+        "optimizer state": 8 * moving,
+        "averaged weights": 4 * moving,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_each"),
+    [
+        ("", (2, 2, 2, 8)),
+        ("--master_weights=fp32", (2, 4, 2, 8)),
+        ("--master_weights=stochastic", (2, 0, 2, 8)),
+        ("--master_weights=none", (2, 0, 2, 4)),
+    ],
+)
+def test_memory_of_half_weights(line: list[str], flags: str, bytes_each: tuple[int, ...]) -> None:
+    cfg = parse([*line, "--mixed_precision=bf16", "--full_bf16", *flags.split()]).config
+    family = make_family(cfg)
+    parts = family.load(meta=True)
+    found = {need.what.split(" (")[0]: need.size for need in needs(cfg, parts, ranks=1)}
+    moving = sum(p.numel() for p in parts.root.parameters() if p.requires_grad)
+    names = ("weights in bf16", "beside them", "gradients", "optimizer state")
+    assert tuple(found.get(name, 0) / moving for name in names) == bytes_each
+    assert "casts of autocast" not in found
+
+
+@pytest.mark.flags("fused_backward_pass", "fused_optimizer_groups")
+def test_memory_of_gradients_that_are_freed_at_once(line: list[str]) -> None:
+    def gradients(*flags: str) -> float:
+        cfg = parse([*line, *flags]).config
+        return next(n.size for n in needs(cfg, make_family(cfg).load(meta=True), 1) if n.what == "gradients")
+
+    parameters = list(make_family(parse(line).config).load(meta=True).root.parameters())
+    assert gradients("--fused_backward_pass") == 4 * max(p.numel() for p in parameters)
+    assert gradients("--fused_optimizer_groups=1") == gradients() == 4 * sum(p.numel() for p in parameters)
+    assert gradients("--fused_backward_pass") < gradients("--fused_optimizer_groups=10") < gradients() / 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("--optimizer_type=AdamW", 8),
+        ("--optimizer_type=oss", 8),
+        ("--optimizer_type=torch.optim.SGD", 0),
+        ("--optimizer_type=torch.optim.SGD --optimizer_args momentum=0.9", 4),
+        ("--optimizer_type=AdamW --optimizer_args amsgrad=True", 12),
+    ],
+)
+def test_state_of_an_optimizer_is_counted(line: list[str], flags: str, size: float) -> None:
+    assert state_bytes(parse([*line, *flags.split()]).config) == size
+
+
+def test_flops_are_the_familys(line: list[str]) -> None:
+    from difftrain.contracts import Bucket
+
+    text = described(line)
+    family = make_family(parse(line).config)
+    parts = family.load(meta=True)
+    assert f"FLOPs of an image at 64x64: {scaled(family.flops_per_sample(parts, Bucket(64, 64)))}," in text
+
+
+def test_scaled() -> None:
+    assert [scaled(value) for value in (0, 7, 1500, 20.24e12, 3e33)] == ["0", "7", "1.5 k", "20.24 T", "3e+09 Y"]
+
+
+def test_no_device_is_looked_for(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object) -> None:
+        raise AssertionError("a dry run looked for a device")
+
+    for name in ("find", "choose", "load_npu"):
+        monkeypatch.setattr(choice, name, forbidden)
+    assert "no device was touched" in described(line)
+
+
+def test_what_would_stop_the_run_stops_the_dry_run(line: list[str], tmp_path: Path) -> None:
+    line = [word for word in line if not word.startswith("--init_from_config")]
+    with pytest.raises(ConfigFault, match="--tokenizer1_path"):
+        described([*line, "--init_from_config=base", f"--tokenizer1_path={tmp_path}", f"--tokenizer2_path={tmp_path}"])
+
+
+def test_what_is_on_a_hub_is_named_and_not_fetched(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    line = [word for word in line if not word.startswith("--init_from_config")]
+    said = described([*line, "--init_from_config=base"])
+    assert (
+        "would be fetched for --tokenizer1_path: model openai/clip-vit-large-patch14, from http://127.0.0.1:9" in said
+    )
+    assert "parameters of unet: 2,567,463,684, trained" in said  # figures that need no tokenizer
+    said = described([*line, "--pretrained_model_name_or_path=acme/sdxl"])
+    assert "would be fetched for --pretrained_model_name_or_path: model acme/sdxl" in said
+    assert "figures of what is not here are left out" in said and "parameters" not in said
+    with pytest.raises(ConfigFault, match="--optimizer_args") as caught:
+        described([*line, "--pretrained_model_name_or_path=acme/sdxl", "--optimizer_args", "nothing=1"])
+    assert "acme/sdxl" not in str(caught.value) and not (tmp_path / "hub").exists()
+
+
+@pytest.mark.flags("dry_run")
+def test_through_the_door(line: list[str], tmp_path: Path) -> None:
+    door = ROOT / "sd_scripts_xl" / "sdxl_pretrain.py"
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(door), *line, "--dry_run"], capture_output=True, text=True, cwd=tmp_path, env=clean
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("no device was touched")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "data"]
+
+
+@pytest.mark.flags("cache_latents", "cache_text_encoder_outputs_to_disk")
+def test_caches_are_counted_and_what_they_replace_leaves_the_card(line: list[str]) -> None:
+    text = described([*line, "--cache_latents", "--cache_text_encoder_outputs_to_disk"])
+    each = 2 * 16 * 8 * 8 * 4 // 1024  # mean and deviation, channels, cells, fp32: the same in both buckets
+    sizes = r"of [\d.]+ KiB on average \({}\), [\d.]+ KiB in all"
+    assert re.search(rf"cache of latents: 10 entries {sizes.format(f'moments {each} KiB in float32')} of memory", text)
+    for encoder in ("text_encoder_1", "text_encoder_2"):  # a caption each, and the empty one
+        assert re.search(rf"cache of {encoder}: 11 entries {sizes.format('hidden_[12] .*')} on disk", text)
+    assert "frozen weights 0 GiB" in text and "frozen weights 0 GiB" not in described(line)

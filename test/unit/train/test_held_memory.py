@@ -1,0 +1,45 @@
+"""What is said of the memory of weights and their update: once, from what is there."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from difftrain.config import TrainingSection
+from difftrain.train.meter import say_memory
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        (TrainingSection(), "trained weights 4 KiB in float32, as much for gradients, optimizer state 8.004 KiB"),
+        (
+            TrainingSection(full_precision="bf16", mixed_precision="bf16"),
+            "trained weights 2 KiB in bfloat16, kahan beside them, as much for gradients, optimizer state 4.004 KiB",
+        ),
+        (
+            TrainingSection(full_precision="bf16", mixed_precision="bf16", master_weights="none"),
+            "trained weights 2 KiB in bfloat16, as much for gradients, optimizer state 4.004 KiB",
+        ),
+    ],
+)
+def test_memory_is_measured_behind_the_first_update(
+    training: TrainingSection, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = nn.Linear(32, 32, bias=False).to(torch.bfloat16 if training.full_precision else torch.float32)
+    optimizer = torch.optim.AdamW(root.parameters())
+    root.weight.grad = torch.ones_like(root.weight)
+    optimizer.step()
+    asleep = nn.Linear(8, 8, device="meta")
+    parts = SimpleNamespace(root=root, frozen={"vae": nn.Linear(8, 8, bias=False), "text_encoder_1": asleep})
+    run = SimpleNamespace(
+        cfg=SimpleNamespace(training=training), parts=parts, engine=SimpleNamespace(optimizer=optimizer), memory=""
+    )
+    with caplog.at_level(logging.INFO, "difftrain"):
+        say_memory(run)
+        say_memory(run)
+    assert caplog.messages == [f"memory: {said}; frozen weights 256 B; activations come on top"]

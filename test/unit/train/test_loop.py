@@ -1,0 +1,54 @@
+"""What the loop does with wishes at a step's end."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from difftrain.train import loop
+from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAVE, STOP, Requests
+
+
+class Nothing:
+    """Take any call; a batch is a step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+    def batches(self, steps: Any) -> Any:
+        return steps
+
+
+def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool) -> int:
+    """Train five steps, ask for something at the second, and return how many were done."""
+    for name in ("say_memory", "update_averages"):
+        monkeypatch.setattr(loop, name, lambda run: None)
+    wishes = iter((NOTHING, wish, NOTHING, NOTHING, NOTHING))
+    run: Any = SimpleNamespace(
+        clock=Nothing(), engine=Nothing(), steps_left=0, flops=lambda micro: 0.0,
+        plan=SimpleNamespace(size=lambda step: 1), progress=SimpleNamespace(step=0, samples_seen=0),
+        ranks=SimpleNamespace(agree=lambda wanted: wanted), device=Nothing(), cfg=None,
+    )  # fmt: skip
+    saving: Any = SimpleNamespace(asked=lambda: next(wishes), save_now=lambda run, export: saved)
+    for name in ("in_step", "counted"):
+        monkeypatch.setattr(loop, name, lambda *_: nullcontext())
+    loop._steps(run, [[]] * 5, [], Nothing(), saving, Requests())
+    return int(run.progress.step)
+
+
+@pytest.mark.parametrize(
+    ("wish", "saved", "done"),
+    [(SAVE, True, 5), (EXPORT, False, 5), (QUIT, True, 2), (QUIT, False, 5), (STOP, True, 2), (STOP, False, 2)],
+)
+def test_a_run_ends_where_it_is_asked_and_has_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wish: int, saved: bool, done: int
+) -> None:
+    """save_quit on a full disk loses nothing: the run goes on; a signal does not wait."""
+    with caplog.at_level(logging.ERROR, "difftrain"):
+        assert steps_done(monkeypatch, wish, saved=saved) == done
+    assert ("could not be saved" in caplog.text) is not saved
+    assert ("does not end without it" in caplog.text) is (wish == QUIT and not saved)

@@ -1,0 +1,92 @@
+"""What is said of steps that are not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from difftrain.config.schema.sections import LoggingSection, OptimizerSection, TrainConfig, TrainingSection
+from difftrain.contracts import Stats, TrainingFault
+from difftrain.train.meter import Meter
+from difftrain.train.state import TrainProgress
+
+FUSED = [{"fused_backward": True}, {"fused_groups": 3}]
+
+
+def run_of(**optimizer: Any) -> Any:
+    """Make what a meter needs of a run in which two steps in a row may not be bad."""
+    index = SimpleNamespace(records=lambda ids: [SimpleNamespace(name=f"{number}.png") for number in ids])
+    draw = SimpleNamespace(record_id=7, key=b"\x01", occurrence=2)
+    return SimpleNamespace(
+        cfg=TrainConfig(
+            training=TrainingSection(max_skipped_steps=2),
+            optimizer=OptimizerSection(**optimizer),
+            logging=LoggingSection(log_every=100),
+        ),
+        progress=TrainProgress(),
+        plan=SimpleNamespace(locate=lambda step: (0, step), batch=lambda step: ("64x64", [draw])),
+        data=SimpleNamespace(index=index),
+        ranks=SimpleNamespace(any=lambda value: value),
+        steps_left=9,
+    )
+
+
+def judged(run: Any, losses: list[float]) -> None:
+    meter = Meter(run, SimpleNamespace(advance=lambda step, samples_seen: None))  # type: ignore[arg-type]
+    for step, loss in enumerate(losses, 1):
+        run.progress.step = step
+        bad = torch.tensor(math.nan)
+        meter.after_step(run, [], Stats({"loss": torch.tensor(loss)}, bad, torch.tensor(1.0), {}, None))
+    meter.flush(run)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("difftrain"), "propagate", True)
+    return caplog
+
+
+@pytest.mark.parametrize("optimizer", [{}, *FUSED])
+def test_a_loss_that_is_not_finite_skips_everything(optimizer: dict[str, Any], said: Any) -> None:
+    judged(run_of(**optimizer), [math.nan])
+    assert "the update was skipped on all ranks. Its records: 7.png [01 #2]" in said.text
+
+
+@pytest.mark.parametrize("optimizer", [{}, *FUSED])
+def test_a_bad_gradient_comes_late_for_updates_during_the_backward_pass(optimizer: dict[str, Any], said: Any) -> None:
+    with pytest.raises(TrainingFault) as caught:
+        judged(run_of(**optimizer), [0.5, 0.5])
+    assert ("from the first such gradient on was left as it is" in said.text) == bool(optimizer)
+    assert ("the update was skipped on all ranks" in said.text) == (not optimizer)
+    assert ("The weights are those of step 0." in str(caught.value)) == (not optimizer)
+
+
+def test_what_a_family_measures_is_in_the_line_and_no_part_of_the_loss() -> None:
+    lines: list[Any] = []
+    run = run_of()
+    run.cfg = run.cfg.model_copy(update={"logging": LoggingSection(log_every=2)})
+    run.ranks = SimpleNamespace(any=lambda value: value)
+    run.device = SimpleNamespace(peak_memory_gib=lambda: 0.0)
+    span = SimpleNamespace(fps=1.0, compute_fps=1.0, step_wait_s=0.0, step_s=1.0)
+    account = SimpleNamespace(sessions=1, e2e_s=1.0)
+    run.clock = SimpleNamespace(read=lambda: span, total=lambda: account, session=lambda: account)
+    outputs = SimpleNamespace(advance=lambda step, samples_seen: None, line=lines.append)
+    meter = Meter(run, outputs)  # type: ignore[arg-type]
+    for step in (1, 2):
+        run.progress.step = step
+        sums = {"loss": 1.5, "denoise": 1.0, "metric/denoise_loss": float(step), "metric/text_recon_loss": 0.25}
+        sums["metric/repa_loss"] = math.nan
+        stats = Stats({k: torch.tensor(v) for k, v in sums.items()}, torch.tensor(1.0), torch.tensor(0.0), {}, None)
+        meter.after_step(run, [], stats)
+    assert len(lines) == 1
+    record = lines[0].record()
+    assert record["step_loss"] == 1.5 and "measures" not in record
+    assert record["train/denoise_loss"] == 2.0 and record["train/text_recon_loss"] == 0.25
+    assert "train/repa_loss" not in record and "train/repa_loss" not in lines[0].scalars()  # not measured
+    assert lines[0].scalars()["train/denoise_loss"] == 2.0
+    assert lines[0].line().startswith("step=2 epoch=1 step_loss=1.5 ")

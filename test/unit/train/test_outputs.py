@@ -1,0 +1,136 @@
+"""Where a run's words go."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from difftrain.config import LoggingSection, TrainConfig
+from difftrain.contracts import ConfigFault, Reject
+from difftrain.train.outputs import RunOutputs, log, set_up_logging, write_rejects
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    handlers, level, propagate = log.handlers[:], log.level, log.propagate
+    yield
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+
+
+def test_every_rank_has_a_log_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "log.txt"
+    for rank in (0, 1):
+        set_up_logging(LoggingSection(console_file=str(path), console_simple=True), rank)
+        log.warning("hello")
+        logging.getLogger("difftrain").handlers[0].close()
+    assert path.read_text() == "hello\n"
+    assert (tmp_path / "new" / "log.txt.rank1").read_text() == "[rank 1] hello\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["a folder", "below a file"])
+def test_a_log_file_that_cannot_be_opened_is_a_fault_of_its_flag(tmp_path: Path, kind: str, rank: int) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "log.txt.rank1").mkdir()
+    (tmp_path / "log.txt").mkdir()
+    path = tmp_path / ("log.txt" if kind == "a folder" else "file/log.txt")
+    with pytest.raises(ConfigFault, match=r"--console_log_file: .* cannot be written to: \w+"):
+        set_up_logging(LoggingSection(console_file=str(path)), rank)
+
+
+def opened(cfg: TrainConfig, facts: dict[str, Any] | None = None, step: int = 0, samples_seen: int = 0) -> RunOutputs:
+    return RunOutputs(
+        cfg,
+        is_logger=True,
+        step=step,
+        samples_seen=samples_seen,
+        total_steps=9,
+        earlier_s=0.0,
+        facts=facts or {},
+        recorded={},
+    )
+
+
+class Tracker:
+    """Remember what it is given."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self.points.append((step, values))
+
+    def image(self, step: int, tag: str, path: Path) -> None:
+        self.points.append((step, {tag: 0.0}))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_trackers_count_steps_or_examples(tmp_path: Path, examples: bool) -> None:
+    cfg = TrainConfig.model_validate(
+        {
+            "save": {"output_dir": str(tmp_path)},
+            "logging": {"x_axis_examples": examples},
+            "eval": {"sets": [{"name": "held", "config": "held.toml"}]},
+        }
+    )
+    outputs, tracker = opened(cfg), Tracker()
+    outputs._trackers.append(tracker)
+    outputs.evaluated({"step": 0, "epoch": 0, "samples_seen": 0, "held/loss": 2.0})
+    for step in (1, 2):
+        outputs.advance(step, 16 * step)
+    outputs.validated({"step": 2, "loss": 1.0}, {"loss/validation": 1.0})
+    outputs.evaluated({"step": 2, "epoch": 1, "samples_seen": 32, "held/loss": 1.0, "held/ema_loss": math.nan})
+    outputs.picture(2, "samples", tmp_path / "none.png")
+    outputs.close()
+    x = 32 if examples else 2
+    assert tracker.points == [
+        (0, {"held/loss": 2.0}),
+        (x, {"loss/validation": 1.0}),
+        (x, {"held/loss": 1.0}),
+        (x, {"samples": 0.0}),
+    ]
+
+
+def test_evaluations_beyond_the_checkpoint_are_made_again(tmp_path: Path) -> None:
+    cfg = TrainConfig.model_validate(
+        {
+            "save": {"output_dir": str(tmp_path)},
+            "eval": {"sets": [{"name": "held", "config": "held.toml"}]},
+        }
+    )
+
+    def steps(begin: int, *made: int) -> list[int]:
+        outputs = opened(cfg, step=begin)
+        for step in made:
+            outputs.evaluated({"step": step, "epoch": 0, "samples_seen": step, "held/loss": float(begin)})
+        outputs.close()
+        return [json.loads(line)["step"] for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+
+    assert steps(0, 0, 2, 4) == [0, 2, 4]
+    assert steps(2, 4) == [0, 2, 4]
+    assert steps(0, 0, 2) == [0, 2]  # begun anew: the line before the first step stands once
+
+
+def test_an_item_that_is_bad_is_named_once_whatever_how_often_it_is_met(tmp_path: Path) -> None:
+    cfg = TrainConfig.model_validate({"save": {"output_dir": str(tmp_path)}})
+    first, second = (Reject(name, "broken") for name in ("a.png", "b.png"))
+    write_rejects(tmp_path, [first])
+    facts = {"ranks": 1, "configuration": "x"}
+    outputs = opened(cfg, facts)
+    for _ in range(2):
+        outputs.rejected([first, second])
+    outputs.close()
+    lines = (tmp_path / "rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["path"] for line in lines] == ["a.png", "b.png"]

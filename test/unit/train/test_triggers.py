@@ -1,0 +1,81 @@
+"""Files and time that ask for a save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAVE, SaveWatch
+
+
+class Time:
+    """A clock that stands until it is moved."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_files_ask_once_and_are_removed(tmp_path: Path) -> None:
+    clock = Time()
+    watch = SaveWatch(tmp_path, None, clock)
+    for name, wish in (("save", EXPORT), ("save_quit", QUIT)):
+        clock.now += 1
+        assert watch.asked() == NOTHING
+        (tmp_path / name).touch()
+        clock.now += 0.1
+        assert watch.asked() == NOTHING, "the folder may be far away: not each step looks"
+        clock.now += 1
+        assert watch.asked() == wish and not any(tmp_path.iterdir())
+        clock.now += 1
+        assert watch.asked() == NOTHING
+
+
+@pytest.mark.parametrize(("name", "wish"), [("save", EXPORT), ("save_quit", QUIT)])
+def test_a_file_that_lies_there_before_the_run_goes_on_counts_once(tmp_path: Path, name: str, wish: int) -> None:
+    (tmp_path / name).touch()
+    clock = Time()
+    watch = SaveWatch(tmp_path, None, clock)
+    assert watch.asked() == wish
+    clock.now += 1
+    assert watch.asked() == NOTHING
+
+
+def test_both_files_at_once_end_the_run(tmp_path: Path) -> None:
+    for name in ("save", "save_quit"):
+        (tmp_path / name).touch()
+    assert SaveWatch(tmp_path, None).asked() == QUIT and not any(tmp_path.iterdir())
+
+
+def test_a_folder_of_that_name_asks_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    assert SaveWatch(tmp_path, None).asked() == NOTHING
+
+
+def test_a_file_that_stays_is_heeded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Time()
+    (tmp_path / "save").touch()
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    watch = SaveWatch(tmp_path, None, clock)
+    assert watch.asked() == EXPORT
+    clock.now += 1
+    assert watch.asked() == NOTHING
+
+
+def test_minutes_count_from_the_last_checkpoint() -> None:
+    clock = Time()
+    watch = SaveWatch(None, 2.0, clock)
+    clock.now += 119
+    assert watch.asked() == NOTHING
+    clock.now += 1
+    assert watch.asked() == SAVE == watch.asked()  # until there is one
+    watch.saved()
+    assert watch.asked() == NOTHING
+    clock.now += 120
+    assert watch.asked() == SAVE
