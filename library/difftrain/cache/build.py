@@ -30,7 +30,7 @@ from difftrain.cache.serve import feature_store, rejected_records
 from difftrain.cache.store.read import Reader
 from difftrain.config import TrainConfig
 from difftrain.config.paths import expanded, is_url, user_cache
-from difftrain.config.rules.finding import option
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import EVERY, ConfigFault, DataFault, Family, Fault, Parts, Reject, Tokenize
 from difftrain.data.loader import num_workers
 from difftrain.data.prepare import Data
@@ -261,7 +261,7 @@ def _rejects(
                     such = next((f", such as {one.path}: {one.reason}" for one in (*bad, *each.manifest.passed)), "")
                     raise DataFault(
                         f"{count:,} of {of:,} pictures cannot be encoded "
-                        f"(--max_rejected_share={cfg.data.max_rejected_share:g}){such}"
+                        f"({option('data.max_rejected_share')}={cfg.data.max_rejected_share:g}){such}"
                     )
         for reject in list(found.values())[:_NAMED]:
             log.warning("%s: %s; it is not in the cache", reject.path, reject.reason)

@@ -23,6 +23,7 @@ from difftrain.cache.store.references import Reference
 from difftrain.cache.store.segment import SegmentWriter
 from difftrain.config.paths import user_cache
 from difftrain.config.schema.sections import CacheSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
 
 log = logging.getLogger("difftrain")
@@ -76,7 +77,9 @@ class DiskCache:
         """
         use = self._known()
         if self.section.trust and use is not None and use.whole and self.database.exists():
-            log.info("--trust_cache: everything was there when this cache was built; it is not looked through")
+            log.info(
+                f"{option('cache.trust', True)}: everything was there when this cache was built; it is not looked through"
+            )
             references.touch(self.folder, self.use)
             return self.database, {each.request.name: np.zeros(each.manifest.count, bool) for each in self.manifests}
         if self.section.trust and use is None:
@@ -145,9 +148,17 @@ class DiskCache:
         """Let all wanted entries count no longer; once, if a build that began with it was interrupted."""
         if not self.writable:
             what = f"{self.name} cannot be written to, so nothing in it can be encoded anew"
-            raise ConfigFault([Fault("--regenerate_cache", what, "leave it out, or name another --cache_dir")])
+            raise ConfigFault(
+                [
+                    Fault(
+                        option("cache.regenerate", True),
+                        what,
+                        f"leave it out, or name another {option('data.cache_dir')}",
+                    )
+                ]
+            )
         if use is not None and not use.whole and use.facts.get(REGENERATING):
-            log.info("--regenerate_cache: the build that was interrupted goes on")
+            log.info(f"{option('cache.regenerate', True)}: the build that was interrupted goes on")
             return
         metadata, count = Metadata(self.database), 0
         for each in self.manifests:
@@ -157,7 +168,7 @@ class DiskCache:
                 tombstones.add(self.folder, places)
                 count += len(places)
         self._write_use({**self.facts, REGENERATING: True})
-        log.info("--regenerate_cache: %s entries are encoded anew", f"{count:,}")
+        log.info(f"{option('cache.regenerate', True)}: %s entries are encoded anew", f"{count:,}")
         self._merge()
 
     def _check_segments(self, metadata: Metadata) -> None:
@@ -234,7 +245,7 @@ class DiskCache:
                 remedy = (
                     "name the model that it was built with, or leave this out to encode anew beside the old entries"
                 )
-                faults.append(Fault("--trust_cache", what, remedy))
+                faults.append(Fault(option("cache.trust", True), what, remedy))
         if faults:
             raise ConfigFault(faults)
 
@@ -248,8 +259,8 @@ class DiskCache:
             told = ", ".join(f"{count:,} of {total[name]:,} of {name}" for name, count in counts.items() if count)
             why = "is read only, on an object store" if self.remote else "cannot be written to"
             what = f"{self.name} {why}, and entries that this run wants are missing: {told}"
-            remedy = "build it where it can be written, with the same settings and --cache_only, or name another folder"
-            raise ConfigFault([Fault("--cache_dir", what, remedy)])
+            remedy = f"build it where it can be written, with the same settings and {option('cache.only', True)}, or name another folder"
+            raise ConfigFault([Fault(option("data.cache_dir"), what, remedy)])
 
     # --- while it is built ---
 

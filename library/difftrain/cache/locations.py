@@ -23,6 +23,7 @@ from difftrain.cache.store.read import Reader
 from difftrain.cache.store.segment import EntrySink, SegmentFiles, SegmentWriter
 from difftrain.config.paths import is_url, shown_url
 from difftrain.config.schema.sections import CacheSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Fault
 from difftrain.device import host
 from difftrain.distributed.collective import on_each_machine, run_on
@@ -199,7 +200,7 @@ class DiskLocation:
             )
             self._entries, self._source = MemoryEntries(where), SegmentFiles(None)
             log.info(
-                "--cache_preload: %s entries of the cache lie in memory, once for this machine",
+                f"{option('cache.preload', True)}: %s entries of the cache lie in memory, once for this machine",
                 f"{self._entries.count:,}",
             )
         elif not self._section.skip_check:

@@ -17,6 +17,7 @@ from difftrain.cache.manifest.transforms import MASKS
 from difftrain.cache.store.format import ALIGN, ROW
 from difftrain.cache.store.storage import CHOICES, nbytes_of
 from difftrain.config import TrainConfig
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import CAPTION, PAIR, Bucket, ConfigFault, Encoder, Family, Fault, Parts
 from difftrain.data.captions import may_drop
 from difftrain.device import host
@@ -28,8 +29,8 @@ _HEAD = 2 * ALIGN  # of a payload: what its features are, and the name of the re
 _INDEXED = 200  # bytes an entry takes in metadata.db, while a new one lies beside the old one
 # by whether captions are read: what reads them is a text encoder, also where it sees the picture
 _SOURCES = (
-    (False, "--cache_latents", "latents", "latents_to_disk"),
-    (True, "--cache_text_encoder_outputs", "text", "text_to_disk"),
+    (False, "latents", "latents_to_disk"),
+    (True, "text", "text_to_disk"),
 )
 
 
@@ -38,7 +39,7 @@ class CacheRequest:
     """One encoder whose features are to be cached, and how they are stored. dtypes: of each feature, by torch's name."""
 
     name: str
-    flag: str
+    field: str
     to_disk: bool
     encoder: Encoder
     dtypes: Mapping[str, str]
@@ -70,7 +71,7 @@ class CacheRequest:
 
 def caches_anything(cfg: TrainConfig) -> bool:
     """Tell whether anything is to be cached."""
-    return any(getattr(cfg.cache, field) for _, *_, memory, disk in _SOURCES for field in (memory, disk))
+    return any(getattr(cfg.cache, field) for _, memory, disk in _SOURCES for field in (memory, disk))
 
 
 def cache_requests(
@@ -83,7 +84,7 @@ def cache_requests(
     """
     found = []
     described = encoders_of(family, parts, trains=trains) if caches_anything(cfg) else {}
-    for reads_captions, flag, memory, disk in _SOURCES:
+    for reads_captions, memory, disk in _SOURCES:
         to_disk = bool(getattr(cfg.cache, disk))
         if not (to_disk or getattr(cfg.cache, memory)):
             continue
@@ -91,11 +92,15 @@ def cache_requests(
         for name, encoder in described.items():
             if ("caption" in encoder.source) == reads_captions:
                 if encoder.source == PAIR and data is not None:
-                    _refuse_random_crops(name, flag, data)
-                found.append(CacheRequest(name, flag, to_disk, encoder, storage_dtypes(cfg, encoder), size))
+                    _refuse_random_crops(name, f"cache.{memory}", data)
+                found.append(
+                    CacheRequest(name, f"cache.{memory}", to_disk, encoder, storage_dtypes(cfg, encoder), size)
+                )
         masks = mask_encoder(data.recipes) if not reads_captions and data is not None else None
         if masks is not None:
-            found.append(CacheRequest(MASKS, flag, to_disk, masks, dict.fromkeys(masks.features, "uint8"), size))
+            found.append(
+                CacheRequest(MASKS, f"cache.{memory}", to_disk, masks, dict.fromkeys(masks.features, "uint8"), size)
+            )
     return found
 
 
@@ -105,14 +110,14 @@ def encoders_of(family: Family, parts: Parts, *, trains: bool) -> dict[str, Enco
     return {name: each for name, each in every.items() if trains or not parts.training_only.issuperset(each.modules)}
 
 
-def _refuse_random_crops(name: str, flag: str, data: Data) -> None:
+def _refuse_random_crops(name: str, field: str, data: Data) -> None:
     """Refuse to keep what an encoder sees of pictures that are not the same at every use. Raises ConfigFault."""
     each_use = {
-        "--random_crop": any(recipe.random_crop for recipe in data.recipes),
-        "--color_aug": any(recipe.color_aug for recipe in data.recipes),
-        "--face_crop_aug_range": any(recipe.face_crop_range for recipe in data.recipes),
+        option("data.random_crop", True): any(recipe.random_crop for recipe in data.recipes),
+        option("data.color_aug", True): any(recipe.color_aug for recipe in data.recipes),
+        option("data.face_crop_range"): any(recipe.face_crop_range for recipe in data.recipes),
     }
-    what = f"contradicts {flag}: {name} sees the picture beside its caption, and each use has another"
+    what = f"contradicts {option(field, True)}: {name} sees the picture beside its caption, and each use has another"
     if faults := [Fault(given, what, "give one of them") for given, is_on in each_use.items() if is_on]:
         raise ConfigFault(faults)
 
@@ -202,10 +207,12 @@ def disk_shortage(estimates: Sequence[StorageEstimate], folder: Path, say: Calla
         say(f"cache: {bytes_text(size)} are to be written to {folder}, where {bytes_text(free)} are free")
     if size > free:
         flags = ", ".join(
-            dict.fromkeys(f"{estimate.request.flag}_to_disk" for estimate in estimates if estimate.missing)
+            dict.fromkeys(
+                option(f"{estimate.request.field}_to_disk", True) for estimate in estimates if estimate.missing
+            )
         )
         what = f"needs {bytes_text(size)} more below {folder}, where {bytes_text(free)} are free"
-        remedy = "make room, name another --cache_dir, or store less: --cache_latents_dtype, --cache_text_dtype"
+        remedy = f"make room, name another {option('data.cache_dir')}, or store less: {option('cache.latents_dtype')}, {option('cache.text_dtype')}"
         yield Fault(flags, what, remedy)
 
 
@@ -217,9 +224,10 @@ def memory_shortage(estimates: Sequence[StorageEstimate], say: Callable[[str], N
     known = "" if free is None else f", of {bytes_text(free)} that are free"
     say(f"cache: {bytes_text(size)} of this machine's memory{known}")
     if free is not None and size > free:
-        flags = list(dict.fromkeys(estimate.request.flag for estimate in estimates))
+        fields = list(dict.fromkeys(estimate.request.field for estimate in estimates))
         what = f"needs {bytes_text(size)} of memory, and {bytes_text(free)} are free"
-        yield Fault(", ".join(flags), what, f"{flags[0]}_to_disk keeps it in files instead")
+        names = ", ".join(option(field, True) for field in fields)
+        yield Fault(names, what, f"{option(f'{fields[0]}_to_disk', True)} keeps it in files instead")
 
 
 def duration_text(seconds: float) -> str:

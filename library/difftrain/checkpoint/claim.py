@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
 from difftrain.io.files import write_json
 from difftrain.io.process import boot_id, has_ended, start_of
@@ -156,7 +157,9 @@ def claim_together(output_dir: Path, config_digest: str, ranks: Ranks, say: Say 
             except ConfigFault as error:
                 fault = error
             except OSError as error:
-                fault = ConfigFault([Fault("--output_dir", f"{output_dir}: {error}", "give a folder to write to")])
+                fault = ConfigFault(
+                    [Fault(option("save.output_dir"), f"{output_dir}: {error}", "give a folder to write to")]
+                )
         faults = [each for each in ranks.gather(fault) if each is not None]
         if faults:
             if mine is not None:
@@ -191,7 +194,9 @@ def _may_be_taken(folder: Path, number: int, holder: Holder | None) -> bool:
 def _held(output_dir: Path, holder: Holder | None) -> Fault:
     who = str(holder) if holder is not None else "a process that is just starting"
     return Fault(
-        "--output_dir", f"{output_dir} is in use by another run: {who}", "give another folder, or end that run"
+        option("save.output_dir"),
+        f"{output_dir} is in use by another run: {who}",
+        "give another folder, or end that run",
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from difftrain.checkpoint.commit import OLD, TRASH, WORK
 from difftrain.checkpoint.manifest import Manifest, Torn, verify
 from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import MANIFEST, fsync_folder, remove
 
@@ -76,21 +77,25 @@ def fault_of(path: Path, *, deep: bool = True) -> str:
     return ""
 
 
-def open_given(path: Path, flag: str = "--resume", fault: Callable[[Path], str] = fault_of) -> Path:
+def open_given(path: Path, flag: str = "", fault: Callable[[Path], str] = fault_of) -> Path:
     """Check the checkpoint folder that a user named. Raises ConfigFault that says what is wrong with it.
 
-    fault: says why a folder is not a whole checkpoint.
+    flag: how it was named. fault: says why a folder is not a whole checkpoint.
     """
     if not path.is_dir():
-        raise ConfigFault([Fault(flag, f"{path} is not a folder", "give a folder ...-state, or auto")])
+        raise ConfigFault(
+            [Fault(flag or option("save.resume"), f"{path} is not a folder", "give a folder ...-state, or auto")]
+        )
     if not (path / MANIFEST).is_file():
         inside = candidates(path)
         remedy = f"the newest one in it is {inside[0].path.name}" if inside else "give a folder ...-state, or auto"
-        raise ConfigFault([Fault(flag, f"{path} is not a checkpoint: it has no {MANIFEST}", remedy)])
+        raise ConfigFault(
+            [Fault(flag or option("save.resume"), f"{path} is not a checkpoint: it has no {MANIFEST}", remedy)]
+        )
     if said := fault(path):
         others = [each.path.name for each in candidates(path.parent) if each.path.name != path.name]
         remedy = f"others beside it: {', '.join(others[:3])}" if others else "there is no other beside it"
-        raise ConfigFault([Fault(flag, f"{path} is not whole: {said}", remedy)])
+        raise ConfigFault([Fault(flag or option("save.resume"), f"{path} is not whole: {said}", remedy)])
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from difftrain.checkpoint.find import Say, newest
 from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import write_json
 
@@ -72,7 +73,9 @@ class RunRecord:
             return None
         except (OSError, ValueError, TypeError, AttributeError) as error:
             what = f"{path} cannot be read: {error}"
-            raise ConfigFault([Fault("--output_dir", what, "move the folder away, or mend that file")]) from None
+            raise ConfigFault(
+                [Fault(option("save.output_dir"), what, "move the folder away, or mend that file")]
+            ) from None
         return replace(record, sessions=tuple(record.sessions))
 
 
@@ -149,13 +152,17 @@ def choose_start(state: State, resume: str | None, config_digest: str, output_di
     if state.record.config_digest == config_digest or not any(_files_of_a_run(output_dir, state.record.names)):
         return None  # nothing to continue from; the same configuration writes the same files again
     what = f"{output_dir} holds a run of another configuration that left no checkpoint to continue from"
-    raise ConfigFault([Fault("--output_dir", what, "give another folder, or move this one away")])
+    raise ConfigFault([Fault(option("save.output_dir"), what, "give another folder, or move this one away")])
 
 
 def _foreign(state: Foreign, output_dir: Path) -> Fault:
     more = f" and {len(state.files) - 3} more" if len(state.files) > 3 else ""
     what = f"{output_dir} holds files that this run would overwrite: {', '.join(state.files[:3])}{more}"
-    return Fault("--output_dir", what, "give another --output_dir or --output_name, or move them away")
+    return Fault(
+        option("save.output_dir"),
+        what,
+        f"give another {option('save.output_dir')} or {option('save.output_name')}, or move them away",
+    )
 
 
 def _another_run(state: Unfinished | Finished, output_dir: Path) -> Fault:
@@ -165,5 +172,5 @@ def _another_run(state: Unfinished | Finished, output_dir: Path) -> Fault:
         what = f"begun {state.record.started}, its newest checkpoint is {state.newest.name}"
     else:
         what = f"begun {state.record.started}, without a checkpoint yet"
-    remedy = "--resume=auto continues it; or give another folder"
-    return Fault("--output_dir", f"{output_dir} holds another run ({what})", remedy)
+    remedy = f"{option('save.resume')}=auto continues it; or give another folder"
+    return Fault(option("save.output_dir"), f"{output_dir} holds another run ({what})", remedy)

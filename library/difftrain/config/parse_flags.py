@@ -5,7 +5,7 @@ Precedence: field default < --config TOML < --config_file < flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from difftrain.config.schema.validate import Values, build, choices_of, default_
 from difftrain.config.secrets import keep_in_environment, redact
 from difftrain.config.spellings.flag import Flag, convert
 from difftrain.config.spellings.flags import FLAGS, flag_of
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import ConfigFault, Fault
 
 
@@ -139,7 +140,6 @@ class Parsed:
     bare: dict[str, str]
     argv: tuple[str, ...]
     words: dict[str, list[str]] = field(default_factory=dict)
-    tell: Callable[[str], str] = str  # puts a sentence that names flags into the words of the door
     coming: PendingFiles | None = None  # what a dry run leaves to be made
 
     @property
@@ -202,7 +202,9 @@ def _with_engine(cfg: TrainConfig, src: _Sources) -> TrainConfig:
     """Take the engine that runs DeepSpeed where nobody has chosen one."""
     if not cfg.deepspeed.enable or "training.engine" in src.origins:
         return cfg
-    src.notes.append(f"{src.origins['deepspeed.enable']}: takes --engine=accelerate, whose plugin runs DeepSpeed")
+    src.notes.append(
+        f"{src.origins['deepspeed.enable']}: takes {option('training.engine')}=accelerate, whose plugin runs DeepSpeed"
+    )
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"engine": "accelerate"})})
 
 
@@ -225,7 +227,7 @@ def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainCon
     if not (cached and draws_captions(cfg, told=False)) or cfg.cache.shuffle_num or "cache.shuffle_num" in bad:
         return cfg
     notes.append(
-        f"--cache_shuffle_num: {SHUFFLE_NUM} captions of each record are drawn and cached, and each use takes one of them"
+        f"{option('cache.shuffle_num')}: {SHUFFLE_NUM} captions of each record are drawn and cached, and each use takes one of them"
     )
     return cfg.model_copy(update={"cache": cfg.cache.model_copy(update={"shuffle_num": SHUFFLE_NUM})})
 
@@ -236,7 +238,9 @@ def _with_data_sets(cfg: TrainConfig, src: _Sources) -> TrainConfig:
     if data.datasets and not flagged:
         for path in sorted(kohya.OVERRIDABLE & src.setters.keys()):
             what = f"has no effect on the data sets of {src.origins['data.datasets']}, which hold every setting"
-            src.faults.append(Fault(src.origins[path], what, "change them there, or give --dataset_config"))
+            src.faults.append(
+                Fault(src.origins[path], what, f"change them there, or give {option('data.dataset_config')}")
+            )
         return cfg
     if not data.dataset_config or "data.dataset_config" in src.bad:
         return cfg

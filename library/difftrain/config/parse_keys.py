@@ -30,13 +30,8 @@ from difftrain.config.schema.sections import EvalSetSection, TrainConfig
 from difftrain.config.schema.validate import default_of
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
 from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, TABLES
-from difftrain.config.spellings.train_words import (
-    error_in_own_words,
-    faults_in_own_words,
-    in_own_words,
-    log_in_own_words,
-)
-from difftrain.contracts.errors import ConfigFault, DifftrainError, Fault
+from difftrain.config.spellings.spelling import speaking
+from difftrain.contracts.errors import ConfigFault, Fault
 
 _FILE, _SETS, _EVAL = "data.dataset_config", "data.datasets", "eval.sets"
 _AT_RANDOM = ("flip", "random_crop", "color_aug", "face_crop_range")
@@ -54,7 +49,7 @@ def with_data_sets(out: Resolution, *, named_now: bool) -> TrainConfig:
         found = diffusion_pipe.resolve(Path(path), cfg, multiple=multiple, batch_of=_batch_of(out, cfg))
         _say(out, found, _SETS, path)
         given = {each for each in found.overridden & out.origins.keys() if value_of(cfg, each) != default_of(each)}
-        out.notes += map(in_own_words, data_rules.overridden(given, path))
+        out.notes += data_rules.overridden(given, path)
         cfg = kohya.applied(cfg, found)
     elif (batch_of := _batch_of(out, cfg)) and not path and not cfg.data.datasets and cfg.data.resolution:
         width, height = cfg.data.resolution  # of the folders that the run's own file names
@@ -82,8 +77,8 @@ def _eval_set(out: Resolution, cfg: TrainConfig, section: EvalSetSection, multip
 
 
 def _say(out: Resolution, found: kohya.Resolved, field: str, path: str) -> None:
-    out.faults += [fault for fault in faults_in_own_words(found.faults) if fault not in out.faults]
-    out.notes += [note for note in map(in_own_words, found.notes) if note not in out.notes]
+    out.faults += [fault for fault in found.faults if fault not in out.faults]
+    out.notes += [note for note in found.notes if note not in out.notes]
     out.origins.setdefault(field, path)
     if found.faults:
         out.bad.add(field)
@@ -150,23 +145,22 @@ def open_train_door(
             raise SystemExit(code)
         return parse(argv, extra_rules, preset)
 
-    def inner(parsed: Parsed) -> int:
-        log_in_own_words()
-        try:
-            return work(parsed)
-        except DifftrainError as error:
-            raise error_in_own_words(error) from error
-
     def help() -> str:
         from difftrain.config.render.help import key_help
 
         return key_help(prog)
 
-    return enter(prog, argv, read, inner, help)
+    with speaking("train"):
+        return enter(prog, argv, read, work, help)
 
 
 def parse(argv: list[str], extra_rules: Sequence[Rule] = (), preset: Mapping[str, Any] | None = None) -> Parsed:
     """Read a command line of train.py. Raises ConfigFault with every fault of it, of its files and their combination."""
+    with speaking("train"):
+        return _parse(argv, extra_rules, preset or {})
+
+
+def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, Any]) -> Parsed:
     line = Layer()
     bare, items = scan(argv, line)
     file = layers.read_file(Path(bare["config"])) if "config" in bare else Layer()
@@ -175,7 +169,7 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = (), preset: Mapping[str
     line.take(items)  # behind the file, so that a token of the command line wins
     launch_options.local_place(bare, line)
     launch_options.deepspeed(bare, line, {**file.values, **line.values})
-    out = resolve_layers([file, line], preset or {})
+    out = resolve_layers([file, line], preset)
     for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
         if value_of(out.cfg, path):
             out.fault(path, "contradicts --dump_dataset, which writes the data set out and stops", "give one of them")
@@ -185,19 +179,18 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = (), preset: Mapping[str
         cfg = with_data_sets(out, named_now="data.dataset_config" in line.values)
         drawn: list[str] = []
         cfg = with_variants(cfg, out.bad, drawn)
-        out.notes += map(in_own_words, drawn)
+        out.notes += drawn
         # a sampler that is SDXL's default is asked for all the same where it is written: a flow has others
         asked = {path for path in out.origins if path == "sample.sampler" or value_of(cfg, path) != default_of(path)}
         found, said = check(cfg, (*_RULES, *extra_rules), asked, out.bad, out.origins)
         out.cfg = cfg
-    # what rules find speaks of flags; the rest has the words that were typed
-    faults = [*out.faults, *faults_in_own_words(found)]
+    faults = [*out.faults, *found]
     if any(fault.where.startswith("--config=") for fault in file.faults):  # unread, it may hold what seems missing
         faults = [fault for fault in faults if fault.what != "is missing"]
     if faults:
         raise ConfigFault(dict.fromkeys(faults))
-    notes = dict.fromkeys((*out.notes, *map(in_own_words, said)))
-    return Parsed(out.cfg, tuple(notes), bare, tuple(redact(argv)), tell=in_own_words)
+    notes = dict.fromkeys((*out.notes, *said))
+    return Parsed(out.cfg, tuple(notes), bare, tuple(redact(argv)))
 
 
 def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[KeyValue]]:

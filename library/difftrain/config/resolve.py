@@ -16,7 +16,7 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import build, default_of
 from difftrain.config.spellings.key_meanings import ENCODER
 from difftrain.config.spellings.keys import home_of
-from difftrain.config.spellings.train_words import spelt
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import Fault
 from difftrain.models.registry import DEFAULT, FAMILIES
 
@@ -54,7 +54,7 @@ class Resolution:
 
     def where(self, path: str) -> str:
         """Return the place where a field was given."""
-        return self.origins.get(path) or spelt(path)
+        return self.origins.get(path) or option(path)
 
     def set(self, path: str, value: Any, like: str) -> None:
         """Give a field a value that comes from another place, wherever else it was given."""

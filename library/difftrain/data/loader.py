@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from difftrain.config import TrainConfig
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
 from difftrain.data.plan.length import total_steps
 from difftrain.data.plan.plan import EpochPlan, Uses
@@ -221,7 +222,7 @@ def check_sizes(tables: PlanTables, features: FeatureSpec) -> None:
     if odd:
         raise DataFault(
             f"the model takes sizes that are multiples of {multiple}, the data makes {', '.join(odd[:6])}: "
-            "choose --resolution and --bucket_reso_steps accordingly"
+            f"choose {option('data.resolution')} and {option('data.bucket_reso_steps')} accordingly"
         )
 
 
@@ -336,7 +337,7 @@ def _next(iterator: Iterator[Any], loader: DataLoader[Any], patience_s: float) -
             _end_workers(iterator)
             raise WorkerDied(
                 f"{error}. A process that loads data was killed, most often for memory: "
-                f"try a smaller --max_data_loader_n_workers than {loader.num_workers}"
+                f"try a smaller {option('data.workers')} than {loader.num_workers}"
             ) from error
 
 
@@ -369,16 +370,16 @@ def _end_workers(iterator: Any) -> None:
             worker.kill()
 
 
-def num_workers(wanted: int, local_size: int | None = None, *, said_by: str = "--max_data_loader_n_workers") -> int:
+def num_workers(wanted: int, local_size: int | None = None, *, said_by: str = "") -> int:
     """Return the number of loader processes: as many as wanted, at most one a processor that this process has.
 
-    said_by: what wants so many.
+    said_by: what wants so many; unset: the option of the loader's workers.
     """
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = local_size or Launch.from_environment().local_size
     most = max(1, processors // ranks)
     if wanted > most:
-        _log_capped(wanted, most, processors, ranks, said_by)
+        _log_capped(wanted, most, processors, ranks, said_by or option("data.workers"))
     return min(wanted, most)
 
 

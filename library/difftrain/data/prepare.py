@@ -17,6 +17,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.datasets.datasets import datasets_of, subsets_of
 from difftrain.config.paths import expanded, is_url, user_cache
 from difftrain.config.schema.sections import SizeSection, SubsetSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Bucket, ConfigFault, DataFault, Fault, Reject
 from difftrain.data.features import NOTHING_CACHED, FeatureStore
 from difftrain.data.index.build import build_index
@@ -108,7 +109,7 @@ def trusted_index(cfg: TrainConfig) -> Index:
     if latest is None:
         what = f"there is no index of these data that could be trusted, below {' or '.join(map(str, folders))}"
         remedy = "leave it out of the first run: the data are looked at once, and the index is kept"
-        raise ConfigFault([Fault("--trust_cache", what, remedy)])
+        raise ConfigFault([Fault(option("cache.trust", True), what, remedy)])
     return Index(latest)
 
 
@@ -332,9 +333,9 @@ def refuse(cfg: TrainConfig, data: Data) -> None:
     if tables.unplaced and (tables.unplaced == tables.count or rejected > limit * items):
         example = next(reject for reject in data.rejects() if reject.reason.startswith(NO_BUCKET))
         raise DataFault(
-            f"{rejected:,} of {items:,} items are rejected (--max_rejected_share={limit:g}), {tables.unplaced:,} of them "
+            f"{rejected:,} of {items:,} items are rejected ({option('data.max_rejected_share')}={limit:g}), {tables.unplaced:,} of them "
             f"because they fit no bucket, such as {example.path} ({example.reason}): "
-            "choose smaller --bucket_reso_steps, or leave out --bucket_no_upscale"
+            f"choose smaller {option('data.bucket_reso_steps')}, or leave out {option('data.bucket_no_upscale', True)}"
         )
 
     # nothing to train on, or nothing held out
@@ -346,11 +347,13 @@ def refuse(cfg: TrainConfig, data: Data) -> None:
             "nothing is left to train on; give a larger one"
         )
     if not tables.training:
-        raise DataFault(f"--validation_split={share} holds out all {placed} records: nothing is left to train on")
+        raise DataFault(
+            f"{option('validation.split')}={share} holds out all {placed} records: nothing is left to train on"
+        )
     if share and not tables.validation:
         raise DataFault(
-            f"--validation_split={share} holds out none of {placed} records with seed {validation_seed(cfg)}: a record "
-            "is chosen by the hash of its name, whatever else there is; give a larger share or another --validation_seed"
+            f"{option('validation.split')}={share} holds out none of {placed} records with seed {validation_seed(cfg)}: a record "
+            f"is chosen by the hash of its name, whatever else there is; give a larger share or another {option('validation.seed')}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.device import patches
 from difftrain.device.attend import takes_fp32
 from difftrain.device.attention_dispatch import name_backend
@@ -74,13 +75,17 @@ def _kind_of(part: Any) -> type[Any] | None:
 
 
 def _sentence(device: Device, fused: bool, choice: str, precision: str, use_fused: bool) -> str:
-    asked = [flag for flag, on in (("--enable_npu_flash_attention", fused), (f"--{choice}", choice != "auto")) if on]
+    asked = [
+        flag
+        for flag, on in ((option("training.fused_attention", True), fused), (f"--{choice}", choice != "auto"))
+        if on
+    ]
     if choice == "mem_eff":
-        asked[-1] = "--mem_eff_attn"
+        asked[-1] = option("training.attention", "mem_eff")
     because = f" ({', '.join(asked)} asked for)" if asked else ""
     if not use_fused:
         return f"torch's scaled_dot_product_attention on {device.kind}{because}"
     if precision == "no" and not takes_fp32():
         return f"torch's scaled_dot_product_attention on npu in fp32, which this CANN does not fuse{because}"
-    by_itself = "" if asked else " (the default on npu; --sdpa for torch's own)"
+    by_itself = "" if asked else f" (the default on npu; {option('training.attention', 'sdpa')} for torch's own)"
     return f"npu_fusion_attention where its limits allow{because or by_itself}"

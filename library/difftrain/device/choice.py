@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import ascend, ascend_packages, versions
 
@@ -165,7 +166,7 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
     Raises ConfigFault where the kind asked for is missing, or has fewer devices than processes.
     """
     if kind not in ("auto", *KINDS):
-        raise ConfigFault([Fault("--device", f"got {kind!r}", f"one of auto, {', '.join(KINDS)}")])
+        raise ConfigFault([Fault(option("training.device"), f"got {kind!r}", f"one of auto, {', '.join(KINDS)}")])
     if kind != "auto":
         found = find(kind)
         if not found.count:
@@ -185,8 +186,12 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
 
 
 def _absent(found: ProbedDevice) -> Fault:
-    remedy = f"{found.remedy}; or leave --device=auto" if found.remedy else "or leave --device=auto"
-    return Fault("--device", f"{found.kind} asked for, but {found.why_not}", remedy)
+    remedy = (
+        f"{found.remedy}; or leave {option('training.device')}=auto"
+        if found.remedy
+        else f"or leave {option('training.device')}=auto"
+    )
+    return Fault(option("training.device"), f"{found.kind} asked for, but {found.why_not}", remedy)
 
 
 def _missed(found: ProbedDevice) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from difftrain.config.spellings.spelling import option
+
 # Seconds. HCCL's own: how long a collective waits for a rank that does not come, and how long ranks try to connect.
 _EXEC, _CONNECT = "HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT"
 _DEFAULT_S = 1800  # torch_npu's own group then waits 1800 s longer than HCCL
@@ -32,4 +34,4 @@ def agree_on_waiting(timeout_min: float | None) -> str:
         if os.environ.get(name, value) != value
     ]
     os.environ.update(meant)
-    return f"--ddp_timeout={timeout_min:g}: {', '.join(said)}" if said else ""
+    return f"{option('training.ddp_timeout_min')}={timeout_min:g}: {', '.join(said)}" if said else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ def check_environment() -> None:
             f"unset it, {otherwise}",
         )
         for name, off, otherwise in (
-            (_ENABLE, "0", "or train with --mixed_precision=no"),
-            (_DISABLE, "1", "or train with --mixed_precision=bf16"),
+            (_ENABLE, "0", f"or train with {option('training.mixed_precision')}=no"),
+            (_DISABLE, "1", f"or train with {option('training.mixed_precision')}=bf16"),
         )
         if os.environ.get(name, "").strip() == off
     ]
@@ -63,10 +64,10 @@ def check_device(device: torch.device) -> None:
         raise ConfigFault(
             [
                 Fault(
-                    "--mixed_precision=fp16",
+                    f"{option('training.mixed_precision')}=fp16",
                     f"{_LARGE:g} + {_LARGE:g} is {found[0]:g} in fp16 on {device}: it saturates instead of overflowing "
                     "(no INF/NAN mode), so loss scaling would never see an overflow",
-                    f"unset {_ENABLE} and {_DISABLE}; where the device has no such mode, --mixed_precision=bf16 or no",
+                    f"unset {_ENABLE} and {_DISABLE}; where the device has no such mode, {option('training.mixed_precision')}=bf16 or no",
                 )
             ]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Engine, Fault
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def make_engine(cfg: TrainConfig, device: Device, ranks: Ranks) -> Engine:
     target = ENGINES.get(cfg.training.engine)
     if target is None:
         known = ", ".join(sorted(ENGINES))
-        raise ConfigFault([Fault("--engine", f"there is no engine {cfg.training.engine!r}", f"one of: {known}")])
+        raise ConfigFault(
+            [Fault(option("training.engine"), f"there is no engine {cfg.training.engine!r}", f"one of: {known}")]
+        )
     if cfg.training.engine == "accelerate" and cfg.deepspeed.enable:
         target = ZERO
     elif cfg.training.engine == "accelerate" and cfg.optimizer.type.lower() == "oss" and ranks.size > 1:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from difftrain.config.spellings.spelling import option
 from difftrain.engine import ddp
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def unsupported(cfg: TrainConfig, device: Device) -> list[str]:
     if can is not None and not can():
         other = "bf16 or no" if cfg.training.mixed_precision == "fp16" else "no"
         found.append(
-            f"DeepSpeed has no {cfg.training.mixed_precision} on this {device.kind}: give --mixed_precision={other}"
+            f"DeepSpeed has no {cfg.training.mixed_precision} on this {device.kind}: give {option('training.mixed_precision')}={other}"
         )
     if "nvme" in (cfg.deepspeed.offload_optimizer_device, cfg.deepspeed.offload_param_device):
         builder = known.create_op_builder("AsyncIOBuilder")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.master_weights import MasterWeights
 from difftrain.engine.optimizer_state import Keep, NamedState, decode, encode
@@ -200,7 +201,7 @@ class ZeroState:
         """Take encoded states and groups back; this rank keeps its pieces."""
         if len(groups) != len(self._optimizer.param_groups):
             what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
-            raise ConfigFault([Fault("--resume", f"{what}{len(self._optimizer.param_groups)}")])
+            raise ConfigFault([Fault(option("save.resume"), f"{what}{len(self._optimizer.param_groups)}")])
         whole = {key for state in states.values() for key, value in state.items() if key != _STEP and _is_tensor(value)}
         self._make_room(next((state for state in states.values() if state), {}), whole)
         kept: dict[str, Tensor] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.config.datasets.datasets import has_buckets
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
 from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.keys import module_seed
@@ -84,7 +85,9 @@ class BaseEngine:
         # --- what is trained, and the fp32 values behind half weights
         self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
         if not self._trained:
-            raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])
+            raise ConfigFault(
+                [Fault(option("optimizer.learning_rate"), "nothing is trained: every parameter is frozen")]
+            )
         self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
         self._master_weights = self._make_master_weights()
 
@@ -140,7 +143,9 @@ class BaseEngine:
         closure = inspect.signature(inner(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             what = f"{type(optimizer).__name__} evaluates the loss several times a step"
-            raise ConfigFault([Fault("--optimizer_type", what, "use an optimizer that takes gradients as they are")])
+            raise ConfigFault(
+                [Fault(option("optimizer.type"), what, "use an optimizer that takes gradients as they are")]
+            )
         return optimizer
 
     def _dummy_backward(self, batch: Batch) -> None:

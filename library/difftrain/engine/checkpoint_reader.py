@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.snapshot import DTYPES
 
@@ -43,7 +44,9 @@ class CheckpointReader:
         for name, file in self._files.items():
             twice = self.shapes.keys() & file.entries.keys()
             if twice:
-                raise ConfigFault([Fault("--resume", f"{folder / name} repeats {min(twice)}, which another file has")])
+                raise ConfigFault(
+                    [Fault(option("save.resume"), f"{folder / name} repeats {min(twice)}, which another file has")]
+                )
             self.shapes |= {key: shape for key, (shape, _) in file.entries.items()}
 
     def _from_holders(self, everywhere: list[list[str]]) -> dict[str, _File]:

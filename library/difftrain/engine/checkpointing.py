@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
@@ -109,7 +110,7 @@ class CheckpointedEngine(BaseEngine):
         # --- read what it is, and compare it with this model and this optimizer
         about = next((each for each in self.ranks.gather(engine_file(path)) if each is not None), None)
         if about is None:
-            raise ConfigFault([Fault("--resume", f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
+            raise ConfigFault([Fault(option("save.resume"), f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
         weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
         states = merge_states(stored.metadata)
         own = self._own_state()
@@ -172,7 +173,7 @@ def check_compatibility(
     own: the shapes of this model's weights. states: None where the optimizer begins anew.
     """
     if about["format"] > FORMAT:
-        raise ConfigFault([Fault("--resume", f"{path} is of a later version (format {about['format']})")])
+        raise ConfigFault([Fault(option("save.resume"), f"{path} is of a later version (format {about['format']})")])
 
     # states are compared only where weights and optimizer agree: else they differ anyway
     parted = _parted("weights", own, weights.shapes)
@@ -182,10 +183,14 @@ def check_compatibility(
 
     # all differences are said at once, each with its remedy
     remedy = "give a folder of this model and this optimizer"
-    faults = [Fault("--resume", f"{path} is a resume folder of another model: {each}", remedy) for each in parted]
+    faults = [
+        Fault(option("save.resume"), f"{path} is a resume folder of another model: {each}", remedy) for each in parted
+    ]
     if not same:
         what = f"{path} was trained with {about['optimizer']}, this run uses {optimizer}"
-        faults.append(Fault("--resume", what, "take that one; train.py --reset_optimizer goes on with a new one"))
+        faults.append(
+            Fault(option("save.resume"), what, "take that one; train.py --reset_optimizer goes on with a new one")
+        )
     if faults:
         raise ConfigFault(faults)
 

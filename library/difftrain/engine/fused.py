@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.master_weights import norms, steps_apart
 from difftrain.engine.update import Updated, may_step, step
@@ -43,7 +44,9 @@ class DuringBackward:
         if inner(optimizer) is not optimizer or not steps_apart(optimizer):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             what = f"{name} looks at all gradients at once, and cannot update during the backward pass"
-            raise ConfigFault([Fault("--optimizer_type", what, "AdamW or Adafactor, or an update after the backward")])
+            raise ConfigFault(
+                [Fault(option("optimizer.type"), what, "AdamW or Adafactor, or an update after the backward")]
+            )
         self._master_weights, self._optimizer, self._parts, self._ranks = master_weights, optimizer, parts, ranks
         self._max_norm = max_grad_norm  # 0 does not clip
         self._armed = False

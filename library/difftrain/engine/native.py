@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Fault, Group
 from difftrain.engine import ddp
 from difftrain.engine.base import MakeOptimizer
@@ -34,7 +35,15 @@ class NativeEngine(CheckpointedEngine):
             return super()._make_update(groups)
         if self.dp_size > 1 and ddp.has_statistics(self.root):
             what = "has running statistics, which ranks share with updates after the backward pass alone"
-            raise ConfigFault([Fault("model", what, "leave --fused_backward_pass and --fused_optimizer_groups out")])
+            raise ConfigFault(
+                [
+                    Fault(
+                        "model",
+                        what,
+                        f"leave {option('optimizer.fused_backward', True)} and {option('optimizer.fused_groups')} out",
+                    )
+                ]
+            )
         parts = parts_of(groups, self.cfg.optimizer.fused_groups)
         max_norm = self.cfg.training.max_grad_norm
         return DuringBackward(self._master_weights, self.optimizer, parts, self.ranks, max_norm)

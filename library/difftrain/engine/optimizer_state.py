@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
 from difftrain.optim import inner, page_again
 
@@ -184,7 +185,7 @@ class NamedState:
         find = dict(tensors).__getitem__
         if len(groups) != len(self._optimizer.param_groups):
             what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
-            raise ConfigFault([Fault("--resume", f"{what}{len(self._optimizer.param_groups)}")])
+            raise ConfigFault([Fault(option("save.resume"), f"{what}{len(self._optimizer.param_groups)}")])
         worker = inner(self._optimizer)
         plain = worker.state_dict()
         plain["state"] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from difftrain.config import TrainConfig, hub_ids
-from difftrain.config.rules.finding import option
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks
@@ -147,7 +147,7 @@ def _keep(path: Path, kept: Path) -> Path:
             shutil.copytree(path, aside)
     except OSError as error:
         what = f"{kept.parent} cannot be written to: {error.strerror}"
-        raise ConfigFault([Fault("--tokenizer_cache_dir", what, "give another folder")]) from error
+        raise ConfigFault([Fault(option("model.tokenizer_cache_dir"), what, "give another folder")]) from error
     return kept
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from difftrain.config import TrainConfig, hub_ids
 from difftrain.config.datasets.datasets import subsets_of
 from difftrain.config.hub_ids import HubId
-from difftrain.config.rules.finding import option, value_of
+from difftrain.config.rules.finding import value_of
 from difftrain.config.schema.sections import SubsetSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.data.sources.configured import CAPTION_SUFFIXES
 from difftrain.data.sources.repo_files import data_files

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config.schema.sections import HubSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.hub import client
 
@@ -71,11 +72,11 @@ def open_target(hub: HubSection, run: str = "") -> UploadTarget | None:
     # what is wrong without asking the hub
     if client.is_offline():
         raise _fault(
-            "--huggingface_repo_id", "HF_HUB_OFFLINE forbids to send anything", "unset it, or leave the flag out"
+            option("hub.repo_id"), "HF_HUB_OFFLINE forbids to send anything", "unset it, or leave the flag out"
         )
     if not client.has_token():
         what = "needs a token that may write, and none is given"
-        raise _fault("--huggingface_repo_id", what, "export HF_TOKEN=…, or hf auth login")
+        raise _fault(option("hub.repo_id"), what, "export HF_TOKEN=…, or hf auth login")
 
     # whose token it is, and whether it may write at all
     who = _asked("--huggingface_token", "your account", lambda api: api.whoami())
@@ -86,7 +87,7 @@ def open_target(hub: HubSection, run: str = "") -> UploadTarget | None:
     # the repository, made where it is missing, and whether this account may write to it
     repo = hub.repo_id if "/" in hub.repo_id else f"{who['name']}/{hub.repo_id}"
     private = _visibility(hub, repo)
-    _asked("--huggingface_repo_id", repo, lambda api: _may_write(api, repo, hub.repo_type))
+    _asked(option("hub.repo_id"), repo, lambda api: _may_write(api, repo, hub.repo_type))
 
     # where saves will lie, said before training
     target = UploadTarget(repo, hub.repo_type, "/".join(filter(None, ((hub.path_in_repo or "").strip("/"), run))))
@@ -114,18 +115,18 @@ def _visibility(hub: HubSection, repo: str) -> bool:
         except RepositoryNotFoundError:
             return None
 
-    found = _asked("--huggingface_repo_id", repo, look)
+    found = _asked(option("hub.repo_id"), repo, look)
     if found is None:
         private = hub.visibility != "public"
         _asked(
-            "--huggingface_repo_id",
+            option("hub.repo_id"),
             repo,
             lambda api: api.create_repo(repo, repo_type=hub.repo_type, private=private, exist_ok=True),
         )
         return private
     if hub.visibility and bool(found.private) != (hub.visibility == "private"):
         what = f"{repo} is {'private' if found.private else 'public'} already, {hub.visibility} is asked for"
-        raise _fault("--huggingface_repo_visibility", what, "change it on the hub, or leave the flag out")
+        raise _fault(option("hub.visibility"), what, "change it on the hub, or leave the flag out")
     return bool(found.private)
 
 
@@ -143,7 +144,7 @@ def _asked(flag: str, name: str, action: Any) -> Any:
         said = client.trouble(error, name)
         if said is None:
             raise
-        origin = "--huggingface_repo_id" if said.away else flag  # nobody has looked at the token yet
+        origin = option("hub.repo_id") if said.away else flag  # nobody has looked at the token yet
         raise _fault(origin, said.what, said.remedy) from error
 
 

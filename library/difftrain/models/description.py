@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.config.schema.rates import part_rates
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import (
     DrawSpec,
     Fault,
@@ -52,7 +53,7 @@ class Description:
     VAE in a single file; None: those of the model that it is for), folders (part -> folder where they differ),
     beside_sizes (what a file of sizes may say beside its sections), index (more of model_index.json), modelspec and
     kohya_name (what headers call it), needed (sizes of a part that have to be said), one_file (of all parts in the
-    original layout), flags (field of [model] -> the flag that messages name), as_trained (folder of an export with the
+    original layout), as_trained (folder of an export with the
     denoiser as it is trained, where the export's is another).
     named_hashes: fingerprints are of weights under their names in a folder; the shipped VAE is for its very sizes.
     widens_text: the denoiser is given fp32 of what encoders made, whatever they were kept in.
@@ -81,7 +82,6 @@ class Description:
     kohya_name: str = ""
     needed: Mapping[str, tuple[str, ...]] = {}
     one_file: OneFile | None = None
-    flags: Mapping[str, str] = {}
     named_hashes: bool = False
     widens_text: bool = True
     draws_trained_size: bool = True
@@ -122,10 +122,8 @@ class Description:
         return (self.denoiser, *dict.fromkeys(text.part for text in self.texts if text.part in self.rates))
 
     def where(self, field: str) -> str:
-        """Return what messages call a field of [model]: the key that it is usually given by."""
-        usual = {"pretrained": "diffusers_path", "transformer": "transformer_path"}.get(field, field)
-        usual = "text_encoders" if field.startswith("text_encoder") else usual
-        return self.flags.get(field, f"[model] {usual}")
+        """Return what messages call a field of [model]."""
+        return option(f"model.{field}")
 
     def rule(self, part: str) -> Callable[[Any], Rule] | None:
         """Return what says, of a part's module, where its tensors lie in the original layout; None: by their names."""

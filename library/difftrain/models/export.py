@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.models.build import is_transformers
 from difftrain.models.placeholder import MetaPlaceholder
@@ -51,7 +52,7 @@ def export(
         what = f"{layout} is not built for {family.row.title}"
         choices = f"one of {', '.join(family.row.layouts)}"
         remedy = "it is exported as a diffusers folder" if family.row.folder_only else choices
-        raise ConfigFault([Fault("--save_model_as", what, remedy)])
+        raise ConfigFault([Fault(option("save.model_as"), what, remedy)])
     if layout.startswith("diffusers"):
         return write_folder(family, weights, parts, path, dtype, metadata, torch_files=_has_bin(family, layout))
     if family.one_file is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Fault, Parts
 from difftrain.models import passes, speedups
 from difftrain.models.facts import Text
@@ -21,7 +22,7 @@ _TITLES = {"unet": "UNet"}
 
 def faults(family: Description, net: nn.Module) -> list[Fault]:
     """Find what a configuration asks of this denoiser and it has not. net: without weights."""
-    nothing = Fault("--learning_rate", "is 0 for every part: nothing would be trained")
+    nothing = Fault(option("optimizer.learning_rate"), "is 0 for every part: nothing would be trained")
     problems = [] if family.rates else [nothing]
     names = [name for name, _ in net.named_parameters()]
     for pattern in family.cfg.model.train_only:
@@ -35,11 +36,11 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
         what = f"is {layer}, the {family.denoiser} has {depth} blocks"
         what += ": the last one's text would be compared with itself" if layer == depth else ""
         remedy = f"0 for what enters the first block, or 1 to {depth - 1} for what leaves one before the last"
-        problems.append(Fault("--text_recon_target_layer", what, remedy))
+        problems.append(Fault(option("loss.text_recon_target_layer"), what, remedy))
     side, largest = max(_longest_sides(family.cfg), default=0), family.largest_side()
     if largest is not None and side > largest:
         what = f"makes buckets of {side} px, the {family.denoiser}'s positions end at {largest}"
-        problems.append(Fault("--resolution", what, "choose a smaller one"))
+        problems.append(Fault(option("data.resolution"), what, "choose a smaller one"))
     return problems + speedups.faults(family, net)
 
 

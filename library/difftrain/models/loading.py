@@ -11,6 +11,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.models import placeholder, speedups
 from difftrain.models.materialise import fill, hollow_dtype
@@ -94,7 +95,7 @@ def _in_8_bits(family: BaseFamily, parts: Parts) -> list[str]:
     chosen |= {name: module for name, module in parts.frozen.items() if in_8_bits(family.cfg, name)}
     said = to_8_bits(chosen)
     if not said:
-        flag = "--fp8_base" if which == "all" else "--fp8_base_unet"
+        flag = option("model.fp8_frozen", "all") if which == "all" else option("model.fp8_frozen", "unet")
         return [f"{flag} has no effect: it is for frozen layers, and here all that it is about are trained"]
     return [f"in 8 bits, because they are frozen: {said}; exports and checkpoints hold them as they were"]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain import __version__
 from difftrain.config.hub_ids import name_of
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, RunFacts
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def thumbnail(value: str | None) -> str | None:
     except OSError as error:
         remedy = "give a picture file or a data: URL"
         raise ConfigFault(
-            [Fault("--metadata_thumbnail", f"{value} cannot be read: {error.strerror}", remedy)]
+            [Fault(option("metadata.thumbnail"), f"{value} cannot be read: {error.strerror}", remedy)]
         ) from None
     kind = mimetypes.guess_type(value)[0] or "application/octet-stream"
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from difftrain.config.schema.names import FIRST_RATE
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim.making import TYPE, OptimizerOrder, construct, package_of
 
@@ -20,7 +21,7 @@ def make(order: OptimizerOrder) -> Optimizer:
     rates = {table["lr"] for table in order.tables}
     if len(rates) > 1 and order.name not in FIRST_RATE:
         what = f"{order.name} takes one rate for all groups, there are {', '.join(f'{r:g}' for r in sorted(rates))}"
-        raise ConfigFault([Fault(TYPE, what, "give one rate for everything")])
+        raise ConfigFault([Fault(option(TYPE), what, "give one rate for everything")])
     return construct(order, _class(order.name))
 
 

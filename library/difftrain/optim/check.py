@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from difftrain.config.schema.rates import is_named
 from difftrain.config.schema.sections import OptimizerSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim.registry import make_optimizer
 from difftrain.optim.schedule import make_schedule
@@ -27,5 +28,5 @@ def faults(section: OptimizerSection, total_steps: int = 1000) -> list[Fault]:
         found += fault.faults
     if is_named(section, ("DAdaptSGD",)) and section.learning_rate and not optimizer.param_groups[0]["lr"]:
         what = "DAdaptSGD divides by the first rate, which is 0 with this warm-up"
-        found.append(Fault("--lr_warmup_steps", what, "no warm-up, or another optimizer"))
+        found.append(Fault(option("optimizer.warmup_steps"), what, "no warm-up, or another optimizer"))
     return found

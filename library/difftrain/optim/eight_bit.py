@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim.making import TYPE, OptimizerOrder, construct, package_of
 from difftrain.optim.torchs import MOMENTUM
@@ -41,8 +42,8 @@ def _try(kind: Any, device: torch.device) -> None:
         import bitsandbytes
 
         what = f"bitsandbytes {bitsandbytes.__version__} cannot update on {device}: {str(error).splitlines()[0]}"
-        remedy = "a newer bitsandbytes (0.50 does on a CPU), or --optimizer_type=AdamW, Lion or Adafactor"
-        raise ConfigFault([Fault(TYPE, what, remedy)]) from error
+        remedy = f"a newer bitsandbytes (0.50 does on a CPU), or {option('optimizer.type')}=AdamW, Lion or Adafactor"
+        raise ConfigFault([Fault(option(TYPE), what, remedy)]) from error
 
 
 def page_again(optimizer: Any, parameter: Tensor) -> None:

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from difftrain.config.hidden_imports import let_in
 from difftrain.config.schema import names
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
 
-TYPE, ARGS = "--optimizer_type", "--optimizer_args"
+TYPE, ARGS = "optimizer.type", "optimizer.args"  # what faults are about
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ def construct(
 
     Raises ConfigFault for arguments that the class does not take, or refuses.
     """
-    arguments.check(ARGS, order.name, kind, order.given, ("params", "lr", *ours))
+    arguments.check(option(ARGS), order.name, kind, order.given, ("params", "lr", *ours))
     settings = {"lr": order.lr, **(defaults or {}), **ours, **order.given}
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # some print what their arguments are
             return kind(order.tables, **settings)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         said = str(error) or "they are out of its range"
-        raise ConfigFault([Fault(ARGS, f"{order.name} refuses them: {said}")]) from error
+        raise ConfigFault([Fault(option(ARGS), f"{order.name} refuses them: {said}")]) from error
 
 
 @contextmanager
@@ -67,4 +68,4 @@ def package_of(name: str) -> Iterator[None]:
             what, remedy = f"{name} is in the package {pip}, which is not installed", f"pip install {pip}"
         else:
             what, remedy = f"{name} needs the package {pip}, which does not load: {error}", f"pip install -U {pip}"
-        raise ConfigFault([Fault(TYPE, what, remedy)]) from error
+        raise ConfigFault([Fault(option(TYPE), what, remedy)]) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import AdamW, Optimizer
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim.making import TYPE, OptimizerOrder, construct
 
@@ -43,7 +44,7 @@ def make(order: OptimizerOrder) -> Optimizer:
     tables = [table for group in order.groups for table in _cut(group)]
     if order.trial and not any(table["matrix"] for table in tables):
         what = f"{order.name} is for matrices within blocks, and none of what is trained is one"
-        raise ConfigFault([Fault(TYPE, what, "--optimizer_type=AdamW")])
+        raise ConfigFault([Fault(option(TYPE), what, f"{option('optimizer.type')}=AdamW")])
     return construct(OptimizerOrder(order.name, tables, order.lr, order.given), Muon, fused=order.fused_ok)
 
 

@@ -6,6 +6,7 @@ from torch.optim import AdamW, Optimizer
 
 from difftrain.config.constructors import NPU_FUSED_ADAMW
 from difftrain.config.hidden_imports import is_installed
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import combined
 from difftrain.optim.making import ARGS, TYPE, OptimizerOrder, construct, package_of
@@ -27,7 +28,7 @@ def make(order: OptimizerOrder) -> Optimizer:
         return construct(order, AdamW)
     reason = combined.why_not([each for table in order.tables for each in table["params"]])
     if reason:
-        raise ConfigFault([Fault(TYPE, f"{order.name}: {reason}", "--optimizer_type=AdamW")])
+        raise ConfigFault([Fault(TYPE, f"{order.name}: {reason}", f"{option('optimizer.type')}=AdamW")])
     with package_of(order.name):
         kind = combined.load()
     return construct(order, kind)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from difftrain.config.schema import names
 from difftrain.config.schema.rates import is_schedule_free
 from difftrain.config.schema.sections import OptimizerSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
 from difftrain.optim.making import ARGS, TYPE, OptimizerOrder, construct
@@ -45,7 +46,7 @@ REGISTRY = {
     "RAdamScheduleFree": "difftrain.optim.schedule_free:make",
     "SGDScheduleFree": "difftrain.optim.schedule_free:make",
 }
-_WRAPPER_ARGS = "--schedulefree_wrapper_args"
+_WRAPPER_ARGS = "optimizer.schedulefree_wrapper_args"
 Maker = Callable[[OptimizerOrder], Optimizer]
 
 
@@ -58,13 +59,13 @@ def make_optimizer(
     is not known, and for a package that is missing.
     """
     tables = [_table(group) for group in groups]
-    given = arguments.parse(ARGS, section.args)
+    given = arguments.parse(option(ARGS), section.args)
     name = names.proper(section.type, REGISTRY)
     lr = section.learning_rate or groups[0].lr
     order = OptimizerOrder(name or section.type, tables, lr, given, dp_size, fused_ok, trial, tuple(groups))
     optimizer = _maker(name)(order) if name else _any_class(order)
     if section.schedulefree_wrapper and not is_schedule_free(section):
-        optimizer = wrap(optimizer, arguments.parse(_WRAPPER_ARGS, section.schedulefree_wrapper_args))
+        optimizer = wrap(optimizer, arguments.parse(option(_WRAPPER_ARGS), section.schedulefree_wrapper_args))
     if averages(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
@@ -81,9 +82,9 @@ def _any_class(order: OptimizerOrder) -> Optimizer:
         if not (own := names.proper(path, names.TORCH_OPTIMIZERS)):
             known = ", ".join((*REGISTRY, *names.TORCH_OPTIMIZERS))
             remedy = f"one of {known}, or package.module.Class such as torch.optim.SGD"
-            raise ConfigFault([Fault(TYPE, f"got {path!r}", remedy)])
+            raise ConfigFault([Fault(option(TYPE), f"got {path!r}", remedy)])
         path = f"torch.optim.{own}"
-    kind: Callable[..., Optimizer] = arguments.load(TYPE, path, Optimizer)
+    kind: Callable[..., Optimizer] = arguments.load(option(TYPE), path, Optimizer)
     return construct(order, kind)
 
 

@@ -7,12 +7,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from difftrain.config.schema.rates import ADAFACTOR, is_relative, is_schedule_free, schedule_name
 from difftrain.config.schema.sections import OptimizerSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim import arguments
 from difftrain.optim.adafactor import AdafactorSchedule
 from difftrain.optim.schedules import SCHEDULES, Factor, bind, updates
 
-_ARGS, _NAME, _TYPE = "--lr_scheduler_args", "--lr_scheduler", "--lr_scheduler_type"
+_ARGS, _NAME, _TYPE = "optimizer.scheduler_args", "optimizer.scheduler", "optimizer.scheduler_type"
 _OURS = ("optimizer", "last_epoch")  # set by us; a user's last_epoch would break resume
 
 
@@ -33,13 +34,13 @@ def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
     """Return the named schedule as a function of the update, without an optimizer: plots and dry runs use it."""
     name = schedule_name(section)
     if name == ADAFACTOR:
-        what = "goes with --optimizer_type=Adafactor and its relative_step alone"
-        raise ConfigFault([Fault(f"{_NAME}={ADAFACTOR}", what, "another schedule")])
+        what = f"goes with {option('optimizer.type')}=Adafactor and its relative_step alone"
+        raise ConfigFault([Fault(option(_NAME, ADAFACTOR), what, "another schedule")])
     if name not in SCHEDULES:
-        raise ConfigFault([Fault(_NAME, f"got {section.scheduler!r}", f"one of {', '.join(SCHEDULES)}")])
-    given = {} if is_schedule_free(section) else arguments.parse(_ARGS, section.scheduler_args)
+        raise ConfigFault([Fault(option(_NAME), f"got {section.scheduler!r}", f"one of {', '.join(SCHEDULES)}")])
+    given = {} if is_schedule_free(section) else arguments.parse(option(_ARGS), section.scheduler_args)
     function, wanted = SCHEDULES[name]
-    arguments.check(_ARGS, name, function, given, wanted)
+    arguments.check(option(_ARGS), name, function, given, wanted)
     w = updates(section.warmup_steps, total_steps)
     flags = {
         "w": w,
@@ -58,12 +59,14 @@ def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
 
 def _dotted(section: OptimizerSection, optimizer: Optimizer) -> LRScheduler:
     path = section.scheduler_type
-    given = arguments.parse(_ARGS, section.scheduler_args)
-    kind = arguments.load(_TYPE, path if "." in path else f"torch.optim.lr_scheduler.{path}", LRScheduler)
+    given = arguments.parse(option(_ARGS), section.scheduler_args)
+    kind = arguments.load(option(_TYPE), path if "." in path else f"torch.optim.lr_scheduler.{path}", LRScheduler)
     if issubclass(kind, ReduceLROnPlateau):
-        raise ConfigFault([Fault(_TYPE, f"{path} waits for a metric, which no step hands it", "another schedule")])
-    arguments.check(_ARGS, path, kind, given, _OURS)
+        raise ConfigFault(
+            [Fault(option(_TYPE), f"{path} waits for a metric, which no step hands it", "another schedule")]
+        )
+    arguments.check(option(_ARGS), path, kind, given, _OURS)
     try:
         return kind(optimizer, **given)
     except (TypeError, ValueError) as error:
-        raise ConfigFault([Fault(_ARGS, f"{path} refuses them: {error}")]) from error
+        raise ConfigFault([Fault(option(_ARGS), f"{path} refuses them: {error}")]) from error

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.optim import arguments
 from difftrain.optim.making import OptimizerOrder, construct, package_of
 
-_ARGS = "--schedulefree_wrapper_args"
+_ARGS = "optimizer.schedulefree_wrapper_args"
 
 
 def make(order: OptimizerOrder) -> Optimizer:
@@ -28,11 +29,11 @@ def make(order: OptimizerOrder) -> Optimizer:
 
 def wrap(base: Optimizer, given: dict[str, Any]) -> Optimizer:
     """Average around any optimizer. Raises ConfigFault for arguments that are not known or out of range."""
-    arguments.check(_ARGS, "the wrapper", ScheduleFree, given, ("base",))
+    arguments.check(option(_ARGS), "the wrapper", ScheduleFree, given, ("base",))
     try:
         return ScheduleFree(base, **given)
     except (TypeError, ValueError) as error:
-        raise ConfigFault([Fault(_ARGS, str(error))]) from error
+        raise ConfigFault([Fault(option(_ARGS), str(error))]) from error
 
 
 class ScheduleFree(Optimizer):

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 
 Factor = Callable[[int], float]
-_ARGS = "--lr_scheduler_args"
+_ARGS = "optimizer.scheduler_args"
 
 _RISE: dict[str, Callable[[float], float]] = {
     "linear": lambda p: p,
@@ -71,8 +72,8 @@ def cosine_with_min_lr(
 ) -> Factor:
     """Rise, then fall along a cosine to `floor`, a share of the rate, or to the rate min_lr."""
     if floor is None and min_lr is None:
-        need = "needs --lr_scheduler_min_lr_ratio, or min_lr in --lr_scheduler_args"
-        raise ConfigFault([Fault("--lr_scheduler cosine_with_min_lr", need, "for example 0.1")])
+        need = f"needs {option('optimizer.min_lr_ratio')}, or min_lr in {option('optimizer.scheduler_args')}"
+        raise ConfigFault([Fault(f"{option('optimizer.scheduler')} cosine_with_min_lr", need, "for example 0.1")])
     low = min_lr / lr if min_lr is not None else float(floor or 0.0)
     return _warmed(w, lambda s: half_wave(cycles * _progress(s, w, n)) * (1.0 - low) + low)
 
@@ -80,8 +81,16 @@ def cosine_with_min_lr(
 def polynomial(w: int, n: int, lr: float, power: float, *, lr_end: float = 1e-7) -> Factor:
     """Rise, then fall with the given power to the rate lr_end."""
     if not 0.0 <= lr_end < lr:
-        what = f"ends at lr_end={lr_end:g}, which is not below --learning_rate={lr:g}"
-        raise ConfigFault([Fault("--lr_scheduler polynomial", what, "lr_end=... in --lr_scheduler_args")])
+        what = f"ends at lr_end={lr_end:g}, which is not below {option('optimizer.learning_rate')}={lr:g}"
+        raise ConfigFault(
+            [
+                Fault(
+                    f"{option('optimizer.scheduler')} polynomial",
+                    what,
+                    f"lr_end=... in {option('optimizer.scheduler_args')}",
+                )
+            ]
+        )
     end = lr_end / lr
     return _warmed(w, lambda s: (1.0 - end) * max(0.0, 1.0 - _progress(s, w, n)) ** power + end)
 
@@ -97,7 +106,7 @@ def warmup_stable_decay(
     """Rise from `floor` over w, hold, fall to `floor` over the last d of n."""
     for name, kind in (("warmup_type", warmup_type), ("decay_type", decay_type)):
         if kind not in _RISE:
-            raise ConfigFault([Fault(_ARGS, f"{name}={kind!r}", f"one of {', '.join(_RISE)}")])
+            raise ConfigFault([Fault(option(_ARGS), f"{name}={kind!r}", f"one of {', '.join(_RISE)}")])
     fall: dict[str, Callable[[float], float]] = {
         "linear": lambda p: 1.0 - p,
         "cosine": lambda p: half_wave(cycles * p),
@@ -124,7 +133,7 @@ def piecewise_constant(*, step_rules: str = "") -> Factor:
         rest = float(last)
     except ValueError as error:
         remedy = "step_rules='1:10,0.1:20,0.01', that is factor:until, factor:until, factor"
-        raise ConfigFault([Fault(_ARGS, f"step_rules={step_rules!r} cannot be read", remedy)]) from error
+        raise ConfigFault([Fault(option(_ARGS), f"step_rules={step_rules!r} cannot be read", remedy)]) from error
     return lambda s: next((value for until, value in pairs if s < until), rest)
 
 

@@ -8,6 +8,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from difftrain.config.schema.rates import is_named
 from difftrain.config.schema.sections import OptimizerSection
+from difftrain.config.spellings.spelling import option
 from difftrain.optim import arguments
 from difftrain.optim.making import ARGS, OptimizerOrder, construct
 
@@ -31,7 +32,7 @@ def make_adamw(order: OptimizerOrder) -> Optimizer:
 
 def announce(section: OptimizerSection, choice: str) -> list[str]:
     """Return the sentence about a choice between AdamWs, where the user has not made it."""
-    given = arguments.parse(ARGS, section.args)
+    given = arguments.parse(option(ARGS), section.args)
     return (
         [choice] if choice and is_named(section, ("AdamW", "oss")) and not {"fused", "foreach"} & given.keys() else []
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from difftrain.config.datasets.datasets import has_buckets, subsets_of
 from difftrain.config.schema.families import family_titled, takes
+from difftrain.config.spellings.spelling import option
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -108,9 +109,9 @@ def not_enabled(cfg: TrainConfig) -> list[str]:
         "gradient checkpointing": training.gradient_checkpointing,
         "gradient clipping": training.max_grad_norm > 0,
         "torch.compile": training.compile,
-        "asking for a fused attention kernel (--enable_npu_flash_attention)": training.fused_attention,
+        f"asking for a fused attention kernel ({option('training.fused_attention', True)})": training.fused_attention,
         "training of the text encoders": cfg.model.train_text_encoder,
-        "sharded optimizer state (--optimizer_type=oss)": cfg.optimizer.type.lower() == "oss",
+        f"sharded optimizer state ({option('optimizer.type')}=oss)": cfg.optimizer.type.lower() == "oss",
         "averaged weights (EMA)": cfg.ema.enable or bool(cfg.ema.profiles),
         **_of_family(cfg),
         "evaluation on held-out records": cfg.validation.split > 0 or bool(cfg.eval.sets),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def tracker_options(file: str | None, tracker: str) -> dict[str, Any]:
     try:
         tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigFault([Fault("--log_tracker_config", f"cannot read {file}: {error}")]) from error
+        raise ConfigFault([Fault(option("logging.tracker_config"), f"cannot read {file}: {error}")]) from error
     return dict(tables.get(tracker, {}))
 
 
@@ -158,4 +159,4 @@ def open_trackers(
         return [make() for make in makers[wanted]]
     except OSError as error:
         what = f"{folder} cannot be written to: {error.strerror or error}"
-        raise ConfigFault([Fault("--logging_dir", what, "choose another folder")]) from error
+        raise ConfigFault([Fault(option("logging.logging_dir"), what, "choose another folder")]) from error

@@ -14,7 +14,6 @@ from difftrain.contracts import ConfigFault, Fault
 from difftrain.sampling.prompts import IDLE, Prompt, PromptEntry, parse_line, parse_table, rounded
 from difftrain.sampling.samplers import sampler_fault
 
-FLAG = "--sample_prompts"
 _NONE = "holds no prompt"
 
 
@@ -26,26 +25,33 @@ class PromptFile:
     notes: tuple[str, ...] = ()
 
 
-def read_prompts(path: Path, sampler: str = "ddim", *, flow: bool = False, guided: bool = False) -> PromptFile:
+def read_prompts(
+    path: Path,
+    sampler: str = "ddim",
+    *,
+    flow: bool = False,
+    guided: bool = False,
+    option: Callable[[str], str] = str,
+) -> PromptFile:
     """Read a file of prompts by its suffix.
 
     sampler: that of prompts that name none. flow: whether the model learns a flow. guided: whether it is told a
-    guidance. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where the sampler
+    guidance. option: how messages call the settings sample.prompts and sample.sampler. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where the sampler
     cannot be used: at the start of a run, not at its first picture.
     """
-    entries, faults = _entries(path)
+    entries, faults = _entries(path, option("sample.prompts"))
     for _, entry in entries:
         entry.settle(flow=flow, guided=guided)
     faults += [Fault(where, what) for where, entry in entries for what in entry.faults]
     if not entries and not faults:
-        faults.append(Fault(FLAG, f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))
+        faults.append(Fault(option("sample.prompts"), f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))
     for where, entry in entries:
         own = entry.fields.get("sample_sampler")
         if own and (fault := sampler_fault(own, flow=flow)):
             faults.append(Fault(where, fault))
     unusable = sampler_fault(sampler, flow=flow)
     if unusable:
-        faults.append(Fault("--sample_sampler", unusable))
+        faults.append(Fault(option("sample.sampler"), unusable))
     if faults:
         raise ConfigFault(faults)
     prompts = tuple(entry.prompt() for _, entry in entries)
@@ -61,15 +67,15 @@ _REMEDIES = {
 }
 
 
-def _entries(path: Path) -> tuple[_Placed, list[Fault]]:
+def _entries(path: Path, where: str) -> tuple[_Placed, list[Fault]]:
     read = _READERS.get(path.suffix.lower())
     if read is None:
-        return [], [Fault(FLAG, f"{path} is no file of prompts", "give a .txt, .toml or .json file")]
+        return [], [Fault(where, f"{path} is no file of prompts", "give a .txt, .toml or .json file")]
     try:
         return read(path, path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
-        return [], [Fault(FLAG, f"{path} cannot be read: {why}", "give a file of UTF-8 text")]
+        return [], [Fault(where, f"{path} cannot be read: {why}", "give a file of UTF-8 text")]
     except (ValueError, RecursionError) as error:
         return [], [Fault(str(path), f"cannot be read as {path.suffix[1:].upper()}: {error}")]
 
@@ -140,7 +146,7 @@ def _notes(entries: _Placed, prompts: tuple[Prompt, ...]) -> Iterator[str]:
     for where, entry in entries:
         for name in entry.idle:
             places[name].append(where)
-    for name, (option, why) in IDLE.items():
+    for name, (letter, why) in IDLE.items():
         if found := places[name]:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            yield f"{found[0]}{more}: {option} ({name}) has no effect: it {why}"
+            yield f"{found[0]}{more}: {letter} ({name}) has no effect: it {why}"

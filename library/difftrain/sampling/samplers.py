@@ -76,7 +76,7 @@ def make_sampler(name: str, config: Mapping[str, Any], tokens: int | None = None
     flow = is_flow(config)
     fault = sampler_fault(name, flow=flow)
     if fault:
-        raise ConfigFault([Fault("--sample_sampler", fault)])
+        raise ConfigFault([Fault("sampler", fault)])
     return _flow_sampler(name, config, tokens, shift) if flow else _sampler(name, config)
 
 

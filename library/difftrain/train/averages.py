@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.ema import Average, Ema
 from difftrain.diffusion.power_ema import PowerEma, Profile, combine, exponent
@@ -121,7 +122,7 @@ def require_profiles(cfg: TrainConfig, folder: Path | None, ranks: Ranks) -> Non
     left = [str(width) for width in cfg.ema.profiles if POWER.format(width=width) not in set().union(*here)]
     if left:
         what = f"{folder} has no average of relative width {', '.join(left)}"
-        raise ConfigFault([Fault("--ema_profiles", what, "continue with the widths of that run")])
+        raise ConfigFault([Fault(option("ema.profiles"), what, "continue with the widths of that run")])
 
 
 def write_averages(run: Run, folder: Path) -> list[Path]:
@@ -144,7 +145,9 @@ def load_averages(run: Run, folder: Path) -> None:
     reader = CheckpointReader(folder, PLAIN, run.ranks)
     if run.ema is None:
         if reader.shapes:
-            log.warning("%s has averaged weights, which are not carried on: --use_ema is not given", folder)
+            log.warning(
+                f"%s has averaged weights, which are not carried on: {option('ema.enable', True)} is not given", folder
+            )
     elif reader.shapes:
         _load(run.ema, reader)
         known = reader.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
@@ -155,7 +158,9 @@ def load_averages(run: Run, folder: Path) -> None:
     left = sorted({path.name.rpartition("-")[0] for path in folder.glob("ema_*-*.safetensors")})
     left = [kind for kind in left if kind not in {POWER.format(width=each.width) for each in run.profiles}]
     if left:
-        log.warning("%s has averages that are not carried on, as --ema_profiles does not ask: %s", folder, left)
+        log.warning(
+            f"%s has averages that are not carried on, as {option('ema.profiles')} does not ask: %s", folder, left
+        )
     for each in run.profiles:
         reader = CheckpointReader(folder, POWER.format(width=each.width), run.ranks)
         _load(each, reader)
@@ -222,7 +227,9 @@ def snapshots_of(run_dir: Path) -> list[AverageSnapshot]:
     paths = sorted((run_dir / SNAPSHOTS).glob("*.safetensors"))
     if not paths:
         what = f"{run_dir / SNAPSHOTS} holds no snapshots"
-        raise ConfigFault([Fault("--ema_width", what, "they are stored by a run with --ema_profiles at every export")])
+        raise ConfigFault(
+            [Fault("--ema_width", what, f"they are stored by a run with {option('ema.profiles')} at every export")]
+        )
     found = sorted((_head(path) for path in paths), key=lambda each: each.profile[::-1])
     for each in found[:-1]:
         if (each.run, each.names) != (found[-1].run, found[-1].names):

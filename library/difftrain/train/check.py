@@ -10,6 +10,7 @@ from torch import nn
 from difftrain import optim
 from difftrain.cache.build import deferred_parts
 from difftrain.config import TrainConfig
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Family, Fault, Parts
 from difftrain.data.media.decoders import HOST
 from difftrain.data.sources import own_class
@@ -23,10 +24,14 @@ def check_device(cfg: TrainConfig, device: Device) -> None:
     """Try what only some devices have and is asked for. Raises ConfigFault where it cannot be used here."""
     faults = []
     if cfg.model.fp8_frozen and (why := fp8.why_not(device.kind)):
-        flag = "--fp8_base" if cfg.model.fp8_frozen == "all" else "--fp8_base_unet"
-        faults.append(Fault(flag, why, "leave it out; --cache_text_encoder_outputs frees more"))
+        flag = (
+            option("model.fp8_frozen", "all") if cfg.model.fp8_frozen == "all" else option("model.fp8_frozen", "unet")
+        )
+        faults.append(Fault(flag, why, f"leave it out; {option('cache.text', True)} frees more"))
     if cfg.data.image_decoder != HOST and (why := jpeg.why_not(device)):
-        faults.append(Fault(f"--image_decoder={cfg.data.image_decoder}", why, "leave it out: the host decodes"))
+        faults.append(
+            Fault(f"{option('data.image_decoder')}={cfg.data.image_decoder}", why, "leave it out: the host decodes")
+        )
     if faults:
         raise ConfigFault(faults)
 

@@ -22,7 +22,7 @@ def look(parsed: Parsed) -> int:
         from difftrain.train.dry_run import dry_run
 
         with expecting(parsed.coming) if parsed.coming else nullcontext():
-            dry_run(parsed.config, lambda text: print(parsed.tell(text)), parsed.coming)
+            dry_run(parsed.config, lambda text: print(text), parsed.coming)
         if parsed.coming:  # the rest looks at what is not made yet
             return 0
     if parsed.debug_dataset:

@@ -10,6 +10,7 @@ from difftrain.cache.build import on_device
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import learns_flow, row_of
 from difftrain.config.schema.names import FLOW_SAMPLERS
+from difftrain.config.spellings.spelling import option
 from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
@@ -28,7 +29,11 @@ def prompts_of(cfg: TrainConfig) -> PromptFile:
     if not cfg.sample.prompts:
         return PromptFile()
     return read_prompts(
-        Path(cfg.sample.prompts), sampler_of(cfg), flow=learns_flow(cfg), guided=row_of(cfg).has("model.guidance")
+        Path(cfg.sample.prompts),
+        sampler_of(cfg),
+        flow=learns_flow(cfg),
+        guided=row_of(cfg).has("model.guidance"),
+        option=option,
     )
 
 

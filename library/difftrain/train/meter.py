@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from difftrain.cache.request import bytes_text
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import METRIC, Batch, Reject, Stats, TrainingFault
 from difftrain.device import AttentionCalls, counting
 from difftrain.engine.half_precision import weights_kept
@@ -154,8 +155,8 @@ class Meter:
             weights = "" if is_fused(run.cfg.optimizer) else f"The weights are those of step {first - 1}. "
             raise TrainingFault(
                 f"loss or gradient was not finite in {run.progress.skipped_in_a_row} steps in a row, {first} to {step}. "
-                f"{weights}Lower --learning_rate, or train in bf16 instead of fp16; "
-                "--max_skipped_steps says how many are borne"
+                f"{weights}Lower {option('optimizer.learning_rate')}, or train in bf16 instead of fp16; "
+                f"{option('training.max_skipped_steps')} says how many are borne"
             )
 
     def _hand_on_rejects(self, run: Run) -> None:

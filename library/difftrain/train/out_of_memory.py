@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, TrainingFault
 from difftrain.device.memory import CACHING, EVALUATING, SAMPLING, OutOfMemory, during, ran_out, wanted
 
@@ -48,7 +49,7 @@ def sentence(found: OutOfMemory, cfg: TrainConfig, device: Device, launch: Launc
     ways = host_remedies(cfg) if found.on_host else remedies(cfg, launch, found.doing)
     return (
         f"{who}{whose} is out of memory while {found.doing}{more}{use}. What needs less, the cheapest first: "
-        f"{'; '.join(ways)}. Checkpoints that were whole stay so: --resume=FOLDER goes on from one with other flags"
+        f"{'; '.join(ways)}. Checkpoints that were whole stay so: {option('save.resume')}=FOLDER goes on from one with other flags"
     )
 
 
@@ -56,13 +57,15 @@ def host_remedies(cfg: TrainConfig) -> list[str]:
     """List what needs less memory of the machine."""
     ways = []
     if cfg.data.workers > 1:
-        ways.append(f"--max_data_loader_n_workers={cfg.data.workers // 2}")
+        ways.append(f"{option('data.workers')}={cfg.data.workers // 2}")
     if cfg.cache.latents or cfg.cache.text:
-        ways.append("features cached on disk (--cache_latents_to_disk, --cache_text_encoder_outputs_to_disk)")
+        ways.append(
+            f"features cached on disk ({option('cache.latents_to_disk', True)}, {option('cache.text_to_disk', True)})"
+        )
     if cfg.cache.preload:
-        ways.append("without --cache_preload")
+        ways.append(f"without {option('cache.preload', True)}")
     if cfg.training.cpu_offload_checkpointing:
-        ways.append("without --cpu_offload_checkpointing")
+        ways.append(f"without {option('training.cpu_offload_checkpointing', True)}")
     return [*ways, "fewer processes on this machine (--nproc_per_node)"]
 
 
@@ -71,45 +74,52 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
     training, model, cache = cfg.training, cfg.model, cfg.cache
     if doing == CACHING:
         size = model.vae_batch_size or max(cfg.batch_sizes)
-        ways = [f"--vae_batch_size={size // 2}"] if size > 1 else ["a smaller --resolution"]
+        ways = (
+            [f"{option('model.vae_batch_size')}={size // 2}"]
+            if size > 1
+            else [f"a smaller {option('data.resolution')}"]
+        )
         words = cache.batch_size if cache.text or cache.text_to_disk else 1
-        return [*ways, f"--cache_batch_size={words // 2}"] if words > 1 else ways
+        return [*ways, f"{option('cache.batch_size')}={words // 2}"] if words > 1 else ways
 
     # what training itself does not need: drawing and evaluation
     ways = []
     if doing == SAMPLING:
-        ways.append("smaller or fewer pictures in --sample_prompts")
+        ways.append(f"smaller or fewer pictures in {option('sample.prompts')}")
     at_once = [cfg.eval.batch_size or each.batch_size for held in cfg.eval.sets for each in held.datasets]
     if doing in (EVALUATING, SAMPLING) and max(at_once, default=1) > 1:
         ways.append(f"--eval.batch_size={max(at_once) // 2} (of evaluation sets)")
 
     # much the same training, with less kept at once
     if not training.gradient_checkpointing:
-        ways.append("--gradient_checkpointing")
+        ways.append(option("training.gradient_checkpointing", True))
     if not (cache.latents or cache.latents_to_disk):
-        ways.append("--cache_latents (the VAE stays off the device)")
+        ways.append(f"{option('cache.latents', True)} (the VAE stays off the device)")
     if not (model.train_text_encoder or cache.text or cache.text_to_disk):
-        ways.append("--cache_text_encoder_outputs (the text encoders stay off the device)")
+        ways.append(f"{option('cache.text', True)} (the text encoders stay off the device)")
     if training.batch_size > 1 and len(cfg.batch_sizes) == 1:
         half, times = training.batch_size // 2, 2 * training.accumulation
         same = "the same images a step" if training.batch_size % 2 == 0 else "about the same images a step"
-        ways.append(f"--train_batch_size={half} --gradient_accumulation_steps={times} ({same})")
+        ways.append(f"{option('training.batch_size')}={half} {option('training.accumulation')}={times} ({same})")
     elif max(cfg.batch_sizes) > 1:
         ways.append("a smaller batch_size in the data set's file")
     if launch.size > 1 and cfg.optimizer.type.lower() == "adamw":
-        ways.append("--optimizer_type=oss (its state is shared out over the ranks)")
+        ways.append(f"{option('optimizer.type')}=oss (its state is shared out over the ranks)")
     if training.gradient_checkpointing and not training.cpu_offload_checkpointing:
-        ways.append("--cpu_offload_checkpointing")
+        ways.append(option("training.cpu_offload_checkpointing", True))
 
     # from here on results may change
     if training.mixed_precision == "no" and training.full_precision is None:
-        ways.append("--mixed_precision=bf16")
+        ways.append(f"{option('training.mixed_precision')}=bf16")
     if training.full_precision is None and training.mixed_precision != "fp16":
-        ways.append("--full_bf16" + ("" if training.mixed_precision == "bf16" else " --mixed_precision=bf16"))
+        ways.append(
+            option("training.full_precision", "bf16")
+            + ("" if training.mixed_precision == "bf16" else f" {option('training.mixed_precision')}=bf16")
+        )
     if not cfg.optimizer.fused_backward and launch.size == 1 and cfg.optimizer.type.lower() == "adafactor":
-        ways.append("--fused_backward_pass")
+        ways.append(option("optimizer.fused_backward", True))
     elif cfg.optimizer.type.lower() != "adafactor":
-        ways.append("--optimizer_type=Adafactor")
+        ways.append(f"{option('optimizer.type')}=Adafactor")
     if model.train_text_encoder:
-        ways.append("without --train_text_encoder")
-    return [*ways, "a smaller --resolution"]
+        ways.append(f"without {option('model.train_text_encoder', True)}")
+    return [*ways, f"a smaller {option('data.resolution')}"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config import LoggingSection, TrainConfig
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Reject
 from difftrain.io.files import write_text
 from difftrain.report.console import Console
@@ -40,7 +41,7 @@ def set_up_logging(section: LoggingSection, rank: int) -> None:
             handler: logging.Handler = logging.FileHandler(path)
         except OSError as error:
             what = f"{path} cannot be written to: {error.strerror}"
-            raise ConfigFault([Fault("--console_log_file", what, "choose another file")]) from error
+            raise ConfigFault([Fault(option("logging.console_file"), what, "choose another file")]) from error
     else:
         handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))

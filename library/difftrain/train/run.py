@@ -19,6 +19,7 @@ from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
 from difftrain.config.schema.sections import CacheSection
 from difftrain.config.secrets import redact_text
+from difftrain.config.spellings.spelling import option
 from difftrain.config.toml import dump
 from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
 from difftrain.data.index.build import TooManyRejects
@@ -76,10 +77,11 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
+        kept = option("save.checkpoint_every_n_minutes") if cfg.save.run_dirs else option("save.state", True)
         raise TrainingFault(
             f"{error.filename or cfg.output_dir}: {error.strerror}; checkpoints that were whole stay so: "
             f"make room, then {how_to_go_on(cfg.save)} from the newest "
-            f"({'--checkpoint_every_n_minutes' if cfg.save.run_dirs else '--save_state'} keeps some on the way)"
+            f"({kept} keeps some on the way)"
         ) from error
 
 
@@ -200,7 +202,7 @@ def assemble(
     parts = family.load(deferred=deferred_parts(local, family) | {"root"})
     engine = make_engine(cfg, device, ranks)
     if faults := engine.faults():
-        raise ConfigFault([Fault("--engine", fault) for fault in faults])
+        raise ConfigFault([Fault(option("training.engine"), fault) for fault in faults])
 
     # --- 3. plan: which draws form each global batch, from the checkpoint's position on
     plan, total = plan_run(cfg, data, engine.dp_size, ranks, session)
@@ -272,7 +274,7 @@ def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
     attend(cfg, device, parts)
     with_cache(cfg, device, ranks, family, parts, data)
     open_sets(cfg, device, ranks, family, parts)
-    log.info("--cache_only: the caches are whole, nothing was trained")
+    log.info(f"{option('cache.only', True)}: the caches are whole, nothing was trained")
 
 
 def initial_step(cfg: TrainConfig, plan: EpochPlan, total: int) -> int:
@@ -283,7 +285,9 @@ def initial_step(cfg: TrainConfig, plan: EpochPlan, total: int) -> int:
     first = training.initial_step or plan.total_steps(training.initial_epoch - 1)
     if first >= total:
         what = f"the run has {total} steps and is to begin at step {first}"
-        raise ConfigFault([Fault("--skip_until_initial_step", what, "begin earlier, or train for longer")])
+        raise ConfigFault(
+            [Fault(option("training.skip_until_initial_step", True), what, "begin earlier, or train for longer")]
+        )
     if first:
         log.info("the first %d steps of the data are skipped; the schedule of the learning rate begins at 0", first)
     return first

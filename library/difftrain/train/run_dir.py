@@ -18,6 +18,7 @@ from difftrain.checkpoint.find import Candidate, candidates
 from difftrain.config import TrainConfig
 from difftrain.config.digest import digest
 from difftrain.config.schema.sections import SaveSection
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.distributed.collective import on_each_machine
 from difftrain.distributed.ranks import Ranks
@@ -70,12 +71,12 @@ class _Choice:
 
 def resume_option(save: SaveSection) -> str:
     """Return the flag that names a checkpoint, as the door that was used spells it."""
-    return "--resume_from_checkpoint" if save.run_dirs else "--resume"
+    return "--resume_from_checkpoint" if save.run_dirs else option("save.resume")
 
 
 def how_to_go_on(save: SaveSection) -> str:
     """Say how a run that was stopped goes on."""
-    flag = "--resume_from_checkpoint" if save.run_dirs else "--resume=auto"
+    flag = "--resume_from_checkpoint" if save.run_dirs else f"{option('save.resume')}=auto"
     return f"the same command with {flag} goes on"
 
 

@@ -22,6 +22,7 @@ from difftrain.checkpoint import STEPS, Naming, SaveName
 from difftrain.checkpoint.names import ONE_FILE
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import RunFacts
 from difftrain.distributed.collective import heartbeat
 from difftrain.train.averages import store_snapshots, write_averages
@@ -229,7 +230,7 @@ class Saving:
         log.info("export %s", written.relative_to(run.out))
         if broken:
             said = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
-            log.error("%s; a smaller rate, or --master_weights=fp32 with half weights", said)
+            log.error(f"%s; a smaller rate, or {option('training.master_weights')}=fp32 with half weights", said)
             run.not_finite = said
         run.uploads.add(path, f"{path.name}, step {run.progress.step}")
 

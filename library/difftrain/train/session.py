@@ -15,6 +15,7 @@ from difftrain.checkpoint import Claim, Empty, Finished, Foreign, RunRecord, Unf
 from difftrain.config import TrainConfig
 from difftrain.config.digest import differences, digest
 from difftrain.config.digest import identity as config_identity
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Family, Fault, Parts
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan.length import total_steps
@@ -136,9 +137,9 @@ def _chosen(
         raise ConfigFault(
             [
                 Fault(
-                    f"--resume={resume}",
+                    f"{option('save.resume')}={resume}",
                     f"{cfg.output_dir} holds a run of another configuration ({'; '.join(parted[:6])})",
-                    "give another --output_dir; --resume=FOLDER continues a checkpoint there under the new configuration",
+                    f"give another {option('save.output_dir')}; {option('save.resume')}=FOLDER continues a checkpoint there under the new configuration",
                 )
             ]
         )
@@ -186,7 +187,9 @@ def plan_run(
     """
     plan = make_plan(data, cfg, global_batches(cfg, replicas))
     if ranks is not None and len(set(ranks.gather(plan.digest))) > 1:
-        raise DataFault("the machines see different data under --train_data_dir: their plans differ; copy it anew")
+        raise DataFault(
+            f"the machines see different data under {option('data.dirs')}: their plans differ; copy it anew"
+        )
     if session is not None:
         resume_position(plan, session)
     total = total_steps(cfg.training, plan)
@@ -243,12 +246,14 @@ def check_same(session: Session, now: dict[str, Any]) -> None:
     elif was.get("plan_digest") != now["plan_digest"]:
         parted = "; ".join(changes(was.get("plan", {}), now["plan"])[:6])
         if session.auto and not session.cfg.training.only_warn:
-            remedy = "start from the checkpoint with --resume=FOLDER in another --output_dir"
+            remedy = (
+                f"start from the checkpoint with {option('save.resume')}=FOLDER in another {option('save.output_dir')}"
+            )
             if save.run_dirs:
                 remedy = "--reset_dataloader begins the epoch anew with the data as they are"
             remedy = f"put the data back, or {remedy}"
             faults.append(
-                Fault("--train_data_dir", f"the data or its order changed since the checkpoint: {parted}", remedy)
+                Fault(option("data.dirs"), f"the data or its order changed since the checkpoint: {parted}", remedy)
             )
         else:
             log.warning(

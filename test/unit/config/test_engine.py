@@ -133,5 +133,5 @@ def test_pictures_want_whole_weights_and_losses_do_not(stage: int):
     faults, _ = check(TrainConfig.model_validate(told), (deepspeed,), set(), set(), {})
     refused = [str(fault) for fault in faults if "needs whole weights on a rank" in str(fault)]
     assert [said.partition(":")[0] for said in refused] == (
-        ["--sample_prompts", "--eval.kid", "--demo_score"] if stage == 3 else []
+        ["--sample_prompts", "[eval] kid", "--demo_score"] if stage == 3 else []
     )

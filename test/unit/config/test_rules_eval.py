@@ -27,14 +27,14 @@ def test_sets_of_their_own_names_are_sound() -> None:
 )
 def test_published_files_say_how_often_before_they_name_a_set(field: str) -> None:
     faults, notes = found({field}, **{field: 1})
-    assert not faults and len(notes) == 1 and f"--eval.{field}: has no effect: there is no evaluation set" in notes[0]
+    assert not faults and len(notes) == 1 and f"[eval] {field}: has no effect: there is no evaluation set" in notes[0]
 
 
 def test_a_distance_needs_a_set_and_its_settings_need_it() -> None:
     faults, _ = found({"kid", "kid_steps"}, kid=True)
-    assert len(faults) == 1 and "--eval.kid: needs an evaluation set" in faults[0]
+    assert len(faults) == 1 and "[eval] kid: needs an evaluation set" in faults[0]
     faults, _ = found({"kid_steps"}, "held", kid_steps=5)
-    assert len(faults) == 1 and "--eval.kid_steps: needs kid = true" in faults[0]
+    assert len(faults) == 1 and "[eval] kid_steps: needs kid = true" in faults[0]
     faults, _ = found({"kid", "kid_pictures"}, "held", kid=True, kid_pictures=19)
     assert len(faults) == 1 and "must be at least 20, got 19" in faults[0]
 

@@ -26,13 +26,13 @@ def found(sections: dict[str, Any], *, sd3: bool = True) -> tuple[list[str], lis
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"flow": {"min_t": 0.7, "max_t": 0.3}}, "--flow.min_t: leaves no time to train on: 0.7 >= 0.3"),
+    ({"flow": {"min_t": 0.7, "max_t": 0.3}}, "[flow] min_t: leaves no time to train on: 0.7 >= 0.3"),
     ({"flow": {"min_t": 0.5, "max_t": 0.5}}, "leaves no time to train on: 0.5 >= 0.5"),
-    ({"flow": {"shift": 3.0, "flux_shift": True}}, "--flow.shift: contradicts flux_shift: the shift is 3"),
+    ({"flow": {"shift": 3.0, "flux_shift": True}}, "[flow] shift: contradicts flux_shift: the shift is 3"),
     ({"loss": {"type": "huber"}}, "--loss_type: huber bends where SDXL's noise schedule says"),
     ({"loss": {"type": "smooth_l1"}}, "smooth_l1 bends"),
     ({"loss": {"text_recon_gamma": 0.1, "text_recon_target_layer": 16}, "model": {"num_layers": 15}},
-     "--loss.text_recon_target_layer: is 16, the transformer has 15 blocks"),
+     "[loss] text_recon_target_layer: is 16, the transformer has 15 blocks"),
     ({"loss": {"text_recon_gamma": 0.1, "text_recon_target_layer": 15}, "model": {"num_layers": 15}},
      "the last one's text would be compared with itself"),
     ({"model": {"fp8_frozen": "unet"}}, "--fp8_base: holds weights of SDXL in 8 bits"),
@@ -74,10 +74,10 @@ def test_all_are_named_at_once() -> None:
 
 
 NOTES: list[tuple[dict[str, Any], str]] = [
-    ({"flow": {"sigmoid_scale": 2.0, "timestep_sample_method": "uniform"}}, "--flow.sigmoid_scale: has no effect"),
-    ({"flow": {"mode_scale": 1.0}}, "--flow.mode_scale: has no effect: timestep_sample_method is not mode"),
+    ({"flow": {"sigmoid_scale": 2.0, "timestep_sample_method": "uniform"}}, "[flow] sigmoid_scale: has no effect"),
+    ({"flow": {"mode_scale": 1.0}}, "[flow] mode_scale: has no effect: timestep_sample_method is not mode"),
     ({"model": {"uncond_text_dropout_prob": 0.3}}, "has no effect without enable_uncond_text_dropout"),
-    ({"loss": {"text_recon_target_layer": 2}}, "--loss.text_recon_target_layer: has no effect: text_recon_gamma is 0"),
+    ({"loss": {"text_recon_target_layer": 2}}, "[loss] text_recon_target_layer: has no effect: text_recon_gamma is 0"),
 ]
 
 

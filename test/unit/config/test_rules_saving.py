@@ -41,7 +41,7 @@ def test_what_has_no_effect_is_said() -> None:
 
 def test_a_start_has_one_work() -> None:
     both: dict[str, Any] = {"cache": {"only": True}, "sample": {"test_only": True, "prompts": "a.txt"}}
-    assert "--cache_only: contradicts --sample.test_only" in faults("cache.only", **both)[0]
+    assert "--cache_only: contradicts [sample] test_only" in faults("cache.only", **both)[0]
 
 
 @pytest.mark.parametrize("resume", ["latest", "auto", "2000"])

@@ -354,7 +354,7 @@ def test_every_fault_of_a_folder_is_named(plain: Exported, tmp_path: Path) -> No
         make_family(config(pretrained=str(folder), init_from_config=None, transformer=str(tmp_path / "none"))).load()
     told = str(found.value)
     assert "text_encoder_3/config.json is missing" in told and "vae/config.json is missing or is not JSON" in told
-    assert "[model] transformer_path: there is no file or folder" in told
+    assert "[model] transformer: there is no file or folder" in told
     for part in ("vae", "text_encoder_3"):
         shutil.rmtree(folder / part, ignore_errors=True)
         shutil.copytree(plain.path / part, folder / part)

@@ -129,7 +129,7 @@ def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
             ("FILE, line 3", "--h: must lie in 1 to 16384, got 0"),
             ("FILE, line 4", "--d does not take '-1'"),
             ("FILE, line 4", "--w: must lie in 1 to 16384, got 99999"),
-            ("--sample_sampler", "there is no sampler 'none'"),
+            ("sample.sampler", "there is no sampler 'none'"),
         ]
     ):
         assert found[place].startswith(f"{where}: {what}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from difftrain.config.paths import shown_url
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import TrainingFault
 
 _SHARES, _SHARE = 16, 256 << 20  # most sub-folders, and the bytes from which there is another
@@ -171,7 +172,7 @@ class LocalCopies:
             _SAID.add(mark)
         say_to_all(
             f"cache: {self.folder} takes no more copies of what is read from the store ({error.strerror or error}): "
-            "entries are read from it directly, each time anew. Make room there, or lower --cache_copy_gib"
+            f"entries are read from it directly, each time anew. Make room there, or lower {option('cache.copy_gib')}"
         )
 
 
@@ -312,7 +313,7 @@ class ObjectStore:
         raise TrainingFault(
             f"{shown_url(self.url)}/{what}: given up after {attempts} attempts in {time.monotonic() - started:.0f} s. "
             f"The last one: {last}. Start again once the store answers (a run goes on from its last checkpoint with "
-            "--resume), or copy the cache to a folder and name that with --cache_dir"
+            f"{option('save.resume')}), or copy the cache to a folder and name that with {option('data.cache_dir')}"
         )
 
 

@@ -27,6 +27,7 @@ from difftrain.cache.remote.object_store import (
 )
 from difftrain.cache.store.folder import BIN, PART
 from difftrain.config.paths import shown_url, unreadable_url, user_cache
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Fault, TrainingFault
 from difftrain.io.files import atomic_write
 
@@ -227,7 +228,7 @@ def fetch_cache(
     store does not answer, or the user's cache folder takes nothing.
     """
     if fault := unreadable_url(url):
-        raise ConfigFault([Fault("--cache_dir", *fault)])
+        raise ConfigFault([Fault(option("data.cache_dir"), *fault)])
     store = ObjectStore(url, patience)
     home = user_cache() / "remote" / hashlib.blake2b(store.url.encode(), digest_size=12).hexdigest()
     files = _look(store)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from difftrain.cache.store.format import FORMAT
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import DataFault, TrainingFault
 from difftrain.io.files import write_bytes
 
@@ -45,14 +46,14 @@ class CacheFolder:
         try:
             said = json.loads(mark.read_bytes())["format"]
         except FileNotFoundError:
-            remedy = "give the folder that was named with --cache_dir when it was built"
+            remedy = f"give the folder that was named with {option('data.cache_dir')} when it was built"
             raise DataFault(f"{folder.path}: there is no feature cache, no {_MARK} is in it; {remedy}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataFault(f"{mark} cannot be read ({error}); it should be {json.dumps({'format': FORMAT})}") from None
         if said != FORMAT:
             raise DataFault(
                 f"{folder.path}: the cache is of format {said}, this version reads and writes format {FORMAT}. "
-                "Use the version that wrote it, or name another folder with --cache_dir"
+                f"Use the version that wrote it, or name another folder with {option('data.cache_dir')}"
             )
         return folder
 
@@ -112,7 +113,7 @@ def disk_faults(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainingFault(
             f"{folder}: the feature cache cannot be written ({error.strerror or error}). What was committed stays and "
-            "is used by the next start. Make room there, or name another folder with --cache_dir"
+            f"is used by the next start. Make room there, or name another folder with {option('data.cache_dir')}"
         ) from error
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from difftrain.cache.store.format import ADDRESS, ALIGN, REJECT, Damaged, PackedEntry, crc32c
 from difftrain.cache.store.index import EntryRow
 from difftrain.cache.store.segment import SegmentSource, checked_payload, damage
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class MemorySink:
         except OSError as error:
             raise TrainingFault(
                 f"this machine's memory cannot hold the cached features ({error.strerror or error}); "
-                "--cache_latents_to_disk and --cache_text_encoder_outputs_to_disk, without --cache_preload, leave them in files"
+                f"{option('cache.latents_to_disk', True)} and {option('cache.text_to_disk', True)}, without {option('cache.preload', True)}, leave them in files"
             ) from error
 
 
@@ -281,7 +282,7 @@ def preload(
     total = int((-(-wanted["length"].astype(np.int64) // ALIGN) * ALIGN).sum())
     if room_bytes is not None and total > room_bytes:
         what = f"the cache's {total / 2**30:.3g} GiB do not fit into the {room_bytes / 2**30:.3g} GiB that are free"
-        raise ConfigFault([Fault("--cache_preload", what, "without it, the cache is read where it lies")])
+        raise ConfigFault([Fault(option("cache.preload", True), what, "without it, the cache is read where it lies")])
 
     # in the order of the files
     segments = list(names)
@@ -291,12 +292,16 @@ def preload(
 
     # each is copied once its checksum is right
     sink = MemorySink()
-    log.info("--cache_preload: %s entries, %.3g GiB, are copied into memory", f"{len(wanted):,}", total / 2**30)
+    log.info(
+        f"{option('cache.preload', True)}: %s entries, %.3g GiB, are copied into memory",
+        f"{len(wanted):,}",
+        total / 2**30,
+    )
     said = time.monotonic()
     for group in _groups(wanted):
         if time.monotonic() - said > _SAY_EVERY_S:
             said = time.monotonic()
-            log.info("--cache_preload: %s of %s entries", f"{sink.written:,}", f"{len(wanted):,}")
+            log.info(f"{option('cache.preload', True)}: %s of %s entries", f"{sink.written:,}", f"{len(wanted):,}")
         rows = [row_of(0, segments, place) for place in group]
         source.want([(row.segment, row.offset, row.length) for row in rows])
         for place, row in zip(group, rows, strict=True):

@@ -24,6 +24,7 @@ from difftrain.cache.store.format import (
 )
 from difftrain.cache.store.segment import SegmentFiles, SegmentGone, SegmentSource, checked_payload, damage
 from difftrain.cache.store.storage import nbytes_of, restore
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Feature, TrainingFault
 
 if TYPE_CHECKING:
@@ -253,8 +254,8 @@ class Reader:
         if missing:
             raise TrainingFault(
                 f"{self._cache}: {len(missing)} of {len(addresses)} entries of a batch ({', '.join(self._features)}) are not "
-                f"in the cache, the first has address {missing[0]}. Start again without --trust_cache and "
-                "--skip_cache_check: what is missing is encoded first"
+                f"in the cache, the first has address {missing[0]}. Start again without {option('cache.trust', True)} and "
+                f"{option('cache.skip_check', True)}: what is missing is encoded first"
             )
         return rows
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from difftrain.cache.store.format import StoredFeature
+from difftrain.config.spellings.spelling import option
 
 CHOICES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
 FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity: what is larger becomes NaN unless it is cut off
@@ -122,7 +123,7 @@ def _refuse_overflow(name: str, value: Tensor, narrow: Tensor) -> None:
         most, dtype = float(value.abs().max()), str(narrow.dtype).removeprefix("torch.")
         raise Unstorable(
             f"{name}: a value of {most:g} is too large for {dtype} (at most {torch.finfo(narrow.dtype).max:g}); "
-            f"store it as --cache_dtypes {name}=fp32, bf16 or fp8"
+            f"store it as {option('cache.dtypes')} {name}=fp32, bf16 or fp8"
         )
 
 

@@ -26,6 +26,7 @@ from difftrain.config.schema.sections import (
 )
 from difftrain.config.schema.validate import show, unsupported_value, wrong_in
 from difftrain.config.spellings.flags import FLAGS
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import Fault
 
 Kind = Literal["dreambooth", "finetune", "controlnet"]
@@ -166,10 +167,12 @@ def resolve(path: Path, cfg: TrainConfig) -> Resolved:
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        out.faults.append(Fault(f"--dataset_config={path}", "no such file", "give a TOML file of data sets"))
+        out.faults.append(
+            Fault(f"{option('data.dataset_config')}={path}", "no such file", "give a TOML file of data sets")
+        )
         return out
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        out.faults.append(Fault(f"--dataset_config={path}", f"cannot be read as TOML: {error}"))
+        out.faults.append(Fault(f"{option('data.dataset_config')}={path}", f"cannot be read as TOML: {error}"))
         return out
     _KohyaResolver(path, cfg, out).take(tables)
     return out

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import draws_captions, subsets_of
 from difftrain.config.paths import expanded, is_file, is_url, path_exists
-from difftrain.config.rules.finding import Finding, Rule, option
+from difftrain.config.rules.finding import Finding, Rule
 from difftrain.config.rules.run import Need, lacking
 from difftrain.config.schema.families import multiple_of, row_of
 from difftrain.config.schema.names import CACHE_DTYPES, did_you_mean
 from difftrain.config.schema.sections import CaptionSection, PictureSection, SizeSection, TrainConfig
+from difftrain.config.spellings.spelling import option, spelled
 
 DATA_NEEDS: tuple[Need, ...] = (
     Need("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
-         "has no effect without regularisation pictures: --reg_data_dir, or is_reg in the data set TOML", note=True),
+         "has no effect without regularisation pictures: {data.reg_dirs}, or is_reg in the data set TOML", note=True),
     Need("data.shard_size", lambda c: c.data.tar_order == "sequential",
-         "has no effect: data are not read in sequence (--tar_order=sequential)", note=True),
+         "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"
@@ -35,20 +36,20 @@ def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if data.dataset_config or data.datasets:
         for path in given:
             remedy = "the file names the data; give one of them"
-            yield Finding((path, "data.dataset_config"), "contradicts --dataset_config", remedy)
+            yield Finding((path, "data.dataset_config"), f"contradicts {option('data.dataset_config')}", remedy)
         if len(data.repeats) > 1:
             what = f"has {len(data.repeats)} numbers; every subset falls back to one"
             yield Finding(("data.repeats", "data.dataset_config"), what, "give one, or num_repeats in the file")
         return
     if data.in_json and data.reg_dirs:
         remedy = "for both, write a data set TOML: a subset with metadata_file, another with is_reg = true"
-        yield Finding(("data.reg_dirs", "data.in_json"), "contradicts --in_json", remedy)
+        yield Finding(("data.reg_dirs", "data.in_json"), f"contradicts {option('data.in_json')}", remedy)
     for path in ("data.in_json", "data.reg_dirs"):
         if data.dataset_class and path in given:
-            yield Finding((path, _CLASS), "contradicts --dataset_class", "give one of them")
+            yield Finding((path, _CLASS), f"contradicts {option('data.dataset_class')}", "give one of them")
     for path in ("data.in_json", _CLASS):
         if path in given and len(data.dirs) > 1:
-            what = f"goes with one --train_data_dir, {len(data.dirs)} are given"
+            what = f"goes with one {option('data.dirs')}, {len(data.dirs)} are given"
             yield Finding((path, "data.dirs"), what, "give one; for several, write a data set TOML")
 
 
@@ -111,13 +112,13 @@ def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...]
     low, high = size.min_bucket_reso, size.max_bucket_reso
     if low > high:
         about = ("min_bucket_reso", "max_bucket_reso")
-        yield about, f"is above --max_bucket_reso: {low} > {high}", "the shortest side comes first"
+        yield about, f"is above {option('data.max_bucket_reso')}: {low} > {high}", "the shortest side comes first"
         return
     if size.resolution and min(width, height) < low:
-        what = f"is above the shorter side of --resolution: {low} > {min(width, height)}"
+        what = f"is above the shorter side of {option('data.resolution')}: {low} > {min(width, height)}"
         yield ("min_bucket_reso", "resolution"), what, "make it smaller"
     if size.resolution and max(width, height) > high:
-        what = f"is below the longer side of --resolution: {high} < {max(width, height)}"
+        what = f"is below the longer side of {option('data.resolution')}: {high} < {max(width, height)}"
         yield ("max_bucket_reso", "resolution"), what, "make it larger"
 
 
@@ -141,7 +142,7 @@ _CAPTION = {
 
 _LATENTS = "has no effect: no latents are cached"
 _TEXT = "has no effect: no outputs of text encoders are cached"
-_DISK = "needs a cache on disk: --cache_latents_to_disk or --cache_text_encoder_outputs_to_disk"
+_DISK = "needs a cache on disk: {cache.latents_to_disk=true} or {cache.text_to_disk=true}"
 
 CACHE_NEEDS: tuple[Need, ...] = (
     Need("cache.latents_dtype", lambda c: _asked(c, "latents"), _LATENTS, note=True),
@@ -149,13 +150,13 @@ CACHE_NEEDS: tuple[Need, ...] = (
     Need("cache.batch_size", lambda c: _asked(c, "text"), _TEXT, note=True),
     Need("cache.workers", lambda c: _asked(c, "latents") or _asked(c, "text"), "has no effect: nothing is cached", note=True),
     Need("cache.shuffle_num", draws_captions,
-         "has no effect without --shuffle_caption, --enable_wildcard or --caption_tag_dropout_rate", note=True),
+         "has no effect without {captions.shuffle=true}, {captions.enable_wildcard=true} or {captions.tag_dropout_rate}", note=True),
     Need("cache.skip_check", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
     Need("cache.segment_gib", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
     Need("cache.trust", lambda c: _on_disk(c), _DISK),
     Need("cache.regenerate", lambda c: _on_disk(c), _DISK),
     Need("cache.preload", lambda c: _on_disk(c), _DISK),
-    Need("cache.copy_gib", lambda c: is_url(c.data.cache_dir), "needs a cache on an object store: --cache_dir=URL"),
+    Need("cache.copy_gib", lambda c: is_url(c.data.cache_dir), "needs a cache on an object store: {data.cache_dir}=URL"),
 )  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def latents(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         for place in _places(cfg, field):
             yield _contradiction(f"data.{field}", place, cache, why)
     if cfg.cache.latents_as == "sample" and not cache:
-        remedy = "give --cache_latents or --cache_latents_to_disk, or leave it out: online each use draws its own"
+        remedy = f"give {option('cache.latents', True)} or {option('cache.latents_to_disk', True)}, or leave it out: online each use draws its own"
         yield Finding(("cache.latents_as",), "sample: a latent that is drawn once must be kept", remedy)
 
 
@@ -207,14 +208,14 @@ def only(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """What is built and left behind must be on disk."""
     cache = cfg.cache
     if cache.only and not _on_disk(cfg):
-        remedy = "give --cache_latents_to_disk or --cache_text_encoder_outputs_to_disk"
+        remedy = f"give {option('cache.latents_to_disk', True)} or {option('cache.text_to_disk', True)}"
         yield Finding(("cache.only",), "builds nothing that outlives it", remedy)
     for field, disk in (("latents", cache.latents_to_disk), ("text", cache.text_to_disk)):
         if cache.only and getattr(cache, field) and not disk:
-            what = "would be gone at the end of --cache_only"
+            what = f"would be gone at the end of {option('cache.only', True)}"
             yield Finding((f"cache.{field}", "cache.only"), what, f"give {option(f'cache.{field}_to_disk')}")
     if cache.only and cache.preload:
-        what = "has no effect with --cache_only: nothing is read that could be kept in memory"
+        what = f"has no effect with {option('cache.only', True)}: nothing is read that could be kept in memory"
         yield Finding(("cache.preload", "cache.only"), what, note=True)
 
 
@@ -222,18 +223,18 @@ def once(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """What is trusted is not made anew, and what lies on an object store is only read."""
     cache, remote = cfg.cache, is_url(cfg.data.cache_dir)
     if cache.trust and cache.regenerate:
-        what = "contradicts --trust_cache: one takes what is there, the other makes it anew"
+        what = f"contradicts {option('cache.trust', True)}: one takes what is there, the other makes it anew"
         yield Finding(("cache.regenerate", "cache.trust"), what, "give one of them")
     if cache.trust and cfg.data.verify == "full":
-        what = "contradicts --trust_cache, which reads no file of the data"
+        what = f"contradicts {option('cache.trust', True)}, which reads no file of the data"
         yield Finding(("data.verify", "cache.trust"), what, "give one of them")
     for field in ("regenerate", "only"):
         if remote and getattr(cache, field):
-            what = "contradicts --cache_dir: a cache on an object store is only read"
+            what = f"contradicts {option('data.cache_dir')}: a cache on an object store is only read"
             remedy = "build it in a folder, and copy that to the store"
             yield Finding((f"cache.{field}", "data.cache_dir"), what, remedy)
     if remote and not _on_disk(cfg):
-        remedy = f"{_DISK.partition(': ')[2]}; or a folder of this machine"
+        remedy = f"{spelled(_DISK).partition(': ')[2]}; or a folder of this machine"
         yield Finding(("data.cache_dir",), "is the URL of a cache, and nothing is read from it", f"give {remedy}")
 
 

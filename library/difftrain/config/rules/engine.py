@@ -12,6 +12,7 @@ from difftrain.config.schema import names
 from difftrain.config.schema.families import takes
 from difftrain.config.schema.rates import is_named, is_schedule_free
 from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.spellings.spelling import option
 
 _ALIGNS = "has no effect: repa.encoder names no folder"
 _ROUTES = "has no effect: tread.share is 0, no token is routed"
@@ -70,14 +71,16 @@ def full_precision(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     full = training.full_precision
     if full and training.mixed_precision != full:
         about = ("training.full_precision", "training.mixed_precision")
-        what = f"asks for weights in {full}, but --mixed_precision is {training.mixed_precision}"
-        yield Finding(about, what, f"give --mixed_precision={full} too")
+        what = f"asks for weights in {full}, but {option('training.mixed_precision')} is {training.mixed_precision}"
+        yield Finding(about, what, f"give {option('training.mixed_precision')}={full} too")
     kept = training.master_weights
     if kept == "none" and not full:
-        what = "needs --full_bf16 or --full_fp16: without them the weights are fp32 themselves"
+        what = f"needs {option('training.full_precision', 'bf16')} or {option('training.full_precision', 'fp16')}: without them the weights are fp32 themselves"
         yield Finding(("training.master_weights",), what)
     if kept in ("kahan", "stochastic") and full != "bf16":
-        what = f"{kept} needs --full_bf16: " + ("fp16 is no upper half of fp32" if full else "the weights are fp32")
+        what = f"{kept} needs {option('training.full_precision', 'bf16')}: " + (
+            "fp16 is no upper half of fp32" if full else "the weights are fp32"
+        )
         yield Finding(("training.master_weights", "training.full_precision"), what, "" if not full else "fp32 or none")
 
 
@@ -93,12 +96,12 @@ def vanishing(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     name = names.proper(optimizer.type.removeprefix("torch.optim."), _DIVIDING)
     if name and _EPS not in given:
         what = f"keeps {name}'s state in fp16, where its eps of 1e-8 is 0 and squares of gradients below 2e-4 vanish"
-        remedy = "give --master_weights=fp32, or --optimizer_args eps=1e-4"
+        remedy = f"give {option('training.master_weights')}=fp32, or {option('optimizer.args')} eps=1e-4"
         yield Finding(("training.full_precision",), what, remedy, note=True)
     if is_named(optimizer, names.ADAPTIVE):
         what = f"keeps {optimizer.type}'s state in fp16, where its first estimate of the rate, 1e-6, moves nothing"
         about = ("training.full_precision", "optimizer.type")
-        yield Finding(about, what, "give --master_weights=fp32", note=_D0 in given)
+        yield Finding(about, what, f"give {option('training.master_weights')}=fp32", note=_D0 in given)
 
 
 def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -107,29 +110,35 @@ def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     fields = [("optimizer.fused_backward", section.fused_backward), ("optimizer.fused_groups", section.fused_groups)]
     given = [field for field, value in fields if value]
     if len(given) == 2:
-        yield Finding((given[1], given[0]), "contradicts --fused_backward_pass", "give one of them")
+        yield Finding(
+            (given[1], given[0]), f"contradicts {option('optimizer.fused_backward', True)}", "give one of them"
+        )
     if not given:
         return
     if section.fused_backward and cfg.training.accumulation > 1:
         about = (given[0], "training.accumulation")
-        what = f"frees gradients at once, but --gradient_accumulation_steps={cfg.training.accumulation} adds them up"
-        yield Finding(about, what, "--gradient_accumulation_steps=1, or --fused_optimizer_groups")
+        what = (
+            f"frees gradients at once, but {option('training.accumulation')}={cfg.training.accumulation} adds them up"
+        )
+        yield Finding(about, what, f"{option('training.accumulation')}=1, or {option('optimizer.fused_groups')}")
     if cfg.training.mixed_precision == "fp16":
         what = "updates before the loss scale is known to have held, so it does not go with fp16"
-        yield Finding((given[0], "training.mixed_precision"), what, "--mixed_precision=bf16")
+        yield Finding((given[0], "training.mixed_precision"), what, f"{option('training.mixed_precision')}=bf16")
     if is_named(section, names.ADAPTIVE) or is_schedule_free(section) or section.schedulefree_wrapper:
         what = "updates with a few gradients at a time, but this optimizer needs all gradients of an update at once"
-        yield Finding((given[0], "optimizer.type"), what, "--optimizer_type=AdamW or Adafactor")
+        yield Finding((given[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
     if section.type.lower() == "oss":
         what = "updates before the ranks have shared what each of them holds, so it does not go with oss"
-        yield Finding((given[0], "optimizer.type"), what, "--optimizer_type=AdamW or Adafactor")
+        yield Finding((given[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
 
 
 def offloading(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Only what checkpointing keeps is moved to the host."""
     if cfg.training.cpu_offload_checkpointing and not cfg.training.gradient_checkpointing:
         about = ("training.cpu_offload_checkpointing", "training.gradient_checkpointing")
-        yield Finding(about, "needs --gradient_checkpointing: there are no checkpoints to move")
+        yield Finding(
+            about, f"needs {option('training.gradient_checkpointing', True)}: there are no checkpoints to move"
+        )
 
 
 PRECISION_RULES: tuple[Rule, ...] = (full_precision, vanishing, fused, offloading)
@@ -142,23 +151,23 @@ _ELEMENTWISE = (
     "AdamW", "Lion", "SGDNesterov", "ASGD", "Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 
-_THIRD = "needs --zero_stage=3"
+_THIRD = "needs {deepspeed.zero_stage}=3"
 ENGINE_NEEDS: tuple[Need, ...] = (
     *(Need(f"deepspeed.{field}", lambda c: c.deepspeed.enable, "needs --deepspeed") for field in (
         "zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
         "offload_param_nvme_path", "zero3_init", "zero3_save_16bit", "fp16_master_weights",
     )),
-    Need(_OFFLOAD, lambda c: c.deepspeed.zero_stage >= 2, "needs --zero_stage=2 or 3"),
+    Need(_OFFLOAD, lambda c: c.deepspeed.zero_stage >= 2, "needs {deepspeed.zero_stage}=2 or 3"),
     Need("deepspeed.offload_param_device", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
     Need("deepspeed.zero3_init", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
     Need("deepspeed.zero3_save_16bit", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
     Need("deepspeed.offload_optimizer_nvme_path", lambda c: c.deepspeed.offload_optimizer_device == "nvme",
-         "needs --offload_optimizer_device=nvme"),
+         "needs {deepspeed.offload_optimizer_device}=nvme"),
     Need("deepspeed.offload_param_nvme_path", lambda c: c.deepspeed.offload_param_device == "nvme",
-         "needs --offload_param_device=nvme"),
+         "needs {deepspeed.offload_param_device}=nvme"),
     Need("deepspeed.fp16_master_weights", lambda c: c.deepspeed.zero_stage == 2
          and c.deepspeed.offload_optimizer_device == "cpu" and c.training.mixed_precision == "fp16",
-         "needs --zero_stage=2, --offload_optimizer_device=cpu and --mixed_precision=fp16: DeepSpeed has it nowhere else"),
+         "needs {deepspeed.zero_stage}=2, {deepspeed.offload_optimizer_device}=cpu and {training.mixed_precision}=fp16: DeepSpeed has it nowhere else"),
 )  # fmt: skip
 
 
@@ -184,14 +193,18 @@ def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         if not is_installed(package):
             what = f"needs the package {package}, which is not installed"
             extra = "deepspeed" if package == "deepspeed" else "accelerate"
-            yield Finding((field,), what, f'pip install "sd-scripts-xl[{extra}]", or leave it out for --engine=native')
+            yield Finding(
+                (field,),
+                what,
+                f'pip install "sd-scripts-xl[{extra}]", or leave it out for {option("training.engine")}=native',
+            )
 
 
 def accelerate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """What does not go through accelerate, with DeepSpeed or without."""
     if cfg.training.engine != "accelerate":
         return
-    remedy = "--engine=native"
+    remedy = f"{option('training.engine')}=native"
     for field, value in (
         ("optimizer.fused_backward", cfg.optimizer.fused_backward),
         ("optimizer.fused_groups", cfg.optimizer.fused_groups),
@@ -199,7 +212,7 @@ def accelerate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         ("model.train_only", cfg.model.train_only),  # its checkpoints leave the base out: not built there
     ):
         if value:
-            yield Finding((field, _ENGINE), "does not go with --engine=accelerate", remedy)
+            yield Finding((field, _ENGINE), f"does not go with {option('training.engine')}=accelerate", remedy)
     shards = cfg.deepspeed.enable or cfg.optimizer.type.lower() == "oss"
     if shards and cfg.model.fp8_frozen:
         what = "does not go with --deepspeed or fairscale's oss, which send every weight and know no 8 bits"
@@ -219,8 +232,10 @@ def deepspeed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if not section.enable:
         return
     if cfg.training.engine != "accelerate":
-        what = f"--engine={cfg.training.engine} does not run DeepSpeed"
-        yield Finding((_ON, _ENGINE), what, "--engine=accelerate, which --deepspeed takes by itself")
+        what = f"{option('training.engine')}={cfg.training.engine} does not run DeepSpeed"
+        yield Finding(
+            (_ON, _ENGINE), what, f"{option('training.engine')}=accelerate, which --deepspeed takes by itself"
+        )
     if section.zero_stage == 0:
         yield Finding((_STAGE,), "0 shards nothing", "1, 2 or 3; leave --deepspeed out where nothing is to be sharded")
     for name, device, path in (
@@ -232,7 +247,11 @@ def deepspeed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             if not path:
                 yield Finding((field,), f"nvme needs --offload_{name}_nvme_path", "give a folder on a fast disk")
             if section.zero_stage == 2:
-                yield Finding((field, _STAGE), "nvme needs --zero_stage=3", "cpu offloads with --zero_stage=2")
+                yield Finding(
+                    (field, _STAGE),
+                    f"nvme needs {option('deepspeed.zero_stage')}=3",
+                    f"cpu offloads with {option('deepspeed.zero_stage')}=2",
+                )
     yield from _zero_optimizer(cfg)
     if section.zero_stage == 3:
         yield from _third_stage(cfg)
@@ -242,13 +261,15 @@ def _zero_optimizer(cfg: TrainConfig) -> Iterator[Finding]:
     section = cfg.optimizer
     name = names.proper(section.type.removeprefix("torch.optim."), _ELEMENTWISE)
     if section.type.lower() == "oss":
-        yield Finding((_TYPE, _ON), "oss and --deepspeed both shard the optimizer's state", "--optimizer_type=AdamW")
+        yield Finding(
+            (_TYPE, _ON), "oss and --deepspeed both shard the optimizer's state", f"{option('optimizer.type')}=AdamW"
+        )
     elif not name:
         what = f"{section.type} needs whole tensors, and --deepspeed cuts them into flat pieces"
         yield Finding((_TYPE, _ON), what, f"one of {', '.join(_ELEMENTWISE)}")
     elif cfg.deepspeed.offload_optimizer_device and name not in ("AdamW", "Adam"):
         what = f"{section.type} has no kernel of DeepSpeed's for an optimizer on the host"
-        yield Finding((_TYPE, _OFFLOAD), what, "--optimizer_type=AdamW")
+        yield Finding((_TYPE, _OFFLOAD), what, f"{option('optimizer.type')}=AdamW")
     if section.schedulefree_wrapper:
         what = "cannot average weights that --deepspeed cuts into pieces"
         yield Finding(("optimizer.schedulefree_wrapper", _ON), what, "leave one of them out")
@@ -263,8 +284,8 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
         ("training.compile", cfg.training.compile),
     ):
         if value:
-            what = "needs whole weights on a rank, which --zero_stage=3 takes apart"
-            yield Finding((field, _STAGE), what, "--zero_stage=2")
+            what = f"needs whole weights on a rank, which {option('deepspeed.zero_stage')}=3 takes apart"
+            yield Finding((field, _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
 
 
 ENGINE_RULES: tuple[Rule, ...] = (deepspeed_companions, installed, accelerate, deepspeed)

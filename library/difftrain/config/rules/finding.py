@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.config.spellings.flags import flag_of
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import Fault
 
 
@@ -28,7 +28,7 @@ def check(
 ) -> tuple[list[Fault], list[str]]:
     """Apply every rule; a finding about a field that is faulted already is left out.
 
-    origins: where each field that was given came from; a field that was not is called by its flag.
+    origins: where each field that was given came from; one that was not is called by its option.
     """
     faults: list[Fault] = []
     notes: list[str] = []
@@ -48,9 +48,3 @@ def value_of(cfg: TrainConfig, path: str) -> Any:
     """Return the value of "section.field"."""
     section, _, field = path.partition(".")
     return getattr(getattr(cfg, section), field)
-
-
-def option(path: str) -> str:
-    """Return the flag that sets "section.field": a name of its own, or the one by which train.py knows every field."""
-    flag = flag_of(path)
-    return flag.option if flag is not None else f"--{path}"

@@ -23,6 +23,7 @@ from difftrain.config.schema.rates import (
     schedule_name,
 )
 from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.spellings.spelling import option
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -145,7 +146,11 @@ def ascend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     section, training = cfg.optimizer, cfg.training
     if is_named(section, ("NpuFusedAdamW",)) and training.full_precision and training.master_weights != "fp32":
         what = f"updates weights that stay in memory, which those of full {training.full_precision} do not"
-        yield Finding((_TYPE, "training.full_precision"), what, "--master_weights=fp32, or --optimizer_type=AdamW")
+        yield Finding(
+            (_TYPE, "training.full_precision"),
+            what,
+            f"{option('training.master_weights')}=fp32, or {option('optimizer.type')}=AdamW",
+        )
     if section.type.startswith("apex."):
         what = f"{section.type} steps under apex.amp alone, and precision is this program's"
         yield Finding((_TYPE,), what, "AdamW, which is fused here too")
@@ -177,7 +182,7 @@ def adafactor(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if is_relative(section):
         yield from _relative_adafactor(cfg, asked, shows)
     elif shows and not section.scheduler_type:
-        what = "goes with --optimizer_type=Adafactor and its relative_step alone"
+        what = f"goes with {option('optimizer.type')}=Adafactor and its relative_step alone"
         yield Finding((_SCHEDULE, _TYPE), what, "another schedule")
     elif is_named(section, ("Adafactor",)):
         yield from _manual_adafactor(cfg)
@@ -186,7 +191,7 @@ def adafactor(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def _relative_adafactor(cfg: TrainConfig, asked: set[str], shows: bool) -> Iterator[Finding]:
     """What a rate and a schedule of the user's mean where Adafactor has its own."""
     section = cfg.optimizer
-    own, remedy = "Adafactor computes its own rate", "relative_step=False in --optimizer_args gives it yours"
+    own, remedy = "Adafactor computes its own rate", f"relative_step=False in {option('optimizer.args')} gives it yours"
     if argument(section.args, "warmup_init", False) and not argument(section.args, "relative_step", True):
         yield Finding((_ARGS,), "relative_step=True is set, because warmup_init=True needs it", note=True)
     if _RATE in asked:
@@ -226,11 +231,15 @@ def schedule_free(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         }
         for field in (field for field, changed in given.items() if changed):
             what = "has no effect: a schedule-free optimizer keeps its rate"
-            yield Finding((field,), what, "AdamW's and SGD's take warmup_steps=N in --optimizer_args", note=True)
+            yield Finding(
+                (field,), what, f"AdamW's and SGD's take warmup_steps=N in {option('optimizer.args')}", note=True
+            )
     if own and section.schedulefree_wrapper:
         yield Finding((_WRAPPER,), f"has no effect: {section.type} is schedule-free already", note=True)
     elif section.schedulefree_wrapper and is_named(section, ("oss",)):
-        yield Finding((_WRAPPER, _TYPE), "cannot average weights whose state is sharded", "--optimizer_type=AdamW")
+        yield Finding(
+            (_WRAPPER, _TYPE), "cannot average weights whose state is sharded", f"{option('optimizer.type')}=AdamW"
+        )
     averages = {"ema.enable": cfg.ema.enable, "ema.profiles": cfg.ema.profiles}
     for field in (field for field, given in averages.items() if given and (own or section.schedulefree_wrapper)):
         what = "contradicts a schedule-free optimizer, whose own average is what is exported"
@@ -248,10 +257,16 @@ def block_rates(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         remedy = "0: time and label embeddings; 1-9: input; 10-12: middle; 13-21: output; 22: out"
         yield Finding((_BLOCKS,), what, remedy)
     if section.unet_lr is not None:
-        yield Finding((_UNET, _BLOCKS), "contradicts --block_lr", "give one rate for the UNet, or one for each block")
+        yield Finding(
+            (_UNET, _BLOCKS),
+            f"contradicts {option('optimizer.block_lr')}",
+            "give one rate for the UNet, or one for each block",
+        )
     elif section.learning_rate == 0 and any(blocks):
         yield Finding(
-            (_BLOCKS, _RATE), "contradicts --learning_rate=0, which freezes the UNet", "any other rate, or 0s"
+            (_BLOCKS, _RATE),
+            f"contradicts {option('optimizer.learning_rate')}=0, which freezes the UNet",
+            "any other rate, or 0s",
         )
 
 

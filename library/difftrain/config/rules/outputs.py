@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from difftrain.config.datasets.datasets import subsets_of
 from difftrain.config.paths import expanded, is_folder
-from difftrain.config.rules.finding import Finding, Rule, option
+from difftrain.config.rules.finding import Finding, Rule
 from difftrain.config.rules.run import Need, lacking
 from difftrain.config.schema.sections import CaptionSection, PictureSection, SaveSection, TrainConfig
+from difftrain.config.spellings.spelling import option
 
 _NO_SET = "has no effect: there is no evaluation set (eval_datasets)"
 _NO_KID = "needs kid = true: no pictures are drawn for a KID"
@@ -65,7 +66,7 @@ _UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut 
 
 SAMPLE_NEEDS: tuple[Need, ...] = (
     Need("loss.masked", lambda c: any(each.alpha_mask or each.conditioning_dir or each.default_mask for each in subsets_of(c)),
-         "has no effect: there are no masks (--conditioning_data_dir, --alpha_mask)", note=True),
+         "has no effect: there are no masks ({data.conditioning_dir}, {data.alpha_mask=true})", note=True),
 )  # fmt: skip
 
 
@@ -125,7 +126,9 @@ def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
     if not folder:
         return
     if not masked:
-        yield place.finding("data.conditioning_dir", "needs --masked_loss: it holds masks, and nothing would use them")
+        yield place.finding(
+            "data.conditioning_dir", f"needs {option('loss.masked', True)}: it holds masks, and nothing would use them"
+        )
     if not place.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its picture"
         yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)

@@ -15,6 +15,7 @@ from difftrain.config.rules.outputs import can_be_resumed
 from difftrain.config.schema import names
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.spellings.spelling import option, spelled
 
 _HUB = "give a path, or a hub id: organisation/name, hf://organisation/name/file where a folder here has the same name"
 
@@ -75,7 +76,11 @@ def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """The output folder can be made and written to; the name of files is a plain name."""
     name = cfg.save.output_name
     if name != Path(name).name or name in (".", ".."):
-        yield Finding(("save.output_name",), f"must be a plain file name, got {name!r}", "folders go to --output_dir")
+        yield Finding(
+            ("save.output_name",),
+            f"must be a plain file name, got {name!r}",
+            f"folders go to {option('save.output_dir')}",
+        )
     if not cfg.save.output_dir:
         return
     yield from _unwritable("save.output_dir", Path(cfg.save.output_dir))
@@ -151,7 +156,7 @@ def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 PATH_RULES: tuple[Rule, ...] = (weights, size, folders, store, output, logs, thumbnail, prompts, trackers)
 
 
-_STATE = "give --resume=REPO_ID/PATH[:REVISION[:model|dataset]]"
+_STATE = "give {save.resume}=REPO_ID/PATH[:REVISION[:model|dataset]]"
 
 
 def target(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -170,12 +175,14 @@ def state(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         return
     given = cfg.save.resume
     if not given:
-        yield Finding(("hub.resume", "save.resume"), "needs --resume, which names the state", _STATE)
+        yield Finding(
+            ("hub.resume", "save.resume"), f"needs {option('save.resume')}, which names the state", spelled(_STATE)
+        )
     elif given == "auto":
-        what = "does not go with --resume=auto, which looks in --output_dir only"
-        yield Finding(("hub.resume", "save.resume"), what, _STATE)
+        what = f"does not go with {option('save.resume')}=auto, which looks in {option('save.output_dir')} only"
+        yield Finding(("hub.resume", "save.resume"), what, spelled(_STATE))
     elif hub_ids.read_state(given) is None:
-        yield Finding(("save.resume",), f"names no state on a hub: {given!r}", _STATE)
+        yield Finding(("save.resume",), f"names no state on a hub: {given!r}", spelled(_STATE))
 
 
 HUB_RULES: tuple[Rule, ...] = (target, state)

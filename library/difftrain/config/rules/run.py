@@ -10,6 +10,7 @@ from difftrain.config.rules.finding import Finding, Rule, value_of
 from difftrain.config.schema.families import row_of, takes
 from difftrain.config.schema.rates import is_schedule_free, schedule_name
 from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.spellings.spelling import option, spelled
 
 
 class Need(NamedTuple):
@@ -24,51 +25,51 @@ class Need(NamedTuple):
 _CYCLED = ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
 _FLOORED = ("cosine_with_min_lr", "warmup_stable_decay")
 _UNWARMED = ("constant", "piecewise_constant", "adafactor")
-_BUCKETS = "has no effect without --enable_bucket"
+_BUCKETS = "has no effect without {data.enable_bucket=true}"
 
-_SKIPS = "needs --skip_until_initial_step: a step's number is its place in the data, so it is not counted up alone"
+_SKIPS = "needs {training.skip_until_initial_step=true}: a step's number is its place in the data, so it is not counted up alone"
 
-_SENDS = "needs --huggingface_repo_id: nothing is sent to a hub"
+_SENDS = "needs {hub.repo_id}: nothing is sent to a hub"
 
 NEEDS: tuple[Need, ...] = (
     Need("data.min_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
     Need("data.max_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
     Need("data.bucket_reso_steps", lambda c: has_buckets(c), _BUCKETS, note=True),
     Need("data.bucket_no_upscale", lambda c: has_buckets(c), _BUCKETS, note=True),
-    Need("training.compile_backend", lambda c: c.training.compile, "has no effect without --torch_compile", note=True),
-    Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
-    Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
+    Need("training.compile_backend", lambda c: c.training.compile, "has no effect without {training.compile=true}", note=True),
+    Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
     Need("training.initial_step", lambda c: _skips(c), _SKIPS),
     Need("training.initial_epoch", lambda c: _skips(c), _SKIPS),
     Need("training.skip_until_initial_step", lambda c: c.training.initial_step or c.training.initial_epoch > 1 or c.save.resume,
-         "needs --initial_step or --initial_epoch"),
-    Need("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs --train_text_encoder"),
+         "needs {training.initial_step} or {training.initial_epoch}"),
+    Need("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
     Need("optimizer.schedulefree_wrapper_args", lambda c: c.optimizer.schedulefree_wrapper,
-         "needs --optimizer_schedulefree_wrapper"),
-    Need("ema.decay", lambda c: c.ema.enable, "needs --use_ema"),
-    Need("validation.seed", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
-    Need("validation.every_n_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
-    Need("validation.every_n_epochs", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
-    Need("validation.max_steps", lambda c: c.validation.split, "needs --validation_split: nothing is held out"),
-    Need("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs --max_train_epochs"),
-    Need("save.last_n_steps", lambda c: _saves_steps(c), "needs --save_every_n_steps"),
-    Need("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs --save_every_n_steps"),
-    Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs --save_every_n_epochs or --save_n_epoch_ratio"),
+         "needs {optimizer.schedulefree_wrapper=true}"),
+    Need("ema.decay", lambda c: c.ema.enable, "needs {ema.enable=true}"),
+    Need("validation.seed", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Need("validation.every_n_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Need("validation.every_n_epochs", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Need("validation.max_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Need("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs {training.max_epochs}"),
+    Need("save.last_n_steps", lambda c: _saves_steps(c), "needs {save.every_n_steps}"),
+    Need("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs {save.every_n_steps}"),
+    Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
     Need("save.last_n_epochs_state", lambda c: _saves_epochs(c) or c.save.checkpoint_every_n_epochs,
-         "needs --save_every_n_epochs or --save_n_epoch_ratio"),
-    Need("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs --save_state"),
-    Need("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs --save_state"),
+         "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
+    Need("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs {save.state=true}"),
+    Need("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs {save.state=true}"),
     Need("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS),
     Need("hub.repo_type", lambda c: c.hub.repo_id, _SENDS, note=True),
     Need("hub.visibility", lambda c: c.hub.repo_id, _SENDS, note=True),
     Need("hub.async_upload", lambda c: c.hub.repo_id, _SENDS, note=True),
     Need("hub.save_state", lambda c: c.hub.repo_id, _SENDS),
     Need("hub.save_state", lambda c: c.save.state or c.save.state_on_train_end,
-         "needs --save_state or --save_state_on_train_end: there are no states to send"),
-    Need("sample.every_n_steps", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
-    Need("sample.every_n_epochs", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
-    Need("sample.at_first", lambda c: c.sample.prompts, "needs --sample_prompts: there is nothing to draw"),
-    Need("demo.score", lambda c: c.demo.dataset, "needs --demo: there is nothing to score"),
+         "needs {save.state=true} or {save.state_on_train_end=true}: there are no states to send"),
+    Need("sample.every_n_steps", lambda c: c.sample.prompts, "needs {sample.prompts}: there is nothing to draw"),
+    Need("sample.every_n_epochs", lambda c: c.sample.prompts, "needs {sample.prompts}: there is nothing to draw"),
+    Need("sample.at_first", lambda c: c.sample.prompts, "needs {sample.prompts}: there is nothing to draw"),
+    Need("demo.score", lambda c: c.demo.dataset, "needs {demo.dataset}: there is nothing to score"),
     Need("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
     Need("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
     Need("optimizer.timescale", lambda c: _schedule(c) == "inverse_sqrt", "acts on inverse_sqrt only", note=True),
@@ -76,7 +77,7 @@ NEEDS: tuple[Need, ...] = (
     Need("optimizer.decay_steps", lambda c: _schedule(c) == "warmup_stable_decay", "acts on warmup_stable_decay only", note=True),
     Need("optimizer.warmup_steps", lambda c: not c.optimizer.warmup_steps or _schedule(c) not in ("", *_UNWARMED)
          or is_schedule_free(c.optimizer),
-         "this schedule has no warm-up; --lr_scheduler=constant_with_warmup has one"),
+         "this schedule has no warm-up; {optimizer.scheduler}=constant_with_warmup has one"),
 )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def lacking(needs: Iterable[Need], cfg: TrainConfig, asked: set[str]) -> Iterato
     for need in needs:
         value = value_of(cfg, need.field)
         if need.field in asked and value is not None and value is not False and not need.met(cfg):
-            yield Finding((need.field,), need.needs, note=need.note)
+            yield Finding((need.field,), spelled(need.needs), note=need.note)
 
 
 def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -125,12 +126,12 @@ def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     parts = ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3")
     elsewhere = takes(cfg, "model.transformer") and any(value_of(cfg, f"model.{part}") for part in parts)
     if not cfg.model.pretrained and not cfg.model.init_from_config and not elsewhere:
-        remedy = f"give weights, or --init_from_config={'|'.join(row_of(cfg).sizes[:2])}|FILE.json for random ones"
+        remedy = f"give weights, or {option('model.init_from_config')}={'|'.join(row_of(cfg).sizes[:2])}|FILE.json for random ones"
         yield Finding(("model.pretrained", "model.init_from_config"), "is missing", remedy)
     if cfg.model.pretrained and cfg.model.init_from_config:
         remedy = "give weights to start from, or a size for random ones, not both"
         yield Finding(
-            ("model.init_from_config", "model.pretrained"), "contradicts --pretrained_model_name_or_path", remedy
+            ("model.init_from_config", "model.pretrained"), f"contradicts {option('model.pretrained')}", remedy
         )
 
 
@@ -139,27 +140,27 @@ def data_counts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     repeats, folders = len(cfg.data.repeats), len(cfg.data.dirs)
     if folders and repeats not in (1, folders):
         what = f"has {repeats} numbers for {folders} folder{'s' if folders > 1 else ''}"
-        yield Finding(("data.repeats", "data.dirs"), what, "give one number, or one for each --train_data_dir")
+        yield Finding(("data.repeats", "data.dirs"), what, f"give one number, or one for each {option('data.dirs')}")
 
 
 def cadence(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Say which of two counts holds where kohya lets both be given."""
     if {"training.max_epochs", "training.max_steps"} <= asked and not cfg.training.first_limit:
-        yield Finding(("training.max_steps",), "has no effect: --max_train_epochs wins", note=True)
+        yield Finding(("training.max_steps",), f"has no effect: {option('training.max_epochs')} wins", note=True)
     training, resume = cfg.training, cfg.save.resume
     if {"training.initial_step", "training.initial_epoch"} <= asked:
-        yield Finding(("training.initial_epoch",), "has no effect: --initial_step wins", note=True)
+        yield Finding(("training.initial_epoch",), f"has no effect: {option('training.initial_step')} wins", note=True)
     if training.skip_until_initial_step and resume and resume != "auto":
-        what = "has no effect with --resume=FOLDER: the state says at which step it goes on"
+        what = f"has no effect with {option('save.resume')}=FOLDER: the state says at which step it goes on"
         yield Finding(("training.skip_until_initial_step",), what, note=True)
     if not training.max_epochs and training.initial_step >= training.max_steps:
-        what = f"must be below --max_train_steps, {training.initial_step} of {training.max_steps}"
+        what = f"must be below {option('training.max_steps')}, {training.initial_step} of {training.max_steps}"
         yield Finding(("training.initial_step",), what, "nothing would be left to train")
     if training.max_epochs and training.initial_epoch > training.max_epochs:
-        what = f"must be at most --max_train_epochs, {training.initial_epoch} of {training.max_epochs}"
+        what = f"must be at most {option('training.max_epochs')}, {training.initial_epoch} of {training.max_epochs}"
         yield Finding(("training.initial_epoch",), what, "nothing would be left to train")
     if {"save.n_epoch_ratio", "save.every_n_epochs"} <= asked:
-        yield Finding(("save.every_n_epochs",), "has no effect: --save_n_epoch_ratio wins", note=True)
+        yield Finding(("save.every_n_epochs",), f"has no effect: {option('save.n_epoch_ratio')} wins", note=True)
 
 
 def no_metadata(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -167,7 +168,9 @@ def no_metadata(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if cfg.save.no_metadata:
         for key in type(cfg.metadata).model_fields:
             if getattr(cfg.metadata, key) is not None:
-                yield Finding((f"metadata.{key}",), "contradicts --no_metadata", "give one of them")
+                yield Finding(
+                    (f"metadata.{key}",), f"contradicts {option('save.no_metadata', True)}", "give one of them"
+                )
 
 
 RULES: tuple[Rule, ...] = (required, model, data_counts, cadence, no_metadata, companions)

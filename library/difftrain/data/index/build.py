@@ -15,6 +15,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import DataFault
 from difftrain.data.index.index import FORMAT, LONG_CAPTION, Index, IndexSummary, newest
 from difftrain.data.index.inspection import FULL, QUICK, Accepted, FileBatch, Refused
@@ -309,11 +310,15 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
         lines += [f"  {count:,} x {kind}", *examples[kind]]
 
     # what may be done about it
-    remedy = "Mend or remove them, or raise --max_rejected_share." if summary.count else "Nothing is left to train on."
+    remedy = (
+        f"Mend or remove them, or raise {option('data.max_rejected_share')}."
+        if summary.count
+        else "Nothing is left to train on."
+    )
     if not summary.count and set(summary.reasons) <= set(_CAPTIONLESS):
         lines.insert(0, f"none of {items:,} pictures has a caption:")
     if any(kind in _CAPTIONLESS for kind in summary.reasons):
-        remedy += " --allow_empty_caption accepts pictures without a caption."
+        remedy += f" {option('captions.allow_empty', True)} accepts pictures without a caption."
     raise TooManyRejects("\n".join([*lines, remedy]), Path(summary.folder))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Bucket, ConfigFault, Fault
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class BucketTable:
         if data.sizes:
             return cls(data.sizes, max(width * height for width, height in data.sizes), 1, listed=True)
         if data.resolution is None:
-            raise ConfigFault([Fault("--resolution", "is missing", "give width,height or one number")])
+            raise ConfigFault([Fault(option("data.resolution"), "is missing", "give width,height or one number")])
         width, height = data.resolution
         if not data.enable_bucket:
             return cls(((width, height),), width * height, 1)
@@ -219,16 +220,26 @@ def _check_limits(resolution: Size, low: int, high: int, steps: int) -> None:
     if min(resolution) < low:
         faults.append(
             Fault(
-                "--min_bucket_reso", f"{low} is above the shorter side of --resolution, {min(resolution)}", "lower it"
+                option("data.min_bucket_reso"),
+                f"{low} is above the shorter side of {option('data.resolution')}, {min(resolution)}",
+                "lower it",
             )
         )
     if max(resolution) > high:
         faults.append(
             Fault(
-                "--max_bucket_reso", f"{high} is below the longer side of --resolution, {max(resolution)}", "raise it"
+                option("data.max_bucket_reso"),
+                f"{high} is below the longer side of {option('data.resolution')}, {max(resolution)}",
+                "raise it",
             )
         )
     if math.isqrt(resolution[0] * resolution[1]) < steps:
-        faults.append(Fault("--bucket_reso_steps", f"{steps} is above --resolution", "take smaller steps"))
+        faults.append(
+            Fault(
+                option("data.bucket_reso_steps"),
+                f"{steps} is above {option('data.resolution')}",
+                "take smaller steps",
+            )
+        )
     if faults:
         raise ConfigFault(faults)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Bucket, DataFault, Draw
 from difftrain.data.plan.repeats import BucketRepeats, LruCache, bucket_key
 from difftrain.data.plan.sequential import SequentialOrder
@@ -97,7 +98,9 @@ class EpochPlan:
         window: int = 4,
     ) -> None:
         if not tables.training:
-            raise DataFault("no record is left to train on: all are held out for validation (--validation_split)")
+            raise DataFault(
+                f"no record is left to train on: all are held out for validation ({option('validation.split')})"
+            )
         self.global_batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
         if min(self.global_batches) < 1 or tables.layout != {"random": "key", "sequential": "shard"}[order]:
             raise ValueError(f"order {order!r} over tables by {tables.layout}, global batch {global_batch}")

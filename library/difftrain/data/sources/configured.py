@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.config.datasets.datasets import datasets_of
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.media.media import Unusable, decode_rgba
 from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, printable, split_suffix
@@ -179,9 +180,11 @@ def _kind(root: Path, deepest: int | None = None) -> tuple[str, int]:
     deepest: the last level that is looked at. Raises: DataFault where there is no folder, or none of our kinds in it.
     """
     if not root.exists():
-        raise DataFault(f"{root}: there is no such folder (data.dirs, --train_data_dir); give one that holds pictures")
+        raise DataFault(
+            f"{root}: there is no such folder (data.dirs, {option('data.dirs')}); give one that holds pictures"
+        )
     if not root.is_dir():
-        raise DataFault(f"{root}: neither a folder nor a .tar or .parquet file (data.dirs, --train_data_dir)")
+        raise DataFault(f"{root}: neither a folder nor a .tar or .parquet file (data.dirs, {option('data.dirs')})")
     level, depth, seen = [root], 0, Counter[str]()
     visited: set[tuple[int, int]] = set()
     while level and (deepest is None or depth <= deepest):

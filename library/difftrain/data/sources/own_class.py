@@ -27,11 +27,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, MediaRef
 from difftrain.data.sources.base import BadItem, DataSource, FileRef, ListedFile, SourceItem, printable
 from difftrain.data.sources.captions import BadCaption, captions_of
-
-_FLAG = "--dataset_class"
 
 
 class ClassSource(DataSource):
@@ -145,7 +144,7 @@ def _asked(what: str, action: Callable[[], Any]) -> Any:
 
 
 def _fault(what: str, remedy: str = "") -> ConfigFault:
-    return ConfigFault([Fault(_FLAG, what, remedy)])
+    return ConfigFault([Fault(option("data.dataset_class"), what, remedy)])
 
 
 def _number(text: str) -> int:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Fault, Group
 from difftrain.models.weights import original
 
@@ -46,7 +47,7 @@ def faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
         return []
     n = _inputs(unet)
     remedy = f"1 for the embeddings, {n} input, {_MIDDLE} middle, {n} output, 1 for the way out"
-    return [Fault("--block_lr", f"has {len(rates)} values, this UNet has {count(unet)} blocks", remedy)]
+    return [Fault(option("optimizer.block_lr"), f"has {len(rates)} values, this UNet has {count(unet)} blocks", remedy)]
 
 
 def groups(unet: Any, named: list[tuple[str, Any]], rates: tuple[float, ...]) -> list[Group]:
@@ -64,4 +65,8 @@ def freeze(unet: Any, rates: tuple[float, ...]) -> list[str]:
     for name, block in block_of(unet).items() if frozen else ():
         if block in frozen:
             unet.get_parameter(name).requires_grad_(False)
-    return [f"UNet blocks {', '.join(map(str, frozen))} are frozen: --block_lr is 0 there"] if frozen else []
+    return (
+        [f"UNet blocks {', '.join(map(str, frozen))} are frozen: {option('optimizer.block_lr')} is 0 there"]
+        if frozen
+        else []
+    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Bucket, Fault, Group, Parts
 from difftrain.models import passes, unet_flops
 from difftrain.models.facts import Agree, OneFile, Sizes, Text
@@ -56,7 +57,6 @@ class SDXLFamily(DdpmObjective, ModelFamily):
     name = "sdxl"
     modelspec = "stable-diffusion-xl-v1-base"
     kohya_name = "sdxl_base_v1-0"
-    flags = MappingProxyType({"pretrained": "--pretrained_model_name_or_path", "vae": "--vae"})
     folders = MappingProxyType({"text_encoder_1": "text_encoder"})
     texts: tuple[Text, ...] = (
         Text("text_encoder_1", "tokenizer", "clip", 77, hidden=-CLIP_SKIP, hub=_HUB_IDS[0]),
@@ -176,7 +176,7 @@ class SDXLFamily(DdpmObjective, ModelFamily):
 
     def reader(self, text: Text) -> str:
         """Name who decides which states of an encoder are read, for messages."""
-        return f"--clip_skip={self.clip_skip}" if self.skips else self.row.title
+        return f"{option('model.clip_skip')}={self.clip_skip}" if self.skips else self.row.title
 
     def remarks(self) -> list[str]:
         """Say where weights predict something else, and how a model of other layers is used: no format carries that."""
@@ -217,14 +217,19 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         layers = min(self.source.sizes[text.part]["num_hidden_layers"] for text in self.texts)
         if self.clip_skip > layers:
             what = f"is {self.clip_skip}, a text encoder here has {layers} layers"
-            problems.append(Fault("--clip_skip", what, "2 is SDXL's"))
+            problems.append(Fault(option("model.clip_skip"), what, "2 is SDXL's"))
         return problems
 
     def misfits(self, sizes: Sizes, where: str) -> list[Fault]:
         """Name what does not fit together, before a weight is read."""
         made, taken = sizes["vae"].get("latent_channels"), sizes["unet"].get("in_channels")
         if self.cfg.model.vae and made != taken:
-            return [Fault("--vae", f"{self.cfg.model.vae} makes {made} latent channels, the UNet takes {taken}")]
+            return [
+                Fault(
+                    option("model.vae"),
+                    f"{self.cfg.model.vae} makes {made} latent channels, the UNet takes {taken}",
+                )
+            ]
         if sizes["vae"].get("latents_mean") is not None:
             what = "latents_mean is not SDXL's: its latents are scaled by scaling_factor alone"
             return [Fault(f"{where} [vae]", what)]

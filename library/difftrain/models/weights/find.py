@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models import sizes as known
 from difftrain.models.registry import FAMILIES
@@ -39,7 +40,7 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
     """
     model, where = cfg.model, family.where("pretrained")
     if model.pretrained and model.init_from_config:
-        what = "contradicts --init_from_config: weights come from a file or from a seed"
+        what = f"contradicts {option('model.init_from_config')}: weights come from a file or from a seed"
         raise ConfigFault([Fault(where, what, "give one of the two")])
 
     # --- places: the model's folder or file, and parts from elsewhere
@@ -120,7 +121,7 @@ def _of_the_draw(drawn: list[str], family: Description, source: WeightSource) ->
         return [which]
     if source.ships_vae:
         return [f"{which} but the VAE's, which is a small one trained by us on synthetic pictures"]
-    return [f"{which}, the VAE's too: it can only draw noise (--vae takes a trained one)"]
+    return [f"{which}, the VAE's too: it can only draw noise ({option('model.vae')} takes a trained one)"]
 
 
 def parts_elsewhere(cfg: TrainConfig, family: Description) -> dict[str, tuple[str, str]]:
@@ -147,7 +148,7 @@ def part_path(given: str, folder: str, where: str) -> Path:
     return inside if (inside / "config.json").is_file() else path
 
 
-def shipped_sizes(family: Description, choice: str, where: str = "--init_from_config") -> dict[str, Any]:
+def shipped_sizes(family: Description, choice: str, where: str = "") -> dict[str, Any]:
     """Return a size by name or of a JSON file: a section for each part, by its folder. Raises ConfigFault."""
     sections = [family.folder(part) for part in family.parts]
     if choice in family.row.sizes:
@@ -157,7 +158,7 @@ def shipped_sizes(family: Description, choice: str, where: str = "--init_from_co
             .read_text("utf-8")
         )
         return json.loads(text)
-    content = _read_sizes(choice, where, family.row.sizes, sections)
+    content = _read_sizes(choice, where or option("model.init_from_config"), family.row.sizes, sections)
     problems = section_faults(family, content, choice)
     if not problems:
         problems = family.misfits({part: content[family.folder(part)] for part in family.parts}, choice)
@@ -266,7 +267,7 @@ def _nowhere(family: Description, absent: list[str]) -> Fault:
     if len(absent) == len(family.parts) or family.one_file:
         what = f"{where}=PATH" if where.startswith("--") else f"{where.removeprefix('[model] ')} = FOLDER"
         seed = (
-            f"--init_from_config={choices}|FILE.json"
+            f"{option('model.init_from_config')}={choices}|FILE.json"
             if where.startswith("--")
             else f"init_from_config = {choices.replace('|', ', ')} or FILE.json"
         )

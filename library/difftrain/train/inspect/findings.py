@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from difftrain.config.spellings.spelling import option
 from difftrain.data.index import survey
 from difftrain.train.inspect.facts import Look
 
@@ -34,7 +35,9 @@ def _stops(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         above = share > limit
         what = f"{count:,} of {items:,} items ({share:.1%}) are not trained on"
         if above:
-            what += f": more than --max_rejected_share={limit:g} lets pass, so a training would not start"
+            what += (
+                f": more than {option('data.max_rejected_share')}={limit:g} lets pass, so a training would not start"
+            )
         first = [f"{reject['path']}: {reject['reason']}" for reject in facts["rejected"]["first"][:MOST]]
         yield _finding(what, first, "stop" if above else "look")
 
@@ -46,14 +49,15 @@ def _sizes(look: Look, sizes: survey.Placements) -> Iterator[dict[str, Any]]:
         worst = larger[np.argsort(-sizes.scale[larger], kind="stable")[:MOST]]
         what = f"{pictures(len(larger), 'is', 'are')} enlarged to fill the bucket, {much:,} of them more than {MUCH_LARGER:g} times"
         yield _finding(
-            f"{what}; --bucket_no_upscale keeps their size", [_sized(look, i, sizes.scale[i]) for i in worst.tolist()]
+            f"{what}; {option('data.bucket_no_upscale', True)} keeps their size",
+            [_sized(look, i, sizes.scale[i]) for i in worst.tolist()],
         )
     cut = np.flatnonzero((sizes.kept > 0) & (sizes.kept < MUCH_CUT))
     if len(cut):
         worst = cut[np.argsort(sizes.kept[cut], kind="stable")[:MOST]]
         what = f"{pictures(len(cut), 'loses', 'lose')} more than {1 - MUCH_CUT:.0%} of the area to the cut"
         if not look.cfg.data.enable_bucket:
-            what += "; --enable_bucket keeps their shape"
+            what += f"; {option('data.enable_bucket', True)} keeps their shape"
         yield _finding(what, [f"{_named(look, i)}: {1 - float(sizes.kept[i]):.0%} is cut away" for i in worst.tolist()])
 
 
@@ -93,7 +97,7 @@ def _captions(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if tokens and tokens["cut"]:
         what = (
             f"{tokens['cut']:,} of {tokens['counted']:,} captions exceed the {tokens['limit']} tokens that the "
-            "model reads: what lies beyond is cut off; --max_token_length=150 or 225 reads more"
+            f"model reads: what lies beyond is cut off; {option('model.max_token_length')}=150 or 225 reads more"
         )
         yield _finding(what, [f"{one['record']}: {one['tokens']} tokens" for one in tokens["longest_cut"][:MOST]])
     idle = [

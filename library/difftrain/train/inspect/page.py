@@ -7,6 +7,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from difftrain.config.spellings.spelling import option
 from difftrain.report.html_parts import bar_chart, cell, rows
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser holds the page to it
@@ -235,7 +236,7 @@ def _short(text: str, most: int = 240) -> str:
 
 def _tokens(tokens: dict[str, Any] | None, told: str) -> str:
     if tokens is None:
-        why = "Tokens are counted where a model is named: --pretrained_model_name_or_path or --init_from_config."
+        why = f"Tokens are counted where a model is named: {option('model.pretrained')} or {option('model.init_from_config')}."
         return _panel(f'<p class="note">{text_of(told)}. {text_of(why)}</p>', "Tokens")
     chart = bar_chart(
         [str(one["from"]) for one in tokens["bins"]],
@@ -263,7 +264,7 @@ def _rejected(facts: dict[str, Any]) -> str:
 def _copies(facts: dict[str, Any]) -> str:
     found = facts["copies"]
     if not found["looked_for"]:
-        why = "not looked for: pictures were not read whole (--verify_data=full reads them)"
+        why = f"not looked for: pictures were not read whole ({option('data.verify')}=full reads them)"
         return _panel(f'<p class="none">{text_of(why)}</p>')
     if not found["groups"]:
         return _panel('<p class="none">none</p>')
