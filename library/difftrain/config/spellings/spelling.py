@@ -1,0 +1,84 @@
+"""How the entry point that is running spells a setting: kohya's flag, or train.py's key.
+
+Messages name fields, never flags: `option("training.batch_size")` in a sentence that is made when it is needed,
+"{training.batch_size}" in a literal table of sentences, which spelled() fills in. The door says once who speaks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from difftrain.config.spellings.flags import FLAGS
+from difftrain.config.spellings.keys import key_of
+
+Door = Literal["kohya", "train"]
+
+# where train.py has an option of the command line or a first choice among several keys
+_TRAIN_FIRST = {
+    "data.dataset_config": "--dataset",
+    "save.resume": "--resume_from_checkpoint",
+    "training.batch_size": "--training.micro_batch_size_per_gpu",
+    "training.gradient_checkpointing": "--optimization.activation_checkpointing",
+    "training.engine": "--engine.type",
+    "model.family": "--model.type",
+    "cache.only": "--cache_only",
+    "cache.trust": "--trust_cache",
+    "cache.regenerate": "--regenerate_cache",
+}
+_FIELD = re.compile(r"\{([a-z]\w*\.[a-z]\w*)(?:=([^{}]+))?\}")
+_door: Door = "kohya"  # one for a process, and for those that are forked from it
+
+
+@contextmanager
+def speaking(door: Door) -> Iterator[None]:
+    """Let option() spell as a door does, until the block ends."""
+    global _door
+    before, _door = _door, door
+    try:
+        yield
+    finally:
+        _door = before
+
+
+def option(path: str, value: Any = None, *, door: Door | None = None) -> str:
+    """Return how the command line spells "section.field", or that it has a value.
+
+    value: as the field has it, true or a word; None: the field alone.
+    """
+    return _key(path, value) if (door or _door) == "train" else _flag(path, value)
+
+
+def spelled(text: str) -> str:
+    """Fill in {section.field} and {section.field=value}, as option() spells them."""
+    return _FIELD.sub(lambda match: option(match[1], {"true": True, "false": False}.get(match[2], match[2])), text)
+
+
+def _flag(path: str, value: Any) -> str:
+    """Return kohya's flag: the switch that sets the value, else the first that sets the field; else the key of --config."""
+    flags = [flag for flag in FLAGS.values() if flag.to == path]
+    if value is not None:
+        switch = next((flag for flag in flags if flag.kind == "switch" and flag.sets == value), None)
+        if switch is not None:
+            return switch.option
+        flags = [flag for flag in flags if flag.kind != "switch"] or flags
+    name = flags[0].option if flags else "[{}] {}".format(*path.split(".", 1))
+    return name if value is None else f"{name}={_text(value)}"
+
+
+def _key(path: str, value: Any) -> str:
+    """Return train.py's option, section.key, with the value in the key's words."""
+    key = key_of(path)
+    name = _TRAIN_FIRST.get(path) or (key.option if key is not None else f"--{path}")
+    if value is None or name in ("--cache_only", "--trust_cache", "--regenerate_cache"):
+        return name
+    if key is not None and key.option == name:
+        # a key that is true or false, of a field that has words
+        value = next((word for word, mine in key.words.items() if mine == value and isinstance(word, bool)), value)
+    return f"{name}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
