@@ -85,7 +85,7 @@ def keys_page() -> str:
     parts += [
         "## Defaults of this door and of a family\n\n" + _defaults(),
         "## Accepted, and without effect here (said once)\n\n"
-        + _lines([f"`{key.place}`: {key.help}" for key in nearest()]),
+        + _lines([f"`{key.place}`: {meaning(key, 'train')}" for key in nearest()]),
         "## Not built yet\n\n"
         + _lines(
             [
@@ -94,7 +94,7 @@ def keys_page() -> str:
                 f"`[optimizer] type`: {', '.join(OPTIMIZERS_LATER)}; "
                 + "; ".join(f"{name} means {ours}, {why}" for name, (ours, why) in OPTIMIZERS_NEAR.items()),
                 '`[optimization] pipeline_stages` above 1; `[engine] type = "deepspeed"` runs natively',
-                *(f"`{key.place}`: {key.help}" + _passes(key.passes) for key in not_built()),
+                *(f"`{key.place}`: {meaning(key, 'train')}" + _passes(key.passes) for key in not_built()),
             ]
         ),
     ]

@@ -36,7 +36,9 @@ def flag_help(prog: str) -> str:
         flags = [flag for flag in FLAGS.values() if _offered(flag) and flag.to.split(".")[0] == section]
         parts.append(_paragraph(section, section_class(section).__doc__ or "", flags))
     waiting = ", ".join(flag.option for flag in FLAGS.values() if flag.status == "later")
-    refused = ", ".join(f"{flag.option} ({flag.help})" for flag in FLAGS.values() if flag.status == "refused")
+    refused = ", ".join(
+        f"{flag.option} ({meaning(flag, 'kohya')})" for flag in FLAGS.values() if flag.status == "refused"
+    )
     parts.append(_wrapped("not built yet", waiting) + _wrapped("not offered", refused))
     return "\n".join(parts)
 

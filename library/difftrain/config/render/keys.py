@@ -13,23 +13,9 @@ from difftrain.config.spellings.keys import KEYS, TABLES, key_of
 from difftrain.config.spellings.meaning import field_meaning, meaning
 from difftrain.config.spellings.row import Row
 from difftrain.config.toml import value_text
-from difftrain.models.registry import TRAINED
 
 # fields that are written by what reads the files, and never by hand
 WRITTEN = frozenset({"data.datasets", "eval.sets"})
-_DEFAULTS = {
-    "?batch": 1,
-    "?checkpointing": False,
-    "?stages": 1,
-    "?masters": True,
-    "?wandb": False,
-    "?caching_batch": 32,
-}
-_CHOICES = {
-    "?family": TRAINED,
-    "?engine": ("native", "accelerate", "deepspeed"),
-    "?clip_mode": ("single_beginning", "single_middle"),
-}
 _KINDS = {"bool": "true|false", "int": "N", "number": "X", "str": "TEXT", "any": "..."}
 _SAYS = {
     "output": "Where a run goes, and what it reads.",
@@ -63,7 +49,7 @@ def lines(table: str) -> Iterator[KeyLine]:
     """Yield what may be written in a table: its keys, then the fields that have none."""
     for key in KEYS:
         if key.home == table and key.status == "offered" and table != "adapter":
-            yield _key_row(key)
+            yield _key_line(key)
     if table not in TrainConfig.model_fields:
         return
     for name in section_class(table).model_fields:
@@ -91,12 +77,12 @@ def every_table() -> tuple[str, ...]:
     return tuple(table for table in TABLES if any(True for _ in lines(table)))
 
 
-def _key_row(key: Row) -> KeyLine:
+def _key_line(key: Row) -> KeyLine:
     field = "" if key.to.startswith("?") else key.to
     others = tuple(table for table in key.tables if table != key.home)
-    values = "|".join(map(_spelt, key.words)) if key.words else _values(field) if field else _KINDS.get(key.kind, "...")
-    values = "|".join(_CHOICES[key.to]) if key.to in _CHOICES else values
-    default = _default(field) if field else _spelt(_DEFAULTS[key.to]) if key.to in _DEFAULTS else ""
+    values = "|".join(map(_spelt, (*key.words, *key.choices)))
+    values = values or (_values(field) if field else _KINDS.get(key.kind, "..."))
+    default = _default(field) if field else "" if key.default is None else _spelt(key.default)
     if key.words and field:
         default = next((_spelt(word) for word, mine in key.words.items() if mine == default_of(field)), "")
     return KeyLine(key.home, key.name, others, values, meaning(key, "train"), default, field)

@@ -53,6 +53,7 @@ HELD = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
+_ENGINES = ("native", "accelerate", "deepspeed")
 _STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
@@ -82,7 +83,7 @@ KEYS: tuple[Row, ...] = (
     key("epochs", "training -", "training.max_epochs", "epochs; with max_steps, what comes first ends the run"),
     key("max_steps", "training -", "training.max_steps"),
     key("micro_batch_size_per_gpu", "training -", "?batch",
-        "samples that a card takes at once; [[resolution, batch], ...]: for the data of each resolution", "any"),
+        "samples that a card takes at once; [[resolution, batch], ...]: for the data of each resolution", "any", default=1),
     key("image_micro_batch_size_per_gpu", "training -", "?image_batch", "the same for pictures alone; wins", "any"),
     key("gradient_accumulation_steps", "training -", "training.accumulation"),
     key("gradient_clipping", "training -", "training.max_grad_norm"),
@@ -96,10 +97,9 @@ KEYS: tuple[Row, ...] = (
     key("training_type", "model training -", "model.train_type", "the same as train_type"),
     key("master_weights", "training", "?masters",
         "true: fp32 weights beside what is computed with; false: trained weights in dtype alone; or fp32, kahan, "
-        "stochastic, none",
-        "any"),
+        "stochastic, none", "any", default=True),
     # [model]
-    key("type", "model", "?family", f"what is trained: {', '.join(TRAINED)}", "str"),
+    key("type", "model", "?family", f"what is trained: {', '.join(TRAINED)}", "str", choices=TRAINED),
     key("diffusers_path", "model", "model.pretrained", "the model: a folder in diffusers' layout, or a hub id"),
     key("checkpoint_path", "model", "model.pretrained", "the model as one file, in SDXL's original layout"),
     key("vae", "model", "model.vae"),
@@ -153,7 +153,7 @@ KEYS: tuple[Row, ...] = (
     )),
     # [optimization]
     key("activation_checkpointing", "optimization -", "?checkpointing",
-        "true: less memory, one more forward pass; 'unsloth': what is kept waits in host memory", "any"),
+        "true: less memory, one more forward pass; 'unsloth': what is kept waits in host memory", "any", default=False),
     near("reentrant_activation_checkpointing", "optimization -", "",
         "no effect: checkpoints are not reentrant, which every part that is built can do", "bool", passes=(False,)),
     later("blocks_to_swap", "optimization -", _SWAP, 0),
@@ -161,7 +161,7 @@ KEYS: tuple[Row, ...] = (
         "no effect: no blocks are swapped", "bool", passes=(False,)),
     key("compile", "optimization -", "training.compile"),
     key("pipeline_stages", "optimization -", "?stages",
-        f"cards over which one model is cut; above 1: {_STAGES}, not built yet", "int"),
+        f"cards over which one model is cut; above 1: {_STAGES}, not built yet", "int", default=1),
     near("partition_method", "optimization -", "",
         f"no effect with pipeline_stages = 1: it is for {_STAGES}", "str", passes=("parameters",)),
     near("partition_split", "optimization -", "",
@@ -198,13 +198,14 @@ KEYS: tuple[Row, ...] = (
     near("map_num_proc", "data cache -", "",
         "no effect: the index is made in a pass of its own; caching_num_workers is for the cache", "int"),
     key("uncond_fraction", "data -", "captions.dropout_rate"),
-    key("video_clip_mode", "data -", "?clip_mode", _CLIPS, "str"),
+    key("video_clip_mode", "data -", "?clip_mode", _CLIPS, "str", choices=("single_beginning", "single_middle")),
     key("sd3_streaming_dataset", "data -", "data.tar_order",
         "read tars and folders as streams, in a fresh order every epoch", words={True: "sequential", False: "random"}),
     key("sd3_shard_size", "data -", "data.shard_size"),
     near("sd3_manifest_timeout_sec", "data -", "", "no effect: no rank waits for a manifest of another", "number"),
     # [cache]
-    key("caching_batch_size", "cache -", "?caching_batch", "pictures, and captions, that are encoded at once", "int"),
+    key("caching_batch_size", "cache -", "?caching_batch",
+        "pictures, and captions, that are encoded at once", "int", default=32),
     key("caching_num_workers", "cache -", "cache.workers"),
     key("caching_device", "cache -", "cache.device"),
     # [loss]
@@ -221,7 +222,7 @@ KEYS: tuple[Row, ...] = (
     key("decay", "ema", "ema.decay"),
     key("update_every", "ema", "ema.update_every"),
     # [monitoring]
-    key("enable_wandb", "monitoring -", "?wandb", "send numbers to W&B beside TensorBoard", "bool"),
+    key("enable_wandb", "monitoring -", "?wandb", "send numbers to W&B beside TensorBoard", "bool", default=False),
     key("wandb_tracker_name", "monitoring -", "?wandb_project", "its project", "str"),
     key("wandb_run_name", "monitoring -", "?wandb_run", "the run's name there", "str"),
     key("wandb_api_key", "monitoring -", "",
@@ -230,8 +231,9 @@ KEYS: tuple[Row, ...] = (
     key("logging_steps", "monitoring -", "?log_every", "the same; the smaller one counts", "int"),
     key("x_axis_examples", "monitoring -", "logging.x_axis_examples"),
     # [engine]
-    key("type", "engine", "?engine", "native or accelerate; deepspeed: not built yet, runs native and says so", "str"),
-    key("engine", "engine -", "?engine", "the same", "str"),
+    key("type", "engine", "?engine",
+        "native or accelerate; deepspeed: not built yet, runs native and says so", "str", choices=_ENGINES),
+    key("engine", "engine -", "?engine", "the same", "str", choices=_ENGINES),
     key("device", "engine", "training.device"),
     key("threads", "engine", "training.threads"),
 )
