@@ -28,11 +28,11 @@ _DOORS: tuple[Door, ...] = ("kohya", "train")
 
 
 def test_the_page_has_every_sentence_as_it_is(golden_dir: Path, update_golden: bool) -> None:
-    file = golden_dir / "messages.md"
+    file = golden_dir / "messages.txt"
     if update_golden:
         file.write_text(page(), encoding="utf-8")
     before, now = file.read_text(encoding="utf-8").splitlines(), page().splitlines()
-    changed = [line for line in difflib.unified_diff(before, now, "messages.md", "the source", lineterm="", n=0)]
+    changed = [line for line in difflib.unified_diff(before, now, "messages.txt", "the source", lineterm="", n=0)]
     assert not changed, "\n".join(["read them, then --update-golden:", *changed[:60]])
 
 

@@ -19,7 +19,7 @@ from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded, is_url, shown_url, user_cache
 from difftrain.config.render.help import entries
 from difftrain.config.schema.names import did_you_mean
-from difftrain.config.spellings.flag import Flag, convert, on
+from difftrain.config.spellings.row import Row, convert
 from difftrain.contracts.errors import ConfigFault, Fault
 
 if TYPE_CHECKING:
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from difftrain.cache.tools.verify import VerifyReport
 
 PROG = "difftrain cache"
-JSON = on("json", "switch", "", "print one JSON document and nothing else")
-WORKERS = on("workers", "int", "", "processes that read at a time [one a core, at most 8]")
-DRY_RUN = on("dry_run", "switch", "", "say what would be done, and do nothing")
-UNUSED_DAYS = on("unused_days", "int", "", "forget what no run has asked for in so many days [nothing is forgotten]")
-OUTPUT = on("output", "str", "", "folder to write: a new one, or an empty one")
-FORMAT = on("format", "str", "", "webdataset, or safetensors [webdataset]", choices=("webdataset", "safetensors"))
-ENCODERS = on("encoders", "str", "", "names as difftrain cache info gives them, with commas between [all]")
-USE = on("use", "str", "", "the configuration whose samples are written, as difftrain cache info names it")
-SHARD_GIB = on("shard_gib", "float", "", "size at which the next file is begun [1]")
-VALUES = on("values", "str", "", "plain numbers, or as they are in storage [plain]", choices=("plain", "storage"))
+JSON = Row("json", "switch", "", "print one JSON document and nothing else")
+WORKERS = Row("workers", "int", "", "processes that read at a time [one a core, at most 8]")
+DRY_RUN = Row("dry_run", "switch", "", "say what would be done, and do nothing")
+UNUSED_DAYS = Row("unused_days", "int", "", "forget what no run has asked for in so many days [nothing is forgotten]")
+OUTPUT = Row("output", "str", "", "folder to write: a new one, or an empty one")
+FORMAT = Row("format", "str", "", "webdataset, or safetensors [webdataset]", choices=("webdataset", "safetensors"))
+ENCODERS = Row("encoders", "str", "", "names as difftrain cache info gives them, with commas between [all]")
+USE = Row("use", "str", "", "the configuration whose samples are written, as difftrain cache info names it")
+SHARD_GIB = Row("shard_gib", "float", "", "size at which the next file is begun [1]")
+VALUES = Row("values", "str", "", "plain numbers, or as they are in storage [plain]", choices=("plain", "storage"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Command:
 
     says: str
     about: str
-    flags: tuple[Flag, ...]
+    flags: tuple[Row, ...]
     work: Callable[[Any, Mapping[str, list[str]]], int]  # of the cache: a Path, or a URL where it takes one
     urls: bool = False
 
@@ -111,7 +111,7 @@ def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     return user_cache(), found.words
 
 
-def _positional(argv: list[str], table: Mapping[str, Flag]) -> tuple[list[str], list[str]]:
+def _positional(argv: list[str], table: Mapping[str, Row]) -> tuple[list[str], list[str]]:
     """Part the words that are no flags, and no value of the flag before them, from the others."""
     folders: list[str] = []
     rest: list[str] = []
@@ -123,7 +123,7 @@ def _positional(argv: list[str], table: Mapping[str, Flag]) -> tuple[list[str], 
     return folders, rest
 
 
-def _misfits(words: Mapping[str, list[str]], table: Mapping[str, Flag]) -> Iterator[Fault]:
+def _misfits(words: Mapping[str, list[str]], table: Mapping[str, Row]) -> Iterator[Fault]:
     if "output" in table and "output" not in words:
         yield Fault("--output", "is missing", OUTPUT.help)
     for flag in table.values():
@@ -254,7 +254,7 @@ def _say_exported(done: ExportReport) -> None:
     print(f"{written}; left out: {left_out}" if left_out else written)
 
 
-def _word(words: Mapping[str, list[str]], flag: Flag) -> Any:
+def _word(words: Mapping[str, list[str]], flag: Row) -> Any:
     return words.get(flag.name, flag.choices)[-1 if flag.name in words else 0]
 
 
@@ -290,4 +290,4 @@ COMMANDS: dict[str, Command] = {
         urls=True,
     ),
 }
-FLAGS: dict[str, Flag] = {flag.name: flag for command in COMMANDS.values() for flag in command.flags}
+FLAGS: dict[str, Row] = {flag.name: flag for command in COMMANDS.values() for flag in command.flags}

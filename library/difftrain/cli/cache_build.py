@@ -75,7 +75,7 @@ def work(parsed: Parsed) -> int:
 
 
 def _help() -> str:
-    shown = [flag for flag in FLAGS.values() if flag.to.split(".")[0] in _SHOWN and flag.status == "implemented"]
+    shown = [flag for flag in FLAGS.values() if flag.to.split(".")[0] in _SHOWN and flag.status == "offered"]
     return (
         f"usage: {PROG} --cache_dir=CACHE --pretrained_model_name_or_path=PATH --train_data_dir=DIR --resolution=W,H\n"
         "           [--flag=value ...]\n\n"

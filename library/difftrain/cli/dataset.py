@@ -14,15 +14,15 @@ from difftrain.config.rules import run
 from difftrain.config.rules.finding import Finding, Rule
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.config.spellings.flag import Flag, convert, on
 from difftrain.config.spellings.flags import FLAGS
+from difftrain.config.spellings.row import Row, convert
 from difftrain.contracts.errors import ConfigFault, Fault
 
-OWN: dict[str, Flag] = {
-    "output": on("output", "str", "", "the page to write, such as dataset.html"),
-    "epochs": on("epochs", "int", "", "epochs whose captions are shown [3]"),
-    "max_pictures": on("max_pictures", "int", "", "pictures that are shown; counts are of all [48]"),
-    "json": on("json", "str", "", "also write the facts of the page as JSON"),
+OWN: dict[str, Row] = {
+    "output": Row("output", "str", "", "the page to write, such as dataset.html"),
+    "epochs": Row("epochs", "int", "", "epochs whose captions are shown [3]"),
+    "max_pictures": Row("max_pictures", "int", "", "pictures that are shown; counts are of all [48]"),
+    "json": Row("json", "str", "", "also write the facts of the page as JSON"),
 }
 TABLE = {**OWN, **FLAGS}
 LIMITS = {"epochs": (1, 20, 3), "max_pictures": (0, 1000, 48)}
@@ -104,7 +104,7 @@ def work(parsed: Parsed) -> int:
 
 def _help(prog: str) -> str:
     sections = ("data", "captions", "validation")
-    shown = [flag for flag in FLAGS.values() if flag.to.split(".")[0] in sections and flag.status == "implemented"]
+    shown = [flag for flag in FLAGS.values() if flag.to.split(".")[0] in sections and flag.status == "offered"]
     return (
         f"usage: {prog} --output=FILE.html --train_data_dir=DIR --resolution=W,H [--flag=value ...]\n\n"
         "A page of counts, buckets, crops, captions as they will be drawn, copies and rejects. Every flag of a training\n"

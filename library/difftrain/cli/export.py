@@ -21,8 +21,8 @@ from difftrain.config.render.help import entries
 from difftrain.config.rules import objective, paths, run
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.validate import build_section
-from difftrain.config.spellings.flag import Flag, on
 from difftrain.config.spellings.flags import FLAGS, KOHYA
+from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 
 if TYPE_CHECKING:
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from difftrain.config import TrainConfig
 
 SUFFIXES = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "diffusers_safetensors": ""}
-OUTPUT = on("output", "str", "", "file or folder to write; a file's suffix is added where it lacks it")
-WIDTH = on("ema_width", "float", "", "with RUN_FOLDER: weights averaged over this share of the run, from its snapshots")
-T5 = on("tokenizer3_path", "str", "model.tokenizer3", "of sd3: T5's tokenizer.json, or a folder with it")
+OUTPUT = Row("output", "str", "", "file or folder to write; a file's suffix is added where it lacks it")
+WIDTH = Row(
+    "ema_width", "float", "", "with RUN_FOLDER: weights averaged over this share of the run, from its snapshots"
+)
+T5 = Row("tokenizer3_path", "str", "model.tokenizer3", "of sd3: T5's tokenizer.json, or a folder with it")
 RUN_CONFIG = "config.toml"
-TABLE: dict[str, Flag] = {
+TABLE: dict[str, Row] = {
     "output": OUTPUT,
     "ema_width": WIDTH,
     "tokenizer3_path": T5,

@@ -18,8 +18,8 @@ from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
 from difftrain.config.rules import paths
 from difftrain.config.schema.names import did_you_mean
-from difftrain.config.spellings.flag import Flag, on
 from difftrain.config.spellings.flags import FLAGS
+from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.models.registry import FAMILIES
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 _BEGINNINGS = {f"{name}_light": name for name, row in FAMILIES.items() if row.networks_by_train_type}
 KINDS = (*_BEGINNINGS, *FAMILIES)
 SIZES = tuple(dict.fromkeys(size for kind in (*_BEGINNINGS.values(), *FAMILIES) for size in FAMILIES[kind].sizes))
-SIZE = on(
+SIZE = Row(
     "size",
     "str",
     "model.init_from_config",
     f"{', '.join(SIZES)} (what the family has), or a JSON file: how many blocks, how wide",
 )
-OUTPUT = on("output", "str", "", "the folder to write")
-FROM = on(
+OUTPUT = Row("output", "str", "", "the folder to write")
+FROM = Row(
     "from",
     "str",
     "model.pretrained",
     "of sd3_light: SD3 folder of diffusers: its VAE, encoders, tokenizers, and widths",
 )
-TABLE: dict[str, Flag] = {
+TABLE: dict[str, Row] = {
     "size": SIZE,
     "output": OUTPUT,
     "from": FROM,
-    "seed": on("seed", "int", "training.seed", "seed of the random weights; 0 where none is given"),
+    "seed": Row("seed", "int", "training.seed", "seed of the random weights; 0 where none is given"),
     **{name: FLAGS[name] for name in ("save_precision", "tokenizer1_path", "tokenizer2_path")},
     "tokenizer3_path": T5,
 }

@@ -6,7 +6,7 @@ import json
 
 from difftrain.cli.words import asks_for_help, exactly
 from difftrain.config.door import guard
-from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.render.schema import schema_of_files, schema_of_sections
 
 
 def main(argv: list[str]) -> int:
@@ -20,11 +20,7 @@ def main(argv: list[str]) -> int:
 
     def work() -> int:
         exactly("schema", [word for word in argv if word != "--train"])
-        schema = TrainConfig.model_json_schema()
-        if "--train" in argv:
-            from difftrain.config.render.keys import schema_of_files
-
-            schema = schema_of_files()
+        schema = schema_of_files() if "--train" in argv else schema_of_sections()
         print(json.dumps(schema, indent=2))
         return 0
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config.schema.names import did_you_mean
-from difftrain.config.spellings.flag import Flag, convert
+from difftrain.config.spellings.meaning import meaning
+from difftrain.config.spellings.row import Row, convert
 from difftrain.contracts.errors import ConfigFault, Fault
 
 _ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")  # say what to do, not how to train
@@ -24,7 +25,7 @@ def path_of(given: str) -> Path:
     return Path(given if given.endswith(".toml") else f"{given}.toml")
 
 
-def read(path: Path, table: Mapping[str, Flag]) -> tuple[Words, list[Fault]]:
+def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault]]:
     """Read a file into the words that each flag would have on a command line, and every fault of it.
 
     `switch = false` is as if the flag were not given.
@@ -49,7 +50,7 @@ def read(path: Path, table: Mapping[str, Flag]) -> tuple[Words, list[Fault]]:
         elif key in words:
             faults.append(Fault(origin, "stands in two tables", "give it once"))
         elif (texts := _texts(flag, value)) is None:
-            faults.append(Fault(origin, f"must be {_wanted(flag)}, got {value!r}", flag.help))
+            faults.append(Fault(origin, f"must be {_wanted(flag)}, got {value!r}", meaning(flag, "kohya")))
         elif texts or value is True or (flag.takes_many and value == []):
             words[key] = texts
     return words, faults
@@ -62,7 +63,7 @@ def _flat(tables: dict[str, Any]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _texts(flag: Flag, value: Any) -> list[str] | None:
+def _texts(flag: Row, value: Any) -> list[str] | None:
     """Return the words of a value, or None where it is of the wrong kind."""
     if flag.kind == "switch":
         return [] if isinstance(value, bool) else None
@@ -76,12 +77,12 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def _wanted(flag: Flag) -> str:
+def _wanted(flag: Row) -> str:
     kinds = {"switch": "true or false", "int": "a whole number", "float": "a number", "number": "a number"}
     return "a list of texts or numbers" if flag.takes_many else kinds.get(flag.kind, "a text")
 
 
-def write(path: Path, words: Words, table: Mapping[str, Flag]) -> None:
+def write(path: Path, words: Words, table: Mapping[str, Row]) -> None:
     """Write the words of a command line as a file that `read` takes. Raises ConfigFault where it exists already."""
     lines = [
         f"{name} = {_value(table[name], texts)}\n"
@@ -99,7 +100,7 @@ def write(path: Path, words: Words, table: Mapping[str, Flag]) -> None:
         raise ConfigFault([Fault("--output_config", f"{path} cannot be written: {error.strerror}")]) from None
 
 
-def _value(flag: Flag, texts: list[str]) -> str:
+def _value(flag: Row, texts: list[str]) -> str:
     if flag.kind == "switch":
         return "true"
     if flag.kind in ("int", "float", "number") and not texts[-1].endswith("%"):

@@ -17,7 +17,9 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import misfit_of, section_class, show, unsupported_value
 from difftrain.config.secrets import KNOWN, keep_in_environment, looks_secret, variable_of
 from difftrain.config.spellings.key_meanings import MEANINGS, KeyValue
-from difftrain.config.spellings.keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES, Key, home_of, key_at, misfit
+from difftrain.config.spellings.keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES, home_of, key_at
+from difftrain.config.spellings.meaning import meaning
+from difftrain.config.spellings.row import Row, misfit
 from difftrain.config.toml import origin
 from difftrain.contracts.errors import Fault
 
@@ -71,22 +73,22 @@ class Layer:
         else:
             self.fault(item, *_unknown(item))
 
-    def _take_key(self, key: Key, item: KeyValue) -> None:
+    def _take_key(self, key: Row, item: KeyValue) -> None:
         if key.secret:
             self._hide(key.secret, item)
             return
         passes = any(item.value == each and type(item.value) is type(each) for each in key.passes)
         if key.status == "later":
             if not passes:
-                self.fault(item, "is not built yet", key.help)
+                self.fault(item, "is not built yet", meaning(key, "train"))
             return
         if what := misfit(key, item.value):
             if item.text is None or misfit(key, item.text):
-                self.fault(item, what, key.help, bad=key.to)
+                self.fault(item, what, meaning(key, "train"), bad=key.to)
                 return
             item = KeyValue(item.table, item.name, item.text, item.origin, item.folder)
         if key.status == "nearest" and not passes:
-            self.notes.append(f"{item.origin}: {key.help}")
+            self.notes.append(f"{item.origin}: {meaning(key, 'train')}")
         value = _worded(key, item.value)
         if key.words and value is None:
             self.fault(item, *_no_such_word(key, item.value), bad=key.to)
@@ -181,7 +183,7 @@ def judged(path: str, value: Any) -> tuple[Any, tuple[str, str] | None]:
     return value, None
 
 
-def _worded(key: Key, value: Any) -> Any:
+def _worded(key: Row, value: Any) -> Any:
     """Return what the field calls a value; None where it is none of the words."""
     if not key.words:
         return value
@@ -189,7 +191,7 @@ def _worded(key: Key, value: Any) -> Any:
     return next((mine for word, mine in key.words.items() if word == folded and type(word) is type(folded)), None)
 
 
-def _no_such_word(key: Key, value: Any) -> tuple[str, str]:
+def _no_such_word(key: Row, value: Any) -> tuple[str, str]:
     words = [str(word) for word in key.words]
     return f"must be one of {', '.join(words)}; got {show(value)}", did_you_mean(str(value), words)
 

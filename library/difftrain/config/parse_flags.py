@@ -22,8 +22,9 @@ from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import Values, build, choices_of, default_of
 from difftrain.config.secrets import keep_in_environment, redact
-from difftrain.config.spellings.flag import Flag, convert
 from difftrain.config.spellings.flags import FLAGS, flag_of
+from difftrain.config.spellings.meaning import meaning
+from difftrain.config.spellings.row import Row, convert
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts.errors import ConfigFault, Fault
 
@@ -37,7 +38,7 @@ class Scan:
     notes: list[str] = field(default_factory=list)
 
 
-def scan(argv: list[str], table: Mapping[str, Flag]) -> Scan:
+def scan(argv: list[str], table: Mapping[str, Row]) -> Scan:
     """Read `--key=value`, `--key value` and switches; no prefix of a name stands for it.
 
     A flag given twice counts with its last value, as in kohya's parser; flags of folders add up.
@@ -54,7 +55,7 @@ def scan(argv: list[str], table: Mapping[str, Flag]) -> Scan:
     return out
 
 
-def _take(word: str, after: list[str], table: Mapping[str, Flag], out: Scan) -> None:
+def _take(word: str, after: list[str], table: Mapping[str, Row], out: Scan) -> None:
     if not word.startswith("--"):
         for stray in (word, *after):
             out.faults.append(
@@ -75,12 +76,12 @@ def _take(word: str, after: list[str], table: Mapping[str, Flag], out: Scan) -> 
         _strays(flag, values[1:], out)
         values = values[:1]
     if not values and flag.name not in ("optimizer_args", "lr_scheduler_args"):  # kohya: no argument is a list too
-        out.faults.append(Fault(flag.option, "its value is missing", flag.help))
+        out.faults.append(Fault(flag.option, "its value is missing", meaning(flag, "kohya")))
         return
     _store(flag, values, out)
 
 
-def _take_switch(flag: Flag, equals: str, joined: str, after: list[str], out: Scan) -> None:
+def _take_switch(flag: Row, equals: str, joined: str, after: list[str], out: Scan) -> None:
     if equals:
         out.faults.append(
             Fault(flag.option, f"is a switch and takes no value, got {joined!r}", "give it alone, or leave it out")
@@ -90,7 +91,7 @@ def _take_switch(flag: Flag, equals: str, joined: str, after: list[str], out: Sc
     out.words[flag.name] = []
 
 
-def _strays(flag: Flag, words: list[str], out: Scan) -> None:
+def _strays(flag: Row, words: list[str], out: Scan) -> None:
     takes = "no value" if flag.kind == "switch" else "one value"
     for word in words:
         out.faults.append(
@@ -98,7 +99,7 @@ def _strays(flag: Flag, words: list[str], out: Scan) -> None:
         )
 
 
-def _store(flag: Flag, values: list[str], out: Scan) -> None:
+def _store(flag: Row, values: list[str], out: Scan) -> None:
     before = out.words.get(flag.name)
     if flag.name in ("train_data_dir", "reg_data_dir"):
         values = [*(before or []), *values]
@@ -159,7 +160,7 @@ class _Sources:
 
     values: Values = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    setters: dict[str, list[Flag]] = field(default_factory=dict)
+    setters: dict[str, list[Row]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
@@ -174,7 +175,7 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
     return resolve(argv, FLAGS, (*RULES, *extra_rules))
 
 
-def resolve(argv: list[str], table: Mapping[str, Flag], rules: Sequence[Rule]) -> Parsed:
+def resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -> Parsed:
     """Read a command line that knows the flags of a table, and judge it by some rules; as parse does."""
     found = scan(argv, table)
     src = _Sources(faults=found.faults, notes=found.notes)
@@ -254,7 +255,7 @@ def _with_data_sets(cfg: TrainConfig, src: _Sources) -> TrainConfig:
 
 
 def _with_file(
-    words: dict[str, list[str]], table: Mapping[str, Flag], src: _Sources
+    words: dict[str, list[str]], table: Mapping[str, Row], src: _Sources
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Put the flags of `--config_file` in front of the command line's; also say where those stand.
 
@@ -285,32 +286,32 @@ def _take_toml(path: Path, src: _Sources) -> None:
             src.origins[f"{section}.{key}"] = toml.origin(path, section, key)
 
 
-def _take_flag(flag: Flag, texts: list[str], src: _Sources, written_in: str = "") -> None:
+def _take_flag(flag: Row, texts: list[str], src: _Sources, written_in: str = "") -> None:
     origin = written_in or flag.option
 
     # flags that are known and not offered, and those that something near stands in for
     if flag.status in ("later", "refused"):
-        if not (texts and texts[-1] in flag.same):
+        if not (texts and texts[-1] in flag.passes):
             what = "is not built yet" if flag.status == "later" else "is not offered"
-            src.faults.append(Fault(origin, what, flag.help))
+            src.faults.append(Fault(origin, what, meaning(flag, "kohya")))
         return
     if flag.status == "nearest":
-        src.notes.append(f"{origin}: {flag.help}")
+        src.notes.append(f"{origin}: {meaning(flag, 'kohya')}")
 
     # the words as a value of the flag's type
     try:
         value = convert(flag, texts)
     except ValueError as error:
-        src.faults.append(Fault(origin, str(error), flag.help))
+        src.faults.append(Fault(origin, str(error), meaning(flag, "kohya")))
         if flag.to:
             src.bad.add(flag.to)
         return
 
     # into its field; a secret goes to the environment, since the configuration is written to disk
-    if value == "" and flag.same == ("",):
+    if value == "" and flag.passes == ("",):
         return
     if not all(_is_text(each) for each in (value if flag.kind == "strs" else (value,)) if isinstance(each, str)):
-        src.faults.append(Fault(origin, "its value is empty or not UTF-8", flag.help))
+        src.faults.append(Fault(origin, "its value is empty or not UTF-8", meaning(flag, "kohya")))
         if flag.to:
             src.bad.add(flag.to)
     elif flag.secret:
@@ -330,7 +331,7 @@ def _is_text(value: str) -> bool:
     return bool(value.strip()) or value == " "
 
 
-def _assign(flag: Flag, value: Any, src: _Sources, origin: str) -> None:
+def _assign(flag: Row, value: Any, src: _Sources, origin: str) -> None:
     """Set a field; two flags that ask for different values of it contradict each other."""
     section, _, key = flag.to.partition(".")
     setters = src.setters.setdefault(flag.to, [])
@@ -347,4 +348,4 @@ def _assign(flag: Flag, value: Any, src: _Sources, origin: str) -> None:
 
 def _help(path: str) -> str:
     flag = flag_of(path)
-    return flag.help if flag and not choices_of(path) else ""
+    return meaning(flag, "kohya") if flag and not choices_of(path) else ""

@@ -30,6 +30,7 @@ from difftrain.config.schema.sections import EvalSetSection, TrainConfig
 from difftrain.config.schema.validate import default_of
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
 from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, TABLES
+from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.spelling import speaking
 from difftrain.contracts.errors import ConfigFault, Fault
 
@@ -230,7 +231,7 @@ def _option(name: str, text: str | None, bare: dict[str, str], line: Layer) -> N
     if text is not None and not option.takes:
         line.faults.append(Fault(f"--{name}", f"takes no value, got {text!r}", "give it alone, or leave it out"))
     elif not text and option.takes and not option.takes.startswith("["):
-        line.faults.append(Fault(f"--{name}", "its value is missing", option.help))
+        line.faults.append(Fault(f"--{name}", "its value is missing", meaning(option, "train")))
     elif option.to:
         value = True if not option.takes else text or LATEST
         line.put(option.to, value, KeyValue("", name, value, f"--{name}"))

@@ -10,8 +10,8 @@ import pytest
 
 from difftrain.config.render.docs import flags_page
 from difftrain.config.schema.validate import choices_of, default_of, fields
-from difftrain.config.spellings.flag import AS_OURS, Flag
 from difftrain.config.spellings.flags import FLAGS, KOHYA, OURS, flag_of
+from difftrain.config.spellings.row import AS_OURS, Row
 
 ROOT = Path(__file__).parents[3]
 SPEC = {
@@ -58,7 +58,7 @@ def test_names_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("flag", KOHYA, ids=lambda flag: flag.name)
-def test_kinds_and_choices_are_kohyas(flag: Flag) -> None:
+def test_kinds_and_choices_are_kohyas(flag: Row) -> None:
     kind, _, choices = SPEC[flag.name]
     assert flag.kind == WIDER.get(flag.name, KINDS[kind])
     if limited := (flag.to and choices_of(flag.to)):
@@ -72,8 +72,8 @@ def kohya_default(name: str) -> object:
     return ast.literal_eval(text) if kind not in ("str", "Path", "str nargs=*") else text
 
 
-@pytest.mark.parametrize("flag", [f for f in KOHYA if f.to and f.status == "implemented"], ids=lambda flag: flag.name)
-def test_defaults_are_kohyas_or_the_table_names_the_difference(flag: Flag) -> None:
+@pytest.mark.parametrize("flag", [f for f in KOHYA if f.to and f.status == "offered"], ids=lambda flag: flag.name)
+def test_defaults_are_kohyas_or_the_table_names_the_difference(flag: Row) -> None:
     theirs, ours = kohya_default(flag.name), default_of(flag.to)
     if flag.kind == "switch":
         assert theirs is False and ours != flag.sets
@@ -91,7 +91,7 @@ def test_every_flag_has_a_field() -> None:
 
 
 def test_a_flag_without_a_field_is_one_that_acts_by_itself() -> None:
-    bare = {flag.name for flag in FLAGS.values() if not flag.to and flag.status == "implemented"}
+    bare = {flag.name for flag in FLAGS.values() if not flag.to and flag.status == "offered"}
     assert bare >= {"config", "config_file", "output_config", "dry_run", "huggingface_token", "wandb_api_key"}
     assert bare <= {
         "config",

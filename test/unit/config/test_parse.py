@@ -9,6 +9,7 @@ import pytest
 from difftrain.config.parse_flags import Parsed, parse
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.flags import FLAGS
+from difftrain.config.spellings.meaning import meaning
 from difftrain.contracts import ConfigFault
 
 
@@ -131,7 +132,7 @@ def test_folders_add_up_and_repeats_follow(line: list[str], tmp_path: Path) -> N
 def test_values_that_ask_for_what_is_done_anyway_change_nothing(line: list[str]) -> None:
     plain = parse(line).config
     for flag in FLAGS.values():
-        for value in flag.same if flag.status == "later" else ():
+        for value in flag.passes if flag.status == "later" else ():
             assert parse([*line, f"--{flag.name}={value}"]).config == plain, flag.name
 
 
@@ -165,7 +166,7 @@ def test_every_flag_that_is_not_built_is_one_fault_by_name(line: list[str]) -> N
     found = faults([*line, *words])
     assert len(found) == len(waiting)
     for flag, sentence in zip(waiting, found, strict=True):
-        assert sentence.startswith(f"{flag.option}: is not built yet (") and flag.help in sentence
+        assert sentence.startswith(f"{flag.option}: is not built yet (") and meaning(flag, "kohya") in sentence
 
 
 WRONG = [

@@ -14,7 +14,7 @@ import pytest
 from difftrain.cli import main
 from difftrain.config.render.docs import keys_page
 from difftrain.config.render.help import key_help
-from difftrain.config.render.keys import WRITTEN, every_table, rows
+from difftrain.config.render.keys import WRITTEN, every_table, lines
 from difftrain.config.schema.validate import fields
 from difftrain.config.spellings.keys import KEYS, OPTIONS
 
@@ -33,10 +33,10 @@ def test_page_and_help_name_every_option_key_and_field() -> None:
         assert f"`--{name}" in page and f"--{name}" in text
     for key in KEYS:
         assert key.secret or key.home == "adapter" or key.name in page
-    told = {row.field for table in every_table() for row in rows(table)} - {""}
+    told = {line.field for table in every_table() for line in lines(table)} - {""}
     by_meaning = {key.name for key in KEYS if key.to.startswith("?")}
     assert not {path for path in set(fields()) - told - WRITTEN if path.partition(".")[2] not in by_meaning}
-    assert all(row.help for table in every_table() for row in rows(table))
+    assert all(line.help for table in every_table() for line in lines(table))
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -19,7 +19,7 @@ from difftrain.config.schema.names import OPTIMIZERS_LATER
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of, fields
 from difftrain.config.spellings.keys import KEYS, SWAPPED, TABLES, key_at, key_of
-from difftrain.config.spellings.train_words import in_own_words
+from difftrain.config.spellings.meaning import meaning
 from difftrain.config.toml import dump, value_text
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.registry import LATER, UNTRAINED, make_family
@@ -158,7 +158,7 @@ def test_every_field_that_a_user_may_set_has_a_canonical_key(path: str) -> None:
 def test_every_key_leads_to_a_field_or_says_why_not() -> None:
     for key in KEYS:
         assert not key.to or key.to.startswith("?") or key.to in set(fields())
-        assert key.help and (key.to or key.secret or key.status != "offered"), key.name
+        assert meaning(key, "train") and (key.to or key.secret or key.status != "offered"), key.name
     places = [(table, key.name) for key in KEYS for table in key.tables]
     assert len(places) == len(set(places))
 
@@ -475,23 +475,6 @@ def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         path.write_bytes(content)
     assert any(str(path) in str(fault) for fault in faults(f"--config={path}"))
-
-
-@pytest.mark.parametrize(
-    ("text", "own"),
-    [
-        ("raise --max_rejected_share.", "raise --data.max_rejected_share."),
-        ("give --torch_compile, or not", "give --optimization.compile=true, or not"),
-        ("--resume=auto goes on", "--resume_from_checkpoint=auto goes on"),
-        ("--v_parameterization", "--model.v_pred=true"),
-        ("not read in sequence (--tar_order=sequential)", "not read in sequence (--data.sd3_streaming_dataset=true)"),
-        ("--train_batch_size=3 (--cache_only)", "--training.micro_batch_size_per_gpu=3 (--cache_only)"),
-        ("--text_recon_gamma: is 2", "--loss.text_recon_gamma: is 2"),
-        ("--training.seed=1 --nobody_knows --save_every", "--training.seed=1 --nobody_knows --save_every"),
-    ],
-)
-def test_words_of_the_other_door(text: str, own: str) -> None:
-    assert in_own_words(text) == own
 
 
 def test_messages_speak_of_train_pys_own_keys(write: Write) -> None:

@@ -9,7 +9,8 @@ import pytest
 from difftrain.config.layers import KeyValue, Layer, judged
 from difftrain.config.parse_keys import literal, parse
 from difftrain.config.render.docs import keys_page
-from difftrain.config.render.keys import Row, every_table, rows, schema_of_files
+from difftrain.config.render.keys import KeyLine, every_table, lines
+from difftrain.config.render.schema import schema_of_files
 from difftrain.contracts import ConfigFault, DataFault
 from difftrain.data.prepare import prepare
 from difftrain.testing.pictures import write_folder
@@ -33,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run.toml"
 
 
-ROWS = [row for table in every_table() for row in rows(table)]
+LINES = [line for table in every_table() for line in lines(table)]
 # what stands in the column of values -> values of that kind; a number need not be within a field's bounds
 KINDS: dict[str, tuple[str, ...]] = {
     "N": ("1", "8", "64"),
@@ -58,12 +59,14 @@ def examples(form: str) -> list[str]:
     return [form]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.values != "..."], ids=lambda row: f"{row.table}.{row.name}")
-def test_every_example_of_the_column_of_values_is_taken(row: Row) -> None:
-    for form in row.values.split("|"):
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if line.values != "..."], ids=lambda line: f"{line.table}.{line.name}"
+)
+def test_every_example_of_the_column_of_values_is_taken(line: KeyLine) -> None:
+    for form in line.values.split("|"):
         found = []
         for text in examples(form):
-            item = KeyValue(row.table, row.name, literal(text) if form[0] != "T" else text, "here", text=text)
+            item = KeyValue(line.table, line.name, literal(text) if form[0] != "T" else text, "here", text=text)
             found.append(Layer().take([item]).faults)
         assert not all(found), (form, found)
 
@@ -110,7 +113,9 @@ def test_a_share_that_leaves_nothing_is_named_with_its_file(run: Path) -> None:
 
 def test_the_page_speaks_of_no_values_of_python_and_says_what_keys_mean() -> None:
     assert "None" not in keys_page()
-    assert not [row for row in ROWS if row.help in ("", row.name) or row.help.startswith(f"--{row.table}.{row.name}")]
+    assert not [
+        line for line in LINES if line.help in ("", line.name) or line.help.startswith(f"--{line.table}.{line.name}")
+    ]
 
 
 def test_what_the_run_says_of_pictures_holds_for_a_data_sets_file(run: Path) -> None:

@@ -22,23 +22,23 @@ from difftrain.config.door import guard
 from difftrain.config.parse_flags import scan
 from difftrain.config.render.help import entries
 from difftrain.config.schema.names import did_you_mean
-from difftrain.config.spellings.flag import Flag, on
+from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
 from difftrain.device.health.finding import Context, Verdict
 
 SCHEMA = 1  # of the JSON document; a field that goes or changes its meaning makes it 2
 PROG = "difftrain doctor"
-FLAGS: dict[str, Flag] = {
+FLAGS: dict[str, Row] = {
     flag.name: flag
     for flag in (
-        on("device", "str", "", f"the kind to look at: auto, {', '.join(KINDS)} [auto]"),
-        on("train_data_dir", "str", "", "also look whether this folder can be read"),
-        on("cache_dir", "str", "", "also look whether this folder can be written [the user's cache folder]"),
-        on("output_dir", "str", "", "also look whether this folder can be written, and has room for checkpoints"),
-        on("quick", "switch", "", "leave out what takes long: the processes that sum over all devices, the speed"),
-        on("checks", "strs", "", f"do these only: {', '.join(CHECKS)}"),
-        on("json", "switch", "", "print one JSON document and nothing else"),
+        Row("device", "str", "", f"the kind to look at: auto, {', '.join(KINDS)} [auto]"),
+        Row("train_data_dir", "str", "", "also look whether this folder can be read"),
+        Row("cache_dir", "str", "", "also look whether this folder can be written [the user's cache folder]"),
+        Row("output_dir", "str", "", "also look whether this folder can be written, and has room for checkpoints"),
+        Row("quick", "switch", "", "leave out what takes long: the processes that sum over all devices, the speed"),
+        Row("checks", "strs", "", f"do these only: {', '.join(CHECKS)}"),
+        Row("json", "switch", "", "print one JSON document and nothing else"),
     )
 }
 _MARKS: dict[Verdict, str] = {"ok": "ok", "note": "-", "wrong": "WRONG"}

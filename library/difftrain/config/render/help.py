@@ -5,18 +5,20 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from difftrain.config.render.keys import Row, every_table, not_built, rows, says
+from difftrain.config.render.keys import every_table, lines, not_built, says
 from difftrain.config.schema.names import OPTIMIZERS_LATER
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of, section_class
-from difftrain.config.spellings.flag import Flag
 from difftrain.config.spellings.flags import FLAGS, KOHYA, OURS
 from difftrain.config.spellings.keys import OPTIONS
+from difftrain.config.spellings.meaning import meaning
+from difftrain.config.spellings.row import Row
 from difftrain.config.toml import value_text
 from difftrain.models.registry import LATER, UNTRAINED
 
-WORDS = {
-    "int": "N", "float": "X", "number": "N", "size": "W,H", "strs": "TEXT ...", "ints": "N ...", "floats": "X ...",
+_GAP = 42  # columns of what is typed
+FORMS = {
+    "int": "N", "float": "X", "number": "N|X%", "size": "W,H", "strs": "TEXT ...", "ints": "N ...", "floats": "X ...",
     "str": "TEXT", "pairs": "NAME=VALUE ...",
 }  # fmt: skip
 
@@ -34,50 +36,47 @@ def flag_help(prog: str) -> str:
         flags = [flag for flag in FLAGS.values() if _offered(flag) and flag.to.split(".")[0] == section]
         parts.append(_paragraph(section, section_class(section).__doc__ or "", flags))
     waiting = ", ".join(flag.option for flag in FLAGS.values() if flag.status == "later")
-    refused = ", ".join(f"{flag.option} ({flag.help})" for flag in FLAGS.values() if flag.status == "refused")
+    refused = ", ".join(
+        f"{flag.option} ({meaning(flag, 'kohya')})" for flag in FLAGS.values() if flag.status == "refused"
+    )
     parts.append(_wrapped("not built yet", waiting) + _wrapped("not offered", refused))
     return "\n".join(parts)
 
 
-def _offered(flag: Flag) -> bool:
-    return flag.status in ("implemented", "nearest")
+def _offered(flag: Row) -> bool:
+    return flag.status in ("offered", "nearest")
 
 
-def _paragraph(title: str, says: str, flags: Iterable[Flag]) -> str:
+def _paragraph(title: str, says: str, flags: Iterable[Row]) -> str:
     return f"[{title}] {says.splitlines()[0]}\n" + entries(flags)
 
 
-def entries(flags: Iterable[Flag]) -> str:
+def entries(flags: Iterable[Row]) -> str:
     """Write a line or more for each flag: how it is spelt, what it means, its default."""
-    return "".join(map(_entry, flags))
+    return "".join(
+        _entry(f"{flag.option}{form(flag)}", _with_default(meaning(flag, "kohya"), default_text(flag)))
+        for flag in flags
+    )
 
 
-def _entry(flag: Flag) -> str:
-    choices = choices_of(flag.to) if flag.to else ()
-    word = "" if flag.kind == "switch" else "=" + ("|".join(map(str, choices)) or WORDS[flag.kind])
-    text = flag.help + default_text(flag)
-    left = f"  {flag.option}{word}"
-    lines = textwrap.wrap(text, 76)
-    gap = " " * 42
-    if len(left) > 40:
-        return "\n".join([left, *(gap + line for line in lines)]) + "\n"
-    return f"{left:<42}" + f"\n{gap}".join(lines) + "\n"
+def form(flag: Row) -> str:
+    """Return what follows a flag's name: the words to choose from, or what kind of value it takes."""
+    if flag.kind == "switch":
+        return ""
+    return f"={'|'.join(map(str, choices_of(flag.to) if flag.to else ())) or FORMS[flag.kind]}"
 
 
-def default_text(flag: Flag) -> str:
+def default_text(flag: Row) -> str:
     """Name the default where there is one to name."""
     if flag.kind == "switch" or not flag.to or (value := default_of(flag.to)) in (None, "", (), {}):
         return ""
-    return f" [{value if isinstance(value, str) else value_text(value)}]"
+    return value if isinstance(value, str) else value_text(value)
 
 
 def _wrapped(title: str, text: str) -> str:
     return (
         f"[{title}]\n{textwrap.fill(text, 116, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False)}\n"
     )
-
-
-_GAP = 42
 
 
 def key_help(prog: str) -> str:
@@ -89,12 +88,11 @@ def key_help(prog: str) -> str:
         "diffusion-pipe's flat files may stand at the top of the file too. Faults are all reported, with exit code 2.\n"
         "docs/train_toml.md says more.\n",
         "options\n"
-        + "".join(
-            _line(f"--{name}{' ' + each.takes if each.takes else ''}", each.help) for name, each in OPTIONS.items()
-        ),
+        + "".join(_entry(f"{row.option} {row.takes}".rstrip(), meaning(row, "train")) for row in OPTIONS.values()),
     ]
     for table in every_table():
-        parts.append(f"[{table}] {says(table)}\n" + "".join(_line(_left(row), _right(row)) for row in rows(table)))
+        told = (_entry(f"{line.name}={line.values}", _with_default(line.help, line.default)) for line in lines(table))
+        parts.append(f"[{table}] {says(table)}\n" + "".join(told))
     waiting = ", ".join(
         [*(f"[model] type = '{name}'" for name in (*UNTRAINED, *LATER)), "[adapter]",
          *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.place for key in not_built()),
@@ -103,17 +101,14 @@ def key_help(prog: str) -> str:
     return "\n".join(parts)
 
 
-def _left(row: Row) -> str:
-    return f"{row.name}={row.values}"
+def _with_default(text: str, default: str) -> str:
+    return f"{text} [{default}]" if default else text
 
 
-def _right(row: Row) -> str:
-    return row.help + (f" [{row.default}]" if row.default else "")
-
-
-def _line(left: str, text: str) -> str:
-    lines = textwrap.wrap(text, 76) or [""]
+def _entry(left: str, text: str) -> str:
+    """Write a line or more: what is typed on the left, what it means beside it, or below where that is too long."""
+    wrapped = textwrap.wrap(text, 76) or [""]
     gap = " " * _GAP
     if len(left) > _GAP - 4:
-        return "\n".join([f"  {left}", *(gap + line for line in lines)]) + "\n"
-    return f"  {left:<{_GAP - 2}}" + f"\n{gap}".join(lines) + "\n"
+        return "\n".join([f"  {left}", *(gap + line for line in wrapped)]) + "\n"
+    return f"  {left:<{_GAP - 2}}" + f"\n{gap}".join(wrapped) + "\n"

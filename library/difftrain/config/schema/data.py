@@ -14,42 +14,65 @@ _SPACED = "with a space between; none in diffusion-pipe's data sets, where it is
 class CaptionSection(Section):
     """How the caption of a draw is made from a record's caption."""
 
-    extension: str | None = None  # None: .caption, then .txt
-    separator: str = ","
-    shuffle: bool = False
-    keep_tokens: Annotated[int, Field(ge=0)] = 0
-    keep_tokens_separator: str | None = None
-    secondary_separator: str | None = None
-    enable_wildcard: bool = False
+    extension: str | None = Field(None, description="suffix of caption files; unset: .caption, then .txt")
+    separator: str = Field(",", description="what separates the parts of a caption")
+    shuffle: bool = Field(False, description="shuffle the parts of a caption at every use")
+    keep_tokens: Annotated[int, Field(ge=0)] = Field(
+        0, description="leading caption parts that are never shuffled or dropped"
+    )
+    keep_tokens_separator: str | None = Field(
+        None,
+        description="what stands before it in a caption stays in front, and behind a second one at the end:"
+        " a ||| b, c ||| d",
+    )
+    secondary_separator: str | None = Field(
+        None, description="joins parts that move as one; becomes {captions.separator} at the end"
+    )
+    enable_wildcard: bool = Field(
+        False, description="draw one of {a|b|c}, and one line of captions with several; {{ and }} are braces"
+    )
     prefix: str | None = Field(None, description=f"text in front of every caption, {_SPACED}")
     suffix: str | None = Field(None, description=f"text behind every caption, {_SPACED}")
-    token_warmup_min: Annotated[int, Field(ge=0)] = 1
-    token_warmup_step: IntOrShare = 0
-    weighted: bool = False
-    dropout_rate: Share = 0.0
-    dropout_every_n_epochs: Annotated[int, Field(ge=0)] = 0
-    tag_dropout_rate: Share = 0.0
-    allow_empty: bool = False
+    token_warmup_min: Annotated[int, Field(ge=0)] = Field(
+        1, description="parts of a caption that {captions.token_warmup_step} begins with"
+    )
+    token_warmup_step: IntOrShare = Field(
+        0,
+        description="updates until captions have all their parts; below 1: a share of all; 0: from the start",
+    )
+    weighted: bool = Field(
+        False, description="weights in captions: (a) (a:1.2) [a]; a backslash before a bracket keeps it"
+    )
+    dropout_rate: Share = Field(
+        0.0, description="share of uses that get an empty caption, for all text encoders together"
+    )
+    dropout_every_n_epochs: Annotated[int, Field(ge=0)] = Field(
+        0, description="every n-th epoch has empty captions; 0: none"
+    )
+    tag_dropout_rate: Share = Field(0.0, description="share of caption parts that are left out")
+    allow_empty: bool = Field(False, description="train on pictures without a caption instead of rejecting them")
     shuffle_capitalization: bool = Field(
         False, description="the first letter of a caption is made large or small by chance"
     )
     dialect: Literal["kohya", "diffusion_pipe"] = Field(
         "kohya", description="diffusion_pipe: whole files, tags joined as they were cut, the prefix put before as it is"
     )
-    variants: PositiveInt | None = Field(None, description="captions drawn of a record, once; unset: cache.shuffle_num")
+    variants: PositiveInt | None = Field(
+        None, description="captions drawn of a record, once; unset: {cache.shuffle_num}"
+    )
 
 
 class SizeSection(Section):
     """Which shapes pictures get."""
 
     resolution: tuple[PositiveInt, PositiveInt] | None = Field(
-        None, description="[width, height] in pixels, or one number for a square"
+        None, description="width and height in pixels, or one number for a square"
     )
-    enable_bucket: bool = False
-    min_bucket_reso: PositiveInt = 256
-    max_bucket_reso: PositiveInt = 1024
-    bucket_reso_steps: PositiveInt = 64
-    bucket_no_upscale: bool = False
+    enable_bucket: bool = Field(False, description="keep aspect ratios: group pictures into buckets of one area")
+    min_bucket_reso: PositiveInt = Field(256, description="shortest side of a bucket")
+    max_bucket_reso: PositiveInt = Field(1024, description="longest side of a bucket")
+    bucket_reso_steps: PositiveInt = Field(64, description="bucket sides are multiples of this")
+    bucket_no_upscale: bool = Field(False, description="never enlarge a picture; buckets follow its size")
     sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(
         (), description="width, height of every bucket, in place of those"
     )
@@ -58,26 +81,35 @@ class SizeSection(Section):
 class PictureSection(Section):
     """How a picture becomes pixels, and what masks its loss."""
 
-    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = None
-    flip: bool = False
-    random_crop: bool = False
-    color_aug: bool = False
+    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = (
+        Field(None, description="how pictures are resized; unset: area when smaller, lanczos when larger")
+    )
+    flip: bool = Field(False, description="mirror half of the uses, by chance")
+    random_crop: bool = Field(False, description="cut at a random place instead of the centre")
+    color_aug: bool = Field(False, description="shift the hue or the gamma of a third of the uses")
     face_crop_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = Field(
         None,
-        description="[low, high]: cut around the face that a file name ends in (_x_y_width_height), the shorter side so many times the face",
+        description="lowest and highest: cut around the face that a file name ends in (_x_y_width_height), the shorter side so"
+        " many times the face",
     )
-    alpha_mask: bool = False
-    conditioning_dir: str | None = Field(None, description="masks of the loss, by the pictures' names")
+    alpha_mask: bool = Field(
+        False,
+        description="mask the loss by the pictures' alpha, which is then not laid over white; no {loss.masked=true} needed",
+    )
+    conditioning_dir: str | None = Field(
+        None,
+        description="folder of masks for {loss.masked=true}: pictures of the same names, whose red channel weighs the loss",
+    )
 
 
 class SubsetSection(PictureSection):
     """One source of a data set, every setting resolved: a table of [[datasets.subsets]], or a folder of the flags."""
 
-    image_dir: str | None = None
-    metadata_file: str | None = None  # kohya's json: captions and tags by picture
-    dataset_class: str | None = None  # package.module.Class
-    is_reg: bool = False
-    class_tokens: str | None = None  # the caption of pictures without a caption file
+    image_dir: str | None = Field(None, description="where its pictures are")
+    metadata_file: str | None = Field(None, description="kohya's metadata json: captions and tags of the pictures")
+    dataset_class: str | None = Field(None, description="package.module.Class of a data set of your own")
+    is_reg: bool = Field(False, description="regularisation pictures")
+    class_tokens: str | None = Field(None, description="the caption of pictures without a caption file")
     repeats: Annotated[int | float, Field(gt=0)] = Field(
         1, description="uses of a picture in an epoch; 0.5: in every second one"
     )
@@ -87,82 +119,146 @@ class SubsetSection(PictureSection):
     masks_optional: bool = Field(False, description="a picture without a mask counts as a whole")
     flat: bool = Field(False, description="only what lies in the folder itself, as in kohya's image_dir")
     custom_attributes: dict[str, Any] = Field({}, description="the user's own words, kept with the run")
-    captions: CaptionSection = CaptionSection()
+    captions: CaptionSection = Field(CaptionSection(), description="how captions are made of the records'")
 
 
 class DatasetSection(SizeSection):
     """One table of [[datasets]], every setting resolved: sources that share buckets and a batch size."""
 
-    batch_size: PositiveInt = 1
-    validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    subsets: tuple[SubsetSection, ...] = ()
+    batch_size: PositiveInt = Field(1, description="images that a card takes in one micro batch")
+    validation_split: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of records held out for the validation loss"
+    )
+    subsets: tuple[SubsetSection, ...] = Field((), description="its sources")
 
 
 class DataSection(SizeSection, PictureSection):
     """Where samples come from and which shape they get."""
 
-    dirs: tuple[str, ...] = ()
-    repeats: tuple[PositiveInt, ...] = (1,)
-    reg_dirs: tuple[str, ...] = ()
-    in_json: str | None = None
-    dataset_class: str | None = None  # package.module.Class
-    dataset_config: str | None = None  # the file that `datasets` came from
-    tar_order: Literal["random", "sequential"] = "random"
-    tar_streams: PositiveInt = 64
-    tar_window: PositiveInt = Field(4, description="shards whose records are shuffled together")
-    image_column: str | None = None
-    caption_column: str | None = None
-    verify: Literal["auto", "full", "quick"] = "auto"
-    max_rejected_share: Share = 0.5
-    shard_size: PositiveInt | None = Field(None, description="plain files of a shard where data are read in sequence")
+    dirs: tuple[str, ...] = Field(
+        (),
+        description="pictures with caption files, <repeats>_<class> folders, tars or parquet, or a hub id of such; one or"
+        " several",
+    )
+    repeats: tuple[PositiveInt, ...] = Field(
+        (1,), description="uses of a picture in an epoch: one number, or one for each folder"
+    )
+    reg_dirs: tuple[str, ...] = Field(
+        (),
+        description="regularisation pictures, as <repeats>_<class> folders: as many draws as there are to train on",
+    )
+    in_json: str | None = Field(
+        None, description="kohya's metadata json: captions and tags of the pictures in {data.dirs}"
+    )
+    dataset_class: str | None = Field(
+        None,
+        description="package.module.Class of a data set of your own, made with {data.dirs}; see docs/data_sets.md",
+    )
+    dataset_config: str | None = Field(None, description="TOML file of the data: diffusion-pipe's, or kohya's")
+    tar_order: Literal["random", "sequential"] = Field(
+        "random", description="random: any record of a tar; sequential: tars are read in streams"
+    )
+    tar_streams: PositiveInt = Field(64, description="sequential streams, whatever the number of cards")
+    tar_window: PositiveInt = Field(4, description="tars of a stream whose records are shuffled together")
+    image_column: str | None = Field(
+        None, description="parquet column with picture bytes or paths; unset: found by name"
+    )
+    caption_column: str | None = Field(None, description="parquet column with captions; unset: found by name")
+    verify: Literal["auto", "full", "quick"] = Field(
+        "auto",
+        description="full: decode every picture once; quick: headers only; auto: full for small sets, quick for large ones",
+    )
+    max_rejected_share: Share = Field(0.5, description="share of unusable items above which the run stops")
+    shard_size: PositiveInt | None = Field(None, description="files of a plain folder that are one shard of a stream")
     prefetch: PositiveInt | None = Field(None, description="micro batches that a worker keeps ready; unset: 2")
-    workers: Annotated[int, Field(ge=0)] = 8
-    image_decoder: Literal["host", "device"] = Field("host", description="device: of JPEG, by torchvision_npu")
-    cache_dir: str | None = None
-    datasets: tuple[DatasetSection, ...] = ()  # in place of the folders above
+    workers: Annotated[int, Field(ge=0)] = Field(
+        8, description="processes that decode pictures, for each card; 0: none"
+    )
+    image_decoder: Literal["host", "device"] = Field(
+        "host", description="who decodes JPEG; device: the NPU, by torchvision_npu, within 2/255 of the host"
+    )
+    cache_dir: str | None = Field(
+        None,
+        description="folder of the index and of cached features, or the URL of such a cache on an object store, which is"
+        " only read; unset: the user's cache folder",
+    )
+    datasets: tuple[DatasetSection, ...] = Field(
+        (), description="what {data.dataset_config} says, every setting resolved; a run writes it, nobody else"
+    )
 
 
 class CacheSection(Section):
     """What is encoded once, at the start, and read from then on."""
 
-    latents: bool = Field(False, description="in memory, for the length of the run")
-    latents_to_disk: bool = Field(False, description="in the cache's folder, for other runs too")
-    text: bool = Field(False, description="outputs of frozen text encoders: in memory")
-    text_to_disk: bool = False
-    latents_as: Literal["moments", "mean", "sample"] = Field("moments", description="moments: every use draws anew")
-    latents_dtype: CacheDtype = "fp32"
-    text_dtype: Literal["auto", CacheDtype] = Field("auto", description="auto: what the encoder computes in")
-    dtypes: dict[str, str] = Field({}, description="feature -> CacheDtype, for one feature; wins")
-    shuffle_num: PositiveInt | None = Field(None, description="captions that are drawn of a record, once")
-    skip_check: bool = Field(False, description="checksums are not compared where entries are read first")
-    trust: bool = Field(False, description="the index and the list of what is cached are taken as they are")
-    regenerate: bool = Field(False, description="encode all of this run's entries anew")
-    only: bool = Field(False, description="stop when the cache is whole")
-    preload: bool = Field(False, description="copy a cache on disk into memory that all processes share")
-    batch_size: PositiveInt = Field(32, description="captions that a text encoder takes at once")
-    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="while building; unset: data.workers")
+    latents: bool = Field(False, description="encode every picture once, at the start, and keep its latents in memory")
+    latents_to_disk: bool = Field(
+        False,
+        description="encode every picture once, at the start, and keep its latents in the cache of {data.cache_dir}, for later runs too",
+    )
+    text: bool = Field(
+        False,
+        description="encode every caption once, at the start, and keep the outputs of the text encoders in memory",
+    )
+    text_to_disk: bool = Field(
+        False,
+        description="encode every caption once, at the start, and keep the outputs of the text encoders in the cache of"
+        " {data.cache_dir}, for later runs too",
+    )
+    latents_as: Literal["moments", "mean", "sample"] = Field(
+        "moments", description="moments: mean and deviation, every use draws; mean: no draw; sample: drawn once"
+    )
+    latents_dtype: CacheDtype = Field("fp32", description="what latents are stored in; fp8: with scales")
+    text_dtype: Literal["auto", CacheDtype] = Field(
+        "auto",
+        description="what outputs of text encoders are stored in; auto: what they are computed in; fp8: with scales",
+    )
+    dtypes: dict[str, str] = Field(
+        {}, description="the same for single features, each by its name, such as hidden_2 = fp8; wins"
+    )
+    shuffle_num: PositiveInt | None = Field(
+        None,
+        description="captions that are drawn of a record, once; each use takes one of them; unset: each use draws its own, or 10 with cached text",
+    )
+    skip_check: bool = Field(False, description="compare no checksum where a cached entry is read first")
+    trust: bool = Field(
+        False,
+        description="list, look at and hash no file of the data: index and cache are taken as they are; fingerprints of the encoders and checksums still count",
+    )
+    regenerate: bool = Field(False, description="encode everything that this run reads from its cache anew")
+    only: bool = Field(False, description="build the cache on disk, and stop")
+    preload: bool = Field(False, description="copy what is read from a cache on disk into memory, once for a machine")
+    batch_size: PositiveInt = Field(32, description="captions that a text encoder takes at once while a cache is built")
+    workers: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="processes that decode for a card while a cache is built; unset: {data.workers}"
+    )
     device: str | None = Field(None, description="kind of device that encodes; unset: the one that trains")
-    segment_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="size at which the next segment is begun")
-    copy_gib: Annotated[float, Field(gt=0)] = Field(50.0, description="bound of what is kept of an object store")
+    segment_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="GiB of a file of the cache, about")
+    copy_gib: Annotated[float, Field(gt=0)] = Field(
+        50.0, description="GiB of a cache on an object store that are kept on local disk, at most"
+    )
 
 
 class EvalSetSection(Section):
     """One evaluation set: its name in the metrics, its data set TOML, and what that says, every setting resolved."""
 
-    name: str
-    config: str
-    datasets: tuple[DatasetSection, ...] = ()
+    name: str = Field(description="how it is called in the metrics")
+    config: str = Field(description="TOML file of its data")
+    datasets: tuple[DatasetSection, ...] = Field(
+        (), description="what that says, every setting resolved; a run writes it, nobody else"
+    )
 
 
 class EvalSection(Section):
     """Loss on evaluation sets at nine fixed quantiles of the time, and KID of drawn pictures against them."""
 
-    sets: tuple[EvalSetSection, ...] = ()
-    every_n_steps: PositiveInt | None = None
-    every_n_epochs: PositiveInt | None = None
-    every_n_examples: PositiveInt | None = None
-    before_first_step: bool = False
-    batch_size: PositiveInt | None = Field(None, description="images a rank takes at once; unset: training.batch_size")
+    sets: tuple[EvalSetSection, ...] = Field((), description="sets whose loss is measured")
+    every_n_steps: PositiveInt | None = Field(None, description="measure every n steps")
+    every_n_epochs: PositiveInt | None = Field(None, description="measure every n epochs")
+    every_n_examples: PositiveInt | None = Field(None, description="measure every n samples")
+    before_first_step: bool = Field(False, description="measure before training; unset: where there are sets")
+    batch_size: PositiveInt | None = Field(
+        None, description="samples that a card takes at once while measuring; unset: {training.batch_size}"
+    )
     kid: bool = Field(False, description="KID-efflite0 of pictures drawn for the sets' captions")
     kid_pictures: PositiveInt = Field(256, description="how many pictures")
     kid_every_n_steps: PositiveInt | None = Field(None, description="unset: with every evaluation")
@@ -173,8 +269,13 @@ class EvalSection(Section):
 class ValidationSection(Section):
     """Loss on records that are never trained on, with fixed draws."""
 
-    split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    seed: int | None = None
-    every_n_steps: PositiveInt | None = None
-    every_n_epochs: PositiveInt | None = None
-    max_steps: PositiveInt | None = None
+    split: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of records held out for the validation loss"
+    )
+    seed: int | None = Field(None, description="seed of that choice; unset: {training.seed}")
+    every_n_steps: PositiveInt | None = Field(None, description="validation loss every n steps")
+    every_n_epochs: PositiveInt | None = Field(
+        None,
+        description="validation loss every n epochs; unset: every epoch, unless there is {validation.every_n_steps}",
+    )
+    max_steps: PositiveInt | None = Field(None, description="global batches of one validation; unset: all")

@@ -117,6 +117,11 @@ def default_of(path: str) -> Any:
     return _info(path).default
 
 
+def description_of(path: str) -> str:
+    """Return what "section.field" means; other settings are named in braces (config/spellings/meaning.py)."""
+    return (_info(path).description or "") if path else ""
+
+
 def choices_of(path: str) -> tuple[Any, ...]:
     """Return the values that "section.field" offers, or nothing where it is open."""
     return OFFERED.get(path) or _choices(_info(path).annotation)

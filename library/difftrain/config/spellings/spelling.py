@@ -7,8 +7,9 @@ Messages name fields, never flags: `option("training.batch_size")` in a sentence
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 from difftrain.config.spellings.flags import FLAGS
@@ -16,6 +17,8 @@ from difftrain.config.spellings.keys import key_of
 
 Door = Literal["kohya", "train"]
 
+# {training.max_steps}, {cache.latents=true}
+FIELD = re.compile(r"\{([a-z]\w*\.[a-z]\w*)(?:=([^{}]+))?\}")
 # where train.py has an option of the command line or a first choice among several keys
 _TRAIN_FIRST = {
     "data.dataset_config": "--dataset",
@@ -28,7 +31,6 @@ _TRAIN_FIRST = {
     "cache.trust": "--trust_cache",
     "cache.regenerate": "--regenerate_cache",
 }
-_FIELD = re.compile(r"\{([a-z]\w*\.[a-z]\w*)(?:=([^{}]+))?\}")
 _door: Door = "kohya"  # one for a process, and for those that are forked from it
 
 
@@ -51,9 +53,15 @@ def option(path: str, value: Any = None, *, door: Door | None = None) -> str:
     return _key(path, value) if (door or _door) == "train" else _flag(path, value)
 
 
-def spelled(text: str) -> str:
+def spelled(text: str, *, door: Door | None = None) -> str:
     """Fill in {section.field} and {section.field=value}, as option() spells them."""
-    return _FIELD.sub(lambda match: option(match[1], {"true": True, "false": False}.get(match[2], match[2])), text)
+    return fill_in(text, partial(option, door=door))
+
+
+def fill_in(text: str, spell: Callable[[str, Any], str]) -> str:
+    """Do so in a spelling of one's own. spell: takes a field, and a value of it or None."""
+    values: dict[str, Any] = {"true": True, "false": False}
+    return FIELD.sub(lambda named: spell(named[1], values.get(named[2], named[2])), text)
 
 
 def _flag(path: str, value: Any) -> str:

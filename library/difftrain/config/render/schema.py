@@ -1,0 +1,96 @@
+"""JSON schemas for editors: of the sectioned TOML of a run, and of the files of train.py with every key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from difftrain.config.layers import ONE_NUMBER
+from difftrain.config.render.keys import says
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.schema.validate import section_class
+from difftrain.config.spellings.keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES
+from difftrain.config.spellings.meaning import meaning
+from difftrain.config.spellings.row import Row
+from difftrain.config.spellings.spelling import fill_in, option
+
+_TYPES = {"bool": "boolean", "int": "integer", "number": "number", "str": "string"}
+
+
+def schema_of_sections() -> dict[str, Any]:
+    """Return the schema of the sectioned TOML: every field with its type, range, default and meaning."""
+    return _described(lambda path, value: path if value is None else f"{path} = {str(value).lower()}")
+
+
+def schema_of_files() -> dict[str, Any]:
+    """Return the schema of train.py's files.
+
+    What is not built yet is in it, marked as deprecated, so that an editor says why.
+    """
+    definitions = _described(partial(option, door="train"))["$defs"]
+    properties: dict[str, Any] = {}
+    for table in TABLES:
+        properties[table] = {
+            "type": "object",
+            "description": says(table),
+            "properties": _of_table(table, definitions),
+            "additionalProperties": table == CONSTRUCTOR,
+        }
+    flat = {key.name: _key_schema(key, definitions) for key in KEYS if "" in key.tables}
+    both = flat.keys() & properties.keys()  # engine = "..." at the top, and [engine]
+    for name in both:
+        properties[name] = {"anyOf": [properties[name], flat[name]]}
+    return {
+        "title": "train.py",
+        "type": "object",
+        "properties": {**{name: told for name, told in flat.items() if name not in both}, **properties},
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def _described(spell: Callable[[str, Any], str]) -> dict[str, Any]:
+    """Return pydantic's schema, where the meanings of fields name others as they are spelt here."""
+    schema = TrainConfig.model_json_schema()
+    for definition in schema["$defs"].values():
+        for field in definition["properties"].values():
+            field["description"] = fill_in(field["description"], spell)
+    return schema
+
+
+def _of_table(table: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in (SWAPPED.get(table), table):
+        if name in TrainConfig.model_fields:
+            found |= {
+                field: _field_schema(f"{name}.{field}", definitions) for field in section_class(name).model_fields
+            }
+    for key in KEYS:
+        if table in key.tables or SWAPPED.get(table) in key.tables:
+            found[key.name] = _key_schema(key, definitions)
+    return found
+
+
+def _field_schema(path: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    section, _, name = path.partition(".")
+    told = dict(definitions[section_class(section).__name__]["properties"][name])
+    if path in ONE_NUMBER:
+        own = {word: told.pop(word) for word in ("anyOf", "type", "items", "minItems", "maxItems") if word in told}
+        told["anyOf"] = [*own.pop("anyOf", [own]), {"type": "integer" if ONE_NUMBER[path] == "N" else "number"}]
+    return told
+
+
+def _key_schema(key: Row, definitions: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    if key.words:
+        told["enum"] = list(key.words)
+    elif key.to and not key.to.startswith("?"):
+        told = _field_schema(key.to, definitions)
+        told.pop("default", None)
+    elif key.kind in _TYPES:
+        told["type"] = _TYPES[key.kind]
+    told["description"] = meaning(key, "train")
+    if key.status == "later":
+        told["deprecated"] = True
+    return told

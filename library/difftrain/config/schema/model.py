@@ -1,0 +1,77 @@
+"""The section about the model: which one, from where, and how its parts are held."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from difftrain.config.schema.section import NonNegative, PositiveInt, Section, Share
+from difftrain.models.registry import DEFAULT, FAMILIES, TRAINED
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]  # the choices are those of the rows
+
+_SIZES = "; ".join(f"{name}: {', '.join(FAMILIES[name].sizes)}" for name in TRAINED)
+
+
+class ModelSection(Section):
+    """Which model, from where."""
+
+    family: FamilyName = Field(DEFAULT, description="what is trained")
+    train_type: Literal["normal_training", "sd3_light_pretrain"] = Field(
+        "normal_training",
+        description="normal_training: weights go on; sd3_light_pretrain: SD3-Light's depth, from random weights",
+    )
+    num_layers: PositiveInt | None = Field(
+        None, description="joint blocks; unset: those of the weights, 15 in SD3-Light"
+    )
+    init_from_config: str | None = Field(None, description=f"random weights of a size ({_SIZES}) or FILE.json")
+    pretrained: str | None = Field(
+        None,
+        description="diffusers folder, single .safetensors/.ckpt file in the original SDXL layout, or a hub id of either",
+    )
+    vae: str | None = Field(None, description="another VAE: diffusers folder, single file or a hub id")
+    transformer: str | None = Field(
+        None,
+        description="the transformer from elsewhere: its folder, a whole model's, or one file of its original layout",
+    )
+    text_encoder1: str | None = Field(
+        None, description="the family's first text encoder from elsewhere: its folder, or a whole model's"
+    )
+    text_encoder2: str | None = Field(None, description="the same for its second")
+    text_encoder3: str | None = Field(None, description="the same for its third")
+    tokenizer1: str | None = Field(None, description="folder of the first tokenizer (CLIP-L), or a hub id")
+    tokenizer2: str | None = Field(None, description="folder of the second tokenizer (OpenCLIP bigG), or a hub id")
+    tokenizer3: str | None = Field(None, description="folder of the third tokenizer (T5), or a hub id")
+    t5_max_length: PositiveInt = Field(256, description="tokens that T5 reads")
+    guidance: NonNegative = Field(
+        1.0, description="what a guidance-distilled model is told that it is guided by (Flux.1)"
+    )
+    t5_attention_mask: bool = Field(False, description="T5 reads with the mask; rows at its pad positions are zeros")
+    enable_uncond_text_dropout: bool = Field(
+        False, description="zeros in place of a text encoder's outputs, drawn for each"
+    )
+    uncond_text_dropout_prob: Share = Field(0.464, description="how often")
+    train_only: tuple[str, ...] = Field(
+        (), description="regular expressions: parameters of the denoiser that are trained; the others are only held"
+    )
+    tokenizer_cache_dir: str | None = Field(
+        None, description="keep tokenizers that are fetched from a hub here, as kohya does, a folder each"
+    )
+    max_token_length: Literal[75, 77, 150, 225] = Field(77, description="77 (or 75), or 150 or 225 in chunks of 75")
+    clip_skip: PositiveInt | None = Field(
+        None, description="take hidden_states[-n] of both text encoders; unset: 2, which is SDXL's"
+    )
+    prediction_type: Literal["epsilon", "v_prediction"] = Field("epsilon", description="what the denoiser predicts")
+    train_text_encoder: bool = Field(False, description="train both text encoders too")
+    vae_fp32: bool = Field(True, description="the VAE computes in fp32; false: in the mixed precision")
+    vae_batch_size: PositiveInt | None = Field(
+        None, description="pictures that the VAE takes at once; unset: the micro batch"
+    )
+    fp8_frozen: Literal["all", "unet"] | None = Field(
+        None, description="frozen layers that are held in 8 bits; all: but the VAE's; unet: of the UNet alone"
+    )
+    disable_mmap: bool = Field(False, description="read weights without a memory map, for network disks")

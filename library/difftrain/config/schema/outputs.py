@@ -1,0 +1,145 @@
+"""Sections about what a run writes: exports and checkpoints, hubs, pictures, numbers, an export's header; the demo."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from difftrain.config.schema.section import PositiveInt, Section
+
+
+class SaveSection(Section):
+    """What is written, when, and how much of it is kept."""
+
+    output_dir: str | None = Field(None, description="folder of everything that the run writes")
+    output_name: str = Field("last", description="name of exports and states")
+    model_as: Literal["ckpt", "safetensors", "diffusers", "diffusers_safetensors"] | None = Field(
+        None, description="layout of exports; unset: safetensors, or the family's own"
+    )
+    precision: Literal["float", "fp16", "bf16"] | None = Field(
+        None, description="precision of exported weights; unset: what they are kept in, fp32 where trained"
+    )
+
+    # when
+    every_n_steps: PositiveInt | None = Field(None, description="export every n steps")
+    every_n_epochs: PositiveInt | None = Field(None, description="export every n epochs")
+    every_n_examples: PositiveInt | None = Field(None, description="export every n samples")
+    checkpoint_every_n_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="a checkpoint every so many minutes"
+    )
+    checkpoint_every_n_epochs: PositiveInt | None = Field(None, description="a checkpoint every n epochs")
+    naming: Literal["kohya", "steps"] = Field("kohya", description="steps: epochN/ stepN/ and global_stepN/")
+    run_dirs: bool = Field(False, description="every run in a folder of {save.output_dir}, named by its start in UTC")
+    n_epoch_ratio: PositiveInt | None = Field(None, description="export at least this often over all epochs")
+
+    # what is kept
+    last_n_steps: PositiveInt | None = Field(
+        None, description="keep the exports of the last n steps, and never fewer than two"
+    )
+    last_n_epochs: PositiveInt | None = Field(
+        None, description="keep the exports of the last n epochs, and never fewer than two"
+    )
+    last_n_steps_state: PositiveInt | None = Field(
+        None, description="the same for states; wins over {save.last_n_steps}"
+    )
+    last_n_epochs_state: PositiveInt | None = Field(
+        None, description="the same for states; wins over {save.last_n_epochs}"
+    )
+    state: bool = Field(False, description="with every export, save what an exact resume needs")
+    state_on_train_end: bool = Field(False, description="save the state at the end")
+
+    # going on
+    resume: str | None = Field(
+        None,
+        description="FOLDER of a state, or of a run's checkpoint; auto: the newest whole one in {save.output_dir}, else"
+        " a fresh start; with {save.run_dirs=true} also latest, or a step",
+    )
+    reset_dataloader: bool = Field(False, description="a resume begins an epoch anew")
+    reset_optimizer: bool = Field(False, description="a resume begins with a new optimizer and schedule")
+    reset_optimizer_params: bool = Field(
+        False, description="a resume takes rate, decay and betas from the configuration"
+    )
+    no_metadata: bool = Field(False, description="write no metadata into exports")
+
+
+class HubSection(Section):
+    """Where exports and states are sent to, and whether a resume takes a state from there."""
+
+    repo_id: str | None = Field(None, description="send every export to this repository of a hub: organisation/name")
+    repo_type: Literal["model", "dataset"] = Field("model", description="kind of that repository")
+    path_in_repo: str | None = Field(None, description="folder in it; unset: its top")
+    visibility: Literal["private", "public"] | None = Field(
+        None, description="who sees it; unset: a new one is private, another stays as it is"
+    )
+    save_state: bool = Field(False, description="send states too")
+    resume: bool = Field(False, description="{save.resume} names a state on a hub: REPO_ID/PATH[:REVISION[:TYPE]]")
+    async_upload: bool = Field(False, description="send in the background; training goes on meanwhile")
+
+
+class SampleSection(Section):
+    """Pictures drawn during training."""
+
+    prompts: str | None = Field(
+        None,
+        description="what to draw: .txt, a prompt a line with kohya's options (--w --h --d --s --l --n --ss --fs), .toml"
+        " or .json",
+    )
+    every_n_steps: PositiveInt | None = Field(None, description="draw pictures every n steps")
+    every_n_epochs: PositiveInt | None = Field(None, description="draw pictures every n epochs")
+    at_first: bool = Field(False, description="draw pictures before the first step")
+    test_only: bool = Field(
+        False,
+        description="draw the pictures of {sample.prompts} once, from the model as it stands or as it is resumed, and stop",
+    )
+    sampler: str = Field(
+        "ddim",
+        description="sampler of prompts that name none; flow models have their own: flow_euler, flow_heun",
+    )
+
+
+class LoggingSection(Section):
+    """Where numbers go."""
+
+    log_every: PositiveInt = Field(1, description="steps between lines of metrics")
+    x_axis_examples: bool = Field(False, description="trackers count samples in place of steps")
+    logging_dir: str | None = Field(None, description="folder of TensorBoard events; unset: logs in {save.output_dir}")
+    log_with: Literal["tensorboard", "wandb", "all"] | None = Field(None, description="trackers beside metrics.jsonl")
+    log_prefix: str | None = Field(None, description="start of the name of a run's log folder")
+    tracker_name: str | None = Field(None, description="project name in the tracker")
+    wandb_run_name: str | None = Field(None, description="name of the run in W&B")
+    tracker_config: str | None = Field(None, description="TOML file with arguments of the trackers")
+    log_config: bool = Field(False, description="send the configuration to the trackers")
+    console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = Field(
+        None, description="least important message shown on the console"
+    )
+    console_file: str | None = Field(None, description="write console messages to this file too")
+    console_simple: bool = Field(False, description="console messages without time and level")
+
+
+class MetadataSection(Section):
+    """What is written into the header of an export."""
+
+    title: str | None = Field(None, description="modelspec.title of exports")
+    author: str | None = Field(None, description="modelspec.author of exports")
+    description: str | None = Field(None, description="modelspec.description of exports")
+    license: str | None = Field(None, description="modelspec.license of exports")
+    tags: str | None = Field(None, description="modelspec.tags of exports, separated by commas")
+    usage_hint: str | None = Field(None, description="modelspec.usage_hint of exports")
+    thumbnail: str | None = Field(None, description="modelspec.thumbnail of exports: a picture file or data URL")
+    merged_from: str | None = Field(None, description="modelspec.merged_from of exports")
+    trigger_phrase: str | None = Field(None, description="modelspec.trigger_phrase of exports")
+    preprocessor: str | None = Field(None, description="modelspec.preprocessor of exports")
+    is_negative_embedding: str | None = Field(None, description="modelspec.is_negative_embedding of exports")
+    training_comment: str | None = Field(None, description="ss_training_comment of exports")
+
+
+class DemoSection(Section):
+    """The embedded demo: what it trains on, and its scores."""
+
+    dataset: Literal["shapes", "emoji"] | None = Field(None, description="the embedded demo: which pictures it draws")
+    score: bool = Field(False, description="score the demo's model at the end")
+    make: Literal["tiny", "shapes", "emoji"] | None = Field(
+        None, description="model and data that are made before training, where the folder lacks what the run names"
+    )
+    folder: str | None = Field(None, description="where they are made")
