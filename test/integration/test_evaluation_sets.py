@@ -104,12 +104,15 @@ def test_lines_of_a_run(one: tuple[Path, str]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_numbers_are_equal_on_any_number_of_ranks(run: Run, one: tuple[Path, str], ranks: int) -> None:
-    """The same weights give the same bits; later ones differ by how gradients were summed."""
+    """The same weights give the same bits; later ones differ by how gradients were summed.
+
+    The parts of text reconstruction are near 2e-3, differences of numbers near 1: their rounding is that of the latter.
+    """
     alone, together = lines(one[0]), lines(run(ranks)[0])
     assert together[0] == alone[0]
     for left, right in zip(alone, together, strict=True):
         losses = {tag: value for tag, value in left.items() if "loss" in tag}
-        assert {tag: right[tag] for tag in losses} == pytest.approx(losses, rel=1e-6)
+        assert {tag: right[tag] for tag in losses} == pytest.approx(losses, rel=1e-6, abs=1e-8)
 
 
 def test_the_cache_changes_no_number(run: Run, one: tuple[Path, str]) -> None:
