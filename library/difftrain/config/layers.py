@@ -34,6 +34,7 @@ class Layer:
     other_family: str = ""  # one that is not built yet
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    rows: dict[str, Row] = field(default_factory=dict)  # the flag that set a field
 
     def take(self, items: Iterable[KeyValue]) -> Layer:
         """Read keys; return this."""

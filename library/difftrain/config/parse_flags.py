@@ -5,7 +5,7 @@ Precedence: field default < --config TOML < --config_file < flag.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,22 @@ from typing import Any
 from difftrain.config import arguments_file, toml
 from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import draws_captions
+from difftrain.config.layers import Layer
 from difftrain.config.paths import PendingFiles
+from difftrain.config.resolve import Door, Resolution, resolve_layers
 from difftrain.config.rules import data as data_rules
 from difftrain.config.rules import engine, objective, optimizer, outputs, paths, run
 from difftrain.config.rules.finding import Rule, check, value_of
-from difftrain.config.schema.families import row_of
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.config.schema.validate import Values, build, choices_of, default_of
+from difftrain.config.schema.validate import choices_of, default_of
 from difftrain.config.secrets import keep_in_environment, redact
 from difftrain.config.spellings.flags import FLAGS, flag_of
 from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.row import Row, convert
-from difftrain.config.spellings.spelling import option
+from difftrain.config.spellings.spelling import option, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
+from difftrain.models.registry import FamilyRow
 
 
 @dataclass
@@ -154,18 +156,6 @@ class Parsed:
         return "debug_dataset" in self.bare
 
 
-@dataclass
-class _Sources:
-    """Values, where each "section.field" came from, and what went wrong on the way."""
-
-    values: Values = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    setters: dict[str, list[Row]] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    bad: set[str] = field(default_factory=set)
-
-
 def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
     """Read the command line of a training door.
 
@@ -177,49 +167,53 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
 
 def resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -> Parsed:
     """Read a command line that knows the flags of a table, and judge it by some rules; as parse does."""
-    found = scan(argv, table)
-    src = _Sources(faults=found.faults, notes=found.notes)
-    if "config" in found.words:
-        _take_toml(Path(found.words["config"][-1]), src)
-    words, written_in = _with_file(found.words, table, src)
-    for name, texts in words.items():
-        _take_flag(table[name], texts, src, written_in.get(name, ""))
-    cfg, misfits = build(src.values)
-    for section, key, what, remedy in misfits:
-        path = f"{section}.{key}"
-        src.bad.add(path)
-        src.faults.append(Fault(src.origins[path], what, remedy or _help(path)))
-    cfg = _with_family(_with_engine(_with_data_sets(cfg, src), src), src)
-    cfg = with_variants(cfg, src.bad, src.notes)
-    asked = {path for path in src.origins if path in src.setters or value_of(cfg, path) != default_of(path)}
-    faults, notes = check(cfg, rules, asked, src.bad, src.origins)
-    if faults := [*src.faults, *faults]:
+    with speaking("kohya"):
+        return _resolve(argv, table, rules)
+
+
+def _resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -> Parsed:
+    # --- the layers: the file of --config, kohya's file of arguments, the command line
+    line = scan(argv, table)
+    file = Layer(faults=line.faults, notes=line.notes)
+    if "config" in line.words:
+        _take_sections(Path(line.words["config"][-1]), file)
+    written, path = _written(line.words, table, file)
+    arguments, flags = Layer(), Layer()
+    for name, texts in written.items():
+        take_flag(arguments, table[name], texts, f"{path} {name}")
+    for name, texts in line.words.items():
+        take_flag(flags, table[name], texts, table[name].option)
+
+    # --- one configuration
+    out = resolve_layers([file, arguments, flags], _KOHYA)
+    setters = arguments.values.keys() | flags.values.keys()
+    cfg = with_variants(_with_data_sets(out, setters), out.bad, out.notes)
+
+    # --- its rules
+    asked = {path for path in out.origins if path in setters or value_of(cfg, path) != default_of(path)}
+    faults, notes = check(cfg, rules, asked, out.bad, out.origins)
+    if faults := [*out.faults, *faults]:
         raise ConfigFault(faults)
+    words = {**written, **line.words}
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
-    return Parsed(cfg, (*src.notes, *notes), bare, tuple(redact(argv)), words)
+    return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words)
 
 
-def _with_engine(cfg: TrainConfig, src: _Sources) -> TrainConfig:
-    """Take the engine that runs DeepSpeed where nobody has chosen one."""
-    if not cfg.deepspeed.enable or "training.engine" in src.origins:
-        return cfg
-    src.notes.append(
-        f"{src.origins['deepspeed.enable']}: takes {option('training.engine')}=accelerate, whose plugin runs DeepSpeed"
-    )
-    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"engine": "accelerate"})})
-
-
-def _with_family(cfg: TrainConfig, src: _Sources) -> TrainConfig:
-    """Take what a family's model is, its sampler and the layout of its exports, where nobody has chosen one.
+def _family_defaults(row: FamilyRow) -> dict[str, Any]:
+    """Return what a family's model is, its sampler and the layout of its exports.
 
     Rates and caches stay kohya's; the rest must be what the family means, so that what a run records can be read again.
     """
-    own: dict[str, dict[str, Any]] = {}
-    for path, value in row_of(cfg).defaults.items():
-        section, _, field = path.partition(".")
-        if (section in ("model", "sample") or path == "save.model_as") and path not in src.origins:
-            own.setdefault(section, {})[field] = value
-    return cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=values) for name, values in own.items()})
+    own = ("model.", "sample.", "save.model_as")
+    return {path: value for path, value in row.defaults.items() if path.startswith(own)}
+
+
+def _help(path: str) -> str:
+    flag = flag_of(path)
+    return meaning(flag, "kohya") if flag and not choices_of(path) else ""
+
+
+_KOHYA = Door(defaults=_family_defaults, remedy=_help)
 
 
 def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainConfig:
@@ -233,94 +227,95 @@ def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainCon
     return cfg.model_copy(update={"cache": cfg.cache.model_copy(update={"shuffle_num": SHUFFLE_NUM})})
 
 
-def _with_data_sets(cfg: TrainConfig, src: _Sources) -> TrainConfig:
-    """Read the file of --dataset_config, unless the data sets of an earlier reading are here (a run's config.toml)."""
-    data, flagged = cfg.data, "data.dataset_config" in src.setters
-    if data.datasets and not flagged:
-        for path in sorted(kohya.OVERRIDABLE & src.setters.keys()):
-            what = f"has no effect on the data sets of {src.origins['data.datasets']}, which hold every setting"
-            src.faults.append(
-                Fault(src.origins[path], what, f"change them there, or give {option('data.dataset_config')}")
-            )
+def _with_data_sets(out: Resolution, setters: Set[str]) -> TrainConfig:
+    """Read the file of --dataset_config, unless the data sets of an earlier reading are here (a run's config.toml).
+
+    setters: fields that flags have set.
+    """
+    cfg, data = out.cfg, out.cfg.data
+    if data.datasets and "data.dataset_config" not in setters:
+        for path in sorted(kohya.OVERRIDABLE & setters):
+            what = f"has no effect on the data sets of {out.origins['data.datasets']}, which hold every setting"
+            remedy = f"change them there, or give {option('data.dataset_config')}"
+            out.faults.append(Fault(out.origins[path], what, remedy))
         return cfg
-    if not data.dataset_config or "data.dataset_config" in src.bad:
+    if not data.dataset_config or "data.dataset_config" in out.bad:
         return cfg
     found = kohya.resolve(Path(data.dataset_config), cfg)
-    src.faults += found.faults
-    src.origins["data.datasets"] = data.dataset_config
-    src.notes += [*found.notes, *data_rules.overridden(found.overridden & src.setters.keys(), data.dataset_config)]
+    out.faults += found.faults
+    out.origins["data.datasets"] = data.dataset_config
+    out.notes += [*found.notes, *data_rules.overridden(found.overridden & setters, data.dataset_config)]
     if found.faults:
-        src.bad.add("data.datasets")
+        out.bad.add("data.datasets")
     return kohya.applied(cfg, found)
 
 
-def _with_file(
-    words: dict[str, list[str]], table: Mapping[str, Row], src: _Sources
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Put the flags of `--config_file` in front of the command line's; also say where those stand.
+def _written(words: dict[str, list[str]], table: Mapping[str, Row], layer: Layer) -> tuple[dict[str, list[str]], Path]:
+    """Return the flags of `--config_file` that count, and the file.
 
     A flag of the command line wins over those of the file that set the same field.
     """
     if "output_config" in words:
         if "config_file" not in words:
-            src.faults.append(Fault("--output_config", "needs --config_file", "the name of the file to write"))
+            layer.faults.append(Fault("--output_config", "needs --config_file", "the name of the file to write"))
         if "config" in words:
-            src.faults.append(Fault("--output_config", "does not go with --config", "a run keeps its config.toml"))
-        return words, {}
+            layer.faults.append(Fault("--output_config", "does not go with --config", "a run keeps its config.toml"))
+        return {}, Path()
     if "config_file" not in words:
-        return words, {}
+        return {}, Path()
     path = arguments_file.path_of(words["config_file"][-1])
     given, faults = arguments_file.read(path, table)
-    src.faults += faults
+    layer.faults += faults
     taken = {table[name].to for name in words} - {""}
-    kept = {name: texts for name, texts in given.items() if name not in words and table[name].to not in taken}
-    return {**kept, **words}, {name: f"{path} {name}" for name in kept}
+    return {name: texts for name, texts in given.items() if name not in words and table[name].to not in taken}, path
 
 
-def _take_toml(path: Path, src: _Sources) -> None:
+def _take_sections(path: Path, layer: Layer) -> None:
+    """Read a file that dump wrote, or a recipe of sections."""
     values, faults = toml.read(path)
-    src.faults += faults
+    layer.faults += faults
     for section, table in values.items():
         for key, value in table.items():
-            src.values.setdefault(section, {})[key] = value
-            src.origins[f"{section}.{key}"] = toml.origin(path, section, key)
+            layer.set(f"{section}.{key}", value, toml.origin(path, section, key))
 
 
-def _take_flag(flag: Row, texts: list[str], src: _Sources, written_in: str = "") -> None:
-    origin = written_in or flag.option
-
-    # flags that are known and not offered, and those that something near stands in for
+def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
+    """Read one flag into a layer. origin: the flag, or where a file has it."""
+    # --- flags that are known and not offered, and those that something near stands in for
     if flag.status in ("later", "refused"):
         if not (texts and texts[-1] in flag.passes):
             what = "is not built yet" if flag.status == "later" else "is not offered"
-            src.faults.append(Fault(origin, what, meaning(flag, "kohya")))
+            layer.faults.append(Fault(origin, what, meaning(flag, "kohya")))
         return
     if flag.status == "nearest":
-        src.notes.append(f"{origin}: {meaning(flag, 'kohya')}")
+        layer.notes.append(f"{origin}: {meaning(flag, 'kohya')}")
 
-    # the words as a value of the flag's type
+    # --- the words as a value of the flag's type
     try:
         value = convert(flag, texts)
+        if value == "" and flag.passes == ("",):
+            return
+        if not all(_is_text(each) for each in (value if flag.kind == "strs" else (value,)) if isinstance(each, str)):
+            raise ValueError("its value is empty or not UTF-8")
     except ValueError as error:
-        src.faults.append(Fault(origin, str(error), meaning(flag, "kohya")))
-        if flag.to:
-            src.bad.add(flag.to)
+        layer.faults.append(Fault(origin, str(error), meaning(flag, "kohya")))
+        layer.bad |= {flag.to} - {""}
         return
 
-    # into its field; a secret goes to the environment, since the configuration is written to disk
-    if value == "" and flag.passes == ("",):
-        return
-    if not all(_is_text(each) for each in (value if flag.kind == "strs" else (value,)) if isinstance(each, str)):
-        src.faults.append(Fault(origin, "its value is empty or not UTF-8", meaning(flag, "kohya")))
-        if flag.to:
-            src.bad.add(flag.to)
-    elif flag.secret:
+    # --- into its field; a secret goes to the environment, since the configuration is written to disk
+    if flag.secret:
         keep_in_environment(flag.secret, value)
-        src.notes.append(
+        layer.notes.append(
             f"{origin}: moved to the environment as {flag.secret}; give it there, where nobody else can see it"
         )
     elif flag.to:
-        _assign(flag, value, src, origin)
+        earlier = layer.rows.get(flag.to)
+        if earlier and flag.weak:
+            return
+        if earlier and (earlier.weak or earlier.status == flag.status == "nearest"):
+            del layer.values[flag.to], layer.origins[flag.to]
+        layer.rows[flag.to] = flag
+        layer.set(flag.to, value, origin)
 
 
 def _is_text(value: str) -> bool:
@@ -329,23 +324,3 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:  # bytes of the command line that are no text
         return False
     return bool(value.strip()) or value == " "
-
-
-def _assign(flag: Row, value: Any, src: _Sources, origin: str) -> None:
-    """Set a field; two flags that ask for different values of it contradict each other."""
-    section, _, key = flag.to.partition(".")
-    setters = src.setters.setdefault(flag.to, [])
-    if setters and flag.weak:
-        return
-    rivals = [one for one in setters if not (one.weak or one.status == flag.status == "nearest")]
-    if rivals and src.values[section][key] != value:
-        src.faults.append(Fault(origin, f"contradicts {rivals[0].option}", "give one of them"))
-        return
-    setters.append(flag)
-    src.values.setdefault(section, {})[key] = value
-    src.origins[flag.to] = origin
-
-
-def _help(path: str) -> str:
-    flag = flag_of(path)
-    return meaning(flag, "kohya") if flag and not choices_of(path) else ""

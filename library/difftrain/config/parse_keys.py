@@ -14,6 +14,7 @@ from typing import Any
 
 from difftrain.config import launch_options, layers
 from difftrain.config.datasets import diffusion_pipe, kohya
+from difftrain.config.derive import train_door
 from difftrain.config.door import enter
 from difftrain.config.layers import KeyValue, Layer
 from difftrain.config.parse_flags import RULES, Parsed, with_variants
@@ -170,7 +171,7 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
     line.take(items)  # behind the file, so that a token of the command line wins
     launch_options.local_place(bare, line)
     launch_options.deepspeed(bare, line, {**file.values, **line.values})
-    out = resolve_layers([file, line], preset)
+    out = resolve_layers([file, line], train_door(preset))
     for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
         if value_of(out.cfg, path):
             out.fault(path, "contradicts --dump_dataset, which writes the data set out and stops", "give one of them")

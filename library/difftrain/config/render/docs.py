@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from difftrain.config.derive import DOOR_DEFAULTS
 from difftrain.config.render.help import default_text, form
 from difftrain.config.render.keys import every_table, lines, nearest, not_built, says
-from difftrain.config.resolve import DOOR_DEFAULTS
 from difftrain.config.schema.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
 from difftrain.config.spellings.flags import KOHYA, OURS
 from difftrain.config.spellings.keys import OPTIONS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from difftrain.config.derive import DOOR_DEFAULTS, EMA_DEFAULTS
 from difftrain.config.layers import ONE_NUMBER
-from difftrain.config.resolve import DOOR_DEFAULTS, EMA_DEFAULTS
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import OFFERED, default_of, form_of, section_class
 from difftrain.config.spellings.keys import KEYS, TABLES, key_of
