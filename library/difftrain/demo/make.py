@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftrain.config.paths import PendingFiles
-from difftrain.config.spellings.spelling import option
 from difftrain.demo.recipe import SIDE
 from difftrain.models.registry import FAMILIES
 
@@ -103,7 +102,7 @@ def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
     words = [
         f"--make={wish.kind}",
         f"--folder={wish.folder}",
-        f"{option('model.family')}={wish.family}",
+        f"--family={wish.family}",
         *(f"--part={part}" for part in wish.parts),
     ]
     library = Path(__file__).resolve().parents[2]

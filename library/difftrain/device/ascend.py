@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from difftrain.config.spellings.spelling import option
 from difftrain.device import versions
 
 ROOTS = (Path("/usr/local/Ascend"), Path.home() / "Ascend")
@@ -92,7 +91,7 @@ def why_none_seen() -> Why:
             "unset it, or name devices that npu-smi info shows",
         )
     if not there:
-        flags = " ".join(f"{option('training.device')}=/dev/{name}" for name in ("davinci0", *COMPANIONS))
+        flags = " ".join(f"--device=/dev/{name}" for name in ("davinci0", *COMPANIONS))
         return Why(
             "torch_npu sees no NPU: there is no /dev/davinci* here",
             f"see whether npu-smi info works, else install driver and firmware; in a container start it with {flags}",

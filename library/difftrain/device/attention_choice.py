@@ -75,13 +75,9 @@ def _kind_of(part: Any) -> type[Any] | None:
 
 
 def _sentence(device: Device, fused: bool, choice: str, precision: str, use_fused: bool) -> str:
-    asked = [
-        flag
-        for flag, on in ((option("training.fused_attention", True), fused), (f"--{choice}", choice != "auto"))
-        if on
-    ]
-    if choice == "mem_eff":
-        asked[-1] = option("training.attention", "mem_eff")
+    asked = [option("training.fused_attention", True)] if fused else []
+    if choice != "auto":
+        asked.append(option("training.attention", choice))
     because = f" ({', '.join(asked)} asked for)" if asked else ""
     if not use_fused:
         return f"torch's scaled_dot_product_attention on {device.kind}{because}"

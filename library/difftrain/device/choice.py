@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import ascend, ascend_packages, versions
 
@@ -166,7 +165,7 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
     Raises ConfigFault where the kind asked for is missing, or has fewer devices than processes.
     """
     if kind not in ("auto", *KINDS):
-        raise ConfigFault([Fault(option("training.device"), f"got {kind!r}", f"one of auto, {', '.join(KINDS)}")])
+        raise ConfigFault([Fault(_option(), f"got {kind!r}", f"one of auto, {', '.join(KINDS)}")])
     if kind != "auto":
         found = find(kind)
         if not found.count:
@@ -186,12 +185,17 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
 
 
 def _absent(found: ProbedDevice) -> Fault:
-    remedy = (
-        f"{found.remedy}; or leave {option('training.device')}=auto"
-        if found.remedy
-        else f"or leave {option('training.device')}=auto"
-    )
-    return Fault(option("training.device"), f"{found.kind} asked for, but {found.why_not}", remedy)
+    remedy = f"or leave {_option()}=auto"
+    if found.remedy:
+        remedy = f"{found.remedy}; {remedy}"
+    return Fault(_option(), f"{found.kind} asked for, but {found.why_not}", remedy)
+
+
+def _option() -> str:
+    """Return what messages call the choice; launchers probe a machine on which configuration's packages may be missing."""
+    from difftrain.config.spellings.spelling import option
+
+    return option("training.device")
 
 
 def _missed(found: ProbedDevice) -> str:

@@ -293,7 +293,7 @@ def test_what_is_foreseen_is_what_is_wanted(pictures: Path) -> None:
     cfg, family = pairs_config(pictures), ClipFamily(seed=1)
     data, wanted = wanted_of(cfg)
     (wish,) = [each for each in cache_requests(cfg, family, family.load(meta=True), data) if each.name == "reader"]  # type: ignore[arg-type]
-    assert wish.flag == "--cache_text_encoder_outputs" and estimate_storage(wish, data).entries == wanted.count
+    assert wish.field == "cache.text" and estimate_storage(wish, data).entries == wanted.count
 
 
 # ------------------------------------------------------------------ bad input

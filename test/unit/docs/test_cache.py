@@ -13,8 +13,9 @@ from sdxl import sizes
 from difftrain.cache.store.storage import CHOICES, stored
 from difftrain.config.parse_flags import SHUFFLE_NUM
 from difftrain.config.rules.data import _CAPTION, _PICTURE
-from difftrain.config.rules.finding import option
 from difftrain.config.schema.validate import default_of, fields
+from difftrain.config.spellings.flags import flag_of
+from difftrain.config.spellings.spelling import option
 from difftrain.models.registry import FAMILIES
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "cached_features.md").read_text(encoding="utf-8")
@@ -68,7 +69,11 @@ def test_masked_rows_and_eight_bits_save_what_they_should() -> None:
 
 
 def test_every_flag_of_the_cache_is_explained() -> None:
-    named = [option(path) for path in fields() if path.startswith("cache.") or path == "data.cache_dir"]
+    named = [
+        option(path, door="kohya" if flag_of(path) else "train")
+        for path in fields()
+        if path.startswith("cache.") or path == "data.cache_dir"
+    ]
     more = (Path(__file__).resolve().parents[3] / "docs" / "cache_remote_and_export.md").read_text(encoding="utf-8")
     assert not [each for each in named if each not in PAGE + more]
 

@@ -171,7 +171,9 @@ def test_reconstruction_is_a_term_of_its_own_and_measured(layer: int) -> None:
 @pytest.mark.parametrize("layer", [3, 4])
 def test_a_target_beyond_the_depth_is_a_fault(layer: int) -> None:
     section = {"text_recon_gamma": 0.25, "text_recon_target_layer": layer}
-    with pytest.raises(ConfigFault, match=f"--text_recon_target_layer: is {layer}, the transformer has 3 blocks"):
+    with pytest.raises(
+        ConfigFault, match=rf"\[loss\] text_recon_target_layer: is {layer}, the transformer has 3 blocks"
+    ):
         SD3Family(config({"loss": section})).load(meta=True)
 
 
@@ -185,7 +187,7 @@ def test_every_fault_of_the_settings_is_named_at_once() -> None:
         SD3Family(config(sections)).load(meta=True)
     told = " ".join(map(str, caught.value.faults))
     assert len(caught.value.faults) == 3
-    for part in ("--text_recon_target_layer", "--learning_rate", "--resolution: makes buckets of 1024 px", "512"):
+    for part in ("[loss] text_recon_target_layer", "--learning_rate", "--resolution: makes buckets of 1024 px", "512"):
         assert part in told
 
 

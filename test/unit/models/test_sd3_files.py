@@ -370,7 +370,7 @@ def test_every_fault_of_a_folder_is_named(plain: Exported, tmp_path: Path) -> No
     [
         ({"num_layers": 5}, r"num_layers: is 5, the transformer has 3"),
         ({"init_from_config": "tiny"}, "contradicts"),
-        ({"vae": "/nowhere"}, r"\[model\] vae: there is no file or folder"),
+        ({"vae": "/nowhere"}, r"--vae: there is no file or folder"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change: dict[str, Any], says: str, plain: Exported) -> None:

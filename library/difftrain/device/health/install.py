@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from difftrain.config.spellings.spelling import option
 from difftrain.device import ascend, ascend_packages, host, versions
 from difftrain.device.health.finding import Context, Finding, of_judgement
 
@@ -81,7 +80,7 @@ def _rights() -> Iterator[Finding]:
     elif there := ascend.nodes():
         lacking = [name for name in ascend.COMPANIONS if not (ascend.DEV / name).exists()]
         if lacking:
-            flags = " ".join(f"{option('training.device')}=/dev/{name}" for name in lacking)
+            flags = " ".join(f"--device=/dev/{name}" for name in lacking)
             yield Finding("wrong", f"/dev lacks {', '.join(lacking)}", f"start the container with {flags}", "rights")
         else:
             yield Finding("ok", f"{len(there)} NPU device files, open to this user", about="rights")
@@ -97,7 +96,7 @@ def _optional() -> Iterator[Finding]:
     if ascend_packages.found_torchvision_npu():
         yield Finding(
             "ok",
-            f"torchvision_npu is installed; it decodes JPEG with {option('data.image_decoder')}=device, else the host does",
+            "torchvision_npu is installed; it decodes JPEG with --image_decoder=device, else the host does",
             about="torchvision_npu",
         )
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
 from difftrain.device.health.finding import Context, Finding, Verdict
 
@@ -230,9 +229,7 @@ def precision(context: Context) -> Iterator[Finding]:
 
     for name in ("no", "bf16", "fp16"):
         verdict: Verdict = "wrong" if name == "no" else "note"
-        remedy = (
-            "this device cannot train" if name == "no" else f"train with another {option('training.mixed_precision')}"
-        )
+        remedy = "this device cannot train" if name == "no" else "train with another --mixed_precision"
         try:
             weight = torch.full((64, 64), 0.1, device=context.device.torch_device, requires_grad=True)
             with context.device.autocast(name):
@@ -241,14 +238,9 @@ def precision(context: Context) -> Iterator[Finding]:
             fine = weight.grad is not None and bool(torch.isfinite(weight.grad).all())
         except (RuntimeError, NotImplementedError) as error:
             text = next(iter(str(error).splitlines()), type(error).__name__)
-            yield Finding(verdict, f"{option('training.mixed_precision')}={name}: {text}", remedy, name)
+            yield Finding(verdict, f"--mixed_precision={name}: {text}", remedy, name)
             continue
         if fine:
-            yield Finding("ok", f"{option('training.mixed_precision')}={name} gives finite gradients", about=name)
+            yield Finding("ok", f"--mixed_precision={name} gives finite gradients", about=name)
         else:
-            yield Finding(
-                verdict,
-                f"{option('training.mixed_precision')}={name} gives gradients that are no numbers",
-                remedy,
-                name,
-            )
+            yield Finding(verdict, f"--mixed_precision={name} gives gradients that are no numbers", remedy, name)

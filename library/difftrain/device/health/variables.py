@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
 from difftrain.device import ascend, choice, groups, overflow
 from difftrain.device.health.finding import Context, Finding
@@ -50,7 +49,7 @@ def _waiting() -> Iterator[Finding]:
         yield Finding(
             "note",
             f"{name}={text}: ranks give up before first compilations and caching are done on every machine",
-            f"export {name}=1800, or give {option('training.ddp_timeout_min')} (minutes), which sets it",
+            f"export {name}=1800, or give --ddp_timeout (minutes), which sets it",
             name,
         )
     elif text:
@@ -66,7 +65,7 @@ def _executing() -> Iterator[Finding]:
     if text and float(text) == 0:
         yield Finding("note", f"{name}=0: a rank that is lost is waited for for ever", f"export {name}=1800", name)
     elif text and float(text) < SENSIBLE_S:
-        remedy = f"export {name}=1800, or give {option('training.ddp_timeout_min')} (minutes), which sets it"
+        remedy = f"export {name}=1800, or give --ddp_timeout (minutes), which sets it"
         yield Finding("note", f"{name}={text}: too short while one rank saves a checkpoint", remedy, name)
     elif text:
         yield Finding("ok", f"{name}={text}", about=name)
