@@ -132,7 +132,10 @@ def test_names_that_are_none_and_those_of_the_other_kind_are_refused(name: str) 
     own, other = (FLOW_SAMPLERS, SAMPLERS) if name in FLOW_SAMPLERS else (SAMPLERS, FLOW_SAMPLERS)
     config, flow = models(name)[0].scheduler.config, name in FLOW_SAMPLERS
     assert sampler_fault(name) is None and sampler_fault(name, flow=flow) is None
-    for wrong, what in ((f"{name}x", f"there is no sampler '{name}x'"), (next(iter(other)), "is no sampler of a model")):
+    for wrong, what in (
+        (f"{name}x", f"there is no sampler '{name}x'"),
+        (next(iter(other)), "is no sampler of a model"),
+    ):
         with pytest.raises(ConfigFault) as caught:
             make_sampler(wrong, config)
         (fault,) = caught.value.faults

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from difftrain.config.schema.sections import OptimizerSection, TrainConfig, TrainingSection
+from difftrain.contracts import Batch, Group
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
@@ -31,14 +33,24 @@ def config(training: dict | None = None, **optimizer) -> TrainConfig:
     return TrainConfig(training=TrainingSection(seed=3, **(training or {})), optimizer=OptimizerSection(**optimizer))
 
 
-def built(cfg: TrainConfig | None = None, family: TinyFamily | None = None, device: str = "cpu") -> NativeEngine:
+class OneRate(TinyFamily):
+    """Both groups have the same rate, as those optimizers need it that estimate one."""
+
+    def param_groups(self, root: torch.nn.Module) -> list[Group]:
+        return [Group(each.name, each.named_params, self.lr) for each in super().param_groups(root)]
+
+
+def built(
+    cfg: TrainConfig | None = None, family: TinyFamily | None = None, device: str = "cpu", **options: Any
+) -> NativeEngine:
+    """Build the native engine; options: of make_optimizer."""
     cfg = cfg or config()
     family = family or TinyFamily()
     engine = make_engine(cfg, choose(device), Ranks())
     engine.build(
         family,
         family.load(),
-        lambda groups: make_optimizer(cfg.optimizer, groups),
+        lambda groups: make_optimizer(cfg.optimizer, groups, **options),
         lambda optimizer: make_schedule(cfg.optimizer, optimizer, 20),
         [],
     )
@@ -51,6 +63,13 @@ def run(engine: NativeEngine, first: int, last: int, accumulation: int = 1) -> l
         float(engine.step(tiny_step(step, 8, accumulation=accumulation), COUNTS).sums["loss"])
         for step in range(first, last)
     ]
+
+
+def spoilt(step: int, value: float) -> list[Batch]:
+    """Return two micro batches of a step, one of whose samples holds a value that is none."""
+    micro = tiny_step(step, 8, accumulation=2)
+    micro[0].features["pixels"][1, 0, 0, 0] = value
+    return micro
 
 
 def weights(engine: NativeEngine) -> dict[str, torch.Tensor]:
