@@ -1,4 +1,4 @@
-"""The native engine on the tiny family, for tests that step it by hand."""
+"""Engines on the tiny family, for tests that step them by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from difftrain.contracts import Batch, Group
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
-from difftrain.engine.native import NativeEngine
+from difftrain.engine.checkpointing import CheckpointedEngine
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.testing.family import TinyFamily, tiny_step
 
@@ -42,8 +42,8 @@ class OneRate(TinyFamily):
 
 def built(
     cfg: TrainConfig | None = None, family: TinyFamily | None = None, device: str = "cpu", **options: Any
-) -> NativeEngine:
-    """Build the native engine; options: of make_optimizer."""
+) -> CheckpointedEngine:
+    """Build the engine that a configuration names, the native one; options: of make_optimizer."""
     cfg = cfg or config()
     family = family or TinyFamily()
     engine = make_engine(cfg, choose(device), Ranks())
@@ -54,11 +54,11 @@ def built(
         lambda optimizer: make_schedule(cfg.optimizer, optimizer, 20),
         [],
     )
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, CheckpointedEngine)
     return engine
 
 
-def run(engine: NativeEngine, first: int, last: int, accumulation: int = 1) -> list[float]:
+def run(engine: CheckpointedEngine, first: int, last: int, accumulation: int = 1) -> list[float]:
     return [
         float(engine.step(tiny_step(step, 8, accumulation=accumulation), COUNTS).sums["loss"])
         for step in range(first, last)
@@ -72,7 +72,7 @@ def spoilt(step: int, value: float) -> list[Batch]:
     return micro
 
 
-def weights(engine: NativeEngine) -> dict[str, torch.Tensor]:
+def weights(engine: CheckpointedEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.full_weights()}
 
 
@@ -80,7 +80,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def saved(engine: NativeEngine, folder: Path) -> Path:
+def saved(engine: CheckpointedEngine, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     written = engine.snapshot().write(folder)
     assert all(path.suffix in (".safetensors", ".json") for path in written)
