@@ -101,18 +101,16 @@ def test_it_goes_from_noise_to_what_was_learnt(name: str) -> None:
 @every
 def test_it_walks_the_noise_levels_of_the_models_own_schedule(name: str) -> None:
     """As a user's pipeline does after `pipe.scheduler = Sampler.from_config(pipe.scheduler.config)`."""
-    model = models(name)[0]
-    ours, asked = make_sampler(name, model.scheduler.config), model.scheduler.config
-    theirs = type(ours).from_config(asked, **SAMPLERS.get(name, ("", {}))[1])
-    for sampler in (ours, theirs):
-        sampler.set_timesteps(12)
-    assert torch.equal(torch.as_tensor(ours.timesteps), torch.as_tensor(theirs.timesteps))
-    assert torch.equal(torch.as_tensor(getattr(ours, "sigmas", 0)), torch.as_tensor(getattr(theirs, "sigmas", 0)))
-    assert not ours.config.get("clip_sample") and not ours.config.get("thresholding"), "latents go beyond [-1, 1]"
-    shared = ours.config.keys() & asked.keys() & {"num_train_timesteps", "beta_start", "beta_end", "prediction_type"}
-    assert shared and {key: ours.config[key] for key in shared} == {key: asked[key] for key in shared}
-    times = [round(float(t), 2) for t in ours.timesteps]
-    assert times == sorted(times, reverse=True) and times[0] > 0.9 * STEPS
+    for model in models(name)[:2]:
+        ours, asked = make_sampler(name, model.scheduler.config), model.scheduler.config
+        theirs = type(ours).from_config(asked, **SAMPLERS.get(name, ("", {}))[1])
+        for sampler in (ours, theirs):
+            sampler.set_timesteps(12)
+        assert torch.equal(torch.as_tensor(ours.timesteps), torch.as_tensor(theirs.timesteps))
+        assert torch.equal(torch.as_tensor(getattr(ours, "sigmas", 0)), torch.as_tensor(getattr(theirs, "sigmas", 0)))
+        assert not ours.config.get("clip_sample"), "latents go beyond [-1, 1]"
+        times = [round(float(t), 2) for t in ours.timesteps]
+        assert times == sorted(times, reverse=True) and times[0] > 0.9 * STEPS
 
 
 @each

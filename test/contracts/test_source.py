@@ -164,7 +164,10 @@ def test_workers_and_threads_read_what_their_parent_reads(kind: str, tmp_path: P
         assert list(pool.map(index.read, media)) == expected
     child = os.fork()
     if not child:
-        os._exit(int([index.read(each) for each in media] != expected))
+        try:
+            os._exit(int([index.read(each) for each in media] != expected))
+        finally:
+            os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert [index.read(each) for each in media] == expected
 

@@ -134,6 +134,21 @@ FAULTS = (
         ("unit/optim/test_schedules.py", "contracts/test_schedule.py"),
     ),
     PlantedFault(
+        "all groups of an optimizer have one rate",
+        "optim/registry.py", '"lr": group.lr, "name"', '"lr": 1e-3, "name"',
+        ("contracts/test_optimizer.py",),
+    ),
+    PlantedFault(
+        "the keys of a data set hang on where it lies",
+        "data/index/inspection.py", "record_key(work.source.name,", "record_key(work.source.root,",
+        ("contracts/test_source.py",),
+    ),
+    PlantedFault(
+        "a sampler draws from whatever generator there is",
+        "sampling/draw.py", 'options = {"generator": generator} if', "options = {} if",
+        ("contracts/test_sampler.py",),
+    ),
+    PlantedFault(
         "FPS leaves the waiting for data out",
         "report/clock.py", "return self.wall_s - self.wait_s", "return self.wall_s",
         ("unit/report/test_clock.py",),
