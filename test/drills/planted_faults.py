@@ -44,12 +44,12 @@ FAULTS = (
     PlantedFault(
         "a loss that is not finite reaches the weights",
         "engine/update.py", "torch.isfinite(norm).logical_not()", "torch.zeros_like(norm)",
-        ("unit/engine/test_native.py",),
+        ("contracts/test_engine.py",),
     ),
     PlantedFault(
         "the loss is divided by the samples of one rank's count only",
         "engine/loss_terms.py", "terms[name] / counts.get(name, counts[COUNT])", "terms[name] / 1.0",
-        ("unit/engine/test_native.py",),
+        ("contracts/test_engine.py",),
     ),
     PlantedFault(
         "the average takes in the weights with the old ones' share",
@@ -131,7 +131,22 @@ FAULTS = (
     PlantedFault(
         "linear schedules end early",
         "optim/schedules.py", "return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)))", "return _warmed(w, lambda s: max(0.0, 1.0 - 1.1 * _progress(s, w, n)))",
-        ("unit/optim/test_schedules.py",),
+        ("unit/optim/test_schedules.py", "contracts/test_schedule.py"),
+    ),
+    PlantedFault(
+        "all groups of an optimizer have one rate",
+        "optim/registry.py", '"lr": group.lr, "name"', '"lr": 1e-3, "name"',
+        ("contracts/test_optimizer.py",),
+    ),
+    PlantedFault(
+        "the keys of a data set hang on where it lies",
+        "data/index/inspection.py", "record_key(work.source.name,", "record_key(work.source.root,",
+        ("contracts/test_source.py",),
+    ),
+    PlantedFault(
+        "a sampler draws from whatever generator there is",
+        "sampling/draw.py", 'options = {"generator": generator} if', "options = {} if",
+        ("contracts/test_sampler.py",),
     ),
     PlantedFault(
         "FPS leaves the waiting for data out",

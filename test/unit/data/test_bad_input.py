@@ -100,21 +100,6 @@ def test_bad_captions(tmp_path):
     assert caption_of(long, Stream(1, long.key, 0, "caption"), CaptionSection(), 0) == long.captions[0]
 
 
-@pytest.mark.flags("allow_empty_caption")
-def test_empty_captions_may_be_allowed(tmp_path):
-    root = write_folder(tmp_path / "a", [(20, 20)] * 3)
-    (root / "0001.txt").write_text(" \n ")
-    (root / "0002.txt").unlink()
-    index, _ = build(tmp_path, root, captions={"allow_empty": True})
-    assert sorted(record.captions for record in index.records(range(3))) == [
-        ("",),
-        ("",),
-        ("picture 0, second, third",),
-    ]
-    index, _ = build(tmp_path, root, max_rejected_share=0.7)  # not allowed any more: what was known is looked at again
-    assert index.count == 1 and index.summary.reasons == {"empty caption": 1, "no caption": 1}
-
-
 def test_tars(tmp_path):
     root = tmp_path / "a"
     whole = write_tar(root / "0.tar", [(20, 20)] * 4)

@@ -101,22 +101,6 @@ def test_records_of_every_kind_of_source(build, tmp_path):
     assert shard["b/1.tar!00008.png"] == 1 and sum(shard.values()) == 2
 
 
-def test_ids_and_fingerprint_do_not_depend_on_place_or_order(build, tmp_path):
-    write_folder(tmp_path / "a", [(20, 20)] * 6)
-    first, _ = build(tmp_path / "a", folder="i1")
-    (tmp_path / "elsewhere").mkdir()
-    for path in sorted((tmp_path / "a").iterdir(), reverse=True):  # created in another order
-        shutil.copy(path, tmp_path / "elsewhere" / path.name)
-    second, _ = build(tmp_path / "elsewhere", folder="i2")
-    assert first.fingerprint == second.fingerprint
-    assert [(r.id, r.key, r.media, r.captions, r.content) for r in facts(first)] == [
-        (r.id, r.key, r.media, r.captions, r.content) for r in facts(second)
-    ]
-    write_folder(tmp_path / "a", [(20, 21)], start=6)
-    third, _ = build(tmp_path / "a", folder="i1")
-    assert third.fingerprint != first.fingerprint
-
-
 def test_unchanged_files_are_not_opened_again(build, tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "a", [(20, 20)] * 5)
     write_tar(tmp_path / "b" / "0.tar", [(20, 20)] * 2, start=50)
@@ -188,16 +172,6 @@ def test_quick_and_full_agree_and_quick_decodes_what_looks_cut(build, tmp_path):
         index, _ = build(folder, verify=verify, folder=verify)
         assert index.count == 5 and index.summary.reasons == {"truncated": 1}, verify
     assert facts(Index.open(tmp_path / "quick"))[0].size_hw == facts(Index.open(tmp_path / "full"))[0].size_hw
-
-
-def test_duplicates_are_counted_and_kept(build, tmp_path):
-    folder = write_folder(tmp_path / "a", [(20, 20)] * 3)
-    for name in ("x", "y"):
-        shutil.copy(folder / "0001.png", folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(name)
-    index, said = build(folder)
-    assert index.count == 5 and index.duplicates == 2
-    assert "2 records have the same bytes as another one; they are kept" in said
 
 
 def test_caption_files_are_tried_in_order(build, tmp_path):

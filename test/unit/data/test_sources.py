@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from difftrain.config import CaptionSection, DataSection
 from difftrain.contracts import ConfigFault, DataFault, MediaRef
-from difftrain.data.sources import SOURCES, open_source
+from difftrain.data.sources import open_source
 from difftrain.data.sources.base import BadItem, FileRef, SourceItem
 from difftrain.data.sources.configured import configured_sources
 from difftrain.data.sources.tar_headers import read_members
@@ -53,10 +53,6 @@ def items_of(source, path, caption=None):
     return {item.member: item for item in found if isinstance(item, SourceItem)}, {
         item.member: item.reason for item in found if isinstance(item, BadItem)
     }
-
-
-def test_the_registry_is_literal_and_whole():
-    assert set(SOURCES) == {"folder", "tar", "parquet", "metadata", "class"}
 
 
 # ---- which kind a folder is
@@ -183,13 +179,6 @@ def test_reasons_of_bad_captions(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"")
     assert items_of(source, "a.jpg", "a.txt")[0][None].lacking == "empty caption: a.txt holds nothing"
     assert items_of(source, "a.jpg")[0][None].lacking == "no caption: no .txt file of its name beside it"
-
-
-def test_a_folder_reads_in_place(tmp_path):
-    source = open_only(files(tmp_path, ["b/a.png"]))
-    assert source.read(MediaRef(0, "b/a.png")) == PNG
-    with pytest.raises(OSError):
-        source.read(MediaRef(0, "b/gone.png"))
 
 
 # ---- tars

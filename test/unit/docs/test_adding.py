@@ -28,11 +28,11 @@ NOTICE = (
     "test/unit/config/test_flags.py::test_names_are_frozen",
     "test/unit/config/test_flags.py::test_the_page_of_flags_is_current",
     "test/unit/config/test_train_docs.py::test_the_page_is_current",
-    "test/unit/data/test_sources.py::test_the_registry_is_literal_and_whole",
     "test/unit/house/test_layers.py::test_every_field_of_the_configuration_is_read_by_somebody",
     "test/unit/house/test_packages.py::test_the_wheel_ships_the_patches_and_every_engine_has_a_row",
-    "test/unit/optim/test_registry.py::test_the_names_are_those_that_the_configuration_knows",
 )
+# the contract suites, which run over the registries: of every page the entry that it adds
+SUITES = {"source": "jsonl", "optimizer": "SignSGD", "engine": "single"}
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
@@ -99,6 +99,18 @@ def test_what_the_pages_add_works_and_the_repositorys_own_tests_agree(copy: tupl
         cwd=root, env={**os.environ, "PYTHONPATH": str(root / "library")}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_what_the_pages_add_is_tested_by_the_contract_suites(copy: tuple[Path, list[str]]) -> None:
+    root, _ = copy
+    suites = [f"test/contracts/test_{name}.py" for name in SUITES]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "--tb=short", "-k", " or ".join(SUITES.values()), *suites],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root / "library")}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    for entry in SUITES.values():
+        assert len(re.findall(rf"\[[^]]*\b{entry}\b[^]]*\] PASSED", done.stdout)) > 8, done.stdout[-3000:]
 
 
 def test_what_the_pages_add_is_formatted(copy: tuple[Path, list[str]]) -> None:

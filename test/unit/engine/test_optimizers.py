@@ -1,98 +1,52 @@
-"""Every optimizer through the engine: state that survives a restart bit by bit, and averages that leave no trace."""
+"""Optimizers through the engine: what their arguments and wrappers keep over a restart, and averages that leave no trace."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import torch
-from engines import equal, saved, weights
+from engines import COUNTS, OneRate, equal, one_thread, run, saved, weights  # noqa: F401
 
-from difftrain.config.schema import names
-from difftrain.config.schema.sections import OptimizerSection, TrainConfig, TrainingSection
-from difftrain.contracts import ConfigFault, Group
-from difftrain.device import choose
-from difftrain.distributed.ranks import Ranks
-from difftrain.engine import make_engine
+from difftrain.config.schema.sections import TrainConfig
+from difftrain.contracts import ConfigFault
 from difftrain.engine.native import NativeEngine
-from difftrain.optim import make_optimizer, make_schedule
-from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
+from difftrain.testing.family import tiny_batch, tiny_step
 
-COUNTS = {"samples": 8.0}
 HALF = {"full_precision": "bf16", "mixed_precision": "bf16"}
 WIDE = 128  # matrices of 4096 elements and more, of which bitsandbytes keeps 8-bit state
+ADAPTIVE = {"learning_rate": 1.0, "args": ("d0=1e-3",)}
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Paged optimizers")
-        yield
-    torch.set_num_threads(before)
-
-
-class OneRate(TinyFamily):
-    """Both groups have the same rate, as those need it that estimate one."""
-
-    def param_groups(self, root: torch.nn.Module) -> list[Group]:
-        return [Group(each.name, each.named_params, self.lr) for each in super().param_groups(root)]
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers")
 
 
 def config(training: dict[str, Any] | None = None, **optimizer: Any) -> TrainConfig:
-    optimizer = {"learning_rate": 1e-3, **optimizer}
-    return TrainConfig(training=TrainingSection(seed=3, **(training or {})), optimizer=OptimizerSection(**optimizer))
+    return engines.config(training, **{"learning_rate": 1e-3, "scheduler": "constant", "warmup_steps": 0, **optimizer})
 
 
-def built(cfg: TrainConfig, family: TinyFamily | None = None) -> NativeEngine:
-    family = family or OneRate(lr=cfg.optimizer.learning_rate, width=WIDE, blocks=1)
-    engine = make_engine(cfg, choose("cpu"), Ranks())
-    engine.build(
-        family,
-        family.load(),
-        lambda groups: make_optimizer(cfg.optimizer, groups),
-        lambda optimizer: make_schedule(cfg.optimizer, optimizer, 20),
-        [],
-    )
-    assert isinstance(engine, NativeEngine)
-    return engine
+def built(cfg: TrainConfig) -> NativeEngine:
+    return engines.built(cfg, OneRate(lr=cfg.optimizer.learning_rate, width=WIDE, blocks=1))
 
 
-def run(engine: NativeEngine, first: int, last: int) -> list[float]:
-    return [float(engine.step(tiny_step(step, 8), COUNTS).sums["loss"]) for step in range(first, last)]
-
-
-def cases() -> list[Any]:
-    adaptive = {"learning_rate": 1.0, "args": ("d0=1e-3",)}
-    own = {name: adaptive for name in names.ADAPTIVE}
-    own["Lion"] = own["Lion8bit"] = own["PagedLion8bit"] = {"learning_rate": 1e-4}
-    own["SGDScheduleFree"] = {"learning_rate": 0.1}
-    found = [
-        pytest.param({"type": name, **own.get(name, {})}, id=name)
-        for name in names.OPTIMIZERS
-        if name not in names.ASCEND
-    ]
-    found += [
-        pytest.param({"type": "Adafactor", "args": args}, id=f"Adafactor {' '.join(args)}")
-        for args in (("relative_step=False", "scale_parameter=False"), ("warmup_init=True", "beta1=.9"))
-    ]
-    found.append(pytest.param({"type": "Prodigy", **adaptive, "args": ("slice_p=7", "d0=1e-3")}, id="sliced Prodigy"))
-    found += [
-        pytest.param({"type": name, "schedulefree_wrapper": True, **own.get(name, {})}, id=f"wrapped {name}")
-        for name in ("AdamW", "AdamW8bit", "Prodigy", "torch.optim.SGD")
-    ]
-    found += [
-        pytest.param({"type": "RMSprop", "scheduler": "cosine", "warmup_steps": 2}, id="RMSprop by its bare name"),
-        pytest.param({"type": "bitsandbytes.optim.AdEMAMix8bit"}, id="dotted"),
-    ]
-    return found
+# beside those that have a name, with their defaults: test/contracts/test_optimizer.py
+CASES = [
+    {"type": "Adafactor", "args": ("relative_step=False", "scale_parameter=False")},
+    {"type": "Adafactor", "args": ("warmup_init=True", "beta1=.9")},
+    {"type": "Prodigy", **ADAPTIVE, "args": ("slice_p=7", "d0=1e-3")},
+    {"type": "AdamW", "schedulefree_wrapper": True},
+    {"type": "AdamW8bit", "schedulefree_wrapper": True},
+    {"type": "Prodigy", "schedulefree_wrapper": True, **ADAPTIVE},
+    {"type": "torch.optim.SGD", "schedulefree_wrapper": True},
+    {"type": "torch.optim.SGD", "args": ("nesterov=True", "momentum=0.9", "weight_decay=0.01")},
+    {"type": "torch.optim.Adafactor", "scheduler": "cosine", "warmup_steps": 2},
+    {"type": "bitsandbytes.optim.AdEMAMix8bit"},
+]
 
 
 @pytest.mark.flags("optimizer_type", "optimizer_args", "optimizer_schedulefree_wrapper")
-@pytest.mark.parametrize("optimizer", cases())
+@pytest.mark.parametrize("optimizer", CASES, ids=lambda each: " ".join([each["type"], *each.get("args", ())]))
 def test_three_steps_a_restart_and_three_more_are_six(optimizer: dict[str, Any], tmp_path: Path) -> None:
     cfg = config(**optimizer)
     straight = built(cfg)
@@ -237,20 +191,6 @@ def test_any_other_optimizer_has_nothing_to_settle() -> None:
 
 
 # ---------------------------------------------------------------- rates
-
-
-@pytest.mark.parametrize("name", [*names.ADAPTIVE, "AdamW"])
-def test_the_estimate_is_told(name: str) -> None:
-    adaptive = name in names.ADAPTIVE
-    cfg = config(type=name, learning_rate=1.0 if adaptive else 1e-3, args=("d0=1e-8",) if adaptive else ())
-    engine = built(cfg, OneRate(lr=cfg.optimizer.learning_rate, blocks=1))
-    found = [engine.step(tiny_step(0, 8), COUNTS).adapted_lr for _ in range(60)]
-    if not adaptive:
-        assert found == [None] * 60
-        return
-    told = [float(d) for d in found if d is not None]
-    assert told[0] == told[1] == 1e-8 < told[-1]  # what the update was made with, and what it has learnt since
-    assert sorted(told) == told and told[-1] <= float(engine.optimizer.param_groups[0]["d"])
 
 
 class Wandering(torch.optim.lr_scheduler.LRScheduler):

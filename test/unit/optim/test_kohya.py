@@ -88,20 +88,6 @@ def test_each_is_the_class_that_kohya_takes_with_its_own_defaults(name: str) -> 
     assert name in names.ADAPTIVE or not torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("spelt", ["LION", "lion", "Lion"])
-def test_names_have_no_case(spelt: str) -> None:
-    assert type(make_optimizer(OptimizerSection(type=spelt), [group()])) is lion_pytorch.Lion
-
-
-@pytest.mark.flags("optimizer_args")
-@pytest.mark.parametrize("name", sorted(set(KOHYA) - {"oss"}))
-def test_arguments_reach_the_class_and_a_wrong_one_is_named(name: str) -> None:
-    with pytest.raises(ConfigFault, match=rf"{name} takes no nonsense here \(it takes "):
-        make_optimizer(OptimizerSection(type=name, args=("nonsense=1",)), [group()])
-    made = make_optimizer(OptimizerSection(type=name, args=("weight_decay=0.125",)), [group()])
-    assert made.param_groups[0]["weight_decay"] == 0.125
-
-
 @pytest.mark.parametrize(
     ("kind", "args", "told"),
     [
@@ -117,15 +103,6 @@ def test_arguments_that_are_refused(kind: str, args: tuple[str, ...], told: str)
     with pytest.raises(ConfigFault) as caught:
         make_optimizer(OptimizerSection(type=kind, args=args), [group()])
     assert told in str(caught.value)
-
-
-@pytest.mark.parametrize("name", names.PACKAGES)
-def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, pip = names.PACKAGES[name]
-    monkeypatch.setitem(sys.modules, module, None)
-    assert find_spec(module) is None  # what the rule of the configuration asks
-    (fault,) = faults(OptimizerSection(type=name))
-    assert fault.where == "--optimizer_type" and pip in fault.what and fault.remedy == f"pip install {pip}"
 
 
 def test_a_package_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,23 +152,14 @@ def test_rates_of_their_own_are_refused_where_the_package_would_stop(name: str) 
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers")
-@pytest.mark.parametrize("name", names.OPTIMIZERS)
-def test_a_dry_run_can_tell_the_size_of_the_state(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "bytes_a_parameter"),
+    [("AdamW", 8), ("SGDNesterov", 4), ("Adafactor", 8 * 256 / 65536), ("PagedAdamW8bit", 2.05), ("DAdaptAdan", 20),
+     ("Muon", 6)],  # 4 of a matrix, 8 of what is none
+)  # fmt: skip
+def test_a_dry_run_can_tell_the_size_of_the_state(name: str, bytes_a_parameter: float) -> None:
     cfg = TrainConfig(optimizer=OptimizerSection(type=name, learning_rate=1.0))
-    bytes_a_parameter = {
-        "AdamW": 8, "oss": 8, "Lion": 4, "SGDNesterov": 4, "Adafactor": 8 * 256 / 65536, "AdamW8bit": 2.05,
-        "PagedAdamW": 8, "PagedAdamW8bit": 2.05, "PagedAdamW32bit": 8, "Lion8bit": 1.03, "PagedLion8bit": 1.03,
-        "SGDNesterov8bit": 1.03, "DAdaptation": 12, "DAdaptAdamPreprint": 12, "DAdaptAdaGrad": 12, "DAdaptAdam": 12,
-        "DAdaptAdan": 20, "DAdaptAdanIP": 20, "DAdaptLion": 8, "DAdaptSGD": 12, "Prodigy": 16, "AdamWScheduleFree": 8,
-        "RAdamScheduleFree": 8, "SGDScheduleFree": 4, "NpuFusedAdamW": 8,
-        "Muon": 6,  # 4 of a matrix, 8 of what is none
-    }  # fmt: skip
-    assert state_bytes(cfg, 0.5) == pytest.approx(bytes_a_parameter[name], rel=0.03)
-
-
-def test_the_packages_words_stay_out_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
-    make_optimizer(OptimizerSection(type="Prodigy", args=("weight_decay=0.1",)), [group()])
-    assert capsys.readouterr().out == ""
+    assert state_bytes(cfg, 0.5) == pytest.approx(bytes_a_parameter, rel=0.03)
 
 
 def test_a_warm_up_from_zero_is_not_for_dadaptsgd() -> None:

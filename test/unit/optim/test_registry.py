@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from difftrain.config.schema.names import OPTIMIZERS
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
 from difftrain.optim import announce, faults, inner, make_optimizer
-from difftrain.optim.registry import REGISTRY
 
 
 def _groups(rates: tuple[float, ...] = (1e-3,), decay: float | None = None) -> list[Group]:
@@ -26,10 +24,6 @@ def _train(optimizer: torch.optim.Optimizer, steps: int = 5) -> torch.Tensor:
             weight.grad = torch.sin(weight.detach() * (step + 1))
         optimizer.step()
     return torch.cat([w.detach().ravel() for w in weights])
-
-
-def test_the_names_are_those_that_the_configuration_knows() -> None:
-    assert set(REGISTRY) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "adamw", "oss", "OSS"])
@@ -104,12 +98,10 @@ def test_any_class_by_dotted_name() -> None:
     [
         ("AdamX", (), "--optimizer_type: got 'AdamX' (one of AdamW, oss, "),
         ("AdamW", ("beta=.9",), "AdamW takes no beta here (it takes amsgrad, betas, "),
-        ("AdamW", ("lr=1",), "AdamW takes no lr here"),
         ("oss", ("nope=1", "nada=2"), "oss takes no nope, nada here"),
         ("AdamW", ("betas=2,2",), "AdamW refuses them: Invalid beta parameter"),
         ("AdamW", ("eps",), "got 'eps' (write name=value, as in weight_decay=0.01)"),
         ("AdamW", ("eps=1e-8", "eps=1e-6"), "eps is given twice"),
-        ("AdamW", ("eps=small",), "eps=small is not a literal"),
         ("AdamW", ("eps=__import__('os')",), "is not a literal"),
         ("no_such_package.Adam", (), "no_such_package.Adam cannot be imported"),
         ("torch.optim.Nope", (), "torch.optim has no Nope"),

@@ -1,4 +1,4 @@
-"""Samplers, and pictures drawn from modules in training."""
+"""Pictures drawn from modules in training."""
 
 from __future__ import annotations
 
@@ -8,89 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from families import pipeline_of
 from PIL import Image
 from sdxl import config, loaded
 
-from difftrain.sampling import SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler
-from difftrain.sampling.draw import evaluating, walk
+from difftrain.sampling import Prompt, draw_grid, draw_pictures
 from difftrain.sampling.grid import drawn_size, grid_of
-
-# the sixteen choices of --sample_sampler
-NAMES = [
-    "ddim",
-    "pndm",
-    "lms",
-    "euler",
-    "euler_a",
-    "heun",
-    "dpm_2",
-    "dpm_2_a",
-    "dpmsolver",
-    "dpmsolver++",
-    "dpmsingle",
-    "k_lms",
-    "k_euler",
-    "k_euler_a",
-    "k_dpm_2",
-    "k_dpm_2_a",
-]
 
 
 @cache
 def model() -> Any:
     family, parts = loaded(config(prediction_type="v_prediction"))
     return family.drawer(parts)
-
-
-@cache
-def drawn(name: str) -> np.ndarray:
-    prompt = Prompt("a red star", sample_steps=25, scale=1.5, seed=3)
-    return np.asarray(draw_pictures(model(), [prompt], sampler=name, seed=0)[0].image, dtype=float)
-
-
-def test_the_table_has_the_flags_choices() -> None:
-    assert list(SAMPLERS) == NAMES
-
-
-@pytest.mark.flags("sample_sampler")
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("k_")])
-def test_every_sampler_draws_with_the_models_schedule(name: str) -> None:
-    """All but the ancestral ones come to the same picture in the end."""
-    sampler = make_sampler(name, model().scheduler.config)
-    assert sampler.config.prediction_type == "v_prediction" and sampler.config.beta_schedule == "scaled_linear"
-    assert not sampler.config.get("clip_sample", False)
-    found = drawn(name)
-    assert found.shape == (64, 64, 3) and found.std() > 5
-    if not name.endswith("_a"):
-        assert np.abs(found - drawn("heun")).mean() < 6
-
-
-@cache
-def few_steps(name: str) -> np.ndarray:
-    """Draw in so few steps that samplers are still far apart, without rounding to pixels."""
-    generator, size = torch.Generator().manual_seed(5), (64, 64)
-    noise = torch.randn((1, *model().latent_shape(size)), generator=generator)
-    with evaluating(model().modules):
-        told = model().conditions(["a red star"], size)
-        return walk(
-            model(), told, model().unconditional([""], told, size), noise,
-            sampler=make_sampler(name, model().scheduler.config), steps=5, guidance=3.0, generator=generator,
-        ).numpy()  # fmt: skip
-
-
-@pytest.mark.flags("sample_sampler")
-def test_samplers_differ_and_the_k_ones_are_their_namesakes() -> None:
-    latents = {name: few_steps(name) for name in NAMES}
-    assert all(np.isfinite(found).all() for found in latents.values())
-    plain = [name for name in NAMES if not name.startswith("k_")]
-    for i, one in enumerate(plain):
-        for other in plain[:i]:
-            assert np.abs(latents[one] - latents[other]).max() > 1e-3, (one, other)
-    for name in set(NAMES) - set(plain):
-        assert np.array_equal(latents[name], latents[name.removeprefix("k_")]), name
 
 
 def test_pictures_are_those_of_diffusers(tmp_path: Path) -> None:
