@@ -40,7 +40,7 @@ def _made() -> bool:
     try:
         PLACE.mkdir(mode=0o700)
     except FileExistsError:
-        if time.time() - PLACE.stat().st_mtime > ABANDONED_S:  # left behind by a test that was killed
+        if time.time() - PLACE.stat().st_ctime > ABANDONED_S:  # left behind by a test that was killed
             shutil.rmtree(PLACE, ignore_errors=True)
         return False
     return True
