@@ -2,9 +2,10 @@
 
     python test/drills/files_of_0_5.py [--out FOLDER]
 
-Checks version 0.5 out, runs its own entry points below PLACE with tiny models, pictures and caches, and packs each
-case as NAME.tar.xz: what a user has at step HALF, and `expected/` with what 0.5 itself had at step STEPS. Run once;
-the archives change only where they should hold more. Under a minute on two cores.
+Checks version 0.5 out, runs its own entry points below PLACE with tiny models, pictures and caches, and packs for each
+family FAMILY-data.tar.xz, what a run reads, its index and cache included, and FAMILY-run.tar.xz: the run's folder at
+step HALF, and in `expected/` weights, average and losses that 0.5 itself had at step STEPS. Run once; the archives
+change only where they should hold more. About a minute on two cores.
 
 PLACE is a fixed path, because an index is named by a hash of where its data are: the test unpacks to the same.
 """
@@ -229,7 +230,7 @@ def _sdxl() -> tuple[Path, Path, tuple[str, ...]]:
 
 def _check_out(folder: Path) -> None:
     """Put the files of COMMIT into a folder."""
-    archive = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
     (folder / "neutral").mkdir()
