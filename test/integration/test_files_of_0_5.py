@@ -53,11 +53,14 @@ def test_a_run_of_0_5_goes_on(family: str, place: Path) -> None:
             tar.extractall(place, filter="data")
     expected = json.loads((place / "expected" / "run.json").read_text())
     index, cache = contents(place / "cache" / "index"), contents(place / "cache" / "segments")
+    (metrics,) = place.glob("runs/**/metrics.jsonl")
+    first_lines = metrics.read_text()
     script, *words = expected["command"]
     door = Door(place / "pictures", place / "home")
     printed = door.run_words([sys.executable, str(ROOT / Path(script).relative_to("code")), *words])
 
     (end,) = place.glob(ENDS[family])
+    assert metrics.read_text().startswith(first_lines), f"it began anew:\n{printed}"
     alike = expected["machine"] == machine_kind()
     rtol = 0.0 if alike else 1e-5
     assert losses(end.parent) == pytest.approx(expected["losses"], rel=rtol, abs=0.0), printed
