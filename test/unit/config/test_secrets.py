@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from difftrain.config.parse_flags import parse
-from difftrain.config.secrets import redact, redact_text
+from difftrain.config.secrets import looks_secret, redact, redact_text
 from difftrain.config.toml import dump
 from difftrain.contracts import ConfigFault
 
@@ -31,6 +31,16 @@ def test_redact_knows_both_spellings() -> None:
         "--seed=1",
         "--wandb_api_key",
     ]
+
+
+@pytest.mark.parametrize("name", ["key", "token", "secret", "password"])
+def test_a_name_that_ends_in_what_secrets_are_called_is_one(name: str) -> None:
+    assert redact([f"--monitoring.own_{name}={TOKEN}", f"--monitoring.{name}", TOKEN]) == [
+        f"--monitoring.own_{name}=***",
+        f"--monitoring.{name}",
+        "***",
+    ]
+    assert looks_secret(name, 1) and looks_secret(f"hub.own_{name}", 1) and not looks_secret(f"keep_{name}s", TOKEN)
 
 
 def test_redact_knows_shapes_and_what_the_environment_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,14 @@ def outputs_of(texts: Sequence[Text], place: int) -> tuple[str, ...]:
 
 
 def inputs_of(texts: Sequence[Text], place: int) -> tuple[str, ...]:
-    """Name what one encoder reads of the tokenised caption; its mask, or the weights of CLIP's tokens, where there are some."""
-    if texts[place - 1].kind == "clip" and not texts[place - 1].masked:
-        return f"input_ids_{place}", f"token_weights_{place}"
-    return f"input_ids_{place}", mask_name(texts, place)
+    """Name what one encoder reads of the tokenised caption, as far as it is there: ids, and a mask or weights of tokens.
+
+    Lists in a cache are named by this too. Captions have weights where CLIP alone reads them.
+    """
+    if texts[place - 1].kind != "clip" or texts[place - 1].masked:
+        return f"input_ids_{place}", mask_name(texts, place)
+    weights = (f"token_weights_{place}",) if all(text.kind == "clip" for text in texts) else ()
+    return f"input_ids_{place}", *weights
 
 
 def features_of(

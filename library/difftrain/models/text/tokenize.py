@@ -142,20 +142,30 @@ class Tokenize:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Return what tells it from others: all that decides the ids of a caption."""
-        parts = [self.describe(place) for place in range(1, len(self.texts) + 1)]
+        """Return what tells it from others: all that decides the ids of a caption. Lists in a cache are named by it."""
+        parts: list[Any] = []
+        for place, text in enumerate(self.texts, start=1):
+            if text.kind != "clip":
+                template = [] if text.template == "{}" else [text.template]
+                parts += [self.vocabularies[place - 1].digest, self.kept[place - 1], text.masked, *template]
+            elif (clip := self._clip_identity(place)) not in parts:
+                parts.append(clip)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def describe(self, place: int) -> str:
         """Return what decides the ids of one encoder, in words."""
         text, vocabulary = self.texts[place - 1], self.vocabularies[place - 1]
         if text.kind == "clip":
-            clips = [each for kind, each in zip(self.texts, self.vocabularies, strict=True) if kind.kind == "clip"]
-            pair = (clips[0], clips[1]) if len(clips) == 2 else (vocabulary, vocabulary)  # two are told together
-            return f"tokens {ClipTokenize(pair).identity}"
+            return f"tokens {self._clip_identity(place)}"
         read = "read with their mask" if text.masked and text.reads_mask else "read with the padding"
         template = "" if text.template == "{}" else f" in {text.template!r}"
         return f"tokens {vocabulary.digest}{template} up to {self.kept[place - 1]}, {read}"
+
+    def _clip_identity(self, place: int) -> str:
+        """Return what decides the ids of a CLIP encoder; two are told together."""
+        clips = [each for text, each in zip(self.texts, self.vocabularies, strict=True) if text.kind == "clip"]
+        vocabulary = self.vocabularies[place - 1]
+        return ClipTokenize((clips[0], clips[1]) if len(clips) == 2 else (vocabulary, vocabulary)).identity
 
     @property
     def _longest(self) -> int:
