@@ -12,7 +12,7 @@ source "$here/find_python.sh"
 
 TIERS="lint unit contracts golden integration launchers simulated_npu"
 budget_min() { # on two cores
-    case "$1" in lint) echo 2 ;; unit) echo 5 ;; contracts) echo 3 ;; golden) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
+    case "$1" in lint) echo 2 ;; unit) echo 3 ;; contracts) echo 3 ;; golden) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
 }
 
 chosen=""
@@ -83,7 +83,12 @@ export PATH="$venv/bin:$PATH"
 run_tier() {
     case "$1" in
         lint)
-            "$python" -m ruff check . && "$python" -m ruff format --check . && "$python" -m mypy
+            local types code=0
+            "$python" -m mypy --cache-dir "$cache/mypy-$key" & # beside ruff; the cache serves every checkout
+            types=$!
+            { "$python" -m ruff check . && "$python" -m ruff format --check .; } || code=$?
+            wait "$types" || code=$?
+            return "$code"
             ;;
         *)
             # find's own -quit, no pipe: where a pipe's reader ends first, find ends by SIGPIPE, which pipefail calls a fault
@@ -94,9 +99,9 @@ run_tier() {
             # three times the budget on a busy machine is late; more is a hang, and ends with every traceback
             local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() side_by_side=() device=()
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
-            # most tests wait for one process or compute on one thread; launchers and golden losses want the machine alone
-            case "$1" in unit | contracts | integration | simulated_npu) side_by_side=(-n 2 --dist loadfile) ;; esac
-            case "$1" in integration) side_by_side+=(--no-loadscope-reorder) ;; esac # its conftest puts long files first
+            # most tests wait for one process or compute on one thread; golden losses want the machine alone.
+            # test/conftest.py puts long files first
+            case "$1" in golden) ;; *) side_by_side=(-n 2 --dist loadfile --no-loadscope-reorder) ;; esac
             case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
             ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
                 ${side_by_side[@]+"${side_by_side[@]}"} ${words[@]+"${words[@]}"} || code=$?

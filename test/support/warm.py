@@ -9,6 +9,8 @@ the order of one of two hosts, in turn. What is no plain command of this Python,
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import io
 import itertools
@@ -26,7 +28,7 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 LIBRARY = Path(__file__).resolve().parents[2] / "library"
 TORCHRUN = "torch.distributed.run"
@@ -278,6 +280,32 @@ def run() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def run_and_leave() -> NoReturn:
+    """Run sys.argv and end as Python would, but leave its modules to the system: taking them apart costs half a second."""
+    code: Any = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            code = -signal.SIGINT
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
+
+
 def _fork_ranks() -> None:
     """Let torchrun fork its ranks: from a child of its own that was made before it has threads."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
@@ -290,8 +318,7 @@ def _fork_ranks() -> None:
         del sys.path[0]
         serve(theirs)
         _call_oneself("python")
-        run()
-        sys.exit(0)
+        run_and_leave()
     theirs.close()
     host, cold = Host(ours), SubprocessHandler._popen
     own = dict(os.environ)
@@ -322,15 +349,25 @@ def _import() -> None:
     import diffusers
     import transformers
 
+    import difftrain.config.parse_flags
+    import difftrain.config.parse_keys
+    import difftrain.engine.native
+    import difftrain.models.export
     import difftrain.models.sd3.family
     import difftrain.models.sdxl.family
+    import difftrain.train.door
     import difftrain.train.run  # noqa: F401
+    from difftrain.models.text.clip_tokens import PAD_1, PAD_2
+    from difftrain.models.text.small_vocabulary import small_clip, small_t5
 
     for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",
                  "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"):  # fmt: skip
         getattr(diffusers, name)
     for name in ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"):
         getattr(transformers, name)
+    for size, pad in ((834, PAD_1), (674, PAD_2)):  # the vocabularies of the tiny sizes, learned once
+        small_clip(size, pad)
+    small_t5(384)
     sys.path.remove(str(LIBRARY))
     sys.stdout.flush()
     gc.collect()
@@ -344,4 +381,4 @@ if __name__ == "__main__":
     del sys.path[0]
     _import()
     serve(made)
-    run()
+    run_and_leave()
