@@ -72,8 +72,8 @@ fi
 python="$venv/bin/python"
 
 # What an outer launcher, a cluster or a user's shell set must not reach the tests.
-for name in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PYTHONPATH PYTHON batch_size \
-    max_train_epoch mixed_precision resolution model_name dataset_name device_id performance master_ip \
+for name in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PYTHONPATH PYTHONDONTWRITEBYTECODE \
+    PYTHON batch_size max_train_epoch mixed_precision resolution model_name dataset_name device_id performance master_ip \
     ASCEND_DEVICE_ID ${!PET_@} ${!TORCHELASTIC_@}; do
     unset "$name"
 done
@@ -97,14 +97,13 @@ run_tier() {
                 return 1
             fi
             # three times the budget on a busy machine is late; more is a hang, and ends with every traceback
-            local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() side_by_side=() device=()
+            local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() device=()
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
-            # most tests wait for one process or compute on one thread; golden losses want the machine alone.
-            # test/conftest.py puts long files first
-            case "$1" in golden) ;; *) side_by_side=(-n 2 --dist loadfile --no-loadscope-reorder) ;; esac
+            # tests wait for one process or compute on one thread; test/conftest.py puts long files first
+            local side_by_side=(-n 2 --dist loadfile --no-loadscope-reorder)
             case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
             ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
-                ${side_by_side[@]+"${side_by_side[@]}"} ${words[@]+"${words[@]}"} || code=$?
+                "${side_by_side[@]}" ${words[@]+"${words[@]}"} || code=$?
             if [ $code -eq 124 ]; then echo "$1 did not end within $limit s" >&2; fi
             if [ $code -eq 5 ] && [ ${#words[@]} -gt 0 ]; then code=0; fi # no test of this tier matches -k
             return $code

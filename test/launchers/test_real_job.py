@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -101,31 +102,21 @@ def test_two_processes(launchers: Launchers) -> None:
     assert report["world_size"] == 2 and report["global_batch"] == 4
 
 
-def test_two_machines_on_loopback(launchers: Launchers) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = (f"--dataset_name={launchers.pictures}", "--init_from_config=tiny", "--resolution=64", "--batch_size=2",
-              "--min_bucket_reso=32", "--max_bucket_reso=128", "--max_data_loader_n_workers=0", "--max_train_steps=2",
-              "--master_ip=127.0.0.1", f"--master_port={port}", "--nproc_per_node=1", "--log_every=1")  # fmt: skip
-    first = launchers.start("nm_np", *common, PET_NNODES="2", PET_NODE_RANK="0")
-    second = launchers.start("nm_np", *common, "--nnodes=2", "--node_rank=1")
-    texts = [process.communicate(timeout=300)[0] for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), texts
-    report = json.loads((launchers.output(0) / "node0" / "report.json").read_text())
-    assert report["world_size"] == 2 and (launchers.output(0) / "node1" / "train_0.log").exists()
-    assert "machine 1 of 2" in texts[1]
-
-
 def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers) -> None:
+    """On the loopback; one of them has its place from torchrun's variables, the other from flags."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = (f"--dataset_name={launchers.pictures}", *TINY, "--max_train_steps=40", "--save_state", "--nnodes=2",
+    common = (f"--dataset_name={launchers.pictures}", *TINY, "--max_train_steps=40", "--save_state",
               "--master_ip=127.0.0.1", f"--master_port={port}", "--nproc_per_node=1", "--device_id=10")  # fmt: skip
     output = launchers.output(10)
     metrics = output / "node0" / "metrics.jsonl"
-    machines = [launchers.start("nm_np", *common, f"--node_rank={rank}") for rank in (0, 1)]
+
+    def both() -> list[subprocess.Popen[str]]:
+        first = launchers.start("nm_np", *common, PET_NNODES="2", PET_NODE_RANK="0")
+        return [first, launchers.start("nm_np", *common, "--nnodes=2", "--node_rank=1")]
+
+    machines = both()
     deadline = time.monotonic() + 180
     while not metrics.exists() or len(steps(output / "node0")) < 3:
         assert time.monotonic() < deadline and [machine.poll() for machine in machines] == [None, None]
@@ -135,14 +126,16 @@ def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers
     assert [machine.returncode for machine in machines] == [128 + signal.SIGTERM] * 2, texts
     done = len(steps(output / "node0"))
     assert 3 <= done < 40
-    machines = [launchers.start("nm_np", *common, f"--node_rank={rank}") for rank in (0, 1)]
+    machines = both()
     texts = [machine.communicate(timeout=300)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], texts
     for text in texts:
         assert "holds an unfinished run of this configuration, which goes on" in text
     assert re.search(rf"resuming from .* at step {done}$", texts[0], re.MULTILINE), texts[0]
     assert steps(output / "node0") == list(range(1, 41)) and not launchers.moved_aside(10)
-    assert json.loads((output / "node0" / "report.json").read_text())["finished"]
+    report = json.loads((output / "node0" / "report.json").read_text())
+    assert report["finished"] and report["world_size"] == 2
+    assert "machine 1 of 2" in texts[1] and (output / "node1" / "train_10.log").exists()
 
 
 def test_dry_run_prints_the_arithmetic_and_leaves_nothing(launchers: Launchers) -> None:
