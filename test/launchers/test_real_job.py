@@ -18,7 +18,7 @@ def steps(output: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_accuracy_then_performance_in_one_folder(launchers: Launchers) -> None:
+def test_accuracy_then_performance_on_two_processes_in_one_folder(launchers: Launchers) -> None:
     first = launchers.real("1m_1p", "--max_train_epoch=1", "--device_id=3")
     output = launchers.output(3)
     assert first.code == 0, first.text
@@ -34,12 +34,16 @@ def test_accuracy_then_performance_in_one_folder(launchers: Launchers) -> None:
     assert case["CaseName"] == f"{case['Network']}_bs2_1p_perf" and case["RankSize"] == "1"
     assert (output / "report.html").exists() and json.loads((output / "report.json").read_text())["finished"]
 
-    again = launchers.real("1m_1p", "--max_train_epoch=2", "--performance", "--device_id=3")
+    # two processes, in a shell that has a rank's variables
+    more = ("--nproc_per_node=2", "--max_train_epoch=4", "--performance", "--device_id=3")
+    again = launchers.real("1m_8p", *more, RANK="5", WORLD_SIZE="9")
     assert again.code == 0, again.text
     aside = launchers.moved_aside(3)
     assert len(aside) == 1 and f"holds a finished run of another configuration: moved aside to {aside[0]}" in again.text
     assert (aside[0] / "report.json").exists()
     assert len(steps(output)) > len(steps(aside[0]))
+    report = json.loads((output / "report.json").read_text())
+    assert report["world_size"] == 2 and report["global_batch"] == 4
 
 
 def test_a_stopped_run_goes_on_with_the_same_command(launchers: Launchers) -> None:
@@ -91,15 +95,6 @@ def test_failing_training_ends_with_1(launchers: Launchers) -> None:
     done = launchers.real("1m_1p", *flags, "--device_id=7")
     assert done.code == 1, done.text
     assert "not finite" in done.text and "rank 0 failed with exit code 1" in done.text
-
-
-def test_two_processes(launchers: Launchers) -> None:
-    done = launchers.real(
-        "1m_8p", "--nproc_per_node=2", "--max_train_steps=2", "--device_id=8", RANK="5", WORLD_SIZE="9"
-    )
-    assert done.code == 0, done.text
-    report = json.loads((launchers.output(8) / "report.json").read_text())
-    assert report["world_size"] == 2 and report["global_batch"] == 4
 
 
 def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers) -> None:
