@@ -4,7 +4,7 @@ What runs is the script, module or code of a command line of this Python, with i
 session and output. A test of what differs starts a cold process (subprocess.Popen): which modules are imported, and
 when; what that takes; memory, of which a fork begins with the host's; the parent process. Sets of texts are iterated in
 the order of one of two hosts, in turn. What is no plain command of this Python, or has an environment that imports read
-(READ_AT_IMPORT), starts cold by itself. torchrun starts its ranks from a host of its own: they are its descendants.
+(READ_AT_IMPORT), starts cold by itself. torchrun and accelerate start their ranks from a host of their own: they are its descendants.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LIBRARY = Path(__file__).resolve().parents[2] / "library"
-TORCHRUN = "torch.distributed.run"
+LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")  # they start ranks in their own process
 READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO", "TORCH_DEVICE", "TRANSFORMERS",
                   "DIFFUSERS", "CUDA_", "ASCEND_", "SIMULATED_NPU_")  # fmt: skip
 SINGLE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -272,7 +272,7 @@ def run() -> None:
     elif sys.argv[0] == "-m":
         name, sys.argv = sys.argv[1], sys.argv[1:]
         sys.path.insert(0, str(Path.cwd()))
-        if name == TORCHRUN:
+        if name in LAUNCHERS:
             _fork_ranks()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
