@@ -2,10 +2,33 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Handed out first, the longest before others: a long file at the end would keep one of two workers waiting for it.
+LONGEST = (
+    "unit/models/test_sd3_speedups", "unit/third_patch/test_all", "unit/evaluation/test_features",
+    "integration/test_evaluation_sets", "integration/test_run_dirs", "integration/test_cache_runs",
+    "integration/test_train_door", "integration/test_sd3_speedups_engines", "integration/test_configs",
+    "integration/test_sdxl_contract", "integration/test_engine_accelerate", "integration/test_sd3_cache",
+    "integration/test_engine_ddp", "integration/test_hub_runs", "integration/test_family_runs",
+    "integration/test_several_data_sets", "integration/test_cache_tools", "integration/test_engine_doors",
+    "integration/test_resume_by_step", "integration/test_sdxl_bad_input", "integration/test_cache_guard",
+    "integration/test_distributed_ranks", "integration/test_cached_start",
+    "launchers/test_real_job", "launchers/test_demo", "launchers/test_sd3_light",
+    "simulated_npu/test_launchers", "simulated_npu/test_training", "simulated_npu/test_training_sd3",
+    "simulated_npu/test_accelerate", "simulated_npu/test_training_flux", "simulated_npu/test_doctor",
+    "simulated_npu/test_bad_input", "simulated_npu/test_attention_runs", "simulated_npu/test_run",
+)  # fmt: skip
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of long files first; within a file they stay in order."""
+    places = {HERE / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 @pytest.hookimpl(trylast=True)

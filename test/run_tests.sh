@@ -12,7 +12,7 @@ source "$here/find_python.sh"
 
 TIERS="lint unit contracts golden integration launchers simulated_npu"
 budget_min() { # on two cores
-    case "$1" in lint) echo 2 ;; unit) echo 5 ;; contracts) echo 3 ;; golden) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
+    case "$1" in lint) echo 2 ;; unit) echo 3 ;; contracts) echo 3 ;; golden) echo 4 ;; integration) echo 12 ;; *) echo 8 ;; esac
 }
 
 chosen=""
@@ -72,8 +72,8 @@ fi
 python="$venv/bin/python"
 
 # What an outer launcher, a cluster or a user's shell set must not reach the tests.
-for name in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PYTHONPATH PYTHON batch_size \
-    max_train_epoch mixed_precision resolution model_name dataset_name device_id performance master_ip \
+for name in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PYTHONPATH PYTHONDONTWRITEBYTECODE \
+    PYTHON batch_size max_train_epoch mixed_precision resolution model_name dataset_name device_id performance master_ip \
     ASCEND_DEVICE_ID ${!PET_@} ${!TORCHELASTIC_@}; do
     unset "$name"
 done
@@ -83,7 +83,12 @@ export PATH="$venv/bin:$PATH"
 run_tier() {
     case "$1" in
         lint)
-            "$python" -m ruff check . && "$python" -m ruff format --check . && "$python" -m mypy
+            local types code=0
+            "$python" -m mypy --cache-dir "$cache/mypy-$key" & # beside ruff; the cache serves every checkout
+            types=$!
+            { "$python" -m ruff check . && "$python" -m ruff format --check .; } || code=$?
+            wait "$types" || code=$?
+            return "$code"
             ;;
         *)
             # find's own -quit, no pipe: where a pipe's reader ends first, find ends by SIGPIPE, which pipefail calls a fault
@@ -92,14 +97,13 @@ run_tier() {
                 return 1
             fi
             # three times the budget on a busy machine is late; more is a hang, and ends with every traceback
-            local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() side_by_side=() device=()
+            local code=0 limit=$(($(budget_min "$1") * 180)) bounded=() device=()
             if command -v timeout >/dev/null 2>&1; then bounded=(timeout --kill-after=30 "$limit"); fi
-            # most tests wait for one process or compute on one thread; launchers and golden losses want the machine alone
-            case "$1" in unit | contracts | integration | simulated_npu) side_by_side=(-n 2 --dist loadfile) ;; esac
-            case "$1" in integration) side_by_side+=(--no-loadscope-reorder) ;; esac # its conftest puts long files first
+            # tests wait for one process or compute on one thread; test/conftest.py puts long files first
+            local side_by_side=(-n 2 --dist loadfile --no-loadscope-reorder)
             case "$1" in simulated_npu) device=(test/simulated_npu/run --devices=4) ;; esac
             ${bounded[@]+"${bounded[@]}"} ${device[@]+"${device[@]}"} "$python" -X faulthandler -m pytest "test/$1" --durations=5 \
-                ${side_by_side[@]+"${side_by_side[@]}"} ${words[@]+"${words[@]}"} || code=$?
+                "${side_by_side[@]}" ${words[@]+"${words[@]}"} || code=$?
             if [ $code -eq 124 ]; then echo "$1 did not end within $limit s" >&2; fi
             if [ $code -eq 5 ] && [ ${#words[@]} -gt 0 ]; then code=0; fi # no test of this tier matches -k
             return $code

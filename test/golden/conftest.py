@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from doors import Door, write_pictures
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write test/golden/data anew; say why in the commit")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_processes() -> Iterator[None]:
+    """Fork the doors from a process that has imported what they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Door, "popen", staticmethod(warm.popen))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,20 +11,6 @@ from doors import Door, write_pictures
 
 from difftrain.testing import spawn
 
-# handed out first, the longest before others: a long file at the end would keep one of two workers waiting for it
-LONGEST = (
-    "evaluation_sets", "run_dirs", "cache_runs", "train_door", "sd3_speedups_engines", "configs", "sdxl_contract",
-    "engine_accelerate", "sd3_cache", "engine_ddp", "hub_runs", "family_runs", "several_data_sets", "cache_tools",
-    "engine_doors", "resume_by_step", "sdxl_bad_input", "cache_guard", "distributed_ranks", "cached_start",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of long files first; within a file they stay in order."""
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def warm_processes() -> Iterator[None]:
     """Fork the doors, and the ranks of small jobs, from a process that has imported what they do."""

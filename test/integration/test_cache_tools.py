@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
 from doors import ROOT, write_pictures
 from small_caches import flip
 
@@ -19,7 +20,11 @@ def tool(tmp_path: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPro
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": LIBRARY, "XDG_CACHE_HOME": str(tmp_path / "home")}
     line = [sys.executable, *launcher, "-m", "difftrain.cli", "cache", *words]
-    return subprocess.run(line, capture_output=True, text=True, env=env, cwd=tmp_path, check=False, timeout=300)
+    with (tmp_path / "errors").open("w+") as errors:
+        process = warm.popen(line, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=tmp_path)
+        output, _ = process.communicate(timeout=300)
+        errors.seek(0)
+        return subprocess.CompletedProcess(line, process.returncode, output, errors.read())
 
 
 def built(tmp_path: Path, *flags: str, ranks: int = 1) -> str:

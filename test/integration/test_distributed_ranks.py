@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,22 +156,25 @@ def test_a_rank_that_dies_takes_the_others_with_it_at_once(how: str) -> None:
     assert max(e.seconds for e in ended) < 40  # well within the minute that a collective would wait
 
 
-def one_stays_away() -> None:
+def one_stays_away(given_up: str) -> None:
     ranks = _open(timeout_min=0.05)
     ranks.barrier()
     if ranks.rank == 1:
-        time.sleep(12)
+        end = time.monotonic() + 12
+        while not Path(given_up).exists() and time.monotonic() < end:
+            time.sleep(0.05)
         os._exit(0)
     start = time.monotonic()
     try:
         ranks.barrier()
     finally:
         print(f"waited {time.monotonic() - start:.2f}", flush=True)
+        Path(given_up).touch()
         ranks.abort()
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
-    ended = run_ranks(2, f"{HERE}::one_stays_away", check=False, timeout_s=60)
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    ended = run_ranks(2, f"{HERE}::one_stays_away", tmp_path / "given up", check=False, timeout_s=60)
     assert ended[0].code == 1
     assert "TrainingFault: rank 0: another rank has ended or did not come in time" in ended[0].err
     assert 2.5 < float(ended[0].out.split()[-1]) < 9.0

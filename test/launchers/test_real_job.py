@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def steps(output: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_accuracy_then_performance_in_one_folder(launchers: Launchers) -> None:
+def test_accuracy_then_performance_on_two_processes_in_one_folder(launchers: Launchers) -> None:
     first = launchers.real("1m_1p", "--max_train_epoch=1", "--device_id=3")
     output = launchers.output(3)
     assert first.code == 0, first.text
@@ -33,12 +34,16 @@ def test_accuracy_then_performance_in_one_folder(launchers: Launchers) -> None:
     assert case["CaseName"] == f"{case['Network']}_bs2_1p_perf" and case["RankSize"] == "1"
     assert (output / "report.html").exists() and json.loads((output / "report.json").read_text())["finished"]
 
-    again = launchers.real("1m_1p", "--max_train_epoch=2", "--performance", "--device_id=3")
+    # two processes, in a shell that has a rank's variables
+    more = ("--nproc_per_node=2", "--max_train_epoch=4", "--performance", "--device_id=3")
+    again = launchers.real("1m_8p", *more, RANK="5", WORLD_SIZE="9")
     assert again.code == 0, again.text
     aside = launchers.moved_aside(3)
     assert len(aside) == 1 and f"holds a finished run of another configuration: moved aside to {aside[0]}" in again.text
     assert (aside[0] / "report.json").exists()
     assert len(steps(output)) > len(steps(aside[0]))
+    report = json.loads((output / "report.json").read_text())
+    assert report["world_size"] == 2 and report["global_batch"] == 4
 
 
 def test_a_stopped_run_goes_on_with_the_same_command(launchers: Launchers) -> None:
@@ -92,40 +97,21 @@ def test_failing_training_ends_with_1(launchers: Launchers) -> None:
     assert "not finite" in done.text and "rank 0 failed with exit code 1" in done.text
 
 
-def test_two_processes(launchers: Launchers) -> None:
-    done = launchers.real(
-        "1m_8p", "--nproc_per_node=2", "--max_train_steps=2", "--device_id=8", RANK="5", WORLD_SIZE="9"
-    )
-    assert done.code == 0, done.text
-    report = json.loads((launchers.output(8) / "report.json").read_text())
-    assert report["world_size"] == 2 and report["global_batch"] == 4
-
-
-def test_two_machines_on_loopback(launchers: Launchers) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = (f"--dataset_name={launchers.pictures}", "--init_from_config=tiny", "--resolution=64", "--batch_size=2",
-              "--min_bucket_reso=32", "--max_bucket_reso=128", "--max_data_loader_n_workers=0", "--max_train_steps=2",
-              "--master_ip=127.0.0.1", f"--master_port={port}", "--nproc_per_node=1", "--log_every=1")  # fmt: skip
-    first = launchers.start("nm_np", *common, PET_NNODES="2", PET_NODE_RANK="0")
-    second = launchers.start("nm_np", *common, "--nnodes=2", "--node_rank=1")
-    texts = [process.communicate(timeout=300)[0] for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), texts
-    report = json.loads((launchers.output(0) / "node0" / "report.json").read_text())
-    assert report["world_size"] == 2 and (launchers.output(0) / "node1" / "train_0.log").exists()
-    assert "machine 1 of 2" in texts[1]
-
-
 def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers) -> None:
+    """On the loopback; one of them has its place from torchrun's variables, the other from flags."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = (f"--dataset_name={launchers.pictures}", *TINY, "--max_train_steps=40", "--save_state", "--nnodes=2",
+    common = (f"--dataset_name={launchers.pictures}", *TINY, "--max_train_steps=40", "--save_state",
               "--master_ip=127.0.0.1", f"--master_port={port}", "--nproc_per_node=1", "--device_id=10")  # fmt: skip
     output = launchers.output(10)
     metrics = output / "node0" / "metrics.jsonl"
-    machines = [launchers.start("nm_np", *common, f"--node_rank={rank}") for rank in (0, 1)]
+
+    def both() -> list[subprocess.Popen[str]]:
+        first = launchers.start("nm_np", *common, PET_NNODES="2", PET_NODE_RANK="0")
+        return [first, launchers.start("nm_np", *common, "--nnodes=2", "--node_rank=1")]
+
+    machines = both()
     deadline = time.monotonic() + 180
     while not metrics.exists() or len(steps(output / "node0")) < 3:
         assert time.monotonic() < deadline and [machine.poll() for machine in machines] == [None, None]
@@ -135,14 +121,16 @@ def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers
     assert [machine.returncode for machine in machines] == [128 + signal.SIGTERM] * 2, texts
     done = len(steps(output / "node0"))
     assert 3 <= done < 40
-    machines = [launchers.start("nm_np", *common, f"--node_rank={rank}") for rank in (0, 1)]
+    machines = both()
     texts = [machine.communicate(timeout=300)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], texts
     for text in texts:
         assert "holds an unfinished run of this configuration, which goes on" in text
     assert re.search(rf"resuming from .* at step {done}$", texts[0], re.MULTILINE), texts[0]
     assert steps(output / "node0") == list(range(1, 41)) and not launchers.moved_aside(10)
-    assert json.loads((output / "node0" / "report.json").read_text())["finished"]
+    report = json.loads((output / "node0" / "report.json").read_text())
+    assert report["finished"] and report["world_size"] == 2
+    assert "machine 1 of 2" in texts[1] and (output / "node1" / "train_10.log").exists()
 
 
 def test_dry_run_prints_the_arithmetic_and_leaves_nothing(launchers: Launchers) -> None:

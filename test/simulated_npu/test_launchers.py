@@ -66,17 +66,11 @@ def test_one_card_in_fp16_is_killed_and_goes_on(launchers: Launchers, tmp_path: 
     assert (output / "last.safetensors").exists() and not launchers.moved_aside(1)
 
 
-def test_two_cards_in_bf16(launchers: Launchers) -> None:
-    done = launchers.real("1m_8p", "--nproc_per_node=2", "--max_train_steps=2", "--mixed_precision=bf16",
-                          "--device_id=2", SIMULATED_NPU_DEVICES="2")  # fmt: skip
-    shown(done, report(launchers.output(2)), 2, "bf16")
-    assert "2 processes on npu (2 found)" in done.text
-
-
 def test_four_cards_in_fp16(launchers: Launchers) -> None:
     done = launchers.real("1m_8p", "--nproc_per_node=4", "--max_train_steps=2", "--batch_size=1", "--device_id=3",
                           SIMULATED_NPU_DEVICES="4")  # fmt: skip
     shown(done, report(launchers.output(3)), 4, "fp16")
+    assert "4 processes on npu (4 found)" in done.text
     assert report(launchers.output(3))["global_batch"] == 4
 
 

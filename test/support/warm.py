@@ -4,11 +4,13 @@ What runs is the script, module or code of a command line of this Python, with i
 session and output. A test of what differs starts a cold process (subprocess.Popen): which modules are imported, and
 when; what that takes; memory, of which a fork begins with the host's; the parent process. Sets of texts are iterated in
 the order of one of two hosts, in turn. What is no plain command of this Python, or has an environment that imports read
-(READ_AT_IMPORT), starts cold by itself. torchrun starts its ranks from a host of its own: they are its descendants.
+(READ_AT_IMPORT), starts cold by itself. torchrun and accelerate start their ranks from a host of their own: they are its descendants.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import io
 import itertools
@@ -26,10 +28,10 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 LIBRARY = Path(__file__).resolve().parents[2] / "library"
-TORCHRUN = "torch.distributed.run"
+LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")  # they start ranks in their own process
 READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "LD_", "OMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO", "TORCH_DEVICE", "TRANSFORMERS",
                   "DIFFUSERS", "CUDA_", "ASCEND_", "SIMULATED_NPU_")  # fmt: skip
 SINGLE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -270,12 +272,38 @@ def run() -> None:
     elif sys.argv[0] == "-m":
         name, sys.argv = sys.argv[1], sys.argv[1:]
         sys.path.insert(0, str(Path.cwd()))
-        if name == TORCHRUN:
+        if name in LAUNCHERS:
             _fork_ranks()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def run_and_leave() -> NoReturn:
+    """Run sys.argv and end as Python would, but leave its modules to the system: taking them apart costs half a second."""
+    code: Any = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            code = -signal.SIGINT
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
 
 
 def _fork_ranks() -> None:
@@ -290,8 +318,7 @@ def _fork_ranks() -> None:
         del sys.path[0]
         serve(theirs)
         _call_oneself("python")
-        run()
-        sys.exit(0)
+        run_and_leave()
     theirs.close()
     host, cold = Host(ours), SubprocessHandler._popen
     own = dict(os.environ)
@@ -322,15 +349,25 @@ def _import() -> None:
     import diffusers
     import transformers
 
+    import difftrain.config.parse_flags
+    import difftrain.config.parse_keys
+    import difftrain.engine.native
+    import difftrain.models.export
     import difftrain.models.sd3.family
     import difftrain.models.sdxl.family
+    import difftrain.train.door
     import difftrain.train.run  # noqa: F401
+    from difftrain.models.text.clip_tokens import PAD_1, PAD_2
+    from difftrain.models.text.small_vocabulary import small_clip, small_t5
 
     for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",
                  "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"):  # fmt: skip
         getattr(diffusers, name)
     for name in ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"):
         getattr(transformers, name)
+    for size, pad in ((834, PAD_1), (674, PAD_2)):  # the vocabularies of the tiny sizes, learned once
+        small_clip(size, pad)
+    small_t5(384)
     sys.path.remove(str(LIBRARY))
     sys.stdout.flush()
     gc.collect()
@@ -344,4 +381,4 @@ if __name__ == "__main__":
     del sys.path[0]
     _import()
     serve(made)
-    run()
+    run_and_leave()

@@ -32,7 +32,7 @@ from difftrain.models.vae.adapters import Latents
 from difftrain.models.vae.latents import MOMENTS
 from difftrain.models.weights import original
 from difftrain.models.weights.fingerprints import Stamp
-from difftrain.models.weights.keys import Rule, table_rule
+from difftrain.models.weights.keys import KeyMap, Rule, table_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +89,7 @@ class Description:
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg = cfg
         self.written: Written = {}  # what exports of this run wrote of frozen parts
+        self.key_maps: dict[str, KeyMap] = {}  # of the parts that exports have asked for
 
     # ------------------------------------------------------------------ what it is made of
 

@@ -112,10 +112,12 @@ def single_file_shapes(
 
 def key_map(family: BaseFamily, part: str) -> KeyMap:
     """Say where each tensor of a part goes in the original layout; where there is no rule it keeps its name."""
-    module, kind = family.source.build(part), family.parts[part]
-    rule = family.rule(part)
-    shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    return KeyMap(shapes, rule(module) if rule else lambda name: KeyPiece(file_name(kind, name)))
+    if part not in family.key_maps:  # every save of a run asks, and its answer needs a module to be built
+        module, kind = family.source.build(part), family.parts[part]
+        rule = family.rule(part)
+        shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        family.key_maps[part] = KeyMap(shapes, rule(module) if rule else lambda name: KeyPiece(file_name(kind, name)))
+    return family.key_maps[part]
 
 
 def write_file(

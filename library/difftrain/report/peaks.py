@@ -84,15 +84,19 @@ def measure_matmul(
     precision: str,
     synchronize: Callable[[], None],
     *,
-    budget_s: float = 1.0,
+    budget_s: float | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Return the FLOP/s of a square matmul on this device: the best of the tries that fit into the time.
 
     Random operands: a product of zeros can be faster than that of real data. The size fills a card's units; where that
     would take too long, and on a CPU, it is grown until one product takes long enough to be timed.
+    budget_s: None: a second; on a CPU, whose short runs are not to wait longer than they train, a quarter of one.
     """
     import torch
+
+    if budget_s is None:
+        budget_s = 0.25 if device.type == "cpu" else 1.0
 
     dtype = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     size, most = (256, 2048) if device.type == "cpu" else (8192, 8192)
