@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +10,13 @@ from PIL import Image
 
 from difftrain.contracts import Draw, Record
 from difftrain.data.media.media import Unusable, decode
+from difftrain.report.page import jpeg_address
 from difftrain.train.inspect.facts import Look
 
 LEAST_STEPS, MOST_STEPS, ENOUGH_USES = 1_000, 8_000, 64_000  # of each epoch that is searched
 MOST_USES = 2  # of one picture in one epoch that are shown
 BYTES = 4_200_000  # of all pictures together
-_TRIES = ((232, 82), (232, 70), (184, 75), (144, 72), (112, 65), (88, 60), (64, 55))  # longest side, quality
+TRIES = ((232, 82), (232, 70), (184, 75), (144, 72), (112, 65), (88, 60), (64, 55))  # longest side, quality
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Walk:
     steps: np.ndarray
     epochs: np.ndarray
     searched: tuple[int, ...]  # steps of each epoch
-    whole: tuple[bool, ...]
+    complete: tuple[bool, ...]
 
 
 def walk(look: Look) -> Walk:
@@ -46,8 +45,8 @@ def walk(look: Look) -> Walk:
             place = np.full((2, len(uses.rows)), [[step], [epoch]])
             found.append(np.concatenate([[uses.rows, uses.occurrences], place]))
     rows, occurrences, steps, epochs = np.concatenate(found, axis=1)
-    whole = tuple(count == plan.steps(epoch) for epoch, count in enumerate(searched))
-    return Walk(rows, occurrences, steps, epochs, tuple(searched), whole)
+    complete = tuple(count == plan.steps(epoch) for epoch, count in enumerate(searched))
+    return Walk(rows, occurrences, steps, epochs, tuple(searched), complete)
 
 
 def choose(look: Look, walked: Walk) -> list[int]:
@@ -112,7 +111,7 @@ def _card(look: Look, walked: Walk, row: int, budget: int) -> dict[str, Any]:
         "stored": [text[:600] for text in record.captions[:8]],
         "captions": [_caption(look, record, *use) for use in _few(uses)],
         "unused": [e + 1 for e in range(look.epochs) if all(use[0] != e for use in uses)],
-        "searched": [None if walked.whole[e] else walked.searched[e] for e in range(look.epochs)],
+        "searched": [None if walked.complete[e] else walked.searched[e] for e in range(look.epochs)],
         **_pictures(look, record, draw, epoch, step, budget),
     }
 
@@ -135,22 +134,10 @@ def _pictures(look: Look, record: Record, draw: Draw, epoch: int, step: int, bud
         return {"images": {}, "fault": str(error)}
     assert sample.pixels is not None
     images = {
-        "original": address(Image.fromarray(original), budget),
-        "result": address(Image.fromarray(sample.pixels.transpose(1, 2, 0)), budget),
+        "original": jpeg_address(Image.fromarray(original), TRIES, budget),
+        "result": jpeg_address(Image.fromarray(sample.pixels.transpose(1, 2, 0)), TRIES, budget),
     }
     if sample.mask is not None:
         grey = np.rint(sample.mask[0] * 255).astype(np.uint8)
-        images["mask"] = address(Image.fromarray(grey), budget // 2)
+        images["mask"] = jpeg_address(Image.fromarray(grey), TRIES, budget // 2)
     return {"images": images, "fault": None}
-
-
-def address(picture: Image.Image, budget: int) -> str:
-    """Return a small JPEG as a data address, of the first size and quality that keep within the budget of bytes."""
-    for side, quality in _TRIES:
-        small = picture.copy()
-        small.thumbnail((side, side), Image.Resampling.LANCZOS, reducing_gap=3.0)
-        file = io.BytesIO()
-        small.save(file, "JPEG", quality=quality, optimize=True)
-        if file.tell() <= budget:
-            break
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

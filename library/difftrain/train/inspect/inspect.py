@@ -23,10 +23,9 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch, looked_up
 from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
+from difftrain.report.dataset_page import dataset_page
 from difftrain.train.inspect.cards import cards_of
-from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejected, sources, totals
-from difftrain.train.inspect.findings import findings
-from difftrain.train.inspect.page import page
+from difftrain.train.inspect.facts import Look, buckets, captions, copies, findings, rejected, sources, totals
 
 Say = Callable[[str], None]
 PAGE = "dataset.html"
@@ -39,14 +38,12 @@ def inspect(
 
     No device is touched and no weights are read. Raises: ConfigFault; DataFault where there is nothing to look at.
     """
-    look = look_at(cfg, epochs, pictures, say)
-    found = gather(look)
-    written = write_text(output, page(found))
+    gathered = gather(look_at(cfg, epochs, pictures, say))
+    page = write_text(output, dataset_page(gathered))
     if facts is not None:
-        plain = {key: value for key, value in found.items() if key != "cards"}
-        cards = [{key: value for key, value in card.items() if key != "images"} for card in found["cards"]]
-        write_text(facts, json.dumps({**plain, "cards": cards}, indent=1) + "\n")
-    return written
+        cards = [{key: value for key, value in card.items() if key != "images"} for card in gathered.pop("cards")]
+        write_text(facts, json.dumps({**gathered, "cards": cards}, indent=1) + "\n")
+    return page
 
 
 def debug_dataset(cfg: TrainConfig, say: Say = print) -> None:
