@@ -123,6 +123,9 @@ def _duration(seconds: Any) -> str:
     return f"{minutes} min {int(seconds) % 60:02d} s" if minutes else f"{seconds:.1f} s"
 
 
+# --- curves over the steps
+
+
 def _curves(report: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     steps = [line.get("step", 0) for line in lines]
     resumed = _resumed_at(report)
@@ -130,36 +133,35 @@ def _curves(report: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     def curve(label: str, key: str, style: str = "c1") -> Curve:
         return Curve(label, steps, [line.get(key) for line in lines], style)
 
-    validation = report.get("validation") or []
-    held_out = Curve("validation loss", [v["step"] for v in validation], [v.get("loss") for v in validation], "c2")
+    # --- what every run records; of each chart whether its y axis begins at zero
+    speed = [
+        curve("FPS of each line", "fps", "faint"),
+        _running_mean(curve("FPS", "fps")),
+        _running_mean(curve("compute FPS", "compute_fps", "c2")),
+    ]
     charts = [
         ("Loss", [curve("step loss", "step_loss", "faint"), curve("averaged loss", "avr_loss")], False),
-        (
-            "Images per second",
-            [
-                curve("FPS of each line", "fps", "faint"),
-                _running_mean(curve("FPS", "fps")),
-                _running_mean(curve("compute FPS", "compute_fps", "c2")),
-            ],
-            True,
-        ),
+        ("Images per second", speed, True),
         ("Gradient norm, before clipping", [curve("gradient norm", "grad_norm")], True),
         ("Peak memory, GiB", [curve("peak memory", "peak_memory_gib")], True),
         ("Learning rate", _rates(lines, steps), True),
         ("Waiting for data, seconds a step", [curve("data wait", "data_wait_s")], True),
     ]
-    for key in dict.fromkeys(key for line in lines for key in line):  # what a family measures beside its loss, at times
-        if key.startswith(MEASURED):
-            label = key.removeprefix(MEASURED).replace("_", " ")
-            charts.append(
-                (label.capitalize(), [curve("each line's step", key, "faint"), _running_mean(curve(label, key))], False)
-            )
+
+    # --- what some do: the loss on held-out records, and what a family measures beside its loss, at times
+    validation = report.get("validation") or []
+    held_out = Curve("validation loss", [v["step"] for v in validation], [v.get("loss") for v in validation], "c2")
     if held_out.points():
         charts.insert(1, ("Validation loss", [curve("averaged training loss", "avr_loss", "faint"), held_out], False))
-    panels = (
-        panel(line_chart(curves, x_label="step", marks=resumed, zero=zero), title) for title, curves, zero in charts
+    for key in dict.fromkeys(key for line in lines for key in line if key.startswith(MEASURED)):
+        label = key.removeprefix(MEASURED).replace("_", " ")
+        measured = [curve("each line's step", key, "faint"), _running_mean(curve(label, key))]
+        charts.append((label.capitalize(), measured, False))
+
+    drawn = [(title, line_chart(curves, x_label="step", marks=resumed, zero=zero)) for title, curves, zero in charts]
+    return grid(*(panel(chart, title) for title, chart in drawn)) + (
+        note("Dashed lines: the run was resumed there.") if resumed else ""
     )
-    return grid(*panels) + (note("Dashed lines: the run was resumed there.") if resumed else "")
 
 
 def _running_mean(curve: Curve) -> Curve:
@@ -197,12 +199,8 @@ def sample_pictures(run_dir: Path, most: int = 4) -> list[Path]:
 
 
 def _samples(pictures: list[Path]) -> str:
-    return grid(
-        *(
-            figure(f'<img src="{_address(path)}" alt="samples {escape(path.stem)}">', path.name, "panel")
-            for path in pictures
-        )
-    )
+    images = [f'<img src="{_address(path)}" alt="samples {escape(path.stem)}">' for path in pictures]
+    return grid(*(figure(image, path.name, "panel") for image, path in zip(images, pictures)))
 
 
 def _address(path: Path) -> str:
