@@ -119,7 +119,8 @@ def _rejected(rejected: dict[str, Any]) -> str:
 
 def _copies(copies: dict[str, Any]) -> str:
     if not copies["looked_for"]:
-        return panel(missing("not looked for: pictures were not read whole (--verify_data=full reads them)"))
+        why = "not looked for: pictures were not read whole (--verify_data=full reads them)"
+        return panel(missing(why))
     if not copies["groups"]:
         return panel(missing("none"))
     table = [{"pictures": group["pictures"], "names": group["names"]} for group in copies["first"]]

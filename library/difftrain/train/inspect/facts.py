@@ -1,4 +1,4 @@
-"""The facts of a data set, opened as training would open it: counts of all its records, and what stands out."""
+"""The facts of a data set, opened as training would open it: counts of all its records."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from difftrain.data.samples import SampleMaker
 MOST_CAPTIONS = 200_000  # whose tokens are counted; of more records, every so-manyth
 MOST_NAMED = 200  # rejects and groups of copies that are named on the page
 BINS = 16
-MOST_EXAMPLES = 5  # of one finding
-MUCH_LARGER = 2.0
-MUCH_CUT = 0.7
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,6 @@ class Look:
     ranks: int
     stops: list[str]
     tokens: Any = None  # counts tokens (a family's tokenizer), or None without a model
-
-
-# --- counts
 
 
 def totals(look: Look, sizes: survey.Placements) -> dict[str, Any]:
@@ -223,121 +217,3 @@ def bins(lengths: np.ndarray, limit: int) -> list[dict[str, Any]]:
     edges += [edges[-1] + step * i for i in range(1, BINS - len(edges) + 1)]
     counts = np.bincount(np.minimum(lengths // step, len(edges) - 1), minlength=len(edges))
     return [{"from": low, "to": low + step - 1, "captions": int(n)} for low, n in zip(edges, counts, strict=True)]
-
-
-# --- what somebody should look at before training: each finding with its number, and examples by name
-
-
-def findings(look: Look, sizes: survey.Placements, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what is suspicious. level: stop, where a training would not start; look, otherwise."""
-    found = [
-        *_refusals(look, facts),
-        *_in_sizes(look, sizes),
-        *_starved(look),
-        *_in_captions(look, facts),
-        *_in_copies(facts),
-    ]
-    return [finding for finding in found if finding]
-
-
-def _finding(what: str, examples: list[str] | None = None, level: str = "look") -> dict[str, Any]:
-    return {"level": level, "what": what, "examples": examples or []}
-
-
-def _refusals(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield from (_finding(stop, level="stop") for stop in look.stops)
-    count, limit = facts["rejected"]["count"], look.cfg.data.max_rejected_share
-    items = look.data.index.count + look.data.index.summary.rejected
-    if count:
-        share = count / items
-        above = share > limit
-        what = f"{count:,} of {items:,} items ({share:.1%}) are not trained on"
-        if above:
-            what += f": more than --max_rejected_share={limit:g} lets pass, so a training would not start"
-        first = [f"{reject['path']}: {reject['reason']}" for reject in facts["rejected"]["first"][:MOST_EXAMPLES]]
-        yield _finding(what, first, "stop" if above else "look")
-
-
-def _in_sizes(look: Look, sizes: survey.Placements) -> Iterator[dict[str, Any]]:
-    larger = np.flatnonzero(sizes.scale > survey.LARGER)
-    if len(larger):
-        much = int((sizes.scale > MUCH_LARGER).sum())
-        worst = larger[np.argsort(-sizes.scale[larger], kind="stable")[:MOST_EXAMPLES]]
-        what = f"{pictures(len(larger), 'is', 'are')} enlarged to fill the bucket, {much:,} of them more than {MUCH_LARGER:g} times"
-        yield _finding(
-            f"{what}; --bucket_no_upscale keeps their size", [_sized(look, i, sizes.scale[i]) for i in worst.tolist()]
-        )
-    cut = np.flatnonzero((sizes.kept > 0) & (sizes.kept < MUCH_CUT))
-    if len(cut):
-        worst = cut[np.argsort(sizes.kept[cut], kind="stable")[:MOST_EXAMPLES]]
-        what = f"{pictures(len(cut), 'loses', 'lose')} more than {1 - MUCH_CUT:.0%} of the area to the cut"
-        if not look.cfg.data.enable_bucket:
-            what += "; --enable_bucket keeps their shape"
-        yield _finding(what, [f"{_named(look, i)}: {1 - float(sizes.kept[i]):.0%} is cut away" for i in worst.tolist()])
-
-
-def pictures(count: int, one: str, several: str) -> str:
-    """Begin a sentence about some pictures."""
-    return f"{count:,} picture{'s' if count != 1 else ''} {one if count == 1 else several}"
-
-
-def _named(look: Look, record_id: int) -> str:
-    record = look.data.index.record(record_id)
-    return f"{record.name} ({record.size_hw[1]} x {record.size_hw[0]} px)"
-
-
-def _sized(look: Look, record_id: int, scale: float) -> str:
-    return f"{_named(look, record_id)}: {float(scale):.2f} times"
-
-
-def _starved(look: Look) -> Iterator[dict[str, Any]]:
-    starved = look.plan.starved
-    if starved:
-        named = [
-            f"{look.data.tables.name(rows)}: {rows.uses} draws an epoch, served about every "
-            f"{look.plan.global_batches[rows.dataset] / rows.uses:.1f} epochs"
-            for rows in starved[:MOST_EXAMPLES]
-        ]
-        what = (
-            f"{len(starved):,} of {len(look.plan.buckets):,} buckets have fewer draws than the global batch: "
-            "nothing is dropped, but they are not served in every epoch"
-        )
-        yield _finding(what, named)
-
-
-def _in_captions(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    captions, tokens = facts["captions"], facts["captions"]["tokens"]
-    if captions["empty"]:
-        yield _finding(f"{captions['empty']:,} captions are empty")
-    if tokens and tokens["cut"]:
-        what = (
-            f"{tokens['cut']:,} of {tokens['counted']:,} captions exceed the {tokens['limit']} tokens that the "
-            "model reads: what lies beyond is cut off; --max_token_length=150 or 225 reads more"
-        )
-        yield _finding(
-            what, [f"{one['record']}: {one['tokens']} tokens" for one in tokens["longest_cut"][:MOST_EXAMPLES]]
-        )
-    idle = [
-        source["folder"]
-        for source, recipe in zip(facts["sources"], look.data.recipes, strict=True)
-        if recipe.captions.shuffle and not _has_parts(facts, recipe.captions.separator)
-    ]
-    if idle:
-        yield _finding(
-            "captions are to be shuffled, and none that was looked at has two parts", sorted(set(idle))[:MOST_EXAMPLES]
-        )
-
-
-def _has_parts(facts: dict[str, Any], separator: str) -> bool:
-    """Tell whether any caption that is at hand has something to shuffle."""
-    texts = [one["caption"] for key in ("longest", "shortest") for one in facts["captions"][key]]
-    texts += [text for card in facts["cards"] for text in card["stored"]]
-    return any(separator in text for text in texts)
-
-
-def _in_copies(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    copies = facts["copies"]
-    if copies["groups"]:
-        named = [f"{group['pictures']} x {', '.join(group['names'][:3])}" for group in copies["first"][:MOST_EXAMPLES]]
-        what = f"{pictures(copies['groups'], 'is', 'are')} there more than once, byte for byte; all copies are kept"
-        yield _finding(what, named)

@@ -24,7 +24,8 @@ from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
 from difftrain.report.dataset_page import dataset_page
 from difftrain.train.inspect.cards import cards_of
-from difftrain.train.inspect.facts import Look, buckets, captions, copies, findings, rejected, sources, totals
+from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejected, sources, totals
+from difftrain.train.inspect.findings import findings
 
 Say = Callable[[str], None]
 PAGE = "dataset.html"
