@@ -67,7 +67,8 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, marks: Sequence[float] 
             )
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<polyline class="curve {curve.style}" points="{path}"{curve.attributes}/>')
-    legend = _legend([curve for curve, _ in drawn]) if len(drawn) > 1 else ""
+    spans = "".join(f'<span class="{curve.style}"{curve.attributes}>{escape(curve.name)}</span>' for curve, _ in drawn)
+    legend = f'<p class="legend">{spans}</p>' if len(drawn) > 1 else ""
     return legend + _svg(parts, f"{', '.join(curve.name for curve, _ in drawn)} over {x_label}")
 
 
@@ -137,6 +138,9 @@ def _axes(
     x_range: tuple[float, float],
     x_label: str,
 ) -> list[str]:
+    def label(value: float) -> str:
+        return fixed(value, 3).removesuffix(".0")
+
     parts = []
     for tick in y_ticks:
         _, down = place(x_range[0], tick)
@@ -151,17 +155,6 @@ def _axes(
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="axis" x="{middle:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
     return parts
-
-
-def label(value: float) -> str:
-    """Write a tick: short, in fixed-point."""
-    text = fixed(value, 3)
-    return text.removesuffix(".0")
-
-
-def _legend(curves: Sequence[Curve]) -> str:
-    spans = "".join(f'<span class="{c.style}"{c.attributes}>{escape(c.name)}</span>' for c in curves)
-    return f'<p class="legend">{spans}</p>'
 
 
 def _svg(parts: list[str], description: str) -> str:

@@ -46,7 +46,7 @@ def page(
     links = "".join(f'<a href="#{anchor}">{escape(heading)}</a>' for anchor, heading, _ in kept)
     figures = "".join(f'<div class="card"><b>{value}</b><span>{escape(text)}</span></div>' for text, value in cards)
     style = resources.files("difftrain.report").joinpath("page.css").read_text(encoding="utf-8")
-    whole = (
+    document = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -57,7 +57,7 @@ def page(
         + "\n</main>\n</body>\n</html>\n"
     )
     # names of files may hold bytes that are no text, and captions halves of characters
-    return _CONTROL.sub("\ufffd", whole).encode("utf-8", "replace").decode()
+    return _CONTROL.sub("\ufffd", document).encode("utf-8", "replace").decode()
 
 
 def escape(value: object) -> str:

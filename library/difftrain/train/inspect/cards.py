@@ -35,16 +35,16 @@ def walk(look: Look) -> Walk:
     """Follow the plan through the epochs that are looked at, step by step, as the loader does."""
     plan = look.plan
     most = min(MOST_STEPS, max(LEAST_STEPS, ENOUGH_USES // max(plan.global_batches)))
-    found: list[np.ndarray] = [np.zeros((4, 0), np.int64)]
+    parts: list[np.ndarray] = [np.zeros((4, 0), np.int64)]
     searched = []
     for epoch in range(look.epochs):
         first = plan.total_steps(epoch)
         searched.append(min(plan.steps(epoch), most))
         for step in range(first, first + searched[-1]):
             uses = plan.uses_of(step)
-            place = np.full((2, len(uses.rows)), [[step], [epoch]])
-            found.append(np.concatenate([[uses.rows, uses.occurrences], place]))
-    rows, occurrences, steps, epochs = np.concatenate(found, axis=1)
+            when = np.full((2, len(uses.rows)), [[step], [epoch]])
+            parts.append(np.concatenate([[uses.rows, uses.occurrences], when]))
+    rows, occurrences, steps, epochs = np.concatenate(parts, axis=1)
     complete = tuple(count == plan.steps(epoch) for epoch, count in enumerate(searched))
     return Walk(rows, occurrences, steps, epochs, tuple(searched), complete)
 
@@ -54,9 +54,9 @@ def choose(look: Look, walked: Walk) -> list[int]:
 
     Of buckets that are not served in these epochs, one each, as long as they are few.
     """
-    rows, first, place = np.unique(walked.rows, return_index=True, return_inverse=True)
+    rows, first, column = np.unique(walked.rows, return_index=True, return_inverse=True)
     seen = np.zeros((look.epochs, len(rows)), bool)
-    seen[walked.epochs, place] = True
+    seen[walked.epochs, column] = True
     bucket = np.searchsorted([one.first for one in look.plan.buckets], rows, side="right") - 1
     source = np.asarray(look.data.index.columns().source)[look.data.tables.ids()[rows]]
     group = bucket * len(look.data.index.sources) + source
@@ -89,25 +89,25 @@ def _card(look: Look, walked: Walk, row: int, budget: int) -> dict[str, Any]:
     record = look.data.index.record(ids[0])
 
     # its uses in the epochs that are looked at; one that has none is shown as its first would be
-    found = np.flatnonzero(walked.rows == row)
+    own = np.flatnonzero(walked.rows == row)
     uses = [
-        (int(walked.epochs[i]), int(walked.steps[i]), Draw(ids[0], keys[0], int(walked.occurrences[i]))) for i in found
+        (int(walked.epochs[i]), int(walked.steps[i]), Draw(ids[0], keys[0], int(walked.occurrences[i]))) for i in own
     ]
     epoch, step, draw = uses[0] if uses else (0, 0, Draw(ids[0], keys[0], 0))
 
     # what is done to it: fit, crop, flip, captions; width comes before height, as people read it
-    place = look.maker.crop_window(record, draw)
-    left, top, width, height = place.crop
+    window = look.maker.crop_window(record, draw)
+    left, top, width, height = window.crop
     recipe = look.data.recipes[record.media.source]
     return {
         "name": record.name,
         "source": record.media.source + 1,
         "regularisation": recipe.is_reg,
         "size": [record.size_hw[1], record.size_hw[0]],
-        "bucket": str(place.fit.bucket),
-        "resized": list(place.fit.resized_wh),
+        "bucket": str(window.fit.bucket),
+        "resized": list(window.fit.resized_wh),
         "crop": [left, top, width, height],
-        "flipped": place.flip,
+        "flipped": window.flip,
         "stored": [text[:600] for text in record.captions[:8]],
         "captions": [_caption(look, record, *use) for use in _few(uses)],
         "unused": [e + 1 for e in range(look.epochs) if all(use[0] != e for use in uses)],
