@@ -132,6 +132,7 @@ def _identity(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
         "code_version": environment.code_version(),
         "machine": facts.device.get("host") or {},
         "device": {key: value for key, value in facts.device.items() if key != "host"},
+        # what was trained, and how
         "attention": facts.attention,
         "kernels": facts.kernels,
         "weights": environment.redact(facts.weights),
@@ -142,6 +143,7 @@ def _identity(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
         "batch_size": max(cfg.batch_sizes),  # of data sets with several, the largest
         "accumulation": training.accumulation,
         "global_batch": facts.global_batch,
+        # how far it came
         "steps": facts.steps,
         "planned_steps": facts.planned_steps,
         "epochs": facts.epochs,
