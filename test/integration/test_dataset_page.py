@@ -1,4 +1,4 @@
-"""The page of a data set in a real browser, written by the training door and by the command."""
+"""Pages in a real browser: of a data set, by the training door and by the command, and of a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import pytest
 from browser import Browser, Page, browser
 from doors import Door, write_pictures
 from PIL import Image
+from reports import config, facts
+
+from difftrain.report.report import make_report, write_report
+from difftrain.report.run_page import build_html
 
 HOSTILE = '"><img src=x onerror=alert(1)>'
 COUNT = 14
@@ -114,6 +118,19 @@ def test_hostile_text_stays_text(opened: Browser, written: tuple[Path, str]) -> 
     names = page.ask("[...document.querySelectorAll('.shot h3')].map(h => h.innerText)")
     assert sum(name.endswith(f"{HOSTILE}.png") for name in names) == 1
     assert "<script>document.title" in page.ask("document.body.innerText")
+
+
+def test_the_page_of_a_run_is_sound_in_a_browser_too(opened: Browser, tmp_path: Path) -> None:
+    (tmp_path / "sample").mkdir()
+    Image.effect_noise((1500, 700), 90).convert("RGB").save(tmp_path / "sample" / "grid.png")  # too large to stay a PNG
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "step_loss": {1 / n}}}\n' for n in range(1, 9)))
+    write_report(tmp_path, make_report(config(), facts(tmp_path, notes={HOSTILE: f"<script>{HOSTILE}"})))
+    path = build_html(tmp_path)
+    page = opened.open(path)
+    sound(page, path)
+    assert page.ask("document.scripts.length") == 0 and "<script>" in page.ask("document.body.innerText")
+    assert page.ask("document.images.length") == 1
+    assert page.ask("[...document.querySelectorAll('nav a')].every(a => document.querySelector(a.hash))")
 
 
 def test_the_command_writes_the_same_facts(data: Path, written: tuple[Path, str], tmp_path: Path) -> None:

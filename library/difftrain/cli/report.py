@@ -15,8 +15,8 @@ def main(argv: list[str]) -> int:
 
     def work() -> int:
         (folder,) = exactly("report", argv, "RUN_DIR")
-        from difftrain.report.html import build_html
         from difftrain.report.report import REPORT
+        from difftrain.report.run_page import build_html
 
         print(build_html(run_folder(folder, REPORT)))
         return 0

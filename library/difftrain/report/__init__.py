@@ -1,5 +1,9 @@
-"""What a run says of itself: clock, metric line, trackers, report.json, report.html, CaseName.log.
+"""What a run says of itself, and the one builder of HTML pages. Nothing imports torch at import.
 
-Everything here is written by one process, and the pages are built from files only. Nothing imports torch at import,
-so that `difftrain report` answers at once.
+1. clock.py measures, line.py and metrics.py write a line a step (metrics.jsonl), trackers.py plots it;
+   sessions.py keeps the history over restarts. One process writes.
+2. At the end report.py makes report.json and CaseName.log of those files, with facts.py, environment.py, peaks.py and
+   evaluations.py.
+3. page.py (page.css) and charts.py build pages of plain data: run_page.py report.html, from the run's files alone, and
+   dataset_page.py the page of a data set, from the facts that train/inspect gathers.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-from difftrain.report.html_parts import Curve, line_chart, rows
+from difftrain.report.charts import Curve, line_chart
 from difftrain.report.line import fixed
+from difftrain.report.page import details, panel, rows
 
 EMA = "ema_"
 KID = "kid_efflite0"
@@ -40,8 +40,8 @@ class SetLines:
 
     def quantiles(self, key: str) -> list[str]:
         """Return the quantiles at which a number was measured."""
-        found = (_QUANTILE.fullmatch(each) for each in self.values)
-        return sorted(match[2] for match in found if match and match[1] == key)
+        matches = map(_QUANTILE.fullmatch, self.values)
+        return sorted(match[2] for match in matches if match and match[1] == key)
 
 
 def by_set(lines: Iterable[Mapping[str, Any]]) -> list[SetLines]:
@@ -58,81 +58,73 @@ def by_set(lines: Iterable[Mapping[str, Any]]) -> list[SetLines]:
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return for each set how it began and where it is: the losses' means, and the distance of drawn pictures."""
-    found = []
-    for each in by_set(lines):
-        row: dict[str, Any] = {"set": each.name, "records": each.last("samples")}
-        for key, points in each.values.items():
+    summaries = []
+    for numbers in by_set(lines):
+        row: dict[str, Any] = {"set": numbers.name, "records": numbers.last("samples")}
+        for key, points in numbers.values.items():
             if not _QUANTILE.fullmatch(key) and key != "samples":
                 first, last = points[0], points[-1]
                 row[key] = {"first": first[1], "at_step": first[0], "last": last[1], "last_step": last[0]}
-        found.append(row)
-    return found
+        summaries.append(row)
+    return summaries
 
 
-def section(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = ()) -> str:
-    """Return panels for every set: the loss at each quantile, its mean, and the distance of pictures, over training."""
-    return "".join(_of_set(each, marks) for each in by_set(lines))
+def panels(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = ()) -> Iterator[str]:
+    """Yield panels for every set: the loss at each quantile, its mean, and the distance of pictures, over training.
+
+    marks: steps at which the run was resumed.
+    """
+    for numbers in by_set(lines):
+        title = f"{numbers.name}, {numbers.last('samples') or 0:g} records"
+
+        # --- the loss, by the weights as trained and by their average
+        means = [numbers.curve("loss", "weights as trained")]
+        if EMA + "loss" in numbers.values:
+            means.append(numbers.curve(EMA + "loss", "averaged weights", "c2"))
+        if "loss" in numbers.values:
+            yield panel(line_chart(means, x_label="step", marks=marks), f"{title}: mean loss over nine quantiles")
+        yield from _at_quantiles(numbers, "loss", title, marks)
+
+        # --- what a family measures beside it
+        for key in sorted(numbers.values):
+            if key in ("loss", "samples") or key.startswith((KID, EMA)) or _QUANTILE.fullmatch(key):
+                continue
+            curves = [numbers.curve(key, key.replace("_", " "))]
+            if EMA + key in numbers.values:
+                curves.append(numbers.curve(EMA + key, "averaged weights", "c2"))
+            yield panel(line_chart(curves, x_label="step", marks=marks), f"{title}: {key.replace('_', ' ')}")
+            if numbers.values[key] != numbers.values.get("loss"):  # where it is all of the loss it is up there already
+                yield from _at_quantiles(numbers, key, title, marks)
+
+        # --- the distance of drawn pictures
+        if KID in numbers.values:
+            yield panel(_kid(numbers, marks), f"{title}: KID-efflite0 of drawn pictures")
 
 
-def _of_set(each: SetLines, marks: Sequence[float]) -> str:
-    title = f"{escape(each.name)}, {each.last('samples') or 0:g} records"
-    parts = []
-    means = [each.curve("loss", "weights as trained")]
-    if "ema_loss" in each.values:
-        means.append(each.curve("ema_loss", "averaged weights", "c2"))
-    if "loss" in each.values:
-        parts.append(_panel(line_chart(means, x_label="step", marks=marks), f"{title}: mean loss over nine quantiles"))
-    parts += _at_quantiles(each, "loss", title, marks)
-    measures = sorted(key for key in each.values if _is_measure(key))
-    for key in measures:
-        curves = [each.curve(key, key.replace("_", " "))]
-        if EMA + key in each.values:
-            curves.append(each.curve(EMA + key, "averaged weights", "c2"))
-        parts.append(_panel(line_chart(curves, x_label="step", marks=marks), f"{title}: {key.replace('_', ' ')}"))
-        if each.values[key] != each.values.get("loss"):  # where it is all of the loss it is up there already
-            parts += _at_quantiles(each, key, title, marks)
-    if KID in each.values:
-        parts.append(_panel(_kid(each, marks), f"{title}: KID-efflite0 of drawn pictures"))
-    return "".join(parts)
-
-
-def _at_quantiles(each: SetLines, key: str, title: str, marks: Sequence[float]) -> Iterator[str]:
+def _at_quantiles(numbers: SetLines, key: str, title: str, marks: Sequence[float]) -> Iterator[str]:
     """Yield panels with a curve for each quantile, of averaged weights and of those as trained."""
     for prefix, whose in ((EMA, "averaged weights"), ("", "weights as trained")):
-        if names := each.quantiles(prefix + key):
-            curves = [
-                each.curve(f"{prefix}{key}{QUANTILE}{name}", name.rstrip("0"), "hue", _hue(place, len(names)))
-                for place, name in enumerate(names)
-            ]
+        quantiles = numbers.quantiles(prefix + key)
+        hue_step = (_LAST_HUE - _FIRST_HUE) / max(len(quantiles) - 1, 1)
+        curves = [
+            numbers.curve(f"{prefix}{key}{QUANTILE}{q}", q.rstrip("0"), "hue", round(_FIRST_HUE + i * hue_step))
+            for i, q in enumerate(quantiles)
+        ]
+        if curves:
             chart = line_chart(curves, x_label="step", marks=marks)
-            yield _panel(chart, f"{title}: {key.replace('_', ' ')} at each quantile of the noise, {whose}")
+            yield panel(chart, f"{title}: {key.replace('_', ' ')} at each quantile of the noise, {whose}")
 
 
-def _is_measure(key: str) -> bool:
-    told = key in ("loss", "samples") or key.startswith((KID, EMA))
-    return not told and _QUANTILE.fullmatch(key) is None
-
-
-def _hue(place: int, count: int) -> int:
-    return round(_FIRST_HUE + place / max(count - 1, 1) * (_LAST_HUE - _FIRST_HUE))
-
-
-def _kid(each: SetLines, marks: Sequence[float]) -> str:
-    value, errors = each.curve(KID, "KID-efflite0"), dict(each.values.get(KID + ERROR, []))
-    spread = [(step, mean, errors.get(step)) for step, mean in each.values[KID] if mean is not None]
+def _kid(numbers: SetLines, marks: Sequence[float]) -> str:
+    """Draw the distance with its standard error around it, and beside it what the VAE costs alone."""
+    errors = dict(numbers.values.get(KID + ERROR, []))
+    spread = [(step, mean, errors.get(step)) for step, mean in numbers.values[KID] if mean is not None]
     known = [(step, mean, error) for step, mean, error in spread if error is not None]
-    around = [
-        Curve(f"{sign} one standard error", [s for s, *_ in known], [m + by * e for _, m, e in known], "faint")
-        for sign, by in (("+", 1), ("−", -1))
-    ]
-    if VAE_ALONE in each.values:
-        around.append(each.curve(VAE_ALONE, "held-out pictures through the VAE alone", "c2"))
+    curves = [numbers.curve(KID, "KID-efflite0")]
+    for sign, by in (("+", 1), ("−", -1)):
+        bound = [mean + by * error for _, mean, error in known]
+        curves.append(Curve(f"{sign} one standard error", [step for step, *_ in known], bound, "faint"))
+    if VAE_ALONE in numbers.values:
+        curves.append(numbers.curve(VAE_ALONE, "held-out pictures through the VAE alone", "c2"))
     table = rows([{"step": s, "KID": m, "standard error": "–" if e is None else fixed(e, 3)} for s, m, e in spread])
-    return (
-        line_chart([value, *around], x_label="step", marks=marks)
-        + f"<details><summary>in numbers</summary>{table}</details>"
-    )
-
-
-def _panel(body: str, title: str) -> str:
-    return f'<div class="panel"><h3>{title}</h3>{body}</div>'
+    return line_chart(curves, x_label="step", marks=marks) + details("in numbers", table)

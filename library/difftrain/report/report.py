@@ -1,9 +1,10 @@
-"""report.json: everything that an outsider needs to believe a run's numbers and to make them again."""
+"""report.json: everything that an outsider needs to believe a run's numbers and to make them again; CaseName.log."""
 
 from __future__ import annotations
 
 import json
 import math
+import platform
 import statistics
 import time
 from collections import Counter
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.io.files import write_text
 from difftrain.report import environment, evaluations
-from difftrain.report.casename import case_name
 from difftrain.report.facts import DEFINITIONS, LABEL, not_enabled, published
+from difftrain.report.line import fixed
 from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, read_lines
 from difftrain.report.peaks import vendor_peak
 from difftrain.report.sessions import read_sessions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 REJECTED = "rejected.jsonl"
 LOSS_WINDOW = 100
+ACCURACY_EPOCHS = 120  # fewer, and the run says something of speed only
 NAMED_REJECTS = 50  # the page names so many; rejected.jsonl has them all
 
 
@@ -130,6 +132,7 @@ def _identity(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
         "code_version": environment.code_version(),
         "machine": facts.device.get("host") or {},
         "device": {key: value for key, value in facts.device.items() if key != "host"},
+        # what was trained, and how
         "attention": facts.attention,
         "kernels": facts.kernels,
         "weights": environment.redact(facts.weights),
@@ -140,6 +143,7 @@ def _identity(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
         "batch_size": max(cfg.batch_sizes),  # of data sets with several, the largest
         "accumulation": training.accumulation,
         "global_batch": facts.global_batch,
+        # how far it came
         "steps": facts.steps,
         "planned_steps": facts.planned_steps,
         "epochs": facts.epochs,
@@ -217,3 +221,46 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value
+
+
+# --- `${CaseName}.log` and the closing lines, as Ascend's ModelZoo and the scripts around it read them
+
+
+def case_name(network: str, batch_size: int, cards: int, *, performance: bool, max_epochs: int | None) -> str:
+    """Return `${Network}_bs${BatchSize}_${RankSize}p_acc`, or `_perf`. batch_size: images a card takes at once."""
+    perf = performance or (max_epochs is not None and max_epochs < ACCURACY_EPOCHS)
+    return f"{network}_bs{batch_size}_{cards}p_{'perf' if perf else 'acc'}"
+
+
+def case_log(report: dict[str, Any]) -> str:
+    """Return the log's text, from report.json alone. ActualFPS includes waiting for data."""
+    rows = {
+        "Network": report["network"],
+        "RankSize": report["world_size"],
+        "BatchSize": report["config"]["training"]["batch_size"],
+        "DeviceType": platform.machine(),  # ModelZoo's `uname -m`
+        "CaseName": report["case_name"],
+        "ActualFPS": _number(report["fps"]),
+        "TrainingTime": _number(report["training_time_s"]),
+        "ActualLoss": _number(report["final_loss"]),
+        "E2ETrainingTime": _number(report["e2e_training_time_s"]),
+    }
+    return "".join(f"{key} = {value}\n" for key, value in rows.items())
+
+
+def write_case_log(run_dir: Path, report: dict[str, Any]) -> Path:
+    """Write it beside report.json."""
+    return write_text(run_dir / f"{report['case_name']}.log", case_log(report))
+
+
+def final_lines(report: dict[str, Any]) -> list[str]:
+    """Return the three lines that close standard output."""
+    return [
+        f"Final Performance images/sec : {_number(report['fps'])}",
+        f"Final Train Loss : {_number(report['final_loss'])}",
+        f"E2E Training Duration sec : {_number(report['e2e_training_time_s'])}",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else fixed(float(value))

@@ -13,10 +13,16 @@ from difftrain.data.plan.length import why
 from difftrain.distributed.collective import heartbeat
 from difftrain.engine.half_precision import precision_of
 from difftrain.hub.uploads import AT_END_S
-from difftrain.report.casename import final_lines, write_case_log
-from difftrain.report.html import build_html
 from difftrain.report.peaks import measure_matmul
-from difftrain.report.report import ReportFacts, ScoreTarget, make_report, write_report
+from difftrain.report.report import (
+    ReportFacts,
+    ScoreTarget,
+    final_lines,
+    make_report,
+    write_case_log,
+    write_report,
+)
+from difftrain.report.run_page import build_html
 from difftrain.train.evaluating import Evaluating
 from difftrain.train.state import Run
 

@@ -26,20 +26,20 @@ from difftrain.io.files import MANIFEST
 from difftrain.io.process import launcher
 from difftrain.train.shared_checkpoint import Ask, with_all
 
-Launch = tuple[str, ...]  # the names of its torchruns: after a failure some may be others
+Torchruns = tuple[str, ...]  # the names of those of one launch: after a failure some may be others
 
 
-def launch_of(ranks: Ranks) -> Launch:
+def launch_of(ranks: Ranks) -> Torchruns:
     """Return the launch that these ranks are of. Every rank calls it."""
     return tuple(sorted({each for each in ranks.gather(launcher()) if each}))
 
 
-def wrote(meta: Mapping[str, Any], launch: Launch) -> bool:
+def wrote(meta: Mapping[str, Any], launch: Torchruns) -> bool:
     """Tell whether a checkpoint is of this launch, by what it says of itself."""
     return not set(launch).isdisjoint(meta.get("launch", ()))
 
 
-def began_last(folder: Path, launch: Launch) -> bool:
+def began_last(folder: Path, launch: Torchruns) -> bool:
     """Tell whether the last session of a run was of this launch."""
     try:
         record = RunRecord.read(folder)
@@ -149,12 +149,12 @@ def describe_run_directory(cfg: TrainConfig, ranks: int) -> str:
     return f"run directory: {where}" + (f", going on from {goes_on}" if goes_on else "")
 
 
-def _choose(cfg: TrainConfig, base: Path, ranks: int, ask: Ask, launch: Launch) -> _Choice:
+def _choose(cfg: TrainConfig, base: Path, ranks: int, ask: Ask, launch: Torchruns) -> _Choice:
     found = _of_launch(base, ask, launch) or _look(cfg, base, ranks, ask)
     return _made(base, found) if found.made else found
 
 
-def _of_launch(base: Path, ask: Ask, launch: Launch) -> _Choice | None:
+def _of_launch(base: Path, ask: Ask, launch: Torchruns) -> _Choice | None:
     """Go on from what this launch has saved, whatever it was told to begin with: torchrun has started its ranks anew."""
     for folder in run_dirs(base) if launch else ():
         if not began_last(folder, launch):

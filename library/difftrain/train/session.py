@@ -26,7 +26,7 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch_state
 from difftrain.train import shared_checkpoint
 from difftrain.train.averages import SNAPSHOTS, load_averages
-from difftrain.train.run_dir import RESETS, Launch, launch_of, resume_option, wrote
+from difftrain.train.run_dir import RESETS, Torchruns, launch_of, resume_option, wrote
 from difftrain.train.saving import CLOCK_FILE
 from difftrain.train.state import PROGRESS_FILE, Run, TrainProgress
 
@@ -49,7 +49,7 @@ class Session:
     meta: dict[str, Any]
     auto: bool
     finished: bool = False
-    launch: Launch = ()
+    launch: Torchruns = ()
 
     @property
     def pins(self) -> dict[str, str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from reports import config, facts
 
-from difftrain.report.evaluations import by_set, section, summary
+from difftrain.report.evaluations import by_set, panels, summary
 from difftrain.report.facts import PUBLISHED, not_enabled, published
-from difftrain.report.html import build_html
 from difftrain.report.metrics import JsonLines
 from difftrain.report.report import make_report, write_report
+from difftrain.report.run_page import build_html
 
 
 def lines() -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def test_a_summary_says_how_it_began_and_where_it_is() -> None:
 
 
 def test_the_page_has_a_curve_for_each_quantile() -> None:
-    page = section(lines())
+    page = "".join(panels(lines()))
     assert page.count("loss at each quantile") == 2
     hues = [int(hue) for hue in re.findall(r'class="curve hue" points="[^"]+" style="--hue: (\d+)"', page)]
     assert len(hues) == 18 and hues[:9] == sorted(set(hues[:9]))
@@ -57,7 +57,7 @@ def test_the_page_has_a_curve_for_each_quantile() -> None:
     assert (
         page.count("held-out pictures through the VAE alone") == 2 and "kid efflite0 vae" not in page
     )  # SVG and legend
-    assert "denoise loss" in page and "KID-efflite0 of drawn" not in section([lines()[1]])
+    assert "denoise loss" in page and "KID-efflite0 of drawn" not in "".join(panels([lines()[1]]))
 
 
 def test_what_was_measured_beside_the_loss_has_its_quantiles_too() -> None:
@@ -72,7 +72,7 @@ def test_what_was_measured_beside_the_loss_has_its_quantiles_too() -> None:
             "c/denoise_loss": 1.0
         }  # all of the loss
     assert [key for key in summary(measured)[0] if "quantile" in key] == []
-    titles = re.findall("<h3>(.*?)</h3>", section(measured))
+    titles = re.findall("<h3>(.*?)</h3>", "".join(panels(measured)))
     assert not any("quantile 0" in title for title in titles)
     for term in ("loss", "denoise loss", "text recon loss"):
         for whose in ("weights as trained", "averaged weights"):

@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 from reports import config, facts
 
-from difftrain.report.casename import case_log, case_name, final_lines, write_case_log
 from difftrain.report.facts import LABEL, not_enabled
 from difftrain.report.metrics import JsonLines
-from difftrain.report.report import ScoreTarget, make_report, write_report
+from difftrain.report.report import (
+    ScoreTarget,
+    case_log,
+    case_name,
+    final_lines,
+    make_report,
+    write_case_log,
+    write_report,
+)
 from difftrain.report.sessions import Sessions
 
 CONTRACT = [

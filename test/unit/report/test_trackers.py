@@ -1,8 +1,7 @@
-"""TensorBoard for real, Weights & Biases against a stand-in that records its calls, the console on both kinds of stream."""
+"""TensorBoard for real, Weights & Biases against a stand-in that records its calls."""
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 import types
@@ -14,7 +13,6 @@ from PIL import Image
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault
-from difftrain.report.console import Console
 from difftrain.report.trackers import open_trackers
 
 
@@ -159,48 +157,3 @@ def test_a_bad_tracker_file_is_a_configuration_fault(tmp_path: Path) -> None:
     bad.write_text("[wandb\n")
     with pytest.raises(ConfigFault, match=r"bad\.toml"):
         open_for(tmp_path, log_with="all", tracker_config=str(bad))
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_log_file_gets_plain_lines_only() -> None:
-    out, err = io.StringIO(), io.StringIO()
-    console = Console(10, out=out, err=err)
-    for step in range(3):
-        console.advance()
-        console.line(f"step={step} FPS: 1.0")
-    console.close()
-    assert out.getvalue() == "step=0 FPS: 1.0\nstep=1 FPS: 1.0\nstep=2 FPS: 1.0\n" and err.getvalue() == ""
-
-
-def test_a_terminal_gets_whole_lines_and_a_bar_that_counts_from_the_resumed_step() -> None:
-    out, err = io.StringIO(), Terminal()
-    console = Console(100, done=40, out=out, err=err)
-    console.advance(0.25)
-    console.line("step=41 FPS: 1.0")
-    console.advance(0.25)
-    console.close()
-    assert out.getvalue() == "step=41 FPS: 1.0\n"
-    assert "42/100" in err.getvalue() and "avr_loss=0.2500" in err.getvalue()
-    console.line("after")
-    assert out.getvalue().endswith("after\n")
-
-
-def test_log_messages_go_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    log = logging.getLogger("difftrain")
-    handler = logging.StreamHandler(sys.stdout)
-    log.addHandler(handler)
-    log.setLevel("INFO")
-    console = Console(10, err=Terminal())
-    try:
-        assert handler not in log.handlers  # tqdm's own stands in for it
-        log.info("a checkpoint was written")
-        console.close()
-        assert handler in log.handlers
-    finally:
-        log.removeHandler(handler)
-    captured = capsys.readouterr()
-    assert "a checkpoint was written\n" in captured.out + captured.err

@@ -23,12 +23,13 @@ from difftrain.data.index import survey
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import make_plan, make_tables, open_data, prepare
 from difftrain.models.registry import make_family
+from difftrain.report.dataset_page import dataset_page
+from difftrain.report.page import jpeg_address
 from difftrain.testing.pictures import write_folder
 from difftrain.testing.synthetic_index import write_synthetic_index
 from difftrain.train.inspect import inspect
-from difftrain.train.inspect.cards import address
+from difftrain.train.inspect.cards import TRIES
 from difftrain.train.inspect.inspect import gather, look_at
-from difftrain.train.inspect.page import page
 
 SIZES = [(64, 64), (96, 48), (48, 96), (80, 80), (128, 64), (20, 20)]
 ENLARGED = [(20, 20), (96, 48)]  # to 64x64 both: beside it there are 96x32, 32x96, 128x32 and 32x128
@@ -252,7 +253,7 @@ def test_half_characters_in_captions_do_not_stop_it(cfg: TrainConfig, tmp_path: 
     facts, _ = look(cfg, tmp_path)
     facts["captions"]["shortest"][0]["caption"] = "half \ud800 of one"
     facts["cards"] = []
-    assert "half ? of one" in page(facts)
+    assert "half ? of one" in dataset_page(facts)
 
 
 def test_too_many_rejects_are_shown_instead_of_stopping(cfg: TrainConfig, tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ def test_a_picture_that_is_gone_is_said_on_its_card(own: TrainConfig, data: Path
     (data / "2_a cat" / "0000.png").unlink()
     facts = gather(opened)
     (card,) = [card for card in facts["cards"] if card["name"].endswith("2_a cat/0000.png")]
-    assert not card["images"] and "No such file" in card["fault"] and "No such file" in page(facts)
+    assert not card["images"] and "No such file" in card["fault"] and "No such file" in dataset_page(facts)
 
 
 def test_data_on_a_hub_is_fetched_and_weights_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +410,7 @@ def test_sizes_of_many_records_are_fitted_as_training_fits_them(tmp_path: Path) 
 def test_pictures_keep_to_their_share_of_the_page() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), np.uint8)
     for budget in (3_000, 40_000):
-        raw = base64.b64decode(address(Image.fromarray(noise), budget).partition("base64,")[2])
+        raw = base64.b64decode(jpeg_address(Image.fromarray(noise), TRIES, budget).partition("base64,")[2])
         assert len(raw) <= budget
 
 

@@ -1,10 +1,12 @@
-"""Where a run's words go."""
+"""Where a run's words go: files, trackers, and the console on both kinds of stream."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from difftrain.config import LoggingSection, TrainConfig
 from difftrain.contracts import ConfigFault, Reject
-from difftrain.train.outputs import RunOutputs, log, set_up_logging, write_rejects
+from difftrain.train.outputs import Console, RunOutputs, log, set_up_logging, write_rejects
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +136,48 @@ def test_an_item_that_is_bad_is_named_once_whatever_how_often_it_is_met(tmp_path
     outputs.close()
     lines = (tmp_path / "rejected.jsonl").read_text().splitlines()
     assert [json.loads(line)["path"] for line in lines] == ["a.png", "b.png"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_file_gets_plain_lines_only() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(10, out=out, err=err)
+    for step in range(3):
+        console.advance()
+        console.line(f"step={step} FPS: 1.0")
+    console.close()
+    assert out.getvalue() == "step=0 FPS: 1.0\nstep=1 FPS: 1.0\nstep=2 FPS: 1.0\n" and err.getvalue() == ""
+
+
+def test_a_terminal_gets_whole_lines_and_a_bar_that_counts_from_the_resumed_step() -> None:
+    out, err = io.StringIO(), Terminal()
+    console = Console(100, done=40, out=out, err=err)
+    console.advance()
+    console.line("step=41 FPS: 1.0")
+    console.advance()
+    console.close()
+    assert out.getvalue() == "step=41 FPS: 1.0\n"
+    assert "42/100" in err.getvalue()
+    console.line("after")
+    assert out.getvalue().endswith("after\n")
+
+
+def test_log_messages_go_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("difftrain")
+    handler = logging.StreamHandler(sys.stdout)
+    log.addHandler(handler)
+    log.setLevel("INFO")
+    console = Console(10, err=Terminal())
+    try:
+        assert handler not in log.handlers  # tqdm's own stands in for it
+        log.info("a checkpoint was written")
+        console.close()
+        assert handler in log.handlers
+    finally:
+        log.removeHandler(handler)
+    captured = capsys.readouterr()
+    assert "a checkpoint was written\n" in captured.out + captured.err

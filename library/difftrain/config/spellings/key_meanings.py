@@ -24,7 +24,7 @@ class KeyValue:
     text: str | None = None
 
 
-class Layer(Protocol):
+class LayerLike(Protocol):
     """Take what a key means: values by the path of a field, faults, notes (config/layers.py)."""
 
     other_family: str  # one that is not built yet
@@ -36,10 +36,10 @@ class Layer(Protocol):
     def path(self, item: KeyValue, value: Any) -> Any: ...
 
 
-Meaning = Callable[[Layer, KeyValue, Any], None]
+Meaning = Callable[[LayerLike, KeyValue, Any], None]
 
 
-def _family(layer: Layer, item: KeyValue, value: Any) -> None:
+def _family(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a family by its name; one that is known and not built yet is refused by that."""
     built = f"built are {', '.join(TRAINED)}"
     if value in TRAINED:
@@ -53,7 +53,7 @@ def _family(layer: Layer, item: KeyValue, value: Any) -> None:
         layer.fault(item, f"no such family: {value!r}", remedy, bad="model.family")
 
 
-def _batch(layer: Layer, item: KeyValue, value: Any) -> None:
+def _batch(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take one number, or one for the data of each resolution."""
     pairs = _pairs(value)
     if not layer.set("?batch_as_given", value, item.origin):
@@ -74,7 +74,7 @@ def _batch(layer: Layer, item: KeyValue, value: Any) -> None:
         layer.put("training.batch_size", value, item)
 
 
-def _image_batch(layer: Layer, item: KeyValue, value: Any) -> None:
+def _image_batch(layer: LayerLike, item: KeyValue, value: Any) -> None:
     if (isinstance(value, list) and not _pairs(value)) or isinstance(value, str | bool | float):
         layer.fault(
             item, f"must be a number, or [[resolution, batch], ...], got {show(value)}", bad="training.batch_size"
@@ -92,7 +92,7 @@ def _pairs(value: Any) -> tuple[tuple[int, int], ...]:
     return tuple((side, batch) for side, batch in value)
 
 
-def _checkpointing(layer: Layer, item: KeyValue, value: Any) -> None:
+def _checkpointing(layer: LayerLike, item: KeyValue, value: Any) -> None:
     if value not in (True, False, "unsloth") or (isinstance(value, int | float) and not isinstance(value, bool)):
         layer.fault(item, f"must be true, false or 'unsloth', got {show(value)}", bad="training.gradient_checkpointing")
         return
@@ -101,7 +101,7 @@ def _checkpointing(layer: Layer, item: KeyValue, value: Any) -> None:
         layer.put("training.cpu_offload_checkpointing", value == "unsloth", item)
 
 
-def _clip_mode(layer: Layer, item: KeyValue, value: Any) -> None:
+def _clip_mode(layer: LayerLike, item: KeyValue, value: Any) -> None:
     if value == "multiple_overlapping":
         layer.fault(item, "multiple_overlapping is retired", "single_beginning or single_middle: one clip of a video")
     elif value not in ("single_beginning", "single_middle", "none"):
@@ -112,7 +112,7 @@ def _clip_mode(layer: Layer, item: KeyValue, value: Any) -> None:
         )
 
 
-def _engine(layer: Layer, item: KeyValue, value: Any) -> None:
+def _engine(layer: LayerLike, item: KeyValue, value: Any) -> None:
     if value == "deepspeed":
         layer.set("?deepspeed", True, item.origin)
     elif value == "pipeline":
@@ -121,7 +121,7 @@ def _engine(layer: Layer, item: KeyValue, value: Any) -> None:
         layer.put("training.engine", value, item)
 
 
-def _eval_sets(layer: Layer, item: KeyValue, value: Any) -> None:
+def _eval_sets(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a list of {name, config}."""
     tables = value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else None
     if tables is None:
@@ -146,7 +146,7 @@ def _eval_sets(layer: Layer, item: KeyValue, value: Any) -> None:
     layer.put("eval.sets", sets, item)
 
 
-def _text_encoders(layer: Layer, item: KeyValue, value: Any) -> None:
+def _text_encoders(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a list of {type, path}."""
     tables = value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else None
     if tables is None:
@@ -170,19 +170,19 @@ _ENCODERS = {"clip_l": "clip_l", "clip_g": "clip_g", "t5": "t5", "t5xxl": "t5", 
 def _encoder(kind: str) -> Meaning:
     """Take the path of the text encoder of a kind."""
 
-    def take(layer: Layer, item: KeyValue, value: Any) -> None:
+    def take(layer: LayerLike, item: KeyValue, value: Any) -> None:
         if value:
             layer.set(ENCODER + kind, layer.path(item, value), item.origin)
 
     return take
 
 
-def _first_encoder(layer: Layer, item: KeyValue, value: Any) -> None:
+def _first_encoder(layer: LayerLike, item: KeyValue, value: Any) -> None:
     if value:
         layer.put("model.text_encoder1", layer.path(item, value), item)
 
 
-def _masters(layer: Layer, item: KeyValue, value: Any) -> None:
+def _masters(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take true (fp32 masters), false (none), or a word of the field's."""
     if isinstance(value, bool):
         layer.set("?masters", value, item.origin)
@@ -191,7 +191,7 @@ def _masters(layer: Layer, item: KeyValue, value: Any) -> None:
 
 
 def _encoder_rate(number: int) -> Meaning:
-    def take(layer: Layer, item: KeyValue, value: Any) -> None:
+    def take(layer: LayerLike, item: KeyValue, value: Any) -> None:
         layer.put(f"optimizer.learning_rate_te{number}", value, item)
         if value > 0:
             layer.put("model.train_text_encoder", True, item)
@@ -199,7 +199,7 @@ def _encoder_rate(number: int) -> Meaning:
     return take
 
 
-def _resume(layer: Layer, item: KeyValue, value: Any) -> None:
+def _resume(layer: LayerLike, item: KeyValue, value: Any) -> None:
     if value is False or value == "":
         return
     latest = value is True
@@ -214,7 +214,7 @@ def _resume(layer: Layer, item: KeyValue, value: Any) -> None:
 
 
 def _both(*paths: str) -> Meaning:
-    def take(layer: Layer, item: KeyValue, value: Any) -> None:
+    def take(layer: LayerLike, item: KeyValue, value: Any) -> None:
         for path in paths:
             layer.put(path, value, item)
 
@@ -222,7 +222,7 @@ def _both(*paths: str) -> Meaning:
 
 
 def _loss(kind: str, field: str) -> Meaning:
-    def take(layer: Layer, item: KeyValue, value: Any) -> None:
+    def take(layer: LayerLike, item: KeyValue, value: Any) -> None:
         layer.put("loss.type", kind, item)
         layer.put(field, value, item)
 
@@ -232,7 +232,7 @@ def _loss(kind: str, field: str) -> Meaning:
 def _word(path: str) -> Meaning:
     """Take text, of which an empty one says nothing."""
 
-    def take(layer: Layer, item: KeyValue, value: Any) -> None:
+    def take(layer: LayerLike, item: KeyValue, value: Any) -> None:
         if value:
             layer.put(path, value, item)
 

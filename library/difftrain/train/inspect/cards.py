@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +10,13 @@ from PIL import Image
 
 from difftrain.contracts import Draw, Record
 from difftrain.data.media.media import Unusable, decode
+from difftrain.report.page import jpeg_address
 from difftrain.train.inspect.facts import Look
 
 LEAST_STEPS, MOST_STEPS, ENOUGH_USES = 1_000, 8_000, 64_000  # of each epoch that is searched
 MOST_USES = 2  # of one picture in one epoch that are shown
 BYTES = 4_200_000  # of all pictures together
-_TRIES = ((232, 82), (232, 70), (184, 75), (144, 72), (112, 65), (88, 60), (64, 55))  # longest side, quality
+TRIES = ((232, 82), (232, 70), (184, 75), (144, 72), (112, 65), (88, 60), (64, 55))  # longest side, quality
 
 
 @dataclass(frozen=True)
@@ -29,25 +28,25 @@ class Walk:
     steps: np.ndarray
     epochs: np.ndarray
     searched: tuple[int, ...]  # steps of each epoch
-    whole: tuple[bool, ...]
+    complete: tuple[bool, ...]
 
 
 def walk(look: Look) -> Walk:
     """Follow the plan through the epochs that are looked at, step by step, as the loader does."""
     plan = look.plan
     most = min(MOST_STEPS, max(LEAST_STEPS, ENOUGH_USES // max(plan.global_batches)))
-    found: list[np.ndarray] = [np.zeros((4, 0), np.int64)]
+    parts: list[np.ndarray] = [np.zeros((4, 0), np.int64)]
     searched = []
     for epoch in range(look.epochs):
         first = plan.total_steps(epoch)
         searched.append(min(plan.steps(epoch), most))
         for step in range(first, first + searched[-1]):
             uses = plan.uses_of(step)
-            place = np.full((2, len(uses.rows)), [[step], [epoch]])
-            found.append(np.concatenate([[uses.rows, uses.occurrences], place]))
-    rows, occurrences, steps, epochs = np.concatenate(found, axis=1)
-    whole = tuple(count == plan.steps(epoch) for epoch, count in enumerate(searched))
-    return Walk(rows, occurrences, steps, epochs, tuple(searched), whole)
+            when = np.full((2, len(uses.rows)), [[step], [epoch]])
+            parts.append(np.concatenate([[uses.rows, uses.occurrences], when]))
+    rows, occurrences, steps, epochs = np.concatenate(parts, axis=1)
+    complete = tuple(count == plan.steps(epoch) for epoch, count in enumerate(searched))
+    return Walk(rows, occurrences, steps, epochs, tuple(searched), complete)
 
 
 def choose(look: Look, walked: Walk) -> list[int]:
@@ -55,9 +54,9 @@ def choose(look: Look, walked: Walk) -> list[int]:
 
     Of buckets that are not served in these epochs, one each, as long as they are few.
     """
-    rows, first, place = np.unique(walked.rows, return_index=True, return_inverse=True)
+    rows, first, column = np.unique(walked.rows, return_index=True, return_inverse=True)
     seen = np.zeros((look.epochs, len(rows)), bool)
-    seen[walked.epochs, place] = True
+    seen[walked.epochs, column] = True
     bucket = np.searchsorted([one.first for one in look.plan.buckets], rows, side="right") - 1
     source = np.asarray(look.data.index.columns().source)[look.data.tables.ids()[rows]]
     group = bucket * len(look.data.index.sources) + source
@@ -90,29 +89,29 @@ def _card(look: Look, walked: Walk, row: int, budget: int) -> dict[str, Any]:
     record = look.data.index.record(ids[0])
 
     # its uses in the epochs that are looked at; one that has none is shown as its first would be
-    found = np.flatnonzero(walked.rows == row)
+    own = np.flatnonzero(walked.rows == row)
     uses = [
-        (int(walked.epochs[i]), int(walked.steps[i]), Draw(ids[0], keys[0], int(walked.occurrences[i]))) for i in found
+        (int(walked.epochs[i]), int(walked.steps[i]), Draw(ids[0], keys[0], int(walked.occurrences[i]))) for i in own
     ]
     epoch, step, draw = uses[0] if uses else (0, 0, Draw(ids[0], keys[0], 0))
 
     # what is done to it: fit, crop, flip, captions; width comes before height, as people read it
-    place = look.maker.crop_window(record, draw)
-    left, top, width, height = place.crop
+    window = look.maker.crop_window(record, draw)
+    left, top, width, height = window.crop
     recipe = look.data.recipes[record.media.source]
     return {
         "name": record.name,
         "source": record.media.source + 1,
         "regularisation": recipe.is_reg,
         "size": [record.size_hw[1], record.size_hw[0]],
-        "bucket": str(place.fit.bucket),
-        "resized": list(place.fit.resized_wh),
+        "bucket": str(window.fit.bucket),
+        "resized": list(window.fit.resized_wh),
         "crop": [left, top, width, height],
-        "flipped": place.flip,
+        "flipped": window.flip,
         "stored": [text[:600] for text in record.captions[:8]],
         "captions": [_caption(look, record, *use) for use in _few(uses)],
         "unused": [e + 1 for e in range(look.epochs) if all(use[0] != e for use in uses)],
-        "searched": [None if walked.whole[e] else walked.searched[e] for e in range(look.epochs)],
+        "searched": [None if walked.complete[e] else walked.searched[e] for e in range(look.epochs)],
         **_pictures(look, record, draw, epoch, step, budget),
     }
 
@@ -135,22 +134,10 @@ def _pictures(look: Look, record: Record, draw: Draw, epoch: int, step: int, bud
         return {"images": {}, "fault": str(error)}
     assert sample.pixels is not None
     images = {
-        "original": address(Image.fromarray(original), budget),
-        "result": address(Image.fromarray(sample.pixels.transpose(1, 2, 0)), budget),
+        "original": jpeg_address(Image.fromarray(original), TRIES, budget),
+        "result": jpeg_address(Image.fromarray(sample.pixels.transpose(1, 2, 0)), TRIES, budget),
     }
     if sample.mask is not None:
         grey = np.rint(sample.mask[0] * 255).astype(np.uint8)
-        images["mask"] = address(Image.fromarray(grey), budget // 2)
+        images["mask"] = jpeg_address(Image.fromarray(grey), TRIES, budget // 2)
     return {"images": images, "fault": None}
-
-
-def address(picture: Image.Image, budget: int) -> str:
-    """Return a small JPEG as a data address, of the first size and quality that keep within the budget of bytes."""
-    for side, quality in _TRIES:
-        small = picture.copy()
-        small.thumbnail((side, side), Image.Resampling.LANCZOS, reducing_gap=3.0)
-        file = io.BytesIO()
-        small.save(file, "JPEG", quality=quality, optimize=True)
-        if file.tell() <= budget:
-            break
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""The facts of a page: a data set opened as training would open it, and counts of all its records."""
+"""The facts of a data set, opened as training would open it: counts of all its records."""
 
 from __future__ import annotations
 
@@ -85,29 +85,29 @@ def sources(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
 
 
 def _number(uses: float) -> int | float:
-    found = round(float(uses), 6)
-    return int(found) if found == int(found) else found
+    rounded = round(float(uses), 6)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def settings(recipe: Recipe) -> str:
     """Spell what a recipe asks for beyond the defaults."""
-    said = []
+    spelled = []
     for one in fields(recipe):
         value = getattr(recipe, one.name)
         if one.name not in ("buckets", "captions") and (one.default is MISSING or value != one.default):
-            said.append(_said(one.name, value))
+            spelled.append(_spelled(one.name, value))
     asked = recipe.captions.model_dump(exclude_defaults=True)
-    return ", ".join([*said, *(_said(f"captions.{name}", value) for name, value in asked.items())])
+    return ", ".join([*spelled, *(_spelled(f"captions.{name}", value) for name, value in asked.items())])
 
 
-def _said(name: str, value: object) -> str:
+def _spelled(name: str, value: object) -> str:
     return name if value is True else f"{name}={value}"
 
 
 def buckets(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
     """Count by bucket, and say how its pictures get there."""
     ids, out = look.data.tables.ids(), []
-    held = {(rows.dataset, rows.bucket): rows.records for rows in look.data.tables.validation}
+    held_out = {(rows.dataset, rows.bucket): rows.records for rows in look.data.tables.validation}
     for rows in look.plan.buckets:
         own = ids[rows.first : rows.first + rows.records]
         batch = look.plan.global_batches[rows.dataset]
@@ -120,7 +120,7 @@ def buckets(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
                 "draws_per_epoch": rows.uses,
                 "share": rows.uses / look.plan.uses,
                 "batches_per_epoch": rows.uses / batch,
-                "held_out": held.get((rows.dataset, rows.bucket), 0),
+                "held_out": held_out.get((rows.dataset, rows.bucket), 0),
                 "upscaled": int((sizes.scale[own] > survey.LARGER).sum()),
                 "median_scale": float(np.median(sizes.scale[own])),
                 "cut_away": 1 - float(sizes.kept[own].mean()),
@@ -159,7 +159,7 @@ def copies(data: Data) -> dict[str, Any]:
 def captions(look: Look) -> dict[str, Any]:
     """Describe captions as they stand, and count their tokens without dropout and shuffling."""
     index = look.data.index
-    found = survey.survey_captions(index)
+    surveyed = survey.survey_captions(index)
 
     def named(entries: Sequence[tuple[int, int, str]]) -> list[dict[str, Any]]:
         return [
@@ -167,11 +167,11 @@ def captions(look: Look) -> dict[str, Any]:
         ]
 
     facts: dict[str, Any] = {
-        "count": found.count,
-        "empty": found.empty,
-        "several": found.several,
-        "longest": named(found.longest),
-        "shortest": named(found.shortest),
+        "count": surveyed.count,
+        "empty": surveyed.empty,
+        "several": surveyed.several,
+        "longest": named(surveyed.longest),
+        "shortest": named(surveyed.shortest),
         "tokens": None,
     }
     if look.tokens is not None:

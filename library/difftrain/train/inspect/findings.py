@@ -18,8 +18,8 @@ MUCH_CUT = 0.7
 
 def findings(look: Look, sizes: survey.Placements, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is suspicious. level: stop, where a training would not start; look, otherwise."""
-    found = [*_stops(look, facts), *_sizes(look, sizes), *_starved(look), *_captions(look, facts), *_copies(facts)]
-    return [finding for finding in found if finding]
+    entries = [*_stops(look, facts), *_sizes(look, sizes), *_starved(look), *_captions(look, facts), *_copies(facts)]
+    return [finding for finding in entries if finding]
 
 
 def _finding(what: str, examples: list[str] | None = None, level: str = "look") -> dict[str, Any]:

@@ -11,22 +11,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import DataFault, Family, FeatureSpec, Parts, Tokenize
+from difftrain.contracts import DataFault, FeatureSpec, Parts
 from difftrain.data.index import survey
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan.length import total_steps
-from difftrain.data.plan.plan import EpochPlan
-from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
+from difftrain.data.prepare import global_batches, make_plan, open_data, prepare
 from difftrain.data.samples import SampleMaker
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch, looked_up
 from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
+from difftrain.report.dataset_page import dataset_page
 from difftrain.train.inspect.cards import cards_of
 from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejected, sources, totals
 from difftrain.train.inspect.findings import findings
-from difftrain.train.inspect.page import page
 
 Say = Callable[[str], None]
 PAGE = "dataset.html"
@@ -39,14 +38,12 @@ def inspect(
 
     No device is touched and no weights are read. Raises: ConfigFault; DataFault where there is nothing to look at.
     """
-    look = look_at(cfg, epochs, pictures, say)
-    found = gather(look)
-    written = write_text(output, page(found))
+    gathered = gather(look_at(cfg, epochs, pictures, say))
+    page = write_text(output, dataset_page(gathered))
     if facts is not None:
-        plain = {key: value for key, value in found.items() if key != "cards"}
-        cards = [{key: value for key, value in card.items() if key != "images"} for card in found["cards"]]
-        write_text(facts, json.dumps({**plain, "cards": cards}, indent=1) + "\n")
-    return written
+        cards = [{key: value for key, value in card.items() if key != "images"} for card in gathered.pop("cards")]
+        write_text(facts, json.dumps({**gathered, "cards": cards}, indent=1) + "\n")
+    return page
 
 
 def debug_dataset(cfg: TrainConfig, say: Say = print) -> None:
@@ -82,33 +79,7 @@ def gather(look: Look) -> dict[str, Any]:
 
 def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
     """Open the data set as training would; what would only stop a training is said on the page instead."""
-    cfg, has_model = _local(cfg, say)
-    seeded = cfg.training.seed is not None
-    if not seeded:
-        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": 0})})
-    # rejects are what one wants to look at, so that too many of them are no reason to stop here
-    lenient = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_rejected_share": 1.0})})
-    family = make_family(cfg) if has_model else None
-    tokenize = family.tokenizer(Parts(root=nn.Module())) if family else None
-    data = open_data(cfg, prepare(lenient, log=say))
-    ranks = Launch.from_environment().size
-    plan = make_plan(data, cfg, global_batches(cfg, ranks))
-    return Look(
-        cfg=cfg,
-        data=data,
-        plan=plan,
-        maker=_maker(cfg, data, plan, family, tokenize),
-        epochs=epochs,
-        pictures=pictures,
-        seeded=seeded,
-        ranks=ranks,
-        stops=_stops(data, family),
-        tokens=tokenize,
-    )
-
-
-def _local(cfg: TrainConfig, say: Say) -> tuple[TrainConfig, bool]:
-    """Fetch data that is named by a hub id; weights are only taken where they are. Also tell whether there is a model."""
+    # --- data that is named by a hub id is fetched; weights are only taken where they are
     here, missing = looked_up(cfg)
     weights = [each for each in missing if each.field.startswith("model.")]
     if len(weights) < len(missing):
@@ -116,28 +87,45 @@ def _local(cfg: TrainConfig, say: Say) -> tuple[TrainConfig, bool]:
         here = here.model_copy(update={"data": fetched.data})
     for each in weights:
         say(f"{each.flag}: {each.id} is not here yet, so tokens are not counted; a run fetches it")
-    named = bool(cfg.model.pretrained or cfg.model.init_from_config)
-    return here, named and not weights
+    has_model = bool(cfg.model.pretrained or cfg.model.init_from_config) and not weights
+    cfg = here
+    seeded = cfg.training.seed is not None
+    if not seeded:
+        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": 0})})
 
+    # --- rejects are what one wants to look at, so that too many of them are no reason to stop here
+    lenient = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_rejected_share": 1.0})})
+    data = open_data(cfg, prepare(lenient, log=say))
+    ranks = Launch.from_environment().size
+    plan = make_plan(data, cfg, global_batches(cfg, ranks))
 
-def _maker(
-    cfg: TrainConfig, data: Data, plan: EpochPlan, family: Family | None, tokenize: Tokenize | None
-) -> SampleMaker:
-    """Make the loader's maker, but without a cache; without a model there are no tokens, which samples do without."""
+    # --- the loader's maker of samples, but without a cache; without a model there are no tokens, which it does without
+    family = make_family(cfg) if has_model else None
+    tokenize = family.tokenizer(Parts(root=nn.Module())) if family else None
     features = family.features if family else FeatureSpec({}, {})
     total = total_steps(cfg.training, plan)
-    return SampleMaker(data.index, data.recipes, features, tokenize or _no_tokens, plan.seed, total_steps=total)
+    maker = SampleMaker(data.index, data.recipes, features, tokenize or _no_tokens, plan.seed, total_steps=total)
 
-
-def _no_tokens(captions: list[str]) -> dict[str, Tensor]:
-    raise RuntimeError("no model is configured, so there is no tokenizer")
-
-
-def _stops(data: Data, family: Family | None) -> list[str]:
-    """Say what of the data's sizes would stop a training at its start."""
+    # --- what of the data's sizes would stop a training at its start
+    stops = []
     try:
         if family is not None:
             check_sizes(data.tables, family.features)
     except DataFault as fault:
-        return [str(fault)]
-    return []
+        stops.append(str(fault))
+    return Look(
+        cfg=cfg,
+        data=data,
+        plan=plan,
+        maker=maker,
+        epochs=epochs,
+        pictures=pictures,
+        seeded=seeded,
+        ranks=ranks,
+        stops=stops,
+        tokens=tokenize,
+    )
+
+
+def _no_tokens(captions: list[str]) -> dict[str, Tensor]:
+    raise RuntimeError("no model is configured, so there is no tokenizer")

@@ -17,10 +17,10 @@ from PIL import Image
 from reports import config, facts
 
 from difftrain.contracts import DataFault
-from difftrain.report.html import build_html
-from difftrain.report.html_parts import Curve, bar_chart, line_chart, sample_pictures, thinned, ticks
+from difftrain.report.charts import Curve, bar_chart, line_chart, thinned, ticks
 from difftrain.report.metrics import JsonLines
 from difftrain.report.report import ScoreTarget, make_report, write_report
+from difftrain.report.run_page import build_html, sample_pictures
 
 VOID = {"meta", "img", "br", "line", "rect", "circle", "polyline", "link", "input", "hr"}
 EVIL = '<script>alert("1")</script>&"\''
@@ -82,6 +82,9 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
             assert attrs.get(name, "data:").startswith(("data:image/", "data:", "#")), (tag, attrs)
         assert "style" not in attrs or "url(" not in attrs["style"]
     assert not re.search(r"url\(|@import", text)
+    assert "default-src 'none'; img-src data:" in text
+    anchors = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
+    assert anchors == {attrs["href"][1:] for tag, attrs in page.tags if tag == "a"} and "curves" in anchors
     assert page.count("img") == 4 and page.count("svg") >= 6
     assert len(text) < 4_000_000
 
@@ -151,7 +154,7 @@ def test_a_folder_without_a_report_says_so(tmp_path: Path) -> None:
 def test_building_the_page_imports_no_torch(tmp_path: Path) -> None:
     run_folder(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from difftrain.report.html import build_html; "
+        "import sys; from pathlib import Path; from difftrain.report.run_page import build_html; "
         "build_html(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
     library = str(Path(__file__).parents[3] / "library")

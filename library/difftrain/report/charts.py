@@ -1,17 +1,11 @@
-"""What pages are put together from: charts as inline SVG, plain data as tables, and pictures as data addresses."""
+"""Charts of pages, as inline SVG: curves over one axis, and bars."""
 
 from __future__ import annotations
 
-import base64
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
-from typing import Any
-
-from PIL import Image
 
 from difftrain.report.line import fixed
 
@@ -73,7 +67,8 @@ def line_chart(curves: Sequence[Curve], *, x_label: str, marks: Sequence[float] 
             )
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<polyline class="curve {curve.style}" points="{path}"{curve.attributes}/>')
-    legend = _legend([curve for curve, _ in drawn]) if len(drawn) > 1 else ""
+    spans = "".join(f'<span class="{curve.style}"{curve.attributes}>{escape(curve.name)}</span>' for curve, _ in drawn)
+    legend = f'<p class="legend">{spans}</p>' if len(drawn) > 1 else ""
     return legend + _svg(parts, f"{', '.join(curve.name for curve, _ in drawn)} over {x_label}")
 
 
@@ -143,6 +138,9 @@ def _axes(
     x_range: tuple[float, float],
     x_label: str,
 ) -> list[str]:
+    def label(value: float) -> str:
+        return fixed(value, 3).removesuffix(".0")
+
     parts = []
     for tick in y_ticks:
         _, down = place(x_range[0], tick)
@@ -159,123 +157,9 @@ def _axes(
     return parts
 
 
-def label(value: float) -> str:
-    """Write a tick: short, in fixed-point."""
-    text = fixed(value, 3)
-    return text.removesuffix(".0")
-
-
-def _legend(curves: Sequence[Curve]) -> str:
-    spans = "".join(f'<span class="{c.style}"{c.attributes}>{escape(c.name)}</span>' for c in curves)
-    return f'<p class="legend">{spans}</p>'
-
-
 def _svg(parts: list[str], description: str) -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(description, quote=True)}">'
         + "".join(parts)
         + "</svg>"
     )
-
-
-MOST_ROWS = 200
-LONG = 30  # items of a list longer than this stand on lines of their own
-
-
-def cell(value: Any) -> str:
-    """Write one value."""
-    if value is None:
-        return '<span class="none">not measured</span>'
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "not a number"
-    if isinstance(value, int) or (isinstance(value, float) and abs(value) >= 1e6):
-        return f"{value:,.0f}".replace(",", "\u202f")  # narrow space: no reader takes it for a decimal point
-    if isinstance(value, float):
-        return fixed(value, 5)
-    if isinstance(value, Mapping):
-        return pairs(value) if value else "none"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if value and all(isinstance(item, Mapping) for item in value):
-            return rows(value)
-        between = "<br>" if any(len(str(item)) > LONG for item in value) else ", "
-        return between.join(escape(str(item)) for item in value) or "none"
-    return escape(str(value)) or "none"
-
-
-def name(key: str) -> str:
-    """Write a key as words."""
-    return escape(str(key).replace("_", " "))
-
-
-def pairs(values: Mapping[str, Any]) -> str:
-    """Write a mapping as a table of two columns."""
-    return (
-        '<table class="pairs">'
-        + "".join(f"<tr><th>{name(k)}</th><td>{cell(v)}</td></tr>" for k, v in values.items())
-        + "</table>"
-    )
-
-
-def rows(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> str:
-    """Write records as a table. columns: key -> heading; without, every key that occurs, in order."""
-    if not records:
-        return '<p class="none">none</p>'
-    heads = columns or {key: str(key).replace("_", " ") for record in records for key in record}
-    head = "".join(
-        f'<th class="number">{escape(text)}</th>' if _is_number(records[0].get(key)) else f"<th>{escape(text)}</th>"
-        for key, text in heads.items()
-    )
-    body = "".join(
-        "<tr>" + "".join(_data(record.get(key, "")) for key in heads) + "</tr>" for record in records[:MOST_ROWS]
-    )
-    more = len(records) - MOST_ROWS
-    rest = f'<p class="none">and {more} more</p>' if more > 0 else ""
-    return (
-        f'<div class="wide"><table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}'
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _data(value: Any) -> str:
-    return (
-        f'<td class="number">{cell(value)}</td>'
-        if _is_number(value)
-        else f"<td>{'' if value == '' else cell(value)}</td>"
-    )
-
-
-FOLDER = "sample"  # kohya's name for it, in the output folder
-LONGEST_SIDE = 1400
-ENOUGH_BYTES = 400_000
-
-
-def sample_pictures(run_dir: Path, most: int = 4) -> list[Path]:
-    """Return the newest sample pictures, oldest first, with the very first one among them to see the progress.
-
-    Where a step has a grid of all prompts, only grids are taken.
-    """
-    found = sorted((run_dir / FOLDER).glob("*.png"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    grids = [path for path in found if path.stem.endswith("_grid")]
-    found = grids or found
-    return found if len(found) <= most else [found[0], *found[1 - most :]]
-
-
-def data_address(path: Path) -> str:
-    """Return a picture as a data address: the PNG itself where it is small, else a JPEG of bounded size."""
-    raw = path.read_bytes()
-    with Image.open(io.BytesIO(raw)) as picture:
-        if len(raw) <= ENOUGH_BYTES and max(picture.size) <= LONGEST_SIDE:
-            return "data:image/png;base64," + base64.b64encode(raw).decode()
-        small = picture.convert("RGB")
-        small.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
-    for quality in (88, 75, 60):
-        buffer = io.BytesIO()
-        small.save(buffer, "JPEG", quality=quality, optimize=True)
-        if buffer.tell() <= ENOUGH_BYTES:
-            break
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,230 @@
+"""The page of a data set: counts, buckets, crops, captions, copies and rejects, from plain facts (train/inspect)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from difftrain.config.spellings.spelling import option
+from difftrain.report.charts import bar_chart
+from difftrain.report.page import (
+    bullets,
+    cell,
+    details,
+    escape,
+    figure,
+    findings,
+    grid,
+    isolated,
+    missing,
+    note,
+    page,
+    panel,
+    rows,
+)
+
+LONG, SHORT = 600, 240  # letters of a caption that are shown of a picture, and in a list
+
+
+def dataset_page(facts: dict[str, Any]) -> str:
+    """Return the whole page."""
+    # --- beside the title, and below it
+    stops = any(finding["level"] == "stop" for finding in facts["findings"])
+    count = len(facts["findings"])
+    badge = ("bad", "would not start") if stops else ("plain", f"{count} to look at") if count else ("good", "fine")
+    about = [
+        f"seed {facts['seed']}" + ("" if facts["seeded"] else ": none is configured, a run draws one"),
+        f"global batch {', '.join(map(str, facts['global_batch']))}",
+        f"{facts['ranks']} rank{'s'[: facts['ranks'] > 1]}",
+        facts["written"],
+    ]
+
+    # --- what counts most
+    totals, tokens = facts["totals"], facts["captions"]["tokens"]
+    cards = [
+        ("pictures with captions", totals["records"]),
+        ("uses in an epoch, repeats counted", totals["draws_per_epoch"]),
+        ("steps in the first epoch", facts["steps"][0] if facts["steps"] else None),
+        ("buckets", totals["buckets"]),
+        ("held out for validation", totals["held_out"]),
+        ("not trained on", facts["rejected"]["count"]),
+        ("copies, byte for byte", totals["copies"] if facts["copies"]["looked_for"] else None),
+        ("enlarged", totals["upscaled"]),
+        ("captions that are cut", tokens["cut"] if tokens else None),
+    ]
+    return page(
+        f"Data set {facts['name']}",
+        badges=[badge],
+        about=escape(" · ".join(about)),
+        cards=[(text, "–" if value is None else cell(value)) for text, value in cards],
+        sections=(
+            ("findings", "What to look at", panel(findings(facts["findings"]))),
+            ("sources", "Sources", _sources(facts["sources"])),
+            ("buckets", "Buckets", _buckets(facts["buckets"])),
+            ("captions", "Captions", _captions(facts["captions"])),
+            ("rejected", "Not trained on", _rejected(facts["rejected"])),
+            ("copies", "Copies", _copies(facts["copies"])),
+            ("pictures", "Pictures, as they will be cut", _shots(facts)),
+            ("notes", "Notes", panel(bullets(facts["notes"]))),
+        ),
+    )
+
+
+# --- counts
+
+
+def _sources(sources: list[dict[str, Any]]) -> str:
+    heads = {
+        "source": "#", "dataset": "data set", "folder": "folder", "kind": "kind", "records": "pictures", "repeats": "repeats",
+        "draws_per_epoch": "uses an epoch", "held_out": "held out", "upscaled": "enlarged", "refused": "refused",
+        "no_bucket": "no bucket", "not_used": "surplus", "settings": "settings",
+    }  # fmt: skip
+    always = ("source", "folder", "kind", "records", "repeats", "draws_per_epoch", "settings")
+    shown = {key: head for key, head in heads.items() if key in always or any(source[key] for source in sources)}
+    if all(source["dataset"] == 1 for source in sources):
+        shown.pop("dataset")
+    return panel(rows(sources, shown), kind="sources")
+
+
+def _buckets(buckets: list[dict[str, Any]]) -> str:
+    by_shape = sorted(buckets, key=lambda bucket: (bucket["width"] / bucket["height"], bucket["width"]))
+    chart = bar_chart(
+        [f"{bucket['width']}×{bucket['height']}" for bucket in by_shape],
+        [float(bucket["draws_per_epoch"]) for bucket in by_shape],
+        x_label="uses an epoch, from tall to wide",
+    )
+    table = [
+        {
+            "bucket": bucket["bucket"],
+            "pictures": bucket["records"],
+            "uses an epoch": bucket["draws_per_epoch"],
+            "share, %": round(100 * bucket["share"], 1),
+            "batches an epoch": round(bucket["batches_per_epoch"], 2),
+            "held out": bucket["held_out"],
+            "enlarged": bucket["upscaled"],
+            "median scale": round(bucket["median_scale"], 3),
+            "cut away, %": round(100 * bucket["cut_away"], 1),
+        }
+        for bucket in sorted(buckets, key=lambda bucket: -bucket["draws_per_epoch"])
+    ]
+    return panel(f'<div class="chart">{chart}</div>') + panel(rows(table), kind="buckets")
+
+
+def _rejected(rejected: dict[str, Any]) -> str:
+    if not rejected["count"]:
+        return panel(missing("everything is used"))
+    reasons = [{**reason, "source": reason["source"] or "all"} for reason in rejected["reasons"]]
+    more = rejected["count"] - len(rejected["first"])
+    rest = note(f"and {more:,} more: a run names all of them in rejected.jsonl") if more > 0 else ""
+    return panel(rows(reasons) + details(f"{len(rejected['first'])} by name", rows(rejected["first"]) + rest))
+
+
+def _copies(copies: dict[str, Any]) -> str:
+    if not copies["looked_for"]:
+        why = f"not looked for: pictures were not read whole ({option('data.verify', 'full')} reads them)"
+        return panel(missing(why))
+    if not copies["groups"]:
+        return panel(missing("none"))
+    table = [{"pictures": group["pictures"], "names": group["names"]} for group in copies["first"]]
+    more = copies["groups"] - len(table)
+    rest = note(f"and {more:,} more groups") if more > 0 else ""
+    return panel(rows(table) + rest, "Pictures with the same bytes; all are kept")
+
+
+# --- captions
+
+
+def _captions(captions: dict[str, Any]) -> str:
+    counts = f"{captions['count']:,} captions"
+    counts += f", several of {captions['several']:,} pictures" if captions["several"] else ""
+    counts += f", {captions['empty']:,} are empty" if captions["empty"] else ""
+    tokens = captions["tokens"]
+    panels = [_tokens(tokens, counts)]
+    if tokens and tokens["longest_cut"]:
+        panels.append(panel(_quotes(tokens["longest_cut"], "tokens"), "The longest of those that are cut"))
+    panels += [
+        panel(_quotes(captions[key], "characters"), f"The {key}, as they stand") for key in ("longest", "shortest")
+    ]
+    return grid(*panels)
+
+
+def _tokens(tokens: dict[str, Any] | None, counts: str) -> str:
+    if tokens is None:
+        why = f"Tokens are counted where a model is named: {option('model.pretrained')} or {option('model.init_from_config')}."
+        return panel(note(f"{counts}. {why}"), "Tokens")
+    chart = bar_chart(
+        [str(one["from"]) for one in tokens["bins"]],
+        [float(one["captions"]) for one in tokens["bins"]],
+        x_label="tokens of a caption, from",
+    )
+    text = (
+        f"{counts}. Tokens of {tokens['counted']:,}: {tokens['mean']:.1f} on average, {tokens['most']:,} at most; the model "
+        f"reads {tokens['limit']}, so that {tokens['cut']:,} are cut. Counted with prefix and suffix, without dropout."
+    )
+    return panel(chart + note(text), "Tokens")
+
+
+def _quotes(captions: list[dict[str, Any]], unit: str) -> str:
+    items = "".join(
+        f"<li><b>{one[unit]:,} {unit}</b>{_caption(one['caption'], SHORT)}<span>{isolated(one['record'])}</span></li>"
+        for one in captions
+    )
+    return f'<ul class="quotes">{items}</ul>' if items else missing("none")
+
+
+def _caption(text: str, most: int) -> str:
+    return isolated(text if len(text) <= most else f"{text[:most]} …")
+
+
+# --- pictures: how each is cut, and its captions in the first epochs
+
+
+def _shots(facts: dict[str, Any]) -> str:
+    if not facts["cards"]:
+        return ""
+    text = (
+        f"{len(facts['cards'])} of {facts['totals']['trained']:,} pictures, some of every bucket and source. Left the "
+        "original with the cut of its first use, right what the model gets. Below, its captions as the plan draws them"
+        f" in the first {facts['epochs']} epoch{'s'[: facts['epochs'] > 1]}; steps are counted from 0."
+    )
+    return f'<div class="shots">{"".join(map(_shot, facts["cards"]))}</div>{note(text)}'
+
+
+def _shot(card: dict[str, Any]) -> str:
+    badge = '<span class="badge plain">regularisation</span>' if card["regularisation"] else ""
+    pictures = _pair(card) if card["images"] else f'<p class="bad">{escape(card["fault"])}</p>'
+    return f'<article class="panel shot"><h3>{isolated(card["name"])}{badge}</h3>{pictures}{_uses(card)}</article>'
+
+
+def _pair(card: dict[str, Any]) -> str:
+    """Show the original with a frame around the cut, what the model gets, and the mask of the loss."""
+    (width, height), (wide, high), (left, top, w, h) = card["size"], card["resized"], card["crop"]
+    shares = {"left": left / wide, "top": top / high, "width": w / wide, "height": h / high}
+    frame = ";".join(f"{side}:{100 * share:.2f}%" for side, share in shares.items())
+    name, images = escape(card["name"]), card["images"]
+    result = f"{w} × {h} px, scaled {wide / width:.2f}" + (", mirrored" if card["flipped"] else "")
+    original = f'<div class="frame"><img src="{images["original"]}" alt="{name}"><i style="{frame}"></i></div>'
+    figures = [
+        figure(original, f"{width} × {height} px"),
+        figure(f'<img src="{images["result"]}" alt="{name}, cut">', result),
+    ]
+    if "mask" in images:
+        figures.append(figure(f'<img src="{images["mask"]}" alt="mask of {name}">', "mask of the loss", "third"))
+    return f'<div class="pair">{"".join(figures)}</div>'
+
+
+def _uses(card: dict[str, Any]) -> str:
+    """List the uses of a picture in the epochs that are looked at, with the caption of each."""
+    lines = []
+    for use in card["captions"]:
+        text = _caption(use["text"], LONG) if use["text"] else '<span class="none">empty</span>'
+        text += f' <span class="none">({use["tokens"]} tokens)</span>' if use.get("tokens") is not None else ""
+        lines.append((use["epoch"], f"epoch {use['epoch']}<br>step {use['step']:,}", text))
+    for epoch in card["unused"]:
+        searched = card["searched"][epoch - 1]
+        why = "not used in this epoch" if searched is None else f"not in the first {searched:,} steps of this epoch"
+        lines.append((epoch, f"epoch {epoch}", f'<span class="none">{why}</span>'))
+    lines.sort(key=lambda line: line[0])
+    if not card["captions"]:
+        lines += [(0, "as it stands", _caption(text, LONG)) for text in card["stored"]]
+    body = "".join(f"<tr><th>{head}</th><td>{text}</td></tr>" for _, head, text in lines)
+    return f'<table class="uses">{body}</table>'
