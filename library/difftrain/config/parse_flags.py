@@ -12,7 +12,7 @@ from typing import Any
 
 from difftrain.config import arguments_file, toml
 from difftrain.config.datasets import kohya
-from difftrain.config.datasets.datasets import draws_captions
+from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.paths import PendingFiles
 from difftrain.config.rules import data as data_rules
 from difftrain.config.rules import engine, objective, optimizer, outputs, paths, run
@@ -246,7 +246,7 @@ def _with_data_sets(cfg: TrainConfig, src: _Sources) -> TrainConfig:
     src.notes += [*found.notes, *data_rules.overridden(found.overridden & src.setters.keys(), data.dataset_config)]
     if found.faults:
         src.bad.add("data.datasets")
-    return kohya.applied(cfg, found)
+    return applied(cfg, found)
 
 
 def _with_file(
