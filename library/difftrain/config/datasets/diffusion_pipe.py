@@ -259,18 +259,19 @@ class Directory:
         """Tell whether a range of ratios is there, and right."""
         values, bad = self.values, self.bad & set(_RANGE)
         missing = [name for name in _RANGE if name not in values and name not in bad]
+        right = not missing and not bad
         if missing:
             remedy = "with enable_ar_bucket give min_ar, max_ar and num_ar_buckets, or ar_buckets"
             self.reader.fault(self.place, f"{', '.join(missing)}: missing", remedy)
-        elif not bad and values["min_ar"] > values["max_ar"]:
+        elif right and values["min_ar"] > values["max_ar"]:
             what = f"is above max_ar: {values['min_ar']:g} > {values['max_ar']:g}"
             self.fault("min_ar", what, "width / height of the narrowest bucket comes first")
-            missing = ["min_ar"]
+            right = False
         if values.get("num_ar_buckets", 0) > _MOST_RATIOS:
             what = f"must be at most {_MOST_RATIOS}, got {values['num_ar_buckets']}"
             self.fault("num_ar_buckets", what, "some tens are more than enough")
-            return False
-        return not missing and not bad
+            right = False
+        return right
 
     def least(self, name: str, sides: Sequence[float], multiple: int) -> None:
         """Refuse a side that the family has no bucket for: rounded, it would be another size altogether."""

@@ -13,22 +13,13 @@ from difftrain.config.datasets.datasets import Resolved
 from difftrain.config.datasets.keys import KEYS_OF, RENAMED, DatasetKey, File
 from difftrain.config.paths import bytes_of
 from difftrain.config.schema.names import did_you_mean
-from difftrain.config.schema.sections import (
-    CaptionSection,
-    DatasetSection,
-    Section,
-    SubsetSection,
-    TrainConfig,
-    ValidationSection,
-)
-from difftrain.config.schema.validate import show, unsupported_value, wrong_in
+from difftrain.config.schema.sections import DatasetSection, Section, SubsetSection, TrainConfig
+from difftrain.config.schema.validate import section_class, show, unsupported_value, wrong_in
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts.errors import Fault
 
 Table = dict[str, Any]
-_SECTIONS: dict[str, type[Section]] = {
-    "dataset": DatasetSection, "subset": SubsetSection, "captions": CaptionSection, "validation": ValidationSection,
-}  # fmt: skip
+_SECTIONS: dict[str, type[Section]] = {"dataset": DatasetSection, "subset": SubsetSection}  # that no run has by a name
 
 
 class Reader:
@@ -102,7 +93,8 @@ def misfit(file: File, table: str, name: str, value: Any) -> tuple[str, str] | N
         return "must not be empty", ""
     if key.kind:
         return None
-    section = _SECTIONS[key.to.partition(".")[0]]
+    name = key.to.partition(".")[0]
+    section = _SECTIONS.get(name) or section_class(name)
     try:
         section.model_validate_json(json.dumps({key.field: converted(key, value)}), strict=True)
     except ValidationError as error:
