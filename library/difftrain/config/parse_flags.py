@@ -12,7 +12,7 @@ from typing import Any
 
 from difftrain.config import arguments_file, toml
 from difftrain.config.datasets import kohya
-from difftrain.config.datasets.datasets import draws_captions
+from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.layers import Layer
 from difftrain.config.paths import PendingFiles
 from difftrain.config.resolve import Door, Resolution, resolve_layers
@@ -247,7 +247,7 @@ def _with_data_sets(out: Resolution, setters: Set[str]) -> TrainConfig:
     out.notes += [*found.notes, *data_rules.overridden(found.overridden & setters, data.dataset_config)]
     if found.faults:
         out.bad.add("data.datasets")
-    return kohya.applied(cfg, found)
+    return applied(cfg, found)
 
 
 def _written(words: dict[str, list[str]], table: Mapping[str, Row], layer: Layer) -> tuple[dict[str, list[str]], Path]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config import launch_options, layers
-from difftrain.config.datasets import diffusion_pipe, kohya
+from difftrain.config.datasets import diffusion_pipe
+from difftrain.config.datasets.datasets import Resolved, applied
 from difftrain.config.derive import train_door
 from difftrain.config.door import enter
 from difftrain.config.layers import KeyValue, Layer
@@ -52,7 +53,7 @@ def with_data_sets(out: Resolution, *, named_now: bool) -> TrainConfig:
         _say(out, found, _SETS, path)
         given = {each for each in found.overridden & out.origins.keys() if value_of(cfg, each) != default_of(each)}
         out.notes += data_rules.overridden(given, path)
-        cfg = kohya.applied(cfg, found)
+        cfg = applied(cfg, found)
     elif (batch_of := _batch_of(out, cfg)) and not path and not cfg.data.datasets and cfg.data.resolution:
         width, height = cfg.data.resolution  # of the folders that the run's own file names
         batch = {"batch_size": batch_of(round(math.sqrt(width * height)))}
@@ -78,7 +79,7 @@ def _eval_set(out: Resolution, cfg: TrainConfig, section: EvalSetSection, multip
     return section.model_copy(update={"datasets": found.datasets})
 
 
-def _say(out: Resolution, found: kohya.Resolved, field: str, path: str) -> None:
+def _say(out: Resolution, found: Resolved, field: str, path: str) -> None:
     out.faults += [fault for fault in found.faults if fault not in out.faults]
     out.notes += [note for note in found.notes if note not in out.notes]
     out.origins.setdefault(field, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from difftrain.config.datasets.diffusion_pipe import resolve, sizes_of
-from difftrain.config.datasets.diffusion_pipe_keys import KEYS, SPELLINGS, read
-from difftrain.config.datasets.kohya import Resolved, applied
+from difftrain.config.datasets.datasets import Resolved, applied
+from difftrain.config.datasets.diffusion_pipe import DirectoryReader, resolve, sizes_of
+from difftrain.config.datasets.keys import DIFFUSION_PIPE, KEYS
 from difftrain.config.datasets.kohya import resolve as resolve_kohyas
 from difftrain.config.rules import outputs
-from difftrain.config.schema.sections import DataSection, LossSection, TrainConfig
+from difftrain.config.schema.sections import (
+    CaptionSection,
+    DataSection,
+    DatasetSection,
+    LossSection,
+    SubsetSection,
+    TrainConfig,
+)
+from difftrain.config.schema.validate import fields
+from difftrain.models.registry import FAMILIES
 from difftrain.testing.pictures import write_folder
 
 PUBLISHED = """
@@ -85,8 +95,12 @@ def said(result: Resolved) -> str:
 
 def test_the_published_example_parses_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "d.toml").write_text(PUBLISHED)
-    directories, faults = read(tmp_path / "d.toml")
-    assert not faults and [each.values["path"] for each in directories] == ["/data/of/pictures", "/data/of/clips"]
+    reader = DirectoryReader(tmp_path / "d.toml", TrainConfig())
+    directories = reader.directories(reader.tables("d.toml") or {})
+    assert not reader.out.faults and [each.values["path"] for each in directories] == [
+        "/data/of/pictures",
+        "/data/of/clips",
+    ]
     assert directories[1].values["framerate"] == 16 and directories[0].values["cache_shuffle_num"] == 0
 
 
@@ -323,10 +337,26 @@ def test_a_side_below_what_the_family_takes_is_no_bucket(place: Path) -> None:
     assert not found(place, f"resolutions = [16]\n{ONE}").faults
 
 
-def test_every_spelling_is_a_key_and_every_key_is_documented() -> None:
+def test_the_page_says_of_every_key_what_the_table_says() -> None:
     page = (Path(__file__).parents[3] / "docs" / "dataset_toml.md").read_text(encoding="utf-8")
-    assert all(one in KEYS and other in KEYS for one, other in SPELLINGS.items())
-    assert not [name for name in KEYS if f"`{name}`" not in page]
+    told: dict[str, set[str]] = {}
+    for key in DIFFUSION_PIPE.values():
+        told.setdefault(DIFFUSION_PIPE[key.spells].help if key.spells else key.help, set()).add(key.name)
+    rows = [line.strip("| ").split(" | ", 1) for line in page.splitlines() if line.startswith("| `")]
+    assert {help: set(re.findall(r"`(\w+)`", names)) for names, help in rows} == told and len(rows) == len(told)
+
+
+def test_every_row_leads_to_fields_that_are_there_and_says_what_it_means() -> None:
+    owners = {"dataset": DatasetSection, "subset": SubsetSection, "captions": CaptionSection}
+    for key in KEYS:
+        section, _, name = key.to.partition(".")
+        owner = owners.get(section, TrainConfig.model_fields.get(section))
+        assert not key.to or name in getattr(owner, "annotation", owner).model_fields, key  # type: ignore[union-attr]
+        assert not key.run or key.run in set(fields()), key
+        assert key.help or key.run or key.spells in DIFFUSION_PIPE, key
+        assert key.kind or key.to, key
+        assert (key.status in ("later", "refused")) == bool(key.why and key.remedy), key
+        assert (key.status == "later") == hasattr(FAMILIES["sdxl"], key.needs or "?"), key
 
 
 def test_the_door_of_kohyas_files_says_where_this_kind_is_taken(place: Path) -> None:

@@ -11,8 +11,8 @@ from looking import looked_at  # noqa: F401
 from PIL import Image
 
 from difftrain.config import TrainConfig
+from difftrain.config.datasets.datasets import Resolved, applied
 from difftrain.config.datasets.diffusion_pipe import resolve
-from difftrain.config.datasets.kohya import Resolved, applied
 from difftrain.config.schema.sections import EvalSetSection
 from difftrain.contracts import DataFault
 from difftrain.data.evaluation_sets import common_records, open_set

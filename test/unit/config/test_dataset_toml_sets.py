@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from difftrain.config import TrainConfig
+from difftrain.config.datasets.datasets import applied
 from difftrain.config.datasets.diffusion_pipe import resolve
-from difftrain.config.datasets.kohya import applied
 from difftrain.config.schema.sections import EvalSetSection
 from difftrain.config.spellings.spelling import speaking
 from difftrain.contracts import Batch, DataFault, DrawSpec, FeatureSpec

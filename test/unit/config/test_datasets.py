@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from difftrain.config.datasets.datasets import subsets_of
-from difftrain.config.datasets.kohya import KEYS
+from difftrain.config.datasets.keys import DATASET, KOHYA, OWN, SUBSET
 from difftrain.config.digest import differences, digest, identity
 from difftrain.config.parse_flags import parse
-from difftrain.config.schema.sections import CaptionSection, DatasetSection, SubsetSection, TrainConfig
+from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.toml import dump, load, value_text
 from difftrain.contracts import ConfigFault
 
@@ -67,9 +67,9 @@ def resolved(path: Path, *flags: str) -> TrainConfig:
 
 def got(cfg: TrainConfig, name: str) -> Any:
     """Return what a key has become in the first data set and its first subset."""
-    dataset, key = cfg.data.datasets[0], KEYS[name]
+    dataset, key = cfg.data.datasets[0], KOHYA[name]
     subset = dataset.subsets[0]
-    owner = {DatasetSection: dataset, SubsetSection: subset, CaptionSection: subset.captions}[key.section]  # type: ignore[index]
+    owner = {"dataset": dataset, "subset": subset, "captions": subset.captions}[key.to.partition(".")[0]]
     return getattr(owner, key.field)
 
 
@@ -79,22 +79,22 @@ def same(found: Any, value: Any) -> bool:
 
 
 def test_every_key_is_tried() -> None:
-    assert set(VALUES) == set(KEYS) - NOT_RESOLVED - PATHS
+    assert set(VALUES) == set(KOHYA) - NOT_RESOLVED - PATHS
 
 
 @pytest.mark.flags("dataset_config")
 @pytest.mark.parametrize("name", VALUES)
 def test_the_innermost_table_counts(folder: Path, name: str) -> None:
     first, second = VALUES[name]
-    size, level = {} if name == "resolution" else {"resolution": 64}, KEYS[name].level
+    size, tables = {} if name == "resolution" else {"resolution": 64}, KOHYA[name].tables
     common = size | {"max_bucket_reso": 1024, "min_bucket_reso": 8} if name not in ("min_bucket_reso",) else size
     common = {key: value for key, value in common.items() if key != name}
-    if level != "own":
+    if tables != OWN:
         assert same(got(resolved(write(folder, common | {name: first}, {}, {})), name), first)
         assert same(got(resolved(write(folder, common | {name: first}, {name: second}, {})), name), second)
         assert same(got(resolved(write(folder, common | {name: second}, {name: first}, {})), name), first)
-    if level != "dataset":
-        above = {} if level == "own" else {name: first}
+    if tables != DATASET:
+        above = {} if tables == OWN else {name: first}
         assert same(got(resolved(write(folder, common, above, {name: second})), name), second)
         assert same(got(resolved(write(folder, common, above, {name: first})), name), first)
 
@@ -133,8 +133,8 @@ def test_the_page_shows_a_file_that_works_and_names_every_key(folder: Path, monk
     cfg = resolved(folder / "page.toml", "--bucket_reso_steps=64")
     assert cfg.batch_sizes == (4, 16) and [len(each.subsets) for each in cfg.data.datasets] == [2, 2]
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") or line.startswith("| those")]
-    named = {name.partition(" (")[0].strip() for row in rows for name in row[2].split(",")}
-    assert named == set(KEYS)
+    named = [{name.partition(" (")[0].strip() for name in row[2].split(",")} for row in rows]
+    assert named == [{key.name for key in KOHYA.values() if key.tables == at} for at in (DATASET, SUBSET, OWN)]
 
 
 def test_three_kinds_of_subsets(folder: Path) -> None:

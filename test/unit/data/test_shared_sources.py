@@ -13,8 +13,8 @@ from looking import looked_at  # noqa: F401
 from difftrain.cache.manifest import content_hash
 from difftrain.cache.manifest.mask_hash import mask_contents
 from difftrain.config import TrainConfig
+from difftrain.config.datasets.datasets import applied
 from difftrain.config.datasets.diffusion_pipe import resolve
-from difftrain.config.datasets.kohya import applied
 from difftrain.config.schema.sections import EvalSetSection
 from difftrain.data.evaluation_sets import open_set
 from difftrain.data.index import shared_sources

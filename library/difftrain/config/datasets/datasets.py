@@ -1,7 +1,8 @@
-"""The data sets of a run in one form, whether they come from flags or from kohya's data set TOML."""
+"""The data sets of a run in one form, whether they come from flags or from a data set TOML."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from difftrain.config.schema.sections import (
@@ -13,13 +14,51 @@ from difftrain.config.schema.sections import (
     SubsetSection,
     TrainConfig,
 )
+from difftrain.contracts.errors import Fault
+
+
+@dataclass
+class Resolved:
+    """The data sets of a file, what went wrong, and what is worth saying.
+
+    overridden: "section.field" of the command line's values that no data set takes, since the file sets all.
+    masked: the masks that the file names count, whatever loss.masked says.
+    """
+
+    datasets: tuple[DatasetSection, ...] = ()
+    validation_seed: int | None = None
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    overridden: set[str] = field(default_factory=set)
+    masked: bool = False
+
+
+def applied(cfg: TrainConfig, found: Resolved) -> TrainConfig:
+    """Put data sets into a configuration.
+
+    What is said of a run as a whole becomes theirs: the largest batch, picture and share that is held out.
+    """
+    datasets = found.datasets
+    if not datasets:
+        return cfg
+    largest = max((each.resolution or (0, 0) for each in datasets), key=lambda size: size[0] * size[1])
+    seed = cfg.validation.seed if found.validation_seed is None else found.validation_seed
+    changes: dict[str, dict[str, Any]] = {
+        "loss": {"masked": cfg.loss.masked or found.masked},
+        "data": {"datasets": datasets, "resolution": largest if all(largest) else None},
+        "training": {"batch_size": max(each.batch_size for each in datasets)},
+        "validation": {"split": max(each.validation_split for each in datasets), "seed": seed},
+    }
+    return cfg.model_copy(
+        update={name: getattr(cfg, name).model_copy(update=fields) for name, fields in changes.items()}
+    )
 
 
 def datasets_of(data: DataSection, captions: CaptionSection) -> tuple[DatasetSection, ...]:
     """Return the data sets: those of the TOML, or the one that the folders of the flags are."""
     if data.datasets:
         return data.datasets
-    sizes: dict[str, Any] = {field: getattr(data, field) for field in SizeSection.model_fields}
+    sizes: dict[str, Any] = {name: getattr(data, name) for name in SizeSection.model_fields}
     return (DatasetSection(subsets=tuple(_subsets(data, captions)), **sizes),)
 
 
@@ -46,7 +85,7 @@ def draws_captions(cfg: TrainConfig, *, told: bool = True) -> bool:
 
 
 def _subsets(data: DataSection, captions: CaptionSection) -> list[SubsetSection]:
-    look: dict[str, Any] = {field: getattr(data, field) for field in PictureSection.model_fields}
+    look: dict[str, Any] = {name: getattr(data, name) for name in PictureSection.model_fields}
     look["captions"] = captions
     folder, once = next(iter(data.dirs), None), data.repeats[0]
     if data.dataset_class:

@@ -6,21 +6,21 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftrain.config import hub_ids
-from difftrain.config.datasets import kohya
-from difftrain.config.datasets.diffusion_pipe_keys import Directory, directories_of, is_kohyas, tables_of
-from difftrain.config.datasets.kohya import Resolved
+from difftrain.config.datasets.datasets import Resolved
+from difftrain.config.datasets.keys import DIFFUSION_PIPE, KEYS
+from difftrain.config.datasets.kohya import KohyaReader
+from difftrain.config.datasets.reader import Reader, Table
 from difftrain.config.paths import expanded, is_file, is_folder, resolve_path
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.sections import CaptionSection, DatasetSection, PictureSection, SubsetSection, TrainConfig
-from difftrain.contracts.errors import Fault
 
 Size = tuple[int, int]
-Table = dict[str, Any]
 
 
 class Sizes(NamedTuple):
@@ -83,6 +83,9 @@ def _square(side: float, multiple: int) -> Size:
 BatchOf = Callable[[int], int]  # side of a resolution -> images of a micro batch
 
 CAPTIONS_FILE = "captions.json"
+SPELLINGS = {key.name: key.spells for key in KEYS if key.spells}
+_LISTS = ("directory", "datasets")
+_RANGE = ("min_ar", "max_ar", "num_ar_buckets")
 _MANY_RESOLUTIONS = 3
 _MOST_RATIOS = 1000
 _PATHS = ("path", "mask_path", "default_mask_file", "control_path")
@@ -102,41 +105,42 @@ def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | 
 
     cfg: what the run says otherwise. multiple: of which the family's sizes are. batch_of: None takes the run's batch.
     """
-    out = Resolved()
-    tables = tables_of(path, out.faults)
+    reader = DirectoryReader(path, cfg)
+    tables = reader.tables(str(path))
     if tables is None:
-        return out
-    if is_kohyas(tables):
-        out = kohya.resolve(path, cfg)
-        if batch_of is not None:
-            what = "have no effect: every data set here has batch_size"
-            if "training.batch_size" not in out.overridden:
-                largest = cfg.training.batch_size
-                what = f"are not for kohya's data sets: those without batch_size take the largest, {largest}"
-            out.notes.append(f"{path}: batch sizes by resolution {what}")
-        return out
-    directories = directories_of(path, tables, out.faults)
-    _DirectoryResolver(path, cfg, out, multiple, batch_of or (lambda side: cfg.training.batch_size)).take(directories)
+        return reader.out
+    datasets = tables.get("datasets")
+    listed = datasets if isinstance(datasets, list) else [datasets]
+    if "general" not in tables and not any("subsets" in each for each in listed if isinstance(each, dict)):
+        return reader.take(tables, multiple, batch_of or (lambda side: cfg.training.batch_size))
+
+    # kohya's file, whose sources are subsets
+    out = KohyaReader(path, cfg).take(tables)
+    if batch_of is not None:
+        what = "have no effect: every data set here has batch_size"
+        if "training.batch_size" not in out.overridden:
+            largest = cfg.training.batch_size
+            what = f"are not for kohya's data sets: those without batch_size take the largest, {largest}"
+        out.notes.append(f"{path}: batch sizes by resolution {what}")
     return out
 
 
-class _DirectoryResolver:
-    """One reading of one file."""
+class DirectoryReader(Reader):
+    """Reads what stands above all directories, and each [[directory]]."""
 
-    def __init__(self, path: Path, cfg: TrainConfig, out: Resolved, multiple: int, batch_of: BatchOf) -> None:
-        self.path, self.cfg, self.out, self.multiple, self.batch_of = path, cfg, out, multiple, batch_of
-        self.look: dict[str, Any] = {name: getattr(cfg.data, name) for name in _INHERITED}
-        self.sized_by_run = False  # a directory without resolutions takes the run's
+    file = "diffusion_pipe"
+    sized_by_run = False  # a directory without resolutions takes the run's
 
-    def take(self, directories: list[Directory]) -> None:
+    def take(self, tables: Table, multiple: int, batch_of: BatchOf) -> Resolved:
+        """Make a data set of each list of buckets and batch: the sources are the directories that have both."""
         grouped: dict[tuple[Sizes, int], list[SubsetSection]] = {}
-        for each in directories:
-            subset = self.subset(each)
-            for size in self.sizes(each):
+        for each in self.directories(tables):
+            subset = each.subset()
+            for size in each.sizes(multiple):
                 if subset is not None:
-                    grouped.setdefault((size, self.batch(each, size)), []).append(subset)
-        split = self.cfg.validation.split
-        self.out.datasets = tuple(
+                    grouped.setdefault((size, each.batch(size, batch_of)), []).append(subset)
+        split, out = self.cfg.validation.split, self.out
+        out.datasets = tuple(
             DatasetSection(
                 resolution=size.nominal,
                 enable_bucket=len(size.sizes) > 1,
@@ -147,111 +151,160 @@ class _DirectoryResolver:
             )
             for (size, batch), subsets in grouped.items()
         )
-        every = [subset for dataset in self.out.datasets for subset in dataset.subsets]
-        self.out.masked = any(subset.conditioning_dir or subset.default_mask for subset in every)
-        self.out.overridden = set(_OVERRIDDEN) | (set() if self.sized_by_run else {"data.resolution"})
+        every = [subset for dataset in out.datasets for subset in dataset.subsets]
+        out.masked = any(subset.conditioning_dir or subset.default_mask for subset in every)
+        out.overridden = set(_OVERRIDDEN) | (set() if self.sized_by_run else {"data.resolution"})
+        out.faults, out.notes = list(dict.fromkeys(out.faults)), list(dict.fromkeys(out.notes))
+        return out
 
-    def fault(self, place: str, what: str, remedy: str = "") -> None:
-        found = Fault(f"{self.path} {place}", what, remedy)
-        if found not in self.out.faults:
-            self.out.faults.append(found)
+    def directories(self, tables: Table) -> list[Directory]:
+        """Check every table: what stands above all directories counts in each that says nothing else."""
+        lists = [name for name in _LISTS if name in tables]
+        if len(lists) != 1:
+            what = "both [[directory]] and [[datasets]] are there" if lists else "no directory is named"
+            self.fault("", what, "begin each with [[directory]]")
+        above, bad_above = self.spelt({name: value for name, value in tables.items() if name not in _LISTS}, "", "")
+        found = []
+        for name in lists:
+            listed = tables[name] if isinstance(tables[name], list) else [tables[name]]
+            for number, table in enumerate(listed, 1):
+                place = f"[[{name}]] {number}"
+                if self.is_table(table, f"[[{name}]]", place):
+                    own, bad = self.spelt(table, "[[directory]]", place)
+                    found.append(Directory(self, place, above | own, bad_above | bad, set(own)))
+        return found
 
-    def note(self, place: str, what: str) -> None:
-        said = f"{self.path} {place}: {what}"
-        if said not in self.out.notes:
-            self.out.notes.append(said)
+    def spelt(self, table: Table, header: str, place: str) -> tuple[Table, set[str]]:
+        """Return what is right in a table by our spelling of each key, and the keys whose values cannot be used."""
+        right = self.checked(table, header, place)
+        bad = table.keys() - right.keys()
+        for other, one in SPELLINGS.items():
+            if other in right and right.setdefault(one, right[other]) != right[other]:
+                what = f"contradicts {one}: {right[other]!r} and {right[one]!r}"
+                self.fault(f"{place} {other}".strip(), what, "give one")
+            right.pop(other, None)
+        return right, bad | {one for other, one in SPELLINGS.items() if other in bad}
 
-    def batch(self, directory: Directory, size: Sizes) -> int:
+
+@dataclass
+class Directory:
+    """One directory with the values of all levels, each checked. place: what messages call its table.
+
+    bad: keys that are there with a value that cannot be used. own: keys of the directory itself.
+    """
+
+    reader: DirectoryReader
+    place: str
+    values: Table
+    bad: set[str]
+    own: set[str]
+
+    def where(self, name: str) -> str:
+        """Return what messages call a key: by its table, or alone where it stands above all directories."""
+        return f"{self.place} {name}" if name in self.own or name not in self.values else name
+
+    def fault(self, name: str, what: str, remedy: str) -> None:
+        self.reader.fault(self.where(name), what, remedy)
+
+    def note(self, name: str, what: str) -> None:
+        self.reader.note(self.where(name), what)
+
+    def unused(self, names: Sequence[str], why: str) -> None:
+        """Say of those of the keys that are there that they do nothing."""
+        for name in sorted(self.values.keys() & set(names)):
+            self.note(name, f"has no effect: {why}")
+
+    # --- shapes
+
+    def batch(self, size: Sizes, batch_of: BatchOf) -> int:
         """Return the batch of a list of buckets: of buckets of several areas the smallest one."""
-        found = {self.batch_of(round((w * h) ** 0.5)) for w, h in size.sizes if directory.values.get("size_buckets")}
-        return min(found) if found else self.batch_of(size.side)
+        found = {batch_of(round((w * h) ** 0.5)) for w, h in size.sizes if self.values.get("size_buckets")}
+        return min(found) if found else batch_of(size.side)
 
-    def sizes(self, directory: Directory) -> list[Sizes]:
-        """Return the buckets of each resolution of a directory; none where something about them is wrong."""
-        place, values, bad = directory.place, dict(directory.values), directory.faulted
+    def sizes(self, multiple: int) -> list[Sizes]:
+        """Return the buckets of each resolution; none where something about them is wrong."""
+        values, resolution = dict(self.values), self.reader.cfg.data.resolution
 
         # buckets that are named need neither sides nor ratios
         if values.get("size_buckets"):
-            self.least(directory, "size_buckets", [min(each[:2]) for each in values["size_buckets"]])
-            for name in sorted(values.keys() & {"resolutions", "ar_buckets", "min_ar", "max_ar", "num_ar_buckets"}):
-                self.note(directory.where(name), "has no effect: size_buckets names the buckets")
-            return sizes_of(values, self.multiple)
+            self.least("size_buckets", [min(each[:2]) for each in values["size_buckets"]], multiple)
+            self.unused(("resolutions", "ar_buckets", *_RANGE), "size_buckets names the buckets")
+            return sizes_of(values, multiple)
 
         # sides: the directory's own, else the run's resolution
-        if "resolutions" not in values and not bad & {"resolutions", "size_buckets"}:
-            if self.cfg.data.resolution is None:
-                self.fault(place, "resolutions is missing", "give a list of sides, such as [512, 1024]")
+        if "resolutions" not in values and not self.bad & {"resolutions", "size_buckets"}:
+            if resolution is None:
+                remedy = "give a list of sides, such as [512, 1024]"
+                self.reader.fault(self.place, "resolutions is missing", remedy)
             else:
-                values["resolutions"] = [list(self.cfg.data.resolution)]
-                self.sized_by_run = True
+                values["resolutions"] = [list(resolution)]
+                self.reader.sized_by_run = True
 
         # ratios: a list, or a range and how many are spread over it
-        ranged = ("min_ar", "max_ar", "num_ar_buckets")
-        if values.get("enable_ar_bucket") and "ar_buckets" in bad:
+        if not values.get("enable_ar_bucket"):
+            self.unused(("ar_buckets", *_RANGE), "enable_ar_bucket is not true")
+        elif "ar_buckets" in self.bad or not (values.get("ar_buckets") or self.has_range()):
             return []
-        if values.get("enable_ar_bucket") and not values.get("ar_buckets"):
-            missing = [name for name in ranged if name not in values and name not in bad]
-            if missing:
-                remedy = "with enable_ar_bucket give min_ar, max_ar and num_ar_buckets, or ar_buckets"
-                self.fault(place, f"{', '.join(missing)}: missing", remedy)
-            elif not bad & set(ranged) and values["min_ar"] > values["max_ar"]:
-                what = f"is above max_ar: {values['min_ar']:g} > {values['max_ar']:g}"
-                self.fault(directory.where("min_ar"), what, "width / height of the narrowest bucket comes first")
-                bad = bad | {"min_ar"}
-            if values.get("num_ar_buckets", 0) > _MOST_RATIOS:
-                what = f"must be at most {_MOST_RATIOS}, got {values['num_ar_buckets']}"
-                self.fault(directory.where("num_ar_buckets"), what, "some tens are more than enough")
-                bad = bad | {"num_ar_buckets"}
-            if missing or bad & set(ranged):
-                return []
-        elif not values.get("enable_ar_bucket"):
-            for name in sorted(values.keys() & {"ar_buckets", *ranged}):
-                self.note(directory.where(name), "has no effect: enable_ar_bucket is not true")
 
         # one set of buckets for each side
         if "resolutions" not in values:
             return []
-        if len(values["resolutions"]) > _MANY_RESOLUTIONS:
-            many = (
-                f"every picture is used at each of {len(values['resolutions'])} resolutions: an epoch is as much longer"
-            )
-            self.note(directory.where("resolutions"), many)
-        self.least(directory, "resolutions", sides_of(values["resolutions"]))
-        return sizes_of(values, self.multiple)
+        if (count := len(values["resolutions"])) > _MANY_RESOLUTIONS:
+            many = f"every picture is used at each of {count} resolutions: an epoch is as much longer"
+            self.note("resolutions", many)
+        self.least("resolutions", sides_of(values["resolutions"]), multiple)
+        return sizes_of(values, multiple)
 
-    def least(self, directory: Directory, name: str, sides: Sequence[float]) -> None:
+    def has_range(self) -> bool:
+        """Tell whether a range of ratios is there, and right."""
+        values, bad = self.values, self.bad & set(_RANGE)
+        missing = [name for name in _RANGE if name not in values and name not in bad]
+        right = not missing and not bad
+        if missing:
+            remedy = "with enable_ar_bucket give min_ar, max_ar and num_ar_buckets, or ar_buckets"
+            self.reader.fault(self.place, f"{', '.join(missing)}: missing", remedy)
+        elif right and values["min_ar"] > values["max_ar"]:
+            what = f"is above max_ar: {values['min_ar']:g} > {values['max_ar']:g}"
+            self.fault("min_ar", what, "width / height of the narrowest bucket comes first")
+            right = False
+        if values.get("num_ar_buckets", 0) > _MOST_RATIOS:
+            what = f"must be at most {_MOST_RATIOS}, got {values['num_ar_buckets']}"
+            self.fault("num_ar_buckets", what, "some tens are more than enough")
+            right = False
+        return right
+
+    def least(self, name: str, sides: Sequence[float], multiple: int) -> None:
         """Refuse a side that the family has no bucket for: rounded, it would be another size altogether."""
-        if min(sides) < self.multiple:
-            what = f"{min(sides):g} is below {self.multiple}, the least side that the family {self.cfg.model.family!r} takes"
-            self.fault(directory.where(name), what, f"sides in pixels, multiples of {self.multiple}")
+        if min(sides) < multiple:
+            family = self.reader.cfg.model.family
+            what = f"{min(sides):g} is below {multiple}, the least side that the family {family!r} takes"
+            self.fault(name, what, f"sides in pixels, multiples of {multiple}")
 
-    def subset(self, directory: Directory) -> SubsetSection | None:
-        """Resolve what is read of a directory; None where it cannot be used."""
-        place, values = directory.place, directory.values
-        self.refuse(directory)
+    # --- what is read
+
+    def subset(self) -> SubsetSection | None:
+        """Resolve what is read of the directory; None where it cannot be used."""
+        values, data = self.values, self.reader.cfg.data
+        self.refuse()
 
         # without a folder of pictures there is no subset
-        paths = {name: self.resolve_path(directory, name) for name in _PATHS if name in values}
+        paths = {name: self.resolve_path(name) for name in _PATHS if name in values}
         if "path" not in values:
-            if "path" not in directory.faulted:
-                self.fault(f"{place} path", "is missing", "give the folder of the pictures")
+            if "path" not in self.bad:
+                self.fault("path", "is missing", "give the folder of the pictures")
             return None
         folder = paths["path"]
 
         # captions of the directory's own file, where it has one, and keys without effect
         json_there = is_file(Path(expanded(folder)) / CAPTIONS_FILE)
         if values.get("online_captions") and not json_there:
-            self.fault(
-                directory.where("online_captions"), f"{folder} holds no {CAPTIONS_FILE}", "write one, or leave it out"
-            )
+            self.fault("online_captions", f"{folder} holds no {CAPTIONS_FILE}", "write one, or leave it out")
         if values.get("shuffle_metadata") is False:
-            self.note(
-                directory.where("shuffle_metadata"),
-                "false has no effect: the order of every epoch is drawn from the seed",
-            )
+            self.note("shuffle_metadata", "false has no effect: the order of every epoch is drawn from the seed")
 
         # the same in the terms of this library's own subsets
         repeats = Fraction(str(values.get("num_repeats", 1)))
+        look: dict[str, Any] = {name: getattr(data, name) for name in _INHERITED}
         return SubsetSection(
             image_dir=folder,
             repeats=repeats.numerator if repeats.denominator == 1 else float(repeats),
@@ -261,52 +314,48 @@ class _DirectoryResolver:
             masks_optional=True,
             captions_file=CAPTIONS_FILE if json_there else None,
             flat=_holds_data(folder),
-            captions=self.captions(directory),
-            **self.look,
+            captions=self.captions(),
+            **look,
         )
 
-    def resolve_path(self, directory: Directory, name: str) -> str:
+    def resolve_path(self, name: str) -> str:
         """Settle a path of the file, and see whether it is there."""
-        path, wrong_with = resolve_path(directory.values[name], self.path.parent)
+        path, wrong_with = resolve_path(self.values[name], self.reader.path.parent)
         if wrong_with:
-            self.fault(directory.where(name), wrong_with, "write the whole path of one of them")
+            self.fault(name, wrong_with, "write the whole path of one of them")
         elif name == "path" and is_file(expanded(path)) and not path.lower().endswith(SHARDS):
-            self.fault(directory.where(name), f"{path!r} is a file", "give a folder, or a .tar or .parquet file")
+            self.fault(name, f"{path!r} is a file", "give a folder, or a .tar or .parquet file")
         elif name == "path" and not is_folder(expanded(path)) and (missing := hub_ids.missing(path)):
-            self.fault(directory.where(name), missing.replace("file or folder", "folder"), "give a folder of pictures")
+            self.fault(name, missing.replace("file or folder", "folder"), "give a folder of pictures")
         elif name == "default_mask_file" and not is_file(expanded(path)):
-            self.fault(directory.where(name), f"no such file: {path!r}", "give a picture: white is trained on")
+            self.fault(name, f"no such file: {path!r}", "give a picture: white is trained on")
         elif name == "mask_path" and not is_folder(expanded(path)):
-            self.fault(directory.where(name), f"no such folder: {path!r}", "give a folder of masks")
+            self.fault(name, f"no such folder: {path!r}", "give a folder of masks")
         return path
 
-    def refuse(self, directory: Directory) -> None:
-        """Name what needs a family that is not built yet."""
-        values, family = directory.values, self.cfg.model.family
-        if "control_path" in values and not row_of(self.cfg).control:
-            what = f"training on control pictures is not built yet, for the family {family!r} or any other"
-            self.fault(directory.where("control_path"), what, "leave it out")
-        if row_of(self.cfg).clips:
+    def refuse(self) -> None:
+        """Name what needs a family that is not built yet, and what is without effect in one without clips."""
+        values, family, row = self.values, self.reader.cfg.model.family, row_of(self.reader.cfg)
+        for key in DIFFUSION_PIPE.values():
+            asked = key.status == "later" and key.name in values and values[key.name] not in key.passes
+            if asked and not getattr(row, key.needs):
+                self.fault(key.name, key.why.format(family=family), key.remedy)
+        if row.clips:
             return
-        if values.get("support_video"):
-            what = f"clips are not built yet for the family {family!r}, which makes pictures"
-            self.fault(directory.where("support_video"), what, "leave this directory out, or name one of pictures")
         if any(frames > 1 for _, _, frames in values.get("size_buckets", ())):
             what = f"clips are not built yet for the family {family!r}: every third number must be 1"
-            self.fault(directory.where("size_buckets"), what, "[width, height, 1]")
+            self.fault("size_buckets", what, "[width, height, 1]")
         if any(frames > 1 for frames in values.get("frame_buckets", ())):
-            said = f"pictures go to 1, the others stay empty: the family {family!r} makes no clips"
-            self.note(directory.where("frame_buckets"), said)
-        for name in ("framerate", "video_clip_mode"):
-            if name in values and not values.get("support_video"):
-                self.note(directory.where(name), "has no effect: there are no clips")
+            self.note("frame_buckets", f"pictures go to 1, the others stay empty: the family {family!r} makes no clips")
+        if not values.get("support_video"):
+            self.unused(("framerate", "video_clip_mode"), "there are no clips")
 
-    def captions(self, directory: Directory) -> CaptionSection:
+    def captions(self) -> CaptionSection:
         """Resolve how captions are made of what is written."""
-        values, base = directory.values, self.cfg.captions
+        values, base, cache = self.values, self.reader.cfg.captions, self.reader.cfg.cache
         count, tags = values.get("cache_shuffle_num", 0), values.get("shuffle_tags", False)
         change = values.get("shuffle_capitalization", base.shuffle_capitalization)
-        cached = self.cfg.cache.text or self.cfg.cache.text_to_disk
+        cached = cache.text or cache.text_to_disk
         drawn = (count or int(tags) or 2) if tags or count or (change and cached) else None
         told: dict[str, Any] = {
             "dialect": "diffusion_pipe",
