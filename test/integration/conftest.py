@@ -11,6 +11,7 @@ from doors import Door, write_pictures
 
 from difftrain.testing import spawn
 
+
 @pytest.fixture(autouse=True, scope="session")
 def warm_processes() -> Iterator[None]:
     """Fork the doors, and the ranks of small jobs, from a process that has imported what they do."""
