@@ -111,7 +111,7 @@ FAULTS = (
     PlantedFault(
         "tokens stay in what is written",
         "config/secrets.py", "(?:key|token|secret|password)", "(?:key|secret|password)",
-        ("unit/config/test_secrets.py", "unit/config/test_toml.py", "unit/report"),
+        ("unit/config/test_secrets.py",),
     ),
     PlantedFault(
         "captions are dropped where they should stay",
@@ -141,7 +141,7 @@ FAULTS = (
     PlantedFault(
         "a key that nobody knows is ignored",
         "config/schema/section.py", 'extra="forbid"', 'extra="ignore"',
-        ("unit/config",),
+        ("unit/config/test_toml.py",),
     ),
     PlantedFault(
         "a device is named outside its room",
