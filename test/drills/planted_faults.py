@@ -111,7 +111,7 @@ FAULTS = (
     PlantedFault(
         "tokens stay in what is written",
         "config/secrets.py", "(?:key|token|secret|password)", "(?:key|secret|password)",
-        ("unit/config/test_secrets.py", "unit/config/test_toml.py", "unit/report"),
+        ("unit/config/test_secrets.py",),
     ),
     PlantedFault(
         "captions are dropped where they should stay",
@@ -126,7 +126,7 @@ FAULTS = (
     PlantedFault(
         "latents are shifted after they are scaled",
         "models/vae/adapters.py", "return (raw - shift) * self._scale", "return raw * self._scale - shift",
-        ("contracts/test_vae_classes.py", "contracts/test_family_draw.py"),
+        ("contracts/test_vae_classes.py",),
     ),
     PlantedFault(
         "linear schedules end early",
@@ -156,7 +156,7 @@ FAULTS = (
     PlantedFault(
         "a key that nobody knows is ignored",
         "config/schema/section.py", 'extra="forbid"', 'extra="ignore"',
-        ("unit/config",),
+        ("unit/config/test_toml.py",),
     ),
     PlantedFault(
         "a device is named outside its room",
