@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -57,51 +57,34 @@ class BucketBatches:
         return bucket, np.arange(bucket.first + start, bucket.first + min(start + size, bucket.records))
 
 
-class HeldOutChunks:
-    """The held-out records of each bucket, cut into chunks of at most one global batch; chunks in keyed order.
+class HeldOutBatches:
+    """This rank's micro batches of the held-out records: number n is micro batch n % accumulation of a global batch.
 
-    global_batches: of each data set.
-    max_steps keeps the first so many chunks: the same records on any number of ranks with the same global batch.
+    Global batches are of one bucket, the last one of each smaller, and come in keyed order. max_steps keeps the first so
+    many: the same records on any number of ranks with the same global batch.
     """
 
-    def __init__(self, tables: PlanTables, seed: int, global_batches: tuple[int, ...], max_steps: int | None) -> None:
-        self._chunks = BucketBatches(tables.validation, global_batches)
-        total = len(self._chunks)
+    def __init__(self, tables: PlanTables, seed: int, share: RankShare, max_steps: int | None) -> None:
+        self._whole, self._share = BucketBatches(tables.validation, share.global_batches), share
+        total = len(self._whole)
         self._order = Permutation(total, seed, "validation chunks") if total else None
-        self._length = min(total, max_steps or total)
+        self._length = min(total, max_steps or total) * share.accumulation
 
     def __len__(self) -> int:
         return self._length
 
     def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
-        """Return bucket and table rows of chunk n."""
+        """Return bucket and table rows of micro batch n; the rank may have none of the global batch's."""
         assert self._order is not None
-        return self._chunks.rows(self._order(n))
-
-
-class BatchRows(Protocol):
-    """Say what the items of a rank are made of."""
-
-    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]: ...
-
-
-class RankSlices:
-    """This rank's micro batches of chunks: item n is micro batch n % accumulation of chunk n // accumulation."""
-
-    def __init__(self, chunks: HeldOutChunks, share: RankShare) -> None:
-        self._chunks, self._share = chunks, share
-
-    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
-        """Return bucket and table rows of item n."""
-        chunk, micro = divmod(n, self._share.accumulation)
-        bucket, rows = self._chunks.rows(chunk)
+        step, micro = divmod(n, self._share.accumulation)
+        bucket, rows = self._whole.rows(self._order(step))
         return bucket, rows[self._share.part(micro, bucket.dataset)]
 
 
 class EvaluationBatches(Dataset[Any]):
     """Item n is a micro batch of the rows that are picked for it; where nothing is left of it, its rejects."""
 
-    def __init__(self, maker: SampleMaker, tables: PlanTables, batches: BatchRows) -> None:
+    def __init__(self, maker: SampleMaker, tables: PlanTables, batches: HeldOutBatches | BucketBatches) -> None:
         self._maker, self._tables, self._batches = maker, tables, batches
         self.forks = maker.forks
 
@@ -155,11 +138,11 @@ class EvaluationSet:
         """
         # which rows make up this rank's batches
         tables, cfg = self.data.tables, self.cfg
+        rows: HeldOutBatches | BucketBatches
         if self.held_out:
             share = RankShare(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
-            chunks = HeldOutChunks(tables, self.seed, share.global_batches, cfg.validation.max_steps)
-            rows: BatchRows = RankSlices(chunks, share)
-            items = range(len(chunks) * share.accumulation)
+            rows = HeldOutBatches(tables, self.seed, share, cfg.validation.max_steps)
+            items = range(len(rows))
         else:
             rows = BucketBatches(tables.training, cfg.batch_sizes)
             items = range(dp_rank, len(rows), dp_size)

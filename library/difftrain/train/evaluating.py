@@ -171,10 +171,12 @@ class Evaluating:
 
 def due_of(each: EvaluationSet) -> Due:
     """Return when a set is measured: where nothing is said, each epoch."""
-    section = each.cfg.validation if each.held_out else each.cfg.eval
-    examples = None if each.held_out else each.cfg.eval.every_n_examples
-    default = None if section.every_n_steps or examples else 1
-    return Due(section.every_n_steps, section.every_n_epochs or default, examples)
+    validation, own = each.cfg.validation, each.cfg.eval
+    if each.held_out:
+        default = None if validation.every_n_steps else 1
+        return Due(validation.every_n_steps, validation.every_n_epochs or default)
+    default = None if own.every_n_steps or own.every_n_examples else 1
+    return Due(own.every_n_steps, own.every_n_epochs or default, own.every_n_examples)
 
 
 def tags(name: str, prefix: str, rows: list[dict[str, Any]]) -> dict[str, float]:
