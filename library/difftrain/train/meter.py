@@ -87,6 +87,8 @@ class Meter:
     ) -> None:
         self._cfg, self._progress, self._plan, self._index = cfg, progress, plan, index
         self._device, self._ranks, self._clock, self._outputs = device, ranks, clock, outputs
+
+        # steps whose numbers are still to be read, and what is known of the session
         self._average = AverageLoss()
         self._average.load(progress.losses)
         self._pending: list[Pending] = []

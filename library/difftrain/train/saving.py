@@ -58,6 +58,8 @@ class Saving:
         """Begin. claim: on the output folder. meta: says what a checkpoint of a kind holds of the run, as it is now."""
         self._cfg, self._model, self._ranks, self._clock = cfg, model, ranks, clock
         self._claim, self._meter, self.exports, self._meta = claim, meter, exports, meta
+
+        # what is due, and what was done
         save = cfg.save
         self._saved_at = -1  # the step of the last checkpoint that this session has committed
         self._exported_at = -1
@@ -254,6 +256,8 @@ class Exports:
                 dtype=dtype,
                 metadata={} if save.no_metadata else family.metadata(name, time.time(), self._facts()),
             )
+
+        # say what was written, and send it
         path = path if by_step else written
         log.info("export %s", written.relative_to(cfg.output_dir))
         if broken:
