@@ -32,12 +32,8 @@ from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.report.metrics import METRICS, read_lines
 from difftrain.testing.pictures import write_folder
-from difftrain.train.drawing import Drawing
-from difftrain.train.evaluating import Evaluating
 from difftrain.train.loop import train
-from difftrain.train.meter import Meter
-from difftrain.train.run import assemble, open_outputs
-from difftrain.train.saving import Saving
+from difftrain.train.run import assemble, make_hooks, open_outputs
 from difftrain.train.session import open_session
 from difftrain.train.state import Run
 from difftrain.train.triggers import Requests
@@ -91,13 +87,11 @@ def take_turns(cfg: TrainConfig) -> tuple[Turns, list[float]]:
     ranks = Ranks()
     with open_session(cfg, ranks, drawn_seed=1) as start, contextlib.redirect_stdout(io.StringIO()):
         run = assemble(start.cfg, ["loop.py"], choose(cfg.training.device), ranks, start, start.cfg)
-        plain = PlainSDXL(run.parts, run.device.torch_device, lr=LR)
+        plain = PlainSDXL(run.model.parts, run.device.torch_device, lr=LR)
         turns = Turns(plain, batches_of(run))
         with open_outputs(run) as outputs:
-            meter = Meter(run, outputs)
-            saving = Saving(run, meter)
-            hooks = [saving, Evaluating(run, outputs), Drawing(run, outputs)]
-            train(run, turns, hooks, meter, saving, Requests())
+            meter, saving, evaluating, drawing = make_hooks(run, outputs)
+            train(run, turns, [saving, evaluating, drawing], meter, saving, Requests())
     return turns, [line["step_loss"] for line in read_lines(cfg.output_dir / METRICS)]
 
 
@@ -106,8 +100,8 @@ def batches_of(run: Run) -> list[list[Batch]]:
     loader = make_loader(
         run.data,
         run.plan,
-        run.family.features,
-        run.family.tokenizer(run.parts),
+        run.model.family.features,
+        run.model.family.tokenizer(run.model.parts),
         run.cfg,
         dp_rank=0,
         dp_size=1,

@@ -149,6 +149,11 @@ FAULTS = (
         ("contracts/test_sampler.py",),
     ),
     PlantedFault(
+        "held-out records are measured under the weights as trained",
+        "train/evaluating.py", "with self._model.averages.averaged():\n", "with self._model.engine.averaged_weights():\n",
+        ("unit/train/test_evaluating.py",),
+    ),
+    PlantedFault(
         "FPS leaves the waiting for data out",
         "report/clock.py", "return self.wall_s - self.wait_s", "return self.wall_s",
         ("unit/report/test_clock.py",),

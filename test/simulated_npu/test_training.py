@@ -67,7 +67,7 @@ def test_every_attention_of_every_step_is_fused(npu: Trained) -> None:
 
 
 def test_weights_are_on_the_device_and_all_of_them_have_changed(npu: Trained) -> None:
-    assert {str(each.device) for each in npu.run.parts.root.parameters()} == {"npu:0"}
+    assert {str(each.device) for each in npu.run.model.parts.root.parameters()} == {"npu:0"}
     assert npu.weights and all(not torch.equal(each.cpu(), npu.start[name]) for name, each in npu.weights.items())
 
 
@@ -80,7 +80,7 @@ def test_bf16_is_near_fp32(train: Runner, cpu: Trained) -> None:
 def test_fp16_is_scaled_from_128_on_without_a_wait(train: Runner, cpu: Trained) -> None:
     npu = train("npu", "--mixed_precision=fp16", steps=8)
     assert waits(npu) == {2}  # the end of the warm-up
-    assert npu.run.progress.skipped == 0 and npu.run.engine._scaler.get_scale() == 128.0
+    assert npu.run.progress.skipped == 0 and npu.run.model.engine._scaler.get_scale() == 128.0
     close(npu.losses, cpu.losses[:8], 2e-2)
 
 
@@ -91,7 +91,10 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one(train: Runner)
     again = train("npu", *flags, f"--resume={state}", steps=6)
     assert again.losses == whole.losses[3:]
     assert all(torch.equal(each, whole.weights[name]) for name, each in again.weights.items())
-    assert all(torch.equal(each, whole.run.ema.weights[name]) for name, each in again.run.ema.weights.items())
+    assert all(
+        torch.equal(each, whole.run.model.averages.ema.weights[name])
+        for name, each in again.run.model.averages.ema.weights.items()
+    )
 
 
 # Each trains three steps as on the CPU. Figures: losses' distance, and how often a step makes the host wait.
@@ -157,7 +160,7 @@ def train_as_rank(pictures: str, base: str) -> None:
     finish = running.finish
 
     def compare(run, *rest) -> None:
-        for name, each in run.parts.root.named_parameters():
+        for name, each in run.model.parts.root.named_parameters():
             assert str(each.device) == f"npu:{rank}", name
             first = each.detach().clone()
             dist.broadcast(first, 0)

@@ -53,7 +53,7 @@ def test_every_attention_is_fused_nothing_falls_back_and_the_host_waits_where_a_
 
 
 def test_weights_are_on_the_device_and_have_changed(npu: Trained) -> None:
-    assert {str(each.device) for each in npu.run.parts.root.parameters()} == {"npu:0"}
+    assert {str(each.device) for each in npu.run.model.parts.root.parameters()} == {"npu:0"}
     assert all(not torch.equal(each.cpu(), npu.start[name]) for name, each in npu.weights.items())
 
 

@@ -23,7 +23,7 @@ from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.index import Metadata
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Parts, Reject
-from difftrain.data.evaluation_sets import validation_batches
+from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import Data, make_plan, open_data, prepare
 from difftrain.device import choose
@@ -92,7 +92,7 @@ class Made:
         for micro in make_loader(self.data, plan, features, tokenize, self.cfg, first_step=0, last_step=last, **where):
             yield from micro
         if self.cfg.validation.split:
-            yield from validation_batches(self.data, tokenize, features, self.cfg, 0, 1)
+            yield from held_out_set(self.cfg, self.data).batches(tokenize, features)
 
     def latents(self) -> list[torch.Tensor]:
         """Return the latents of these batches."""

@@ -27,7 +27,9 @@ class Trained:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights where they are."""
-        return {name: each.detach() for name, each in self.run.parts.root.named_parameters() if each.requires_grad}
+        return {
+            name: each.detach() for name, each in self.run.model.parts.root.named_parameters() if each.requires_grad
+        }
 
     def report(self) -> dict[str, Any]:
         """Read report.json."""
@@ -107,13 +109,14 @@ def _watcher(base: Path, patch: pytest.MonkeyPatch) -> Callable[..., Trained]:
     """Return a function that runs a configuration in this process and notes what the device did."""
     from third_patch import apply_for
 
-    from difftrain.train import finalize, loop
+    from difftrain.train import finalize
     from difftrain.train import run as running
+    from difftrain.train.averages import Averages
     from difftrain.train.meter import Meter
 
     patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
     patch.setattr(finalize, "measure_matmul", lambda *_, **__: 1e12)  # seconds of no interest here
-    update, train, judge = loop.update_averages, running.train, Meter._judge
+    update, train, judge = Averages.update, running.train, Meter._judge
 
     def watched(cfg: Any, argv: list[str], code: int) -> Trained:
         import simulator
@@ -122,21 +125,23 @@ def _watcher(base: Path, patch: pytest.MonkeyPatch) -> Callable[..., Trained]:
         kept: dict[str, Any] = {}
         losses: list[float] = []
 
-        def mine(run: Any) -> None:
-            update(run)
+        def mine(averages: Averages, step: int) -> None:
+            update(averages, step)
             seen.append(simulator.counts())
 
         def capture(run: Any, *rest: Any) -> bool:
             kept["run"] = run
-            kept["start"] = {name: each.detach().cpu().clone() for name, each in run.parts.root.named_parameters()}
+            kept["start"] = {
+                name: each.detach().cpu().clone() for name, each in run.model.parts.root.named_parameters()
+            }
             return train(run, *rest)
 
-        def judged(meter: Meter, run: Any, step: int, loss: float, *rest: Any) -> None:
+        def judged(meter: Meter, step: int, loss: float, *rest: Any) -> None:
             losses.append(loss)
-            judge(meter, run, step, loss, *rest)
+            judge(meter, step, loss, *rest)
 
         patch.setattr(Meter, "_judge", judged)
-        patch.setattr(loop, "update_averages", mine)
+        patch.setattr(Averages, "update", mine)
         patch.setattr(running, "train", capture)
         apply_for(cfg.training.engine)
         assert running.run(cfg, argv) == code

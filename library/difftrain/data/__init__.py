@@ -9,5 +9,6 @@ The way of a picture:
  6. captions.py    the caption of one use
  7. samples.py     one sample, and a batch of them with the host draws; features.py takes what is cached instead
  8. loader.py      worker processes that make batch n of a rank
-prepare.py puts 1 to 3 together for a run; evaluation_sets.py does the same for what is measured on.
+prepare.py puts 1 to 3 together for a run; evaluation_sets.py does the same for what is measured
+on: the held-out part of the training set, and sets with data of their own.
 """

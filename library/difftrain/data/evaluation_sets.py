@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from difftrain.config import TrainConfig
 from difftrain.config.schema.sections import DatasetSection, EvalSetSection
 from difftrain.contracts import Batch, DataFault, Draw, FeatureSpec, Reject, Tokenize
+from difftrain.data.features import NOTHING_CACHED
 from difftrain.data.index.index import DATABASE, Index, connect
 from difftrain.data.loader import RankShare, data_loader, items_of, num_workers
 from difftrain.data.plan.tables import BucketRows, PlanTables
@@ -24,6 +25,14 @@ from difftrain.data.samples import SampleMaker
 from difftrain.diffusion.permutation import Permutation
 
 log = logging.getLogger("difftrain")
+Say = Callable[[str], None]
+_SAME_BYTES = "SELECT count(*) FROM main.records WHERE content IN (SELECT content FROM trained.records)"
+_SAME_PLACE = """
+SELECT r.row FROM main.records r JOIN main.files f ON f.id = r.file WHERE f.source = ? AND (f.path, coalesce(r.member, ''))
+    IN (SELECT o.path, coalesce(t.member, '') FROM trained.records t JOIN trained.files o ON o.id = t.file WHERE o.source = ?)
+"""
+SEED = 0  # of the draws: the same for every run, whatever its own, so that any two can be compared
+HELD_OUT = "validation"  # the name of the held-out part of the training set
 
 
 class BucketBatches:
@@ -48,56 +57,34 @@ class BucketBatches:
         return bucket, np.arange(bucket.first + start, bucket.first + min(start + size, bucket.records))
 
 
-class HeldOutChunks:
-    """The held-out records of each bucket, cut into chunks of at most one global batch; chunks in keyed order.
+class HeldOutBatches:
+    """This rank's micro batches of the held-out records: number n is micro batch n % accumulation of a global batch.
 
-    global_batches: of each data set.
-    max_steps keeps the first so many chunks: the same records on any number of ranks with the same global batch.
+    Global batches are of one bucket, the last one of each smaller, and come in keyed order. max_steps keeps the first so
+    many: the same records on any number of ranks with the same global batch.
     """
 
-    def __init__(self, tables: PlanTables, seed: int, global_batches: tuple[int, ...], max_steps: int | None) -> None:
-        self._chunks = BucketBatches(tables.validation, global_batches)
-        total = len(self._chunks)
+    def __init__(self, tables: PlanTables, seed: int, share: RankShare, max_steps: int | None) -> None:
+        self._whole, self._share = BucketBatches(tables.validation, share.global_batches), share
+        total = len(self._whole)
         self._order = Permutation(total, seed, "validation chunks") if total else None
-        self._length = min(total, max_steps or total)
+        self._length = min(total, max_steps or total) * share.accumulation
 
     def __len__(self) -> int:
         return self._length
 
-    @property
-    def records(self) -> int:
-        """Return how many records all chunks have."""
-        return sum(len(self.rows(n)[1]) for n in range(len(self)))
-
     def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
-        """Return bucket and table rows of chunk n."""
+        """Return bucket and table rows of micro batch n; the rank may have none of the global batch's."""
         assert self._order is not None
-        return self._chunks.rows(self._order(n))
-
-
-class BatchRows(Protocol):
-    """Say what the items of a rank are made of."""
-
-    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]: ...
-
-
-class RankSlices:
-    """This rank's micro batches of chunks: item n is micro batch n % accumulation of chunk n // accumulation."""
-
-    def __init__(self, chunks: HeldOutChunks, share: RankShare) -> None:
-        self._chunks, self._share = chunks, share
-
-    def rows(self, n: int) -> tuple[BucketRows, np.ndarray]:
-        """Return bucket and table rows of item n."""
-        chunk, micro = divmod(n, self._share.accumulation)
-        bucket, rows = self._chunks.rows(chunk)
+        step, micro = divmod(n, self._share.accumulation)
+        bucket, rows = self._whole.rows(self._order(step))
         return bucket, rows[self._share.part(micro, bucket.dataset)]
 
 
 class EvaluationBatches(Dataset[Any]):
     """Item n is a micro batch of the rows that are picked for it; where nothing is left of it, its rejects."""
 
-    def __init__(self, maker: SampleMaker, tables: PlanTables, batches: BatchRows) -> None:
+    def __init__(self, maker: SampleMaker, tables: PlanTables, batches: HeldOutBatches | BucketBatches) -> None:
         self._maker, self._tables, self._batches = maker, tables, batches
         self.forks = maker.forks
 
@@ -112,18 +99,58 @@ class EvaluationBatches(Dataset[Any]):
             return fault  # raised by the parent, without the worker's traceback around it
 
 
-class ValidationBatches:
-    """Iterate over this rank's part, as often as wanted. Ranks may have different numbers of batches, or none.
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Records that a model is measured on: every one once, with the same draws at every step.
 
-    items: of the data set, that are this rank's. records: that all ranks look at together, as long as all can be read.
+    cfg: the run's, with this set's data. data: with its cache, where there is one. seed: of the draws. held_out: the part
+    of the training set that is not trained on, in global batches of training's size; else data of its own, all of it.
     """
 
-    def __init__(self, dataset: EvaluationBatches, items: range, records: int, workers: int) -> None:
-        self._dataset, self._items, self.records = dataset, items, records
-        self._workers = min(workers, len(items))
+    name: str
+    cfg: TrainConfig
+    data: Data
+    seed: int
+    held_out: bool = False
+    rejects: tuple[Reject, ...] = ()
 
-    def __iter__(self) -> Iterator[Batch]:
-        for item in items_of(data_loader(self._dataset, self._items, self._workers, self._dataset.forks)):
+    def maker(self, tokenize: Tokenize, features: FeatureSpec) -> SampleMaker:
+        """Return what makes samples as they stand: occurrence 0, no flip, centre crop, and no draw that only trains."""
+        plain = tuple(recipe.plain() for recipe in recipes_of(self.cfg, self.data.index.sources))
+        kept = {name: spec for name, spec in features.draws.items() if not spec.trains}
+        return SampleMaker(self.data.index, plain, replace(features, draws=kept), tokenize, self.seed, self.data.store)
+
+    def uncached(self) -> EvaluationSet:
+        """Return the same records, made from pixels, not from what is cached of them."""
+        return replace(self, data=replace(self.data, store=NOTHING_CACHED))
+
+    def batches(
+        self,
+        tokenize: Tokenize,
+        features: FeatureSpec,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        local_size: int | None = None,
+    ) -> Iterator[Batch]:
+        """Yield this rank's micro batches. Ranks may have different numbers of them, or none.
+
+        Of held-out records a rank takes its part of each global batch, of other data batch number n on rank n % dp_size.
+        """
+        # which rows make up this rank's batches
+        tables, cfg = self.data.tables, self.cfg
+        rows: HeldOutBatches | BucketBatches
+        if self.held_out:
+            share = RankShare(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
+            rows = HeldOutBatches(tables, self.seed, share, cfg.validation.max_steps)
+            items = range(len(rows))
+        else:
+            rows = BucketBatches(tables.training, cfg.batch_sizes)
+            items = range(dp_rank, len(rows), dp_size)
+
+        # workers make them; what cannot be read is left out, by its name
+        dataset = EvaluationBatches(self.maker(tokenize, features), tables, rows)
+        workers = min(num_workers(cfg.data.workers, local_size), len(items))
+        for item in items_of(data_loader(dataset, items, workers, dataset.forks)):
             batch = item if isinstance(item, Batch) else None
             for reject in batch.rejects if batch else item:
                 log.warning("left out of the validation: %s: %s", reject.path, reject.reason)
@@ -131,39 +158,12 @@ class ValidationBatches:
                 yield batch
 
 
-def plain_maker(data: Data, tokenize: Tokenize, features: FeatureSpec, cfg: TrainConfig) -> SampleMaker:
-    """Return what makes samples as they stand: occurrence 0, no flip, centre crop, and no draw that only trains."""
-    plain = tuple(recipe.plain() for recipe in recipes_of(cfg, data.index.sources))
-    kept = {name: spec for name, spec in features.draws.items() if not spec.trains}
-    return SampleMaker(data.index, plain, replace(features, draws=kept), tokenize, validation_seed(cfg), data.store)
+def held_out_set(cfg: TrainConfig, data: Data) -> EvaluationSet:
+    """Return the part of the training set that is held out, as an evaluation set."""
+    return EvaluationSet(HELD_OUT, cfg, data, validation_seed(cfg), held_out=True)
 
 
-def validation_batches(
-    data: Data,
-    tokenize: Tokenize,
-    features: FeatureSpec,
-    cfg: TrainConfig,
-    dp_rank: int,
-    dp_size: int,
-    *,
-    local_size: int | None = None,
-) -> ValidationBatches:
-    """Return this rank's part of the held-out records: occurrence 0, no flip, centre crop, the caption as it stands."""
-    share = RankShare(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
-    maker = plain_maker(data, tokenize, features, cfg)
-    chunks = HeldOutChunks(data.tables, validation_seed(cfg), share.global_batches, cfg.validation.max_steps)
-    dataset = EvaluationBatches(maker, data.tables, RankSlices(chunks, share))
-    items = range(len(chunks) * share.accumulation)
-    return ValidationBatches(dataset, items, chunks.records, num_workers(cfg.data.workers, local_size))
-
-
-Say = Callable[[str], None]
-_SAME_BYTES = "SELECT count(*) FROM main.records WHERE content IN (SELECT content FROM trained.records)"
-_SAME_PLACE = """
-SELECT r.row FROM main.records r JOIN main.files f ON f.id = r.file WHERE f.source = ? AND (f.path, coalesce(r.member, ''))
-    IN (SELECT o.path, coalesce(t.member, '') FROM trained.records t JOIN trained.files o ON o.id = t.file WHERE o.source = ?)
-"""
-SEED = 0  # of the draws: the same for every run, whatever its own, so that any two can be compared
+# --- sets with data of their own
 
 
 def config_of(cfg: TrainConfig, section: EvalSetSection) -> TrainConfig:
@@ -199,7 +199,7 @@ def _plain(dataset: DatasetSection, batch_size: int | None) -> DatasetSection:
     return dataset.model_copy(update={"subsets": subsets, "validation_split": 0.0, "batch_size": size})
 
 
-def open_set(cfg: TrainConfig, section: EvalSetSection, log: Say) -> Data:
+def open_set(cfg: TrainConfig, section: EvalSetSection, log: Say) -> EvaluationSet:
     """Bring a set's index and tables up to date, and open them. One process a machine; what it returns is small.
 
     Raises: as `prepare`.
@@ -212,7 +212,8 @@ def open_set(cfg: TrainConfig, section: EvalSetSection, log: Say) -> Data:
     placed, rejected = data.tables.count - data.tables.unplaced, index.summary.rejected + data.tables.unplaced
     buckets = len({rows.bucket for rows in data.tables.training})
     log(f"{placed:,} records in {buckets} bucket{'s'[: buckets > 1]}, {rejected:,} rejected")
-    return replace(data, recipes=tuple(recipe.plain() for recipe in data.recipes))  # a cache of it holds no more
+    data = replace(data, recipes=tuple(recipe.plain() for recipe in data.recipes))  # a cache of it holds no more
+    return EvaluationSet(section.name, here, data, SEED)
 
 
 def common_records(trained: Index, held: Index) -> int:
@@ -231,31 +232,3 @@ def common_records(trained: Index, held: Index) -> int:
             return int(database.execute(_SAME_BYTES).fetchone()[0])
         rows = {row for pair in alike for (row,) in database.execute(_SAME_PLACE, pair)}
         return len(rows)
-
-
-def set_batches(
-    data: Data,
-    tokenize: Tokenize,
-    features: FeatureSpec,
-    cfg: TrainConfig,
-    section: EvalSetSection,
-    dp_rank: int,
-    dp_size: int,
-    *,
-    local_size: int | None = None,
-) -> ValidationBatches:
-    """Return this rank's micro batches of a set, number n on rank n % dp_size; ranks may have one fewer, or none.
-
-    cfg: the run's. Every record once at each resolution: occurrence 0, no flip, centre crop, the caption as it stands.
-    """
-    here = config_of(cfg, section)
-    chunks = BucketBatches(data.tables.training, here.batch_sizes)
-    dataset = EvaluationBatches(set_maker(data, tokenize, features, here), data.tables, chunks)
-    items = range(dp_rank, len(chunks), dp_size)
-    records = sum(rows.records for rows in data.tables.training)
-    return ValidationBatches(dataset, items, records, num_workers(cfg.data.workers, local_size))
-
-
-def set_maker(data: Data, tokenize: Tokenize, features: FeatureSpec, here: TrainConfig) -> SampleMaker:
-    """Return what makes a set's samples. here: of config_of."""
-    return replace(plain_maker(data, tokenize, features, here), seed=SEED)

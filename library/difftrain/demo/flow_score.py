@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from difftrain.cache.build import on_device
-from difftrain.data.evaluation_sets import set_batches, set_maker
-from difftrain.data.features import NOTHING_CACHED
+from difftrain.data.evaluation_sets import EvaluationSet
 from difftrain.data.loader import make_loader
 from difftrain.demo import recipe
 from difftrain.demo.baselines import Baselines
@@ -26,17 +25,16 @@ from difftrain.demo.judge import obedience
 from difftrain.diffusion import flow
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import quantile_losses
-from difftrain.evaluation.quantile import TENTHS, value_at, with_draw
+from difftrain.evaluation.losses import TENTHS, value_at, with_draw
 from difftrain.report.report import ScoreTarget
 from difftrain.sampling.batch import draw_batch
 from difftrain.train.drawing import sampler_of
-from difftrain.train.evaluating import averaged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.contracts import Batch, Draw
-    from difftrain.train.state import EvaluationSet, Run
+    from difftrain.train.state import Run
 
 
 COLUMNS, ZOOM, GAP = 8, 2, 4
@@ -78,8 +76,8 @@ def score_flow(run: Run) -> tuple[dict[str, Any], list[ScoreTarget]]:
     """Score the run; every rank calls it and takes its share. Return scores, and the targets of a full demo."""
     dataset = run.cfg.demo.dataset
     assert dataset is not None
-    each = run.sets[0]
-    with averaged(run):
+    each = next(each for each in run.sets if not each.held_out)
+    with run.model.averages.averaged():
         scores = {**_losses(run, each), **_pictures(run, each, dataset)}
     scores |= _kid(run, each.name)
     log.info("scores: %s", "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
@@ -97,9 +95,9 @@ FULL = {"shapes": 12_000, "emoji": 60_000}  # samples from which a run counts as
 def _losses(run: Run, each: EvaluationSet) -> dict[str, float]:
     """Return the mean over nine quantiles of the loss: ours, under wrong captions, and without a network."""
     batches = list(_batches(run, each))
-    draws = run.family.features.draws
-    right = _mean(quantile_losses(run.engine, batches, draws, gather=run.ranks.gather))
-    wrong = _mean(quantile_losses(run.engine, list(map(_others_words, batches)), draws, gather=run.ranks.gather))
+    draws = run.model.family.features.draws
+    right = _mean(quantile_losses(run.model.engine, batches, draws, gather=run.ranks.gather))
+    wrong = _mean(quantile_losses(run.model.engine, list(map(_others_words, batches)), draws, gather=run.ranks.gather))
     found = {"unseen_loss": right, "wrong_caption_loss": wrong, "wrong_caption_ratio": wrong / right}
     without = _without_network(run, each, batches)
     for name in RATIOS:  # a picture may be read as the velocity's mean, or as certain: what does better counts
@@ -110,9 +108,9 @@ def _losses(run: Run, each: EvaluationSet) -> dict[str, float]:
 
 
 def _batches(run: Run, each: EvaluationSet) -> Iterator[Batch]:
-    tokenize = run.family.tokenizer(run.parts)
-    place = run.engine.dp_rank, run.engine.dp_size
-    yield from set_batches(each.data, tokenize, run.family.features, run.cfg, each.section, *place)
+    tokenize = run.model.family.tokenizer(run.model.parts)
+    place = run.model.engine.dp_rank, run.model.engine.dp_size
+    yield from each.batches(tokenize, run.model.family.features, *place)
 
 
 def _mean(rows: list[dict[str, Any]]) -> float:
@@ -132,14 +130,14 @@ def _others_words(batch: Batch) -> Batch:
 def _without_network(run: Run, each: EvaluationSet, batches: list[Batch]) -> dict[str, float]:
     """Fit what needs no network to the training set, and measure it on the very inputs of the others."""
     fitted = Baselines(*_training_set(run))
-    spec = run.family.features.draws["timestep"]
+    spec = run.model.family.features.draws["timestep"]
     sums: dict[str, float] = {}
     count = 0.0
     for batch in batches:
         predictors = fitted.of(_captions(each, batch))
         for tenth in TENTHS:
             at = with_draw(batch, "timestep", value_at(spec, tenth, batch.bucket))
-            inputs = run.family.inputs(run.device.to_device(at), run.parts)
+            inputs = run.model.family.inputs(run.device.to_device(at), run.model.parts)
             x, t, target = inputs.x_t.cpu(), inputs.timestep.cpu() / flow.SCALE, inputs.target.cpu()
             for name, velocity in predictors.items():
                 error = (velocity(x, t) - target).square().flatten(1).mean(1).double().sum()
@@ -152,16 +150,16 @@ def _without_network(run: Run, each: EvaluationSet, batches: list[Batch]) -> dic
 
 def _training_set(run: Run) -> tuple[Tensor, list[str]]:
     """Return latents and captions of the first epoch's records, each once, of all ranks."""
-    place = {"dp_rank": run.engine.dp_rank, "dp_size": run.engine.dp_size}
-    tokenize = run.family.tokenizer(run.parts)
+    place = {"dp_rank": run.model.engine.dp_rank, "dp_size": run.model.engine.dp_size}
+    tokenize = run.model.family.tokenizer(run.model.parts)
     first = run.plan.total_steps(0)  # not 0 where a resume began an epoch anew
     last = first + max(1, run.plan.steps(0))
     steps = make_loader(
-        run.data, run.plan, run.family.features, tokenize, run.cfg, **place, first_step=first, last_step=last
+        run.data, run.plan, run.model.family.features, tokenize, run.cfg, **place, first_step=first, last_step=last
     )
     mine: dict[int, np.ndarray] = {}
     for batch in (run.device.to_device(batch) for step in steps for batch in step):
-        latents = run.family.latents(batch, run.parts).float().cpu().numpy()
+        latents = run.model.family.latents(batch, run.model.parts).float().cpu().numpy()
         mine |= dict(zip(batch.record_id.tolist(), latents, strict=True))
     every = {number: latents for share in run.ranks.gather(mine) for number, latents in share.items()}
     ids = sorted(every)
@@ -180,8 +178,8 @@ def _pictures(run: Run, each: EvaluationSet, dataset: str) -> dict[str, float]:
 
     # every rank draws its share; the noise depends on the caption's place and on no rank
     drawn: dict[int, np.ndarray] = {}
-    with on_device(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
-        model = run.family.drawer(run.parts)
+    with on_device(run.model.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
+        model = run.model.family.drawer(run.model.parts)
         for number, (size_hw, captions, _) in mine:
             shape = (len(captions), *_latent_shape(run, size_hw))
             noise = np.stack([normal(recipe.SEED, key_of("score"), number * 1000 + n, "noise", shape[1:])
@@ -214,12 +212,11 @@ def _chosen(run: Run, each: EvaluationSet, dataset: str) -> Iterator[Lot]:
     """Yield records of the set, evenly picked, with their pictures. Every rank sees the same."""
     from difftrain.contracts import Draw
 
-    bare = dataclasses.replace(each.data, store=NOTHING_CACHED)  # pixels, not what is cached of them
-    maker = set_maker(bare, run.family.tokenizer(run.parts), run.family.features, each.cfg)
+    maker = each.uncached().maker(run.model.family.tokenizer(run.model.parts), run.model.family.features)
     count = min(PICTURES[dataset], max(8, run.total_steps // 4))  # a shortened demo draws fewer
     for rows in each.data.tables.training:
         picked = np.unique(np.linspace(rows.first, rows.first + rows.records - 1, count).astype(np.int64))
-        ids, keys = bare.tables.take(picked)
+        ids, keys = each.data.tables.take(picked)
         draws: list[Draw] = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
         for first in range(0, len(draws), recipe.GLOBAL_BATCH):
             samples, _, _ = maker.samples(rows.bucket, draws[first : first + recipe.GLOBAL_BATCH], 0, spare=None)
@@ -231,7 +228,7 @@ def _chosen(run: Run, each: EvaluationSet, dataset: str) -> Iterator[Lot]:
 def _latent_shape(run: Run, size_hw: tuple[int, int]) -> tuple[int, ...]:
     from difftrain.contracts import Bucket
 
-    return run.family.features.draws["noise"].shape(Bucket(*size_hw))
+    return run.model.family.features.draws["noise"].shape(Bucket(*size_hw))
 
 
 def _kid(run: Run, name: str) -> dict[str, float]:

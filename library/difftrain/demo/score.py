@@ -15,7 +15,7 @@ from PIL import Image
 from difftrain.cache.build import on_device
 from difftrain.config.schema.families import learns_flow
 from difftrain.contracts import Batch, Bucket
-from difftrain.data.evaluation_sets import validation_batches
+from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.loader import make_loader
 from difftrain.demo import datasets, recipe
 from difftrain.demo.judge import Wiener, obedience
@@ -23,7 +23,6 @@ from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import validate
 from difftrain.report.report import ScoreTarget
 from difftrain.sampling.batch import draw_batch
-from difftrain.train.evaluating import averaged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +61,7 @@ def score_run(run: Run) -> tuple[dict[str, Any], list[ScoreTarget]]:
         return score_flow(run)
     dataset = run.cfg.demo.dataset
     assert dataset is not None
-    with averaged(run):
+    with run.model.averages.averaged():
         scores = {**_losses(run), **_pictures(run, dataset)}
     log.info("scores: %s", "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
     full = run.progress.samples_seen >= recipe.SIZES[dataset].steps * recipe.GLOBAL_BATCH
@@ -74,12 +73,12 @@ def score_run(run: Run) -> tuple[dict[str, Any], list[ScoreTarget]]:
 
 def _losses(run: Run) -> dict[str, float]:
     """Return the held-out loss, the linear predictor's on the same inputs, and the loss under wrong captions."""
-    tokenize = run.family.tokenizer(run.parts)
-    size = run.engine.dp_rank, run.engine.dp_size
-    held_out = list(validation_batches(run.data, tokenize, run.family.features, run.cfg, *size))
+    tokenize = run.model.family.tokenizer(run.model.parts)
+    size = run.model.engine.dp_rank, run.model.engine.dp_size
+    held_out = list(held_out_set(run.cfg, run.data).batches(tokenize, run.model.family.features, *size))
     looks = [_at_round(batch, number) for number in range(ROUNDS) for batch in held_out]
-    right = validate(run.engine, looks, gather=run.ranks.gather).loss
-    wrong = validate(run.engine, _with_wrong_captions(looks), gather=run.ranks.gather).loss
+    right = validate(run.model.engine, looks, gather=run.ranks.gather).loss
+    wrong = validate(run.model.engine, _with_wrong_captions(looks), gather=run.ranks.gather).loss
     linear = _wiener_loss(run, looks)
     return {
         "held_out_loss": right,
@@ -122,7 +121,7 @@ def _wiener_loss(run: Run, looks: list[Batch]) -> float:
     fitted = Wiener.from_moments(*_moments(run))
     total = count = 0.0
     for batch in looks:
-        inputs = run.family.inputs(run.device.to_device(batch), run.parts)
+        inputs = run.model.family.inputs(run.device.to_device(batch), run.model.parts)
         guess = fitted.predict(inputs.x_t, inputs.timestep, run.cfg.model.prediction_type)
         error = (guess - inputs.target.cpu()).square().flatten(1).mean(1)
         total, count = total + float(error.sum()), count + len(error)
@@ -136,16 +135,16 @@ def _moments(run: Run) -> tuple[int, Tensor, Tensor]:
     steps = make_loader(
         run.data,
         run.plan,
-        run.family.features,
-        run.family.tokenizer(run.parts),
+        run.model.family.features,
+        run.model.family.tokenizer(run.model.parts),
         run.cfg,
-        dp_rank=run.engine.dp_rank,
-        dp_size=run.engine.dp_size,
+        dp_rank=run.model.engine.dp_rank,
+        dp_size=run.model.engine.dp_size,
         first_step=first,
         last_step=first + max(1, run.plan.steps(0)),
     )
     batches = (run.device.to_device(batch) for step in steps for batch in step)
-    flat = torch.cat([run.family.latents(batch, run.parts).flatten(1).double().cpu() for batch in batches])
+    flat = torch.cat([run.model.family.latents(batch, run.model.parts).flatten(1).double().cpu() for batch in batches])
     shares = run.ranks.gather((len(flat), flat.sum(0), flat.T @ flat))
     return sum(s[0] for s in shares), sum(s[1] for s in shares), sum(s[2] for s in shares)
 
@@ -154,7 +153,7 @@ def _pictures(run: Run, dataset: str) -> dict[str, float]:
     """Draw captions and judge what came; leave the pictures as a grid."""
     captions = _captions(run, dataset)
     mine = list(range(run.ranks.rank, len(captions), run.ranks.size))
-    with on_device(run.parts, run.device):
+    with on_device(run.model.parts, run.device):
         drawn = dict(zip(mine, draw(run, [captions[number] for number in mine], mine), strict=True))
     everyone: dict[int, NDArray[np.uint8]] = {}
     for share in run.ranks.gather(drawn):
@@ -177,8 +176,8 @@ def _captions(run: Run, dataset: str) -> list[str]:
 def draw(run: Run, captions: list[str], numbers: list[int]) -> list[NDArray[np.uint8]]:
     """Draw captions, from noise that is the same on every device."""
     width, height = run.cfg.data.resolution or (recipe.SIDE, recipe.SIDE)
-    shape = run.family.features.draws["noise"].shape(Bucket(height, width))
-    model = run.family.drawer(run.parts)
+    shape = run.model.family.features.draws["noise"].shape(Bucket(height, width))
+    model = run.model.family.drawer(run.model.parts)
     pictures: list[NDArray[np.uint8]] = []
     for first in range(0, len(captions), recipe.GLOBAL_BATCH):
         part = slice(first, first + recipe.GLOBAL_BATCH)

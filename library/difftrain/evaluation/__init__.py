@@ -1,6 +1,5 @@
-"""How well a model does on data that it is not trained on: validation loss, and loss at fixed timesteps."""
+"""How well a model does on data that it is not trained on: mean loss, loss at fixed timesteps, and KID of drawn pictures."""
 
-from difftrain.evaluation.quantile import quantile_losses
-from difftrain.evaluation.validation import Validation, validate
+from difftrain.evaluation.losses import Validation, quantile_losses, validate
 
 __all__ = ["Validation", "quantile_losses", "validate"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,14 +21,13 @@ from difftrain.diffusion.ema import Average, Ema
 from difftrain.diffusion.power_ema import PowerEma, Profile, combine, exponent
 from difftrain.engine.checkpoint_reader import CheckpointReader
 from difftrain.models.weights.writers import safetensors_writer
-from difftrain.train.state import Run
 from difftrain.train.streams import all_tried, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.config import TrainConfig
-    from difftrain.config.schema.sections import EmaSection
+    from difftrain.config.schema.sections import EmaSection, ModelSection
     from difftrain.contracts import Engine
     from difftrain.distributed.ranks import Ranks
 
@@ -42,73 +41,181 @@ GIB = float(1 << 30)
 SMALL, HALF = 0.05, 0.5  # shares of an average that are what it began with: of no account, and too much to draw from
 
 
-def start_averages(section: EmaSection, engine: Engine) -> tuple[Ema | None, list[PowerEma]]:
-    """Make the averages that a run asks for, from the weights as they are."""
-    weights = [(name, shard) for name, shard, _ in engine.shards()]
-    plain = Ema(weights, section.decay) if section.enable else None
-    return plain, [PowerEma(weights, width) for width in section.profiles]
+class Averages:
+    """The averages of a run's weights: a moving one, and those by relative width; begun from the weights as they are."""
 
+    def __init__(self, section: EmaSection, engine: Engine) -> None:
+        self.section, self.engine = section, engine
+        weights = [(name, shard) for name, shard, _ in engine.shards()]
+        self.ema = Ema(weights, section.decay) if section.enable else None
+        self.profiles = [PowerEma(weights, width) for width in section.profiles]
+        self.snapshots_at: int | None = None  # the step that the last snapshots are of
 
-def update_averages(run: Run) -> None:
-    """Take in the weights after an update."""
-    due = (run.progress.step + 1) % run.cfg.ema.update_every == 0  # by the step's number: a resume keeps the rhythm
-    averages: list[Ema | PowerEma] = [*([run.ema] if run.ema is not None and due else []), *run.profiles]
-    for average in averages:
-        average.update((name, shard) for name, shard, _ in run.engine.shards())
+    def update(self, step: int) -> None:
+        """Take in the weights after an update. step: updates done before it."""
+        due = (step + 1) % self.section.update_every == 0  # by the step's number: a resume keeps the rhythm
+        averages: list[Ema | PowerEma] = [*([self.ema] if self.ema is not None and due else []), *self.profiles]
+        for average in averages:
+            average.update((name, shard) for name, shard, _ in self.engine.shards())
 
+    # --- weights to look at
 
-def announce(run: Run) -> Iterator[str]:
-    """Say how much of the run's average is its own start, and what power-function averages cost; once all is restored."""
-    if run.ema is not None:
-        yield from _of_the_start(run, run.ema)
-    section, profiles = run.cfg.ema, run.profiles
-    if not profiles:
-        return
-    count = sum(tensor.numel() for tensor in profiles[0].weights.values())
-    size = count * SNAPSHOT_DTYPES[section.snapshot_precision].itemsize
-    widths = ", ".join(f"{each.width} (gamma {each.gamma:.3f})" for each in profiles)
-    yield (
-        f"averages of relative width {widths}: {4 * count / GIB:.4g} GiB each in memory; at every export a snapshot of "
-        f"each in {SNAPSHOTS}/, {size / GIB:.4g} GiB in {section.snapshot_precision}, which nothing deletes"
-    )
+    def averaged(self) -> AbstractContextManager[None]:
+        """Put averaged weights in place, the run's or the optimizer's own: validation looks at those."""
+        return self.engine.swapped(self.ema.weights) if self.ema is not None else self.engine.averaged_weights()
 
+    def drawable(self) -> tuple[AbstractContextManager[None], str]:
+        """Put in place what pictures are drawn from, and say what that is.
 
-def _of_the_start(run: Run, ema: Ema) -> Iterator[str]:
-    """Say how much of an average is what it began with, where those are random weights or it stays above a twentieth."""
-    every, done, end = run.cfg.ema.update_every, run.progress.step, run.total_steps
-    left = end // every - done // every
-    share = ema.decay ** (ema.updates + left)
-    model = run.cfg.model
-    since_start = ema.updates == done // every - run.begins_at // every
-    random = since_start and not (model.pretrained or model.transformer)
-    if not left and not ema.updates:
+        Averaged weights, but those as trained while most of the average is what it began with: of random weights nothing
+        but noise is drawn.
+        """
+        if self.ema is None:
+            return self.engine.averaged_weights(), "trained weights"
+        if self.ema.start_share > HALF:
+            said = f"trained weights, as the average is still {percent(self.ema.start_share)} its start"
+            return self.engine.averaged_weights(), said
+        return self.engine.swapped(self.ema.weights), "averaged weights"
+
+    def looks(self) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+        """Yield the weights that are compared, by the prefix of their numbers: as trained, and averaged where they are.
+
+        A schedule-free optimizer's weights are its own averages in either case: those are what it has learnt.
+        """
+        yield "", self.engine.averaged_weights()
+        if self.ema is not None:
+            yield "ema_", self.engine.swapped(self.ema.weights)
+
+    # --- what is said of them
+
+    def announce(self, model: ModelSection, begins_at: int, step: int, total_steps: int) -> Iterator[str]:
+        """Say how much of the run's average is its own start, and what power-function averages cost; once all is restored.
+
+        begins_at: the first step of a fresh run.
+        """
+        if self.ema is not None:
+            yield from self._of_the_start(self.ema, model, begins_at, step, total_steps)
+        if not self.profiles:
+            return
+        count = sum(tensor.numel() for tensor in self.profiles[0].weights.values())
+        precision = self.section.snapshot_precision
+        size = count * SNAPSHOT_DTYPES[precision].itemsize
+        widths = ", ".join(f"{each.width} (gamma {each.gamma:.3f})" for each in self.profiles)
         yield (
-            f"the average of the weights takes them in every {every} steps, and the run has {end}: it stays "
-            "what the run began with ([ema] update_every)"
-        )
-    elif random or share > SMALL:
-        what, half = "the random start" if random else "the weights it began with", _step_of(HALF, run, ema)
-        drawn = f"; until half of it is, at step {half}, pictures are drawn from the weights as trained"
-        yield (
-            f"the average of the weights: {percent(share)} of it is still {what} at step {end}, the last, and "
-            f"{percent(SMALL)} from step {_step_of(SMALL, run, ema)} on ([ema] decay {ema.decay:g}, update_every {every})"
-            + (drawn if half > done else "")
+            f"averages of relative width {widths}: {4 * count / GIB:.4g} GiB each in memory; at every export a snapshot of "
+            f"each in {SNAPSHOTS}/, {size / GIB:.4g} GiB in {precision}, which nothing deletes"
         )
 
+    def _of_the_start(self, ema: Ema, model: ModelSection, begins_at: int, done: int, end: int) -> Iterator[str]:
+        """Say how much of an average is what it began with, where that is random or stays above a twentieth."""
+        every = self.section.update_every
+        left = end // every - done // every
+        share = ema.decay ** (ema.updates + left)
+        since_start = ema.updates == done // every - begins_at // every
+        random = since_start and not (model.pretrained or model.transformer)
+        if not left and not ema.updates:
+            yield (
+                f"the average of the weights takes them in every {every} steps, and the run has {end}: it stays "
+                "what the run began with ([ema] update_every)"
+            )
+        elif random or share > SMALL:
+            what, half = "the random start" if random else "the weights it began with", self._step_of(HALF, ema, done)
+            drawn = f"; until half of it is, at step {half}, pictures are drawn from the weights as trained"
+            yield (
+                f"the average of the weights: {percent(share)} of it is still {what} at step {end}, the last, and "
+                f"{percent(SMALL)} from step {self._step_of(SMALL, ema, done)} on ([ema] decay {ema.decay:g}, "
+                f"update_every {every})" + (drawn if half > done else "")
+            )
 
-def _step_of(share: float, run: Run, ema: Ema) -> int:
-    """Return the step from which on no more than this share of an average is its start; this one, where that is so."""
-    every, done = run.cfg.ema.update_every, run.progress.step
-    needed = math.ceil(math.log(share) / math.log(ema.decay))
-    return done if needed <= ema.updates else (done // every + needed - ema.updates) * every
+    def _step_of(self, share: float, ema: Ema, done: int) -> int:
+        """Return the step from which on no more than this share of an average is its start; this one, where that is so."""
+        every = self.section.update_every
+        needed = math.ceil(math.log(share) / math.log(ema.decay))
+        return done if needed <= ema.updates else (done // every + needed - ema.updates) * every
+
+    # --- checkpoints
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write all averages into a checkpoint; whole on every rank, so the logger's do."""
+        written = []
+        if self.ema is not None:
+            written.append(folder / f"{PLAIN}-00000.safetensors")
+            save_file(self.ema.state_dict(), written[-1], metadata={UPDATES: str(self.ema.updates)})
+        for each in self.profiles:
+            written.append(folder / f"{POWER.format(width=each.width)}-00000.safetensors")
+            save_file(each.state_dict(), written[-1], metadata={UPDATES: str(each.updates)})
+        return written
+
+    def load(self, folder: Path, ranks: Ranks, step: int) -> None:
+        """Take all averages from the checkpoint of a step. Every rank calls it, once the weights are restored.
+
+        A moving average that the checkpoint has not begins with its weights.
+        """
+        # the moving average
+        reader = CheckpointReader(folder, PLAIN, ranks)
+        if self.ema is None:
+            if reader.shapes:
+                log.warning(
+                    f"%s has averaged weights, which are not carried on: {option('ema.enable', True)} is not given",
+                    folder,
+                )
+        elif reader.shapes:
+            _load(self.ema, reader)
+            known = reader.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
+            self.ema.updates = int(known) if known else step // self.section.update_every
+        else:
+            self.ema = Ema([(name, shard) for name, shard, _ in self.engine.shards()], self.section.decay)
+            log.info("%s has no averaged weights: the average begins with those of step %d", folder, step)
+
+        # those by width
+        left = sorted({path.name.rpartition("-")[0] for path in folder.glob("ema_*-*.safetensors")})
+        left = [kind for kind in left if kind not in {POWER.format(width=each.width) for each in self.profiles}]
+        if left:
+            log.warning(
+                f"%s has averages that are not carried on, as {option('ema.profiles')} does not ask: %s", folder, left
+            )
+        for each in self.profiles:
+            reader = CheckpointReader(folder, POWER.format(width=each.width), ranks)
+            _load(each, reader)
+            each.updates = int(reader.metadata[0][UPDATES])
+
+    # --- snapshots
+
+    def store_snapshots(self, out: Path, step: int, ranks: Ranks, identity: dict[str, Any]) -> None:
+        """Write a snapshot of every average by width, once a step. Every rank calls it: gathering is collective.
+
+        identity: of the run that makes them.
+        """
+        if self.snapshots_at == step:  # the export at the end of a run may follow one of its last step
+            return
+        dtype = SNAPSHOT_DTYPES[self.section.snapshot_precision]
+        shapes = {name: (dtype, extent.shape) for name, _, extent in self.engine.shards()}
+        run = f"{identity['config_digest']} {identity['seed']}" if self.profiles else ""
+
+        def store(each: PowerEma) -> None:
+            with to_the_end(self.engine.full_weights(each.weights)) as weights:
+                if not ranks.is_logger:
+                    return
+                path = snapshot_path(out, each.width, each.updates)
+                path.parent.mkdir(exist_ok=True)
+                about = {"gamma": repr(each.gamma), "width": repr(each.width), UPDATES: str(each.updates), "run": run}
+                with safetensors_writer(path, shapes, about) as writer:
+                    for name, tensor in weights:
+                        if name in shapes:
+                            writer.write(name, tensor.to(shapes[name][0]))
+                log.info("snapshot %s/%s", SNAPSHOTS, path.name)
+
+        all_tried(partial(store, each) for each in self.profiles)
+        self.snapshots_at = step
+
+
+def _load(average: Average, reader: CheckpointReader) -> None:
+    average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(lambda name: True)})
 
 
 def percent(share: float) -> str:
     """Write a share in words."""
     return f"{100 * share:.3g} %"
-
-
-# ---------------------------------------------------------------------- checkpoints
 
 
 def require_profiles(cfg: TrainConfig, folder: Path | None, ranks: Ranks) -> None:
@@ -125,86 +232,7 @@ def require_profiles(cfg: TrainConfig, folder: Path | None, ranks: Ranks) -> Non
         raise ConfigFault([Fault(option("ema.profiles"), what, "continue with the widths of that run")])
 
 
-def write_averages(run: Run, folder: Path) -> list[Path]:
-    """Write all averages into a checkpoint; whole on every rank, so the logger's do."""
-    written = []
-    if run.ema is not None:
-        written.append(folder / f"{PLAIN}-00000.safetensors")
-        save_file(run.ema.state_dict(), written[-1], metadata={UPDATES: str(run.ema.updates)})
-    for each in run.profiles:
-        written.append(folder / f"{POWER.format(width=each.width)}-00000.safetensors")
-        save_file(each.state_dict(), written[-1], metadata={UPDATES: str(each.updates)})
-    return written
-
-
-def load_averages(run: Run, folder: Path) -> None:
-    """Take all averages from a checkpoint. Every rank calls it, once weights and counters are restored.
-
-    A moving average that the checkpoint has not begins with its weights.
-    """
-    reader = CheckpointReader(folder, PLAIN, run.ranks)
-    if run.ema is None:
-        if reader.shapes:
-            log.warning(
-                f"%s has averaged weights, which are not carried on: {option('ema.enable', True)} is not given", folder
-            )
-    elif reader.shapes:
-        _load(run.ema, reader)
-        known = reader.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
-        run.ema.updates = int(known) if known else run.progress.step // run.cfg.ema.update_every
-    else:
-        run.ema = start_averages(run.cfg.ema, run.engine)[0]
-        log.info("%s has no averaged weights: the average begins with those of step %d", folder, run.progress.step)
-    left = sorted({path.name.rpartition("-")[0] for path in folder.glob("ema_*-*.safetensors")})
-    left = [kind for kind in left if kind not in {POWER.format(width=each.width) for each in run.profiles}]
-    if left:
-        log.warning(
-            f"%s has averages that are not carried on, as {option('ema.profiles')} does not ask: %s", folder, left
-        )
-    for each in run.profiles:
-        reader = CheckpointReader(folder, POWER.format(width=each.width), run.ranks)
-        _load(each, reader)
-        each.updates = int(reader.metadata[0][UPDATES])
-
-
-def _load(average: Average, reader: CheckpointReader) -> None:
-    average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(lambda name: True)})
-
-
-# ---------------------------------------------------------------------- snapshots
-
-
-def store_snapshots(run: Run) -> None:
-    """Write a snapshot of every power-function average, once a step. Every rank calls it: gathering is collective."""
-    if run.snapshots_at == run.progress.step:  # the export at the end of a run may follow one of its last step
-        return
-    dtype = SNAPSHOT_DTYPES[run.cfg.ema.snapshot_precision]
-    shapes = {name: (dtype, extent.shape) for name, _, extent in run.engine.shards()}
-    all_tried(partial(_store, run, each, shapes) for each in run.profiles)
-    run.snapshots_at = run.progress.step
-
-
-def _store(run: Run, each: PowerEma, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    with to_the_end(run.engine.full_weights(each.weights)) as weights:
-        if not run.ranks.is_logger:
-            return
-        path = snapshot_path(run.out, each.width, each.updates)
-        path.parent.mkdir(exist_ok=True)
-        with safetensors_writer(path, shapes, _about(run, each)) as writer:
-            for name, tensor in weights:
-                if name in shapes:
-                    writer.write(name, tensor.to(shapes[name][0]))
-        log.info("snapshot %s/%s", SNAPSHOTS, path.name)
-
-
-def _about(run: Run, average: PowerEma) -> dict[str, str]:
-    identity = run.identity
-    return {
-        "gamma": repr(average.gamma),
-        "width": repr(average.width),
-        UPDATES: str(average.updates),
-        "run": f"{identity['config_digest']} {identity['seed']}",
-    }
+# ---------------------------------------------------------------------- averages of any width, made from snapshots
 
 
 def snapshot_path(out: Path, width: float, updates: int) -> Path:

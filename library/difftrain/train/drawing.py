@@ -14,10 +14,12 @@ from difftrain.config.spellings.spelling import option
 from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
 from difftrain.sampling import PromptFile, draw_grid, read_prompts
-from difftrain.train.evaluating import drawable
-from difftrain.train.state import Run
+from difftrain.train.state import Due, Position, TrainedModel
 
 if TYPE_CHECKING:
+    from difftrain.device import Device
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.report.clock import Clock
     from difftrain.train.outputs import RunOutputs
 
 log = logging.getLogger("difftrain")
@@ -46,63 +48,61 @@ def sampler_of(cfg: TrainConfig) -> str:
 class Drawing:
     """Draw the prompts every n steps or epochs, before the first step where asked for, and at the end."""
 
-    def __init__(self, run: Run, outputs: RunOutputs | None = None) -> None:
-        section = run.cfg.sample
-        file = prompts_of(run.cfg)
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        model: TrainedModel,
+        device: Device,
+        ranks: Ranks,
+        clock: Clock,
+        outputs: RunOutputs | None = None,
+    ) -> None:
+        self._cfg, self._model, self._device, self._ranks = cfg, model, device, ranks
+        self._clock, self._outputs = clock, outputs
+        file = prompts_of(cfg)
         self._prompts = file.prompts
         for note in file.notes:
             log.info("samples: %s", note)
-        self._steps, self._epochs = section.every_n_steps, section.every_n_epochs
-        self._outputs = outputs
+        self._due = Due(cfg.sample.every_n_steps, cfg.sample.every_n_epochs)
 
-    def before_training(self, run: Run) -> None:
+    def before_training(self, at: Position) -> None:
         """Draw from the weights at the start."""
-        if run.cfg.sample.at_first and run.progress.step == run.begins_at:
-            self._draw(run)
+        if self._cfg.sample.at_first and at.at_start:
+            self.draw(at)
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, at: Position) -> None:
         """Draw where it is due, and at the last step."""
-        epoch = run.epoch_end()
-        by_steps = self._steps and run.progress.step % self._steps == 0
-        if by_steps or (epoch and self._epochs and epoch % self._epochs == 0) or not run.steps_left:
-            self._draw(run)
+        if self._due(at):
+            self.draw(at)
 
-    def after_training(self, run: Run) -> None:
-        """The last step has drawn."""
-
-    def once(self, run: Run) -> None:
-        """Draw from the weights as they stand."""
-        self._draw(run)
-
-    def _draw(self, run: Run) -> None:
-        """Draw on the logger rank, while the others wait at the next step."""
+    def draw(self, at: Position) -> None:
+        """Draw from the weights as they stand, on the logger rank, while the others wait at the next step."""
         if not self._prompts:
             return
-        with heartbeat(run.ranks, run.ranks.is_logger):
-            if run.ranks.is_logger:
-                self._draw_here(run)
+        with heartbeat(self._ranks, self._ranks.is_logger):
+            if self._ranks.is_logger:
+                self._draw_here(at)
 
-    def _draw_here(self, run: Run) -> None:
-        epoch = run.epoch_end()
-        when = f"e{epoch:06d}" if epoch and not self._steps else f"{run.progress.step:06d}"
-        precision = run.cfg.training.mixed_precision
-        weights, told = drawable(run)
+    def _draw_here(self, at: Position) -> None:
+        cfg, parts = self._cfg, self._model.parts
+        when = f"e{at.epoch_end:06d}" if at.epoch_end and not cfg.sample.every_n_steps else f"{at.step:06d}"
+        weights, told = self._model.averages.drawable()
         with (
-            run.clock.paused("sampling"),
+            self._clock.paused("sampling"),
             during(SAMPLING),
             weights,
-            on_device(run.parts, run.device),
-            run.device.autocast(precision),
+            on_device(parts, self._device),
+            self._device.autocast(cfg.training.mixed_precision),
         ):
             grid = draw_grid(
-                run.family.drawer(run.parts),
+                self._model.family.drawer(parts),
                 self._prompts,
-                run.out / FOLDER,
-                run.name,
+                cfg.output_dir / FOLDER,
+                cfg.save.output_name,
                 when,
-                sampler=sampler_of(run.cfg),
-                seed=run.cfg.training.seed,
+                sampler=sampler_of(cfg),
+                seed=cfg.training.seed,
             )
         if self._outputs is not None:
-            self._outputs.picture(run.progress.step, "samples", grid)
-        log.info("samples at step %d, %s: %s", run.progress.step, told, grid)
+            self._outputs.picture("samples", grid)
+        log.info("samples at step %d, %s: %s", at.step, told, grid)

@@ -16,7 +16,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.paths import PendingFiles
 from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, ConfigFault, Family, Group, Parts
-from difftrain.data.evaluation_sets import config_of, open_set
+from difftrain.data.evaluation_sets import open_set
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan.length import why
 from difftrain.data.plan.plan import EpochPlan
@@ -27,7 +27,7 @@ from difftrain.engine.half_precision import weights_kept
 from difftrain.engine.master_weights import DTYPES
 from difftrain.evaluation.features import INSTALL, NAME
 from difftrain.evaluation.features import missing as packages_missing
-from difftrain.evaluation.quantile import TENTHS
+from difftrain.evaluation.losses import TENTHS
 from difftrain.hub.client import endpoint
 from difftrain.hub.fetch import looked_up
 from difftrain.hub.ids import TOKENIZERS, HubRequest
@@ -102,14 +102,14 @@ def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
     """Open every evaluation set, and say what looking at it takes. Raises DataFault where nothing can be made of one."""
     for section in cfg.eval.sets:
         name, said = f"evaluation set {section.name}", list[str]()
-        data = open_set(cfg, section, said.append)
+        each = open_set(cfg, section, said.append)
         yield from (f"{name}: {line}" for line in said)
-        check_sizes(data.tables, family.features)
-        records, weights = sum(rows.records for rows in data.tables.training), 1 + cfg.ema.enable
+        check_sizes(each.data.tables, family.features)
+        records, weights = sum(rows.records for rows in each.data.tables.training), 1 + cfg.ema.enable
         looks = f"{records:,} pictures x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
         yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} images forward each time"
-        for wish in cache_requests(config_of(cfg, section), family, parts, data, trains=False):
-            yield f"{name}: {estimate_storage(wish, data).size_sentence()}"
+        for wish in cache_requests(each.cfg, family, parts, each.data, trains=False):
+            yield f"{name}: {estimate_storage(wish, each.data).size_sentence()}"
     if cfg.eval.kid and (lacking := packages_missing()):
         yield f"{NAME}: {' and '.join(lacking)} not installed, so it would not be measured; {INSTALL}"
 

@@ -1,88 +1,194 @@
-"""Validation loss during training, on records that are never trained on, with fixed draws."""
+"""Evaluation sets during training: the held-out part of the training set as training draws timesteps, others at quantiles.
+
+The held-out set is measured under averaged weights, a line each time in validation.jsonl, and at quantiles for the report.
+Sets with data of their own are measured at nine quantiles of the noise, under the weights as trained and averaged, and by
+pictures drawn for their captions: a line each time in evaluation.jsonl.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from difftrain.contracts import Batch
-from difftrain.data.evaluation_sets import validation_batches
+from difftrain.cache.build import with_cache
+from difftrain.config import TrainConfig
+from difftrain.config.schema.sections import EvalSetSection
+from difftrain.contracts import Batch, DataFault, Family, Parts
+from difftrain.data.evaluation_sets import EvaluationSet, common_records, open_set
+from difftrain.data.loader import check_sizes
 from difftrain.device.memory import EVALUATING, during
+from difftrain.distributed.collective import on_each_machine
 from difftrain.evaluation import quantile_losses, validate
-from difftrain.train.averages import HALF, percent
-from difftrain.train.state import Run
+from difftrain.report.metrics import EVALUATION, VALIDATION
+from difftrain.train.state import Due, Position, TrainedModel
 
 if TYPE_CHECKING:
+    from difftrain.data.index.index import Index
+    from difftrain.device import Device
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.report.clock import Clock
+    from difftrain.train.kid import DrawnPictures
     from difftrain.train.outputs import RunOutputs
 
 log = logging.getLogger("difftrain")
 
 
-def averaged(run: Run) -> AbstractContextManager[None]:
-    """Put averaged weights in place, the run's or the optimizer's own: validation looks at those."""
-    return run.engine.swapped(run.ema.weights) if run.ema is not None else run.engine.averaged_weights()
+def open_sets(
+    cfg: TrainConfig, device: Device, ranks: Ranks, family: Family, parts: Parts
+) -> tuple[EvaluationSet, ...]:
+    """Index every set with data of its own, and build its cache beside the training set's. Every rank calls it.
 
-
-def drawable(run: Run) -> tuple[AbstractContextManager[None], str]:
-    """Put in place what pictures are drawn from, and say what that is.
-
-    Averaged weights, but those as trained while most of the average is what it began with: of random weights nothing
-    but noise is drawn.
+    Raises what preparing and caching the training set does.
     """
-    ema = run.ema
-    if ema is None:
-        return run.engine.averaged_weights(), "trained weights"
-    if ema.start_share > HALF:
-        return (
-            run.engine.averaged_weights(),
-            f"trained weights, as the average is still {percent(ema.start_share)} its start",
-        )
-    return run.engine.swapped(ema.weights), "averaged weights"
+    return tuple(_opened(cfg, section, device, ranks, family, parts) for section in cfg.eval.sets)
+
+
+def _opened(
+    cfg: TrainConfig, section: EvalSetSection, device: Device, ranks: Ranks, family: Family, parts: Parts
+) -> EvaluationSet:
+    name = f"evaluation set {section.name}"
+
+    def opened() -> EvaluationSet:
+        try:
+            return open_set(cfg, section, lambda line: log.info("%s: %s", name, line))
+        except DataFault as fault:
+            raise DataFault(f"{name}: {fault}") from fault
+
+    each = on_each_machine(ranks, opened)
+    check_sizes(each.data.tables, family.features)
+    cached = with_cache(each.cfg, device, ranks, family, parts, each.data, trains=False)
+    return replace(each, data=cached.data, rejects=(*each.data.rejects(), *cached.rejects))
+
+
+def warn_of_trained(sets: tuple[EvaluationSet, ...], index: Index) -> None:
+    """Warn where a set with data of its own shows pictures that are trained on. index: of the training set."""
+    for each in sets:
+        if not each.held_out and (common := common_records(index, each.data.index)):
+            what = "evaluation set %s: %d of its %d records show pictures that are trained on, too"
+            log.warning(what, each.name, common, each.data.index.count)
 
 
 class Evaluating:
-    """Measure the validation loss every n steps or epochs (each epoch where nothing is said), and at the end."""
+    """Measure every evaluation set where it is due, and leave a line a step in the file of its kind."""
 
-    def __init__(self, run: Run, outputs: RunOutputs) -> None:
-        section = run.cfg.validation
-        self._on = section.split > 0
-        self._steps = section.every_n_steps
-        self._epochs = section.every_n_epochs or (None if section.every_n_steps else 1)
-        self._outputs = outputs
-        self._tokenize = run.family.tokenizer(run.parts) if self._on else None
+    def __init__(
+        self,
+        sets: tuple[EvaluationSet, ...],
+        model: TrainedModel,
+        device: Device,
+        ranks: Ranks,
+        clock: Clock,
+        outputs: RunOutputs,
+        pictures: DrawnPictures | None = None,
+    ) -> None:
+        self._sets, self._model, self._device, self._ranks = sets, model, device, ranks
+        self._clock, self._outputs, self._pictures = clock, outputs, pictures
+        self._tokenize = model.family.tokenizer(model.parts) if sets else None
+        self._due = [due_of(each) for each in sets]
 
-    def before_training(self, run: Run) -> None:
-        """Nothing before the first step."""
+    def before_training(self, at: Position) -> None:
+        """Measure the weights at the start of a fresh run, where asked for."""
+        for due in self._due:
+            due.begin(at.samples_seen)
+        first = [at.at_start and not each.held_out and each.cfg.eval.before_first_step for each in self._sets]
+        self._measure(at, losses=first, pictures=first)
 
-    def after_step(self, run: Run) -> None:
-        """Validate where it is due."""
-        if not self._on:
-            return
-        epoch = run.epoch_end()
-        due = self._steps and run.progress.step % self._steps == 0
-        if due or (epoch and self._epochs and epoch % self._epochs == 0) or not run.steps_left:
-            self._validate(run)
+    def after_step(self, at: Position) -> None:
+        """Measure where it is due."""
+        losses = [due(at) for due in self._due]
+        pictures = list(losses)
+        for place, each in enumerate(self._sets):
+            if every := each.cfg.eval.kid_every_n_steps:
+                pictures[place] = at.step % every == 0 or not at.steps_left
+        self._measure(at, losses, pictures)
 
-    def after_training(self, run: Run) -> None:
-        """The last step has validated."""
+    def quantiles(self) -> list[dict[str, Any]]:
+        """Return the held-out loss at nine quantiles of the timestep, for the report; nothing without such records."""
+        rows: list[dict[str, Any]] = []
+        for each in self._sets:
+            if each.held_out:
+                with self._clock.paused("evaluation"), during(EVALUATING), self._model.averages.averaged():
+                    rows += self._at_quantiles(each)
+        return rows
 
-    def quantiles(self, run: Run) -> list[dict[str, Any]]:
-        """Return the loss at nine quantiles of the timestep, for the report; nothing without held-out records."""
-        if not self._on:
-            return []
-        with run.clock.paused("evaluation"), during(EVALUATING), averaged(run):
-            return quantile_losses(run.engine, self._batches(run), run.family.features.draws, gather=run.ranks.gather)
+    def _measure(self, at: Position, losses: list[bool], pictures: list[bool]) -> None:
+        """Measure sets in their order, the losses of some and the pictures of some; one line for each kind of them."""
+        lines: dict[str, dict[str, Any]] = {}
+        for each, loss, picture in zip(self._sets, losses, pictures, strict=True):
+            drawn = self._pictures if picture and not each.held_out else None
+            if not loss and drawn is None:
+                continue
+            head = {} if each.held_out else {"epoch": at.epoch if at.step else 0, "samples_seen": at.samples_seen}
+            line = lines.setdefault(VALIDATION if each.held_out else EVALUATION, {"step": at.step, **head})
+            if loss:
+                with self._clock.paused("evaluation"), during(EVALUATING):
+                    line |= self._as_drawn(each, at.step) if each.held_out else self._compared(each, at.step)
+            if drawn is not None:
+                line |= drawn.measure(each, at.step)
+        for file, line in lines.items():
+            self._outputs.evaluated(file, line)
 
-    def _validate(self, run: Run) -> None:
-        with run.clock.paused("evaluation"), during(EVALUATING), averaged(run):
-            found = validate(run.engine, self._batches(run), gather=run.ranks.gather)
-        self._outputs.validated(found.record(run.progress.step), {"loss/validation": found.loss})
-        log.info("validation at step %d: loss %.6f over %d records", run.progress.step, found.loss, found.samples)
+    # --- what is measured of a set: by its rule
 
-    def _batches(self, run: Run) -> Iterable[Batch]:
+    def _as_drawn(self, each: EvaluationSet, step: int) -> dict[str, Any]:
+        """Return the mean loss under averaged weights, at the timesteps that training would draw."""
+        with self._model.averages.averaged():
+            found = validate(self._model.engine, self._batches(each), gather=self._ranks.gather)
+        log.info("validation at step %d: loss %.6f over %d records", step, found.loss, found.samples)
+        return found.record()
+
+    def _compared(self, each: EvaluationSet, step: int) -> dict[str, Any]:
+        """Return the losses at each quantile, and their mean, under the weights as trained and averaged."""
+        found: dict[str, Any] = {}
+        for prefix, weights in self._model.averages.looks():
+            with weights:
+                rows = self._at_quantiles(each)
+            found |= {f"{each.name}/samples": rows[0]["samples"]} | tags(each.name, prefix, rows)
+            log.info(
+                "evaluation of %s at step %d, %s: loss %.6f over %d records; at 0.1 ... 0.9: %s",
+                each.name,
+                step,
+                "averaged weights" if prefix else "weights as trained",
+                found[f"{each.name}/{prefix}loss"],
+                rows[0]["samples"],
+                " ".join(f"{row['loss']:.4f}" for row in rows),
+            )
+        return found
+
+    def _at_quantiles(self, each: EvaluationSet) -> list[dict[str, Any]]:
+        draws = self._model.family.features.draws
+        return quantile_losses(self._model.engine, self._batches(each), draws, gather=self._ranks.gather)
+
+    def _batches(self, each: EvaluationSet) -> Iterator[Batch]:
+        """Load this rank's batches, and bring them to the device once for all looks at them."""
         assert self._tokenize is not None
-        return validation_batches(
-            run.data, self._tokenize, run.family.features, run.cfg, run.engine.dp_rank, run.engine.dp_size
-        )
+        place = self._model.engine.dp_rank, self._model.engine.dp_size
+        return map(self._device.to_device, each.batches(self._tokenize, self._model.family.features, *place))
+
+
+def due_of(each: EvaluationSet) -> Due:
+    """Return when a set is measured: where nothing is said, each epoch."""
+    validation, own = each.cfg.validation, each.cfg.eval
+    if each.held_out:
+        default = None if validation.every_n_steps else 1
+        return Due(validation.every_n_steps, validation.every_n_epochs or default)
+    default = None if own.every_n_steps or own.every_n_examples else 1
+    return Due(own.every_n_steps, own.every_n_epochs or default, own.every_n_examples)
+
+
+def tags(name: str, prefix: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Name the losses of a set as trackers and evaluation.jsonl have them: of each quantile, and their mean.
+
+    So is what was measured beside the loss, which may be a sum of it; NaN where one of the quantiles has none.
+    """
+    measured = [{"loss": row["loss"], **row.get("metrics", {})} for row in rows]
+    found: dict[str, float] = {}
+    for measure in dict.fromkeys(key for each in measured for key in each):
+        values = [float(each.get(measure, math.nan)) for each in measured]
+        places = [f"{name}/{prefix}{measure}_quantile_{row['quantile']:.2f}" for row in rows]
+        found |= dict(zip(places, values, strict=True))
+        found[f"{name}/{prefix}{measure}"] = math.fsum(values) / len(values)
+    return found

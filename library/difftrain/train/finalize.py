@@ -41,14 +41,14 @@ def finish(
     run: Run, outputs: RunOutputs, meter: Meter, saving: Saving, evaluating: Evaluating, record: RunRecord
 ) -> None:
     """Save the end, score it, and report. Every rank calls it; the record says finished only when all is written."""
-    saving.after_training(run)
+    saving.after_training(run.position)
     wait_for_uploads(run, AT_END_S)
     scores, targets = _scores(run)
-    quantiles = evaluating.quantiles(run)
+    quantiles = evaluating.quantiles()
     if not run.ranks.is_logger:
         return
     outputs.session_ends(run.progress.step, run.clock.session().e2e_s, "finished")
-    report = write_reports(run, meter, scores=scores, targets=targets, quantile_losses=quantiles)
+    report = write_reports(run, meter, saving, scores=scores, targets=targets, quantile_losses=quantiles)
     record.ended(run.progress.step).write(run.out)
     for line in final_lines(report):
         print(line, flush=True)
@@ -62,7 +62,7 @@ def wait_for_uploads(run: Run, limit_s: float) -> None:
         run.uploads.wait(limit_s)
 
 
-def write_reports(run: Run, meter: Meter, **late: Any) -> dict[str, Any]:
+def write_reports(run: Run, meter: Meter, saving: Saving, **late: Any) -> dict[str, Any]:
     """Write report.json, report.html and CaseName.log of the session so far; late: RunFacts known only at the end."""
     # what is known only while the run is open
     last = meter.last
@@ -83,12 +83,12 @@ def write_reports(run: Run, meter: Meter, **late: Any) -> dict[str, Any]:
         weights=weights_of(run),
         peak_memory_gib=last.peak_memory_gib if last else run.device.peak_memory_gib(),
         attention=run.attention,
-        kernels=run.kernels,
+        kernels=meter.kernels,
         skipped=run.progress.skipped,
         parameters=run.parameters,
-        flops_per_sample=run.family.flops_per_sample(run.parts, main_bucket(run)),
+        flops_per_sample=run.model.family.flops_per_sample(run.model.parts, main_bucket(run)),
         matmul_flops=measure_matmul(run.device.torch_device, run.cfg.training.mixed_precision, run.device.synchronise),
-        notes=notes_of(run),
+        notes=notes_of(run, saving.failed),
         **late,
     )
 
@@ -100,12 +100,12 @@ def write_reports(run: Run, meter: Meter, **late: Any) -> dict[str, Any]:
     return report
 
 
-def notes_of(run: Run) -> dict[str, Any]:
+def notes_of(run: Run, failed_saves: int) -> dict[str, Any]:
     """Return what else is to be known of a run: what failed, what was chosen, what came from a hub and went there."""
     notes = {
-        "failed_saves": run.failed_saves,
+        "failed_saves": failed_saves,
         "choices": run.choices,
-        "model": list(dict.fromkeys(run.parts.notes)),
+        "model": list(dict.fromkeys(run.model.parts.notes)),
     }
     hub = {"fetched": run.hub, "uploads": run.uploads.facts()}
     return notes | {key: value for key, value in hub.items() if value}
@@ -157,7 +157,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def say_what_runs(run: Run) -> None:
     """Print once, at the start, what is trained on what, the batch arithmetic, and each automatic choice."""
-    cfg, size = run.cfg, run.engine.dp_size
+    cfg, size = run.cfg, run.model.engine.dp_size
     counts = run.parameters
     said = [
         f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
@@ -169,7 +169,7 @@ def say_what_runs(run: Run) -> None:
         f"length: {run.total_steps} steps"
         + (f" ({why(cfg.training, run.plan)})" if cfg.training.max_epochs else "")
         + (f", {run.progress.step} of them done" if run.progress.step else ""),
-        *run.parts.notes,
+        *run.model.parts.notes,
         *run.choices,
     ]
     for line in said:

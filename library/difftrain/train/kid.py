@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ import torch
 from difftrain.cache.build import on_device
 from difftrain.config.rules.outputs import LEAST_PICTURES
 from difftrain.contracts import Bucket, Draw, Drawer
-from difftrain.data.evaluation_sets import SEED, set_maker
-from difftrain.data.features import NOTHING_CACHED
+from difftrain.data.evaluation_sets import SEED
 from difftrain.device.memory import SAMPLING, during
 from difftrain.diffusion.draws import normal
 from difftrain.diffusion.permutation import Permutation
@@ -25,13 +23,17 @@ from difftrain.evaluation.features import INSTALL, NAME, EffLite0, missing
 from difftrain.evaluation.kid import kid
 from difftrain.sampling.batch import draw_batch
 from difftrain.train.drawing import sampler_of
-from difftrain.train.evaluating import drawable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from difftrain.config import TrainConfig
+    from difftrain.data.evaluation_sets import EvaluationSet
     from difftrain.data.prepare import Data
-    from difftrain.train.state import EvaluationSet, Run
+    from difftrain.device import Device
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.report.clock import Clock
+    from difftrain.train.state import TrainedModel
 
 log = logging.getLogger("difftrain")
 TAG = "kid_efflite0"
@@ -51,28 +53,29 @@ class Lot:
 class DrawnPictures:
     """Draw the same captions from the same noise at every measurement, each rank its share."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, cfg: TrainConfig, model: TrainedModel, device: Device, ranks: Ranks, clock: Clock) -> None:
         """Look for the packages; without them on every rank, say so once, and measure nothing."""
+        self._cfg, self._model, self._device, self._ranks, self._clock = cfg, model, device, ranks, clock
         self._network: EffLite0 | None = None
         self._lots: dict[str, dict[int, Lot]] = {}  # of each set, this rank's by number
-        lacking = sorted({name for names in run.ranks.gather(missing()) for name in names})
+        lacking = sorted({name for names in ranks.gather(missing()) for name in names})
         self._on = not lacking
-        if lacking and run.ranks.is_logger:
+        if lacking and ranks.is_logger:
             log.warning("%s is not measured: %s not installed; %s", NAME, " and ".join(lacking), INSTALL)
 
-    def measure(self, run: Run, each: EvaluationSet) -> dict[str, Any]:
+    def measure(self, each: EvaluationSet, step: int) -> dict[str, Any]:
         """Return the distance of a set, with its error. Every rank calls it."""
         if not self._on:
             return {}
 
         # each rank draws its lots; the time is none of training's
         drawn: dict[int, Tensor] = {}
-        with run.clock.paused("sampling"), during(SAMPLING):
-            run_on(run.ranks, True, lambda: drawn.update(self._work(run, each)))
+        with self._clock.paused("sampling"), during(SAMPLING):
+            run_on(self._ranks, True, lambda: drawn.update(self._work(each)))
         lots = self._lots[each.name]
 
         # lots in one order, so that the figure is the same on any number of ranks
-        shares = run.ranks.gather(
+        shares = self._ranks.gather(
             {n: tuple(side.numpy() for side in (lot.real, lot.through, drawn[n])) for n, lot in lots.items()}
         )
         whole = [pair for _, pair in sorted(item for share in shares for item in share.items())]
@@ -94,13 +97,13 @@ class DrawnPictures:
             "%s of %s at step %d: %.6f ± %.6f over %d pictures (%s; guidance %g, %d sampler steps; the VAE alone %.6f)",
             NAME,
             each.name,
-            run.progress.step,
+            step,
             found.value,
             found.error,
             count,
-            drawable(run)[1],
-            run.cfg.eval.kid_guidance,
-            run.cfg.eval.kid_steps,
+            self._model.averages.drawable()[1],
+            self._cfg.eval.kid_guidance,
+            self._cfg.eval.kid_steps,
             least.value,
         )
         return {
@@ -110,40 +113,45 @@ class DrawnPictures:
             f"{each.name}/{TAG}_pictures": count,
         }
 
-    def _work(self, run: Run, each: EvaluationSet) -> Iterator[tuple[int, Tensor]]:
+    def _work(self, each: EvaluationSet) -> Iterator[tuple[int, Tensor]]:
         """Yield the features of what this rank draws, by the number of the lot."""
         if self._network is None:
-            self._network = EffLite0(run.device.torch_device)
-        section = run.cfg.eval
-        with drawable(run)[0], on_device(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
-            model = run.family.drawer(run.parts)
+            self._network = EffLite0(self._device.torch_device)
+        section, family, parts = self._cfg.eval, self._model.family, self._model.parts
+        with (
+            self._model.averages.drawable()[0],
+            on_device(parts, self._device),
+            self._device.autocast(self._cfg.training.mixed_precision),
+        ):
+            drawer = family.drawer(parts)
             if each.name not in self._lots:
                 numbered = enumerate(chosen(each.data, section.kid_pictures, each.cfg.batch_sizes))
-                mine = [(n, *lot) for n, lot in numbered if n % run.ranks.size == run.ranks.rank]
-                self._lots[each.name] = dict(self._looked_at(run, each, mine, model))
+                mine = [(n, *lot) for n, lot in numbered if n % self._ranks.size == self._ranks.rank]
+                self._lots[each.name] = dict(self._looked_at(each, mine, drawer))
             for number, lot in self._lots[each.name].items():
-                shape = run.family.features.draws["noise"].shape(lot.bucket)
+                shape = family.features.draws["noise"].shape(lot.bucket)
                 noise = np.stack([normal(SEED, key, 0, "drawn", shape) for key in lot.keys])
                 pictures = draw_batch(
-                    model,
+                    drawer,
                     lot.captions,
-                    torch.from_numpy(noise).to(run.device.torch_device),
+                    torch.from_numpy(noise).to(self._device.torch_device),
                     size_hw=(lot.bucket.height, lot.bucket.width),
                     steps=section.kid_steps,
                     guidance=section.kid_guidance,
-                    sampler=sampler_of(run.cfg),
+                    sampler=sampler_of(self._cfg),
                     seeds=[int.from_bytes(hashlib.blake2b(key, digest_size=6).digest()) for key in lot.keys],
                 )
                 yield number, self._features(pictures)
 
     def _looked_at(
-        self, run: Run, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], model: Drawer
+        self, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], drawer: Drawer
     ) -> Iterator[tuple[int, Lot]]:
         """Read held-out pictures, as large as they will be drawn, and their captions."""
-        bare = dataclasses.replace(each.data, store=NOTHING_CACHED)  # pixels, not what is cached of them
-        maker = set_maker(bare, run.family.tokenizer(run.parts), run.family.features, each.cfg)
+        bare = each.uncached()
+        family, parts = self._model.family, self._model.parts
+        maker = bare.maker(family.tokenizer(parts), family.features)
         for number, bucket, rows in lots:
-            ids, keys = bare.tables.take(rows)
+            ids, keys = bare.data.tables.take(rows)
             draws = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
             samples, kept, rejects = maker.samples(bucket, draws, 0, spare=None)
             for reject in rejects:
@@ -152,9 +160,9 @@ class DrawnPictures:
             if pixels:
                 captions = tuple(sample.caption for sample in samples)
                 real = self._features(torch.stack(pixels) / 255)
-                batch = run.device.to_device(maker.collate(bucket, samples, kept, rejects))
+                batch = self._device.to_device(maker.collate(bucket, samples, kept, rejects))
                 with torch.no_grad():
-                    through = self._features(model.decode(run.family.latents(batch, run.parts)))
+                    through = self._features(drawer.decode(family.latents(batch, parts)))
                 yield number, Lot(bucket, tuple(draw.key for draw in kept), captions, real, through)
 
     def _features(self, pictures: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from difftrain.contracts import Batch
-from difftrain.train.averages import update_averages
-from difftrain.train.meter import Meter, counted, say_memory
+from difftrain.train.meter import Meter
 from difftrain.train.out_of_memory import in_step
 from difftrain.train.saving import Saving
 from difftrain.train.state import Hook, Run
@@ -47,22 +46,23 @@ def _steps(
     for micro in run.clock.batches(steps):
         # update weights, then their averages
         images = run.plan.size(run.progress.step)
-        with in_step(run.progress.step + 1, micro), counted(run, micro):
-            stats = run.engine.step(micro, {"samples": float(images)})
-        say_memory(run)
-        update_averages(run)
+        with in_step(run.progress.step + 1, micro), meter.counted(micro):
+            stats = run.model.engine.step(micro, {"samples": float(images)})
+        meter.say_memory(run.model.parts, run.model.engine)
+        run.model.averages.update(run.progress.step)
 
         # the step counts; hooks come last, they read counters and metrics
         run.progress.step += 1
         run.progress.samples_seen += images
         run.clock.stepped(images, images * run.flops(micro))
-        meter.after_step(run, micro, stats)
+        at = run.position
+        meter.after_step(at, micro, stats)
         for hook in hooks:
-            hook.after_step(run)
+            hook.after_step(at)
 
         # requests take effect between steps, where all ranks are at the same state
         request = run.ranks.agree(max(requests.take(), saving.asked()))
-        if request != NOTHING and not saving.save_now(run, export=request in (EXPORT, QUIT)):
+        if request != NOTHING and not saving.save_now(at, export=request in (EXPORT, QUIT)):
             log.error(
                 "what was asked for could not be saved; the newest checkpoint before it is where a resume goes on%s",
                 ". The run does not end without it: make room, and ask again" if request == QUIT else "",

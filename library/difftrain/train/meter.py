@@ -18,45 +18,30 @@ from difftrain.contracts import METRIC, Batch, Reject, Stats, TrainingFault
 from difftrain.device import AttentionCalls, counting
 from difftrain.engine.half_precision import weights_kept
 from difftrain.report.line import AverageLoss, StepMetrics
-from difftrain.train.state import Run
+from difftrain.train.state import Position, TrainProgress
 
 if TYPE_CHECKING:
-    from difftrain.config.schema.sections import OptimizerSection
+    from difftrain.config import TrainConfig
+    from difftrain.config.schema.sections import OptimizerSection, TrainingSection
+    from difftrain.contracts import Engine, Parts
+    from difftrain.data.index.index import Index
+    from difftrain.data.plan.plan import EpochPlan
+    from difftrain.device import Device
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.report.clock import Clock
     from difftrain.train.outputs import RunOutputs
 
 
 log = logging.getLogger("difftrain")
 
 
-@contextlib.contextmanager
-def counted(run: Run, micro: list[Batch]) -> Iterator[None]:
-    """Count what runs inside, the first time in a session: kept for the report, and said once."""
-    if run.kernels:
-        yield
-        return
-    with counting() as found:
-        yield
-    calls, step = AttentionCalls.of(found), run.progress.step + 1
-    others = {kind: number for kind, number in sorted(found.items()) if not AttentionCalls.counts(kind)}
-    run.kernels = {"step": step, "micro_batches": len(micro), "attention": calls.record(), "others": others}
-    beside = "; compiled blocks are not counted" if run.cfg.training.compile else ""
-    log.info("attention in step %d: %s%s", step, calls.sentence(), beside)
-
-
-def say_memory(run: Run) -> None:
-    """Say it once a session, behind the first update, when the optimizer has its state."""
-    if not run.memory:
-        run.memory = memory_sentence(run)
-        log.info("%s", run.memory)
-
-
-def memory_sentence(run: Run) -> str:
+def memory_sentence(training: TrainingSection, parts: Parts, engine: Engine) -> str:
     """Say what weights, gradients and optimizer state take, in what precision, activations aside."""
-    trained = [each for each in run.parts.root.parameters() if each.requires_grad]
+    trained = [each for each in parts.root.parameters() if each.requires_grad]
     names = sorted({str(each.dtype).removeprefix("torch.") for each in trained})
-    frozen = _bytes(each for part in run.parts.frozen.values() for each in part.parameters())
-    weights, state = _bytes(trained), _bytes(_tensors(getattr(getattr(run.engine, "optimizer", None), "state", {})))
-    beside = weights_kept(run.cfg.training) if run.cfg.training.full_precision else ""
+    frozen = _bytes(each for part in parts.frozen.values() for each in part.parameters())
+    weights, state = _bytes(trained), _bytes(_tensors(getattr(getattr(engine, "optimizer", None), "state", {})))
+    beside = weights_kept(training) if training.full_precision else ""
     kept = f", {beside} beside them" if beside not in ("", "none") else ""
     return (
         f"memory: trained weights {bytes_text(weights)} in {' and '.join(names)}{kept}, as much for gradients, "
@@ -90,54 +75,90 @@ class Pending:
 class Meter:
     """Collect the steps' numbers, read them every log_every steps, judge them, and hand them to the outputs."""
 
-    def __init__(self, run: Run, outputs: RunOutputs) -> None:
-        self._outputs = outputs
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        progress: TrainProgress,
+        plan: EpochPlan,
+        index: Index,
+        device: Device,
+        ranks: Ranks,
+        clock: Clock,
+        outputs: RunOutputs,
+    ) -> None:
+        self._cfg, self._progress, self._plan, self._index = cfg, progress, plan, index
+        self._device, self._ranks, self._clock, self._outputs = device, ranks, clock, outputs
+
+        # steps whose numbers are still to be read, and what is known of the session
         self._average = AverageLoss()
-        self._average.load(run.progress.losses)
+        self._average.load(progress.losses)
         self._pending: list[Pending] = []
         self._rejects: list[Reject] = []
         self._measures: dict[str, float] = {}  # of the latest step that was read
+        self._memory = ""  # what weights, gradients and optimizer take, once it is said
+        self.kernels: dict[str, Any] = {}  # calls counted in the first step of the session
         self.last: StepMetrics | None = None
 
-    def after_step(self, run: Run, micro: list[Batch], stats: Stats) -> None:
-        """Take a step's numbers; read them where a line is due."""
-        self._pending.append(Pending(run.progress.step, stats))
-        self._rejects += [reject for batch in micro for reject in batch.rejects]
-        self._outputs.advance(run.progress.step, run.progress.samples_seen)
-        if run.progress.step % run.cfg.logging.log_every == 0 or not run.steps_left:
-            self.flush(run)
-            self._write_line(run)
+    @contextlib.contextmanager
+    def counted(self, micro: list[Batch]) -> Iterator[None]:
+        """Count what runs inside, the first time in a session: kept for the report, and said once."""
+        if self.kernels:
+            yield
+            return
+        with counting() as found:
+            yield
+        calls, step = AttentionCalls.of(found), self._progress.step + 1
+        others = {kind: number for kind, number in sorted(found.items()) if not AttentionCalls.counts(kind)}
+        self.kernels = {"step": step, "micro_batches": len(micro), "attention": calls.record(), "others": others}
+        beside = "; compiled blocks are not counted" if self._cfg.training.compile else ""
+        log.info("attention in step %d: %s%s", step, calls.sentence(), beside)
 
-    def flush(self, run: Run) -> None:
+    def say_memory(self, parts: Parts, engine: Engine) -> None:
+        """Say it once a session, behind the first update, when the optimizer has its state."""
+        if not self._memory:
+            self._memory = memory_sentence(self._cfg.training, parts, engine)
+            log.info("%s", self._memory)
+
+    def after_step(self, at: Position, micro: list[Batch], stats: Stats) -> None:
+        """Take a step's numbers; read them where a line is due."""
+        self._pending.append(Pending(at.step, stats))
+        self._rejects += [reject for batch in micro for reject in batch.rejects]
+        self._outputs.advance(at.step, at.samples_seen)
+        if at.step % self._cfg.logging.log_every == 0 or not at.steps_left:
+            self.flush()
+            self._write_line()
+
+    def flush(self) -> None:
         """Read the pending steps from the device (the host waits) and put the counters right. Every rank calls it."""
         if self._pending:
             table = torch.stack(
                 [torch.stack([p.stats.sums["loss"], p.stats.grad_norm, p.stats.skipped]).float() for p in self._pending]
             ).tolist()
             for pending, (loss, grad_norm, skipped) in zip(self._pending, table):
-                self._judge(run, pending.step, loss, grad_norm, bool(skipped))
+                self._judge(pending.step, loss, grad_norm, bool(skipped))
             self._latest = (self._pending[-1], *table[-1])
             self._measures = measured(self._pending[-1].stats)
             self._pending.clear()
-        self._hand_on_rejects(run)
+        self._hand_on_rejects()
 
-    def update_progress(self, run: Run) -> None:
-        """Bring run.progress up to date for a checkpoint. Every rank calls it."""
-        self.flush(run)
-        run.progress.losses = self._average.state()
+    def update_progress(self) -> TrainProgress:
+        """Bring the counters up to date for a checkpoint, and return them. Every rank calls it."""
+        self.flush()
+        self._progress.losses = self._average.state()
+        return self._progress
 
-    def _judge(self, run: Run, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
-        epoch, place = run.plan.locate(step - 1)
+    def _judge(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
+        epoch, place = self._plan.locate(step - 1)
         self._average.add(place, loss)
         if not skipped:
-            run.progress.skipped_in_a_row = 0
+            self._progress.skipped_in_a_row = 0
             return
 
         # a step that was not applied is named with its records, one of which may be the cause
-        run.progress.skipped += 1
-        run.progress.skipped_in_a_row += 1
-        bucket, draws = run.plan.batch(step - 1)
-        names = [record.name for record in run.data.index.records([draw.record_id for draw in draws])]
+        self._progress.skipped += 1
+        self._progress.skipped_in_a_row += 1
+        bucket, draws = self._plan.batch(step - 1)
+        names = [record.name for record in self._index.records([draw.record_id for draw in draws])]
         log.warning(
             "step %d (epoch %d, %s): loss %s, gradient norm %s; %s. Its records: %s",
             step,
@@ -145,32 +166,32 @@ class Meter:
             bucket,
             loss,
             grad_norm,
-            what_was_skipped(run.cfg.optimizer, loss),
+            what_was_skipped(self._cfg.optimizer, loss),
             "; ".join(f"{name} [{draw.key.hex()} #{draw.occurrence}]" for name, draw in zip(names, draws)),
         )
 
         # one may be an accident, many in a row are not
-        if run.progress.skipped_in_a_row >= run.cfg.training.max_skipped_steps:
-            first = step - run.progress.skipped_in_a_row + 1
-            weights = "" if is_fused(run.cfg.optimizer) else f"The weights are those of step {first - 1}. "
+        if self._progress.skipped_in_a_row >= self._cfg.training.max_skipped_steps:
+            first = step - self._progress.skipped_in_a_row + 1
+            weights = "" if is_fused(self._cfg.optimizer) else f"The weights are those of step {first - 1}. "
             raise TrainingFault(
-                f"loss or gradient was not finite in {run.progress.skipped_in_a_row} steps in a row, {first} to {step}. "
+                f"loss or gradient was not finite in {self._progress.skipped_in_a_row} steps in a row, {first} to {step}. "
                 f"{weights}Lower {option('optimizer.learning_rate')}, or train in bf16 instead of fp16; "
                 f"{option('training.max_skipped_steps')} says how many are borne"
             )
 
-    def _hand_on_rejects(self, run: Run) -> None:
+    def _hand_on_rejects(self) -> None:
         """Name items that failed only when they were decoded; ranks talk about it only where any has one."""
-        if not run.ranks.any(bool(self._rejects)):
+        if not self._ranks.any(bool(self._rejects)):
             return
-        for rejects in run.ranks.gather(self._rejects):
+        for rejects in self._ranks.gather(self._rejects):
             self._outputs.rejected(rejects)
         self._rejects = []
 
-    def _write_line(self, run: Run) -> None:
+    def _write_line(self) -> None:
         pending, loss, grad_norm, _ = self._latest
-        span = run.clock.read()
-        epoch, _ = run.plan.locate(pending.step - 1)
+        span = self._clock.read()
+        epoch, _ = self._plan.locate(pending.step - 1)
         lrs = pending.stats.lrs
         self.last = StepMetrics(
             step=pending.step,
@@ -182,15 +203,15 @@ class Meter:
             fps=span.fps,
             compute_fps=span.compute_fps,
             data_wait_s=span.step_wait_s,
-            peak_memory_gib=run.device.peak_memory_gib(),
-            samples_seen=run.progress.samples_seen,
+            peak_memory_gib=self._device.peak_memory_gib(),
+            samples_seen=self._progress.samples_seen,
             step_s=span.step_s,
             lrs=lrs,
             d=None if pending.stats.adapted_lr is None else float(pending.stats.adapted_lr),
             measures=self._measures,
-            skipped=run.progress.skipped,
-            session=run.clock.total().sessions,
-            elapsed_s=run.clock.session().e2e_s,
+            skipped=self._progress.skipped,
+            session=self._clock.total().sessions,
+            elapsed_s=self._clock.session().e2e_s,
         )
         self._outputs.line(self.last)
 

@@ -154,8 +154,8 @@ class RunOutputs:
         # files of the run, cut back to the step
         self.sessions = Sessions(self.out, step=step, earlier_s=earlier_s, **facts)
         self._metrics = JsonLines(self.out / METRICS, step)
-        self._validation = JsonLines(self.out / VALIDATION, step) if cfg.validation.split else None
-        self._evaluation = JsonLines(self.out / EVALUATION, step) if cfg.eval.sets else None
+        wanted = {VALIDATION: cfg.validation.split, EVALUATION: cfg.eval.sets}
+        self._evaluations = {file: JsonLines(self.out / file, step) for file, sets in wanted.items() if sets}
 
         # trackers and progress bar go on from there
         self._trackers = open_trackers(
@@ -189,25 +189,21 @@ class RunOutputs:
         for tracker in self._trackers:
             tracker.scalars(self._x, metrics.scalars())
 
-    def validated(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
-        """Record a validation; record holds at least step and loss."""
+    def evaluated(self, file: str, record: dict[str, Any]) -> None:
+        """Record what was measured on evaluation sets, in the file of their kind.
+
+        A number of evaluation.jsonl is a tracker's tag, but for step, epoch and samples_seen.
+        """
         if not self._on:
             return
-        if self._validation is not None:
-            self._validation.write(record)
-        for tracker in self._trackers:
-            tracker.scalars(self._x, scalars)
-
-    def evaluated(self, record: dict[str, Any]) -> None:
-        """Record what was measured on evaluation sets: everything but step, epoch and samples_seen is a tracker's tag."""
-        if not self._on or self._evaluation is None:
-            return
-        self._evaluation.write(record)
+        self._evaluations[file].write(record)
         scalars = {tag: value for tag, value in record.items() if isinstance(value, float) and math.isfinite(value)}
+        if file == VALIDATION:
+            scalars = {"loss/validation": record["loss"]}
         for tracker in self._trackers:
             tracker.scalars(self._x, scalars)
 
-    def picture(self, _step: int, tag: str, path: Path) -> None:
+    def picture(self, tag: str, path: Path) -> None:
         """Hand a sample grid to the trackers."""
         for tracker in self._trackers:
             tracker.image(self._x, tag, path)
@@ -232,10 +228,7 @@ class RunOutputs:
         if not self._on:
             return
         self._console.close()
-        self._metrics.close()
-        if self._validation is not None:
-            self._validation.close()
-        if self._evaluation is not None:
-            self._evaluation.close()
+        for file in (self._metrics, *self._evaluations.values()):
+            file.close()
         for tracker in self._trackers:
             tracker.close()

@@ -22,6 +22,7 @@ from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
 from difftrain.config.toml import dump
 from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
+from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.index.build import TooManyRejects
 from difftrain.data.index.index import Index
 from difftrain.data.loader import make_loader
@@ -41,17 +42,17 @@ from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
 from difftrain.train import out_of_memory
-from difftrain.train.averages import announce, require_profiles, start_averages
+from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.check import check, check_device
 from difftrain.train.drawing import Drawing
-from difftrain.train.evaluating import Evaluating
-from difftrain.train.evaluating_sets import EvaluatingSets, open_sets
+from difftrain.train.evaluating import Evaluating, open_sets, warn_of_trained
 from difftrain.train.finalize import finish, parameter_counts, say_what_runs, wait_for_uploads, write_reports
+from difftrain.train.kid import DrawnPictures
 from difftrain.train.loop import train
 from difftrain.train.meter import Meter
 from difftrain.train.outputs import RunOutputs, set_up_logging, write_rejects
 from difftrain.train.run_dir import as_submitted, how_to_go_on, run_directory
-from difftrain.train.saving import Saving
+from difftrain.train.saving import Exports, Saving
 from difftrain.train.session import (
     Session,
     check_same,
@@ -62,7 +63,7 @@ from difftrain.train.session import (
     restore,
     schedule_from,
 )
-from difftrain.train.state import Hook, Run
+from difftrain.train.state import Hook, Run, TrainedModel
 from difftrain.train.triggers import Requests
 
 log = logging.getLogger("difftrain")
@@ -120,33 +121,32 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         this.uploads = uploads
 
         if cfg.sample.test_only:
-            Drawing(this).once(this)
+            Drawing(this.cfg, this.model, device, ranks, this.clock).draw(this.position)
             log.info("drawn from the weights after step %d; nothing was trained", this.progress.step)
             return 0
 
         if ranks.is_logger:
             session.record.write(cfg.output_dir)
         outputs = stack.enter_context(open_outputs(this))
-        meter = Meter(this, outputs)
-        saving, evaluating, drawing = Saving(this, meter), Evaluating(this, outputs), Drawing(this, outputs)
+        meter, saving, evaluating, drawing = make_hooks(this, outputs)
         # what a step is worth is written down before the step is saved: a kill in between loses neither
-        hooks: list[Hook] = [evaluating, EvaluatingSets(this, outputs), drawing, saving]
+        hooks: list[Hook] = [evaluating, drawing, saving]
         say_what_runs(this)
         for hook in hooks:
-            hook.before_training(this)
+            hook.before_training(this.position)
 
         if not train(this, batches_of(this), hooks, meter, saving, requests):
             outputs.session_ends(this.progress.step, this.clock.session().e2e_s, "stopped")
             wait_for_uploads(this, AT_STOP_S)
             if ranks.is_logger:
-                write_reports(this, meter)
+                write_reports(this, meter, saving)
             number = ranks.agree(requests.stop_signal)
             why = "a signal" if number else "save_quit"
             log.info("stopped by %s at step %d; %s", why, this.progress.step, how_to_go_on(cfg.save))
             return 128 + number if number else 0
         finish(this, outputs, meter, saving, evaluating, session.record)
-        if this.not_finite:
-            raise TrainingFault(f"the weights that were trained are no numbers: {this.not_finite}")
+        if saving.exports.not_finite:
+            raise TrainingFault(f"the weights that were trained are no numbers: {saving.exports.not_finite}")
     return 0
 
 
@@ -155,15 +155,28 @@ def batches_of(run: Run) -> Iterable[list[Batch]]:
     return make_loader(
         run.data,
         run.plan,
-        run.family.features,
-        run.family.tokenizer(run.parts),
+        run.model.family.features,
+        run.model.family.tokenizer(run.model.parts),
         run.cfg,
-        dp_rank=run.engine.dp_rank,
-        dp_size=run.engine.dp_size,
+        dp_rank=run.model.engine.dp_rank,
+        dp_size=run.model.engine.dp_size,
         first_step=run.progress.step,
         last_step=run.total_steps,
         local_size=run.ranks.local_size,
     )
+
+
+def make_hooks(run: Run, outputs: RunOutputs) -> tuple[Meter, Saving, Evaluating, Drawing]:
+    """Give everything that acts between steps what it uses of a run. Every rank calls it."""
+    cfg, model, device, ranks, clock = run.cfg, run.model, run.device, run.ranks, run.clock
+    meter = Meter(cfg, run.progress, run.plan, run.data.index, device, ranks, clock, outputs)
+    exports = Exports(cfg, model, ranks, run.uploads, run.identity, run.facts)
+    saving = Saving(cfg, model, ranks, clock, run.claim, meter, exports, run.meta)
+    drawing = Drawing(cfg, model, device, ranks, clock, outputs)
+    if ranks.is_logger:
+        warn_of_trained(run.sets, run.data.index)
+    pictures = DrawnPictures(cfg, model, device, ranks, clock) if cfg.eval.sets and cfg.eval.kid else None
+    return meter, saving, Evaluating(run.sets, model, device, ranks, clock, outputs, pictures), drawing
 
 
 def prepared(cfg: TrainConfig, ranks: Ranks) -> Path:
@@ -218,6 +231,8 @@ def assemble(
     sets = open_sets(local, device, ranks, family, parts)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, [reject for each in sets for reject in each.rejects])
+    if cfg.validation.split > 0:
+        sets = (held_out_set(cfg, cached.data), *sets)
 
     # --- 5. the engine takes the model; weights, optimizer and counters become the checkpoint's
     started_at, session_id = time.time(), str(secrets.randbits(32))
@@ -236,9 +251,7 @@ def assemble(
         argv=argv,
         device=device,
         ranks=ranks,
-        family=family,
-        parts=parts,
-        engine=engine,
+        model=TrainedModel(family, parts, engine, Averages(cfg.ema, engine)),
         data=cached.data,
         plan=plan,
         total_steps=total,
@@ -256,10 +269,9 @@ def assemble(
         started_at=started_at,
         session_id=session_id,
     )
-    run.ema, run.profiles = start_averages(cfg.ema, engine)
     run.progress.step = first_step
     restore(run, session)
-    run.choices += announce(run)
+    run.choices += run.model.averages.announce(cfg.model, run.begins_at, run.progress.step, total)
     device.reset_peak_memory()
     return run
 

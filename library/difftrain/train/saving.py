@@ -14,23 +14,28 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from difftrain import checkpoint
-from difftrain.checkpoint import STEPS, Naming, SaveName
+from difftrain.checkpoint import STEPS, Claim, SaveName
 from difftrain.checkpoint.names import ONE_FILE
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import RunFacts
 from difftrain.distributed.collective import heartbeat
-from difftrain.train.averages import store_snapshots, write_averages
 from difftrain.train.meter import Meter
 from difftrain.train.run_dir import how_to_go_on
-from difftrain.train.state import Run
+from difftrain.train.state import Due, Position, TrainedModel
 from difftrain.train.streams import Weights, all_tried, to_the_end
 from difftrain.train.triggers import NOTHING, SaveWatch
+
+if TYPE_CHECKING:
+    from difftrain.distributed.ranks import Ranks
+    from difftrain.hub.uploads import Uploads
+    from difftrain.report.clock import Clock
 
 log = logging.getLogger("difftrain")
 CLOCK_FILE = "clock.json"
@@ -40,199 +45,227 @@ DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Saving:
     """Write checkpoints and exports at the steps and epochs that the flags ask for."""
 
-    def __init__(self, run: Run, meter: Meter) -> None:
-        self._meter = meter
-        save = run.cfg.save
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        model: TrainedModel,
+        ranks: Ranks,
+        clock: Clock,
+        claim: Claim,
+        meter: Meter,
+        exports: Exports,
+        meta: Callable[[str], dict[str, object]],
+    ) -> None:
+        """Begin. claim: on the output folder. meta: says what a checkpoint of a kind holds of the run, as it is now."""
+        self._cfg, self._model, self._ranks, self._clock = cfg, model, ranks, clock
+        self._claim, self._meter, self.exports, self._meta = claim, meter, exports, meta
+
+        # what is due, and what was done
+        save = cfg.save
         self._saved_at = -1  # the step of the last checkpoint that this session has committed
         self._exported_at = -1
         self._by_step = save.naming == STEPS.value
-        self._names: Naming = STEPS if self._by_step else run.name
+        self._names = checkpoint.naming_of(save)
+        self._due = Due(save.every_n_steps, None, save.every_n_examples, at_end=False)
         self._watch: SaveWatch | None = None
+        self.failed = 0  # saves that were not written
         self.every_n_epochs = save.every_n_epochs
-        epochs = run.cfg.training.max_epochs
+        epochs = cfg.training.max_epochs
         if save.n_epoch_ratio and epochs:
             self.every_n_epochs = max(1, epochs // save.n_epoch_ratio)
 
-    def before_training(self, run: Run) -> None:
+    def before_training(self, at: Position) -> None:
         """Nothing is due before the first step; files and the time are looked at from here on, by one rank."""
-        if run.ranks.is_logger:
-            self._watch = SaveWatch(run.out if self._by_step else None, run.cfg.save.checkpoint_every_n_minutes)
+        self._due.begin(at.samples_seen)
+        if self._ranks.is_logger:
+            folder = self._cfg.output_dir if self._by_step else None
+            self._watch = SaveWatch(folder, self._cfg.save.checkpoint_every_n_minutes)
 
     def asked(self) -> int:
         """Return what a file or the time asks for, where this rank looks."""
         return NOTHING if self._watch is None else self._watch.asked()
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, at: Position) -> None:
         """Save where a step, a number of examples or an epoch is due; under kohya's names the last epoch is the end's."""
-        save = run.cfg.save
-        if self._step_is_due(run):
-            self._save(run, SaveName("step", run.progress.step), state=save.state)
-        epoch = run.epoch_end()
+        save, epoch = self._cfg.save, at.epoch_end
+        if self._due(at):
+            self._save(at, SaveName("step", at.step), state=save.state)
         if not epoch:
             return
-        if self.every_n_epochs and epoch % self.every_n_epochs == 0 and (run.steps_left or self._by_step):
-            self._save(run, SaveName("epoch", epoch), state=save.state)
+        if self.every_n_epochs and epoch % self.every_n_epochs == 0 and (at.steps_left or self._by_step):
+            self._save(at, SaveName("epoch", epoch), state=save.state)
         due = save.checkpoint_every_n_epochs and epoch % save.checkpoint_every_n_epochs == 0
-        if due and self._saved_at != run.progress.step:
-            self._checkpoint(run, SaveName("epoch", epoch))
+        if due and self._saved_at != at.step:
+            self._checkpoint(at, SaveName("epoch", epoch))
 
-    def _step_is_due(self, run: Run) -> bool:
-        save, step, seen = run.cfg.save, run.progress.step, run.progress.samples_seen
-        if save.every_n_steps and step % save.every_n_steps == 0:
-            return True
-        examples = save.every_n_examples
-        if not examples:
-            return False
-        return seen // examples > (seen - run.plan.size(step - 1)) // examples  # this step has passed a multiple
-
-    def save_now(self, run: Run, *, export: bool = False) -> bool:
+    def save_now(self, at: Position, *, export: bool = False) -> bool:
         """Write a checkpoint because somebody asked for one, unless this very step has one; return whether there is one.
 
         export: weights for inference as well.
         """
-        name = SaveName("step", run.progress.step)
-        if self._saved_at != run.progress.step:
-            self._checkpoint(run, name)
-        if export and self._exported_at != run.progress.step:
-            self._save(run, name, state=False)
-        return self._saved_at == run.progress.step
+        name = SaveName("step", at.step)
+        if self._saved_at != at.step:
+            self._checkpoint(at, name)
+        if export and self._exported_at != at.step:
+            self._save(at, name, state=False)
+        return self._saved_at == at.step
 
-    def after_training(self, run: Run) -> None:
+    def after_training(self, at: Position) -> None:
         """Write what a finished run leaves: the last export, and its checkpoint where asked for; by step, always both."""
-        save, step, epoch = run.cfg.save, run.progress.step, run.epoch_end() if self._by_step else None
+        save, epoch = self._cfg.save, at.epoch_end if self._by_step else None
         if not self._by_step:
             if save.state or save.state_on_train_end:
-                self._checkpoint(run, SaveName("end"), must=True)
-        elif self._saved_at != step:
-            self._checkpoint(run, SaveName("step", step), must=True)
-        if self._by_step and self._exported_at == step:
+                self._checkpoint(at, SaveName("end"), must=True)
+        elif self._saved_at != at.step:
+            self._checkpoint(at, SaveName("step", at.step), must=True)
+        if self._by_step and self._exported_at == at.step:
             return
-        with run.clock.paused("saving"):
-            last = SaveName("epoch", epoch) if epoch else SaveName("step", step)
-            self._export(run, last if self._by_step else SaveName("end"))
+        with self._clock.paused("saving"):
+            last = SaveName("epoch", epoch) if epoch else SaveName("step", at.step)
+            self.exports.write((last if self._by_step else SaveName("end")).of(self._names), at.step)
 
-    def _save(self, run: Run, name: SaveName, *, state: bool) -> None:
-        if state and not (self._by_step and self._saved_at == run.progress.step):
-            self._checkpoint(run, name)
-        failed = False
-        with run.clock.paused("saving"):
+    def _save(self, at: Position, save: SaveName, *, state: bool) -> None:
+        if state and not (self._by_step and self._saved_at == at.step):
+            self._checkpoint(at, save)
+        failed, name = False, save.of(self._names)
+        with self._clock.paused("saving"):
             try:
-                self._export(run, name)
+                self.exports.write(name, at.step)
             except OSError as error:  # a full disk: training goes on, what was saved before stays
-                log.error("export %s was not written: %s; earlier ones are untouched", name.of(self._names), error)
-                run.failed_saves += 1
+                log.error("export %s was not written: %s; earlier ones are untouched", name, error)
+                self.failed += 1
                 failed = True
-            if run.ranks.any(failed):
-                run.snapshots_at = None  # on every rank: storing them is work of all
+            if self._ranks.any(failed):
+                self._model.averages.snapshots_at = None  # on every rank: storing them is work of all
             else:
-                self._exported_at = run.progress.step
-            with heartbeat(run.ranks, run.claim.owned):
-                if run.claim.owned:
-                    checkpoint.retain_exports(
-                        run.out, self._names, run.cfg.save, run.progress.step, log.info, run.uploads.holds
-                    )
+                self._exported_at = at.step
+            self._retain(checkpoint.retain_exports, at)
 
-    def _checkpoint(self, run: Run, save: SaveName, *, must: bool = False) -> None:
+    def _checkpoint(self, at: Position, save: SaveName, *, must: bool = False) -> None:
         """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
-        name = (SaveName("step", run.progress.step) if self._by_step else save).of(self._names, state=True)
-        with run.clock.paused("saving"):
-            run.claim.check()
-            self._meter.update_progress(run)
-            snapshot = run.engine.snapshot()
+        cfg, ranks = self._cfg, self._ranks
+        name = (SaveName("step", at.step) if self._by_step else save).of(self._names, state=True)
+        with self._clock.paused("saving"):
+            # --- every rank's part, and what is the run's alone
+            self._claim.check()
+            progress = self._meter.update_progress()
+            snapshot = self._model.engine.snapshot()
 
             def write(folder: Path) -> list[Path]:
                 files = snapshot.write(folder)
-                if run.ranks.is_logger:
-                    files.append(run.progress.write(folder))
+                if ranks.is_logger:
+                    files.append(progress.write(folder))
                     files.append(folder / CLOCK_FILE)
-                    files[-1].write_text(json.dumps(run.clock.state()))
-                    files += write_averages(run, folder)
+                    files[-1].write_text(json.dumps(self._clock.state()))
+                    files += self._model.averages.write(folder)
                 return files
 
+            # --- commit it, or say why not
             try:
-                path = checkpoint.commit(run.out, name, write, run.ranks, self._meta(run, save.kind))
+                path = checkpoint.commit(cfg.output_dir, name, write, ranks, self._meta(save.kind))
             except checkpoint.SaveFault as error:
                 if must:
-                    how = f"mend that, then {how_to_go_on(run.cfg.save)} from the newest that is whole"
+                    how = f"mend that, then {how_to_go_on(cfg.save)} from the newest that is whole"
                     raise checkpoint.SaveFault(f"checkpoint {name} was not written: {error}; {how}") from error
                 log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
                 self._time_begins()  # else each step would try
-                run.failed_saves += 1
+                self.failed += 1
                 return
-            self._saved_at = run.progress.step
+            self._saved_at = at.step
             self._time_begins()
-            if run.ranks.is_logger:
-                log.info("checkpoint %s at step %d", path.name, run.progress.step)
-            if run.cfg.hub.save_state:
-                self._send(run, path)
-            with heartbeat(run.ranks, run.claim.owned):
-                if run.claim.owned:
-                    checkpoint.retain_states(
-                        run.out, self._names, run.cfg.save, run.progress.step, log.info, run.uploads.holds
-                    )
+
+            # --- tell of it, send it, and remove what it replaces
+            if ranks.is_logger:
+                log.info("checkpoint %s at step %d", path.name, at.step)
+            if cfg.hub.save_state:
+                self._send(path, at.step)
+            self._retain(checkpoint.retain_states, at)
+
+    def _retain(self, retain: Callable[..., object], at: Position) -> None:
+        """Remove what the flags do not keep, on the rank that owns the folder."""
+        with heartbeat(self._ranks, self._claim.owned):
+            if self._claim.owned:
+                out, uploads = self._cfg.output_dir, self.exports.uploads
+                retain(out, self._names, self._cfg.save, at.step, log.info, uploads.holds)
 
     def _time_begins(self) -> None:
         """Count the minutes to the next checkpoint from here."""
         if self._watch is not None:
             self._watch.saved()
 
-    def _send(self, run: Run, path: Path) -> None:
+    def _send(self, path: Path, step: int) -> None:
         """Send a checkpoint to the hub where all of it lies on this machine."""
-        with heartbeat(run.ranks, run.ranks.is_logger):
-            if not run.ranks.is_logger:
+        with heartbeat(self._ranks, self._ranks.is_logger):
+            if not self._ranks.is_logger:
                 return
             if checkpoint.Manifest.read(path).spread:
                 log.warning("%s is not sent to the hub: its parts lie on the disks of several machines", path.name)
             else:
-                run.uploads.add(path, f"{path.name}, step {run.progress.step}")
+                self.exports.uploads.add(path, f"{path.name}, step {step}")
 
-    def _meta(self, run: Run, kind: str) -> dict[str, object]:
-        step = run.progress.step
-        place = {"epoch": run.plan.locate(step)[0], "data_offset": run.plan.offset}
-        return {**run.identity, "step": step, "kind": kind, **place, "schedule_from": run.schedule_from}
 
-    def _export(self, run: Run, save: SaveName) -> None:
-        """Export the weights, and the averaged ones, and store snapshots; every rank takes part in gathering them."""
-        name = save.of(self._names)
-        with heartbeat(run.ranks, run.ranks.is_logger):
-            all_tried(self._exports(run, name))
+class Exports:
+    """Write weights for inference, averaged ones beside them, and snapshots of averages by width."""
 
-    def _exports(self, run: Run, name: str) -> Iterator[Callable[[], None]]:
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        model: TrainedModel,
+        ranks: Ranks,
+        uploads: Uploads,
+        identity: dict[str, Any],
+        facts: Callable[[], RunFacts],
+    ) -> None:
+        """Begin. identity, facts: of the run, for snapshots and for the header of an export, as it is now."""
+        self._cfg, self._model, self._ranks, self.uploads = cfg, model, ranks, uploads
+        self._identity, self._facts = identity, facts
+        self.not_finite = ""  # which exported weights are not, in a sentence
+
+    def write(self, name: str, step: int) -> None:
+        """Export under a name; every rank takes part in gathering the weights. Raises OSError."""
+        with heartbeat(self._ranks, self._ranks.is_logger):
+            all_tried(self._jobs(name, step))
+
+    def _jobs(self, name: str, step: int) -> Iterator[Callable[[], None]]:
+        engine, averages = self._model.engine, self._model.averages
+
         def trained() -> None:
-            with run.engine.averaged_weights():
-                self._export_weights(run, name, run.engine.full_weights())
+            with engine.averaged_weights():
+                self._gather(name, engine.full_weights(), step)
 
         yield trained
-        if (ema := run.ema) is not None:
-            yield lambda: self._export_weights(run, f"{name}-ema", run.engine.full_weights(ema.weights))
-        yield lambda: store_snapshots(run)
+        if (ema := averages.ema) is not None:
+            yield lambda: self._gather(f"{name}-ema", engine.full_weights(ema.weights), step)
+        yield lambda: averages.store_snapshots(self._cfg.output_dir, step, self._ranks, self._identity)
 
-    def _export_weights(self, run: Run, name: str, weights: Weights) -> None:
+    def _gather(self, name: str, weights: Weights, step: int) -> None:
         with to_the_end(weights):
-            if run.ranks.is_logger:
-                self._write(run, name, weights)
+            if self._ranks.is_logger:
+                self._write(name, weights, step)
 
-    def _write(self, run: Run, name: str, weights: Weights) -> None:
-        save = run.cfg.save
-        dtype = DTYPES[run.cfg.export_precision] if run.cfg.export_precision else None
+    def _write(self, name: str, weights: Weights, step: int) -> None:
+        cfg, save, family = self._cfg, self._cfg.save, self._model.family
+        dtype = DTYPES[cfg.export_precision] if cfg.export_precision else None
         broken: list[str] = []
-        layout, path = save.model_as or "safetensors", run.out / name
-        with _folder_for(path, self._by_step and is_one_file(run.cfg, layout)) as target:
-            written = run.family.export(
+        layout, path, by_step = save.model_as or "safetensors", cfg.output_dir / name, save.naming == STEPS.value
+        with _folder_for(path, by_step and is_one_file(cfg, layout)) as target:
+            written = family.export(
                 _watched(weights, broken),
-                run.parts,
+                self._model.parts,
                 layout,
                 target,
                 dtype=dtype,
-                metadata={} if save.no_metadata else run.family.metadata(name, time.time(), facts_of(run)),
+                metadata={} if save.no_metadata else family.metadata(name, time.time(), self._facts()),
             )
-        path = path if self._by_step else written
-        log.info("export %s", written.relative_to(run.out))
+
+        # say what was written, and send it
+        path = path if by_step else written
+        log.info("export %s", written.relative_to(cfg.output_dir))
         if broken:
             said = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
             log.error(f"%s; a smaller rate, or {option('training.master_weights')}=fp32 with half weights", said)
-            run.not_finite = said
-        run.uploads.add(path, f"{path.name}, step {run.progress.step}")
+            self.not_finite = said
+        self.uploads.add(path, f"{path.name}, step {step}")
 
 
 def is_one_file(cfg: TrainConfig, layout: str) -> bool:
@@ -260,17 +293,3 @@ def _watched(weights: Weights, broken: list[str]) -> Weights:
         if tensor.is_floating_point() and not tensor.isfinite().all():
             broken.append(name)
         yield name, tensor
-
-
-def facts_of(run: Run) -> RunFacts:
-    """Return what the header of an export says of this run."""
-    return RunFacts(
-        step=run.progress.step,
-        epoch=run.epoch,
-        total_steps=run.total_steps,
-        num_epochs=run.cfg.training.max_epochs or run.epoch_of(run.total_steps),
-        global_batch=run.global_batch,
-        started_at=run.started_at,
-        session_id=run.session_id,
-        data=run.data.summary(),
-    )

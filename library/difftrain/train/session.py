@@ -25,7 +25,7 @@ from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch_state
 from difftrain.train import shared_checkpoint
-from difftrain.train.averages import SNAPSHOTS, load_averages
+from difftrain.train.averages import SNAPSHOTS
 from difftrain.train.run_dir import RESETS, Torchruns, launch_of, resume_option, wrote
 from difftrain.train.saving import CLOCK_FILE
 from difftrain.train.state import PROGRESS_FILE, Run, TrainProgress
@@ -327,7 +327,7 @@ def restore(run: Run, session: Session) -> None:
     if session.checkpoint is None:
         return
     save = run.cfg.save
-    run.engine.restore(
+    run.model.engine.restore(
         session.checkpoint,
         optimizer=not save.reset_optimizer,
         params=not save.reset_optimizer_params,
@@ -350,4 +350,4 @@ def load_counters(run: Run, folder: Path) -> None:
     )
     run.progress = TrainProgress.of(texts[0])
     run.clock.load(json.loads(texts[1]))
-    load_averages(run, folder)
+    run.model.averages.load(folder, run.ranks, run.progress.step)

@@ -1,4 +1,4 @@
-"""Everything one run holds, put together once and passed to the loop and its hooks; and its counters, part of every checkpoint."""
+"""Everything one run holds, put together once; its counters, part of every checkpoint; and what hooks are told of it."""
 
 from __future__ import annotations
 
@@ -7,38 +7,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from difftrain.contracts import Batch, Bucket, Engine, Family, Parts, Reject
+from difftrain.contracts import Batch, Bucket, Engine, Family, Parts, RunFacts
 from difftrain.hub.uploads import Uploads
 
 if TYPE_CHECKING:
     from difftrain.checkpoint import Claim
     from difftrain.config import TrainConfig
-    from difftrain.config.schema.sections import EvalSetSection
+    from difftrain.data.evaluation_sets import EvaluationSet
     from difftrain.data.plan.plan import EpochPlan
     from difftrain.data.prepare import Data
     from difftrain.device import Device
-    from difftrain.diffusion.ema import Ema
-    from difftrain.diffusion.power_ema import PowerEma
     from difftrain.distributed.ranks import Ranks
     from difftrain.report.clock import Clock
+    from difftrain.train.averages import Averages
 
 
 PROGRESS_FILE = "progress.json"
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """One evaluation set, opened. data: read its cache, where there is one. cfg: the run's with this set's data."""
-
-    section: EvalSetSection
-    cfg: TrainConfig
-    data: Data
-    rejects: tuple[Reject, ...]
-
-    @property
-    def name(self) -> str:
-        """Return what its numbers are called by."""
-        return self.section.name
 
 
 @dataclass
@@ -67,6 +51,64 @@ class TrainProgress:
         return cls(**json.loads(text))
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a run is between two steps, as its hooks are told.
+
+    epoch: the number of the one that the last step was of, from 1. epoch_end: how many epochs are done where that step
+    ended one. at_start: this is where a fresh run begins.
+    """
+
+    step: int
+    samples_seen: int = 0
+    steps_left: int = 0
+    epoch: int = 1
+    epoch_end: int | None = None
+    at_start: bool = False
+
+
+class Hook(Protocol):
+    """Act between steps; every rank calls every hook at the same step."""
+
+    def before_training(self, at: Position) -> None: ...
+    def after_step(self, at: Position) -> None: ...
+
+
+class Due:
+    """Tell when something that recurs is due: after so many steps, epochs or examples, and at_end of the run."""
+
+    def __init__(
+        self, steps: int | None, epochs: int | None, examples: int | None = None, *, at_end: bool = True
+    ) -> None:
+        self._steps, self._epochs, self._examples, self._at_end = steps, epochs, examples, at_end
+        self._seen = 0
+
+    def begin(self, samples_seen: int) -> None:
+        """Count examples from where the session begins."""
+        self._seen = samples_seen
+
+    def __call__(self, at: Position) -> bool:
+        """Ask after every step, once."""
+        seen, self._seen = self._seen, at.samples_seen
+        if self._examples and seen // self._examples != self._seen // self._examples:
+            return True
+        if self._steps and at.step % self._steps == 0:
+            return True
+        if self._epochs and at.epoch_end and at.epoch_end % self._epochs == 0:
+            return True
+        return self._at_end and not at.steps_left
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What is trained: its maths, its parts, the engine that holds the weights, and their averages."""
+
+    family: Family
+    parts: Parts
+    engine: Engine
+    averages: Averages
+
+
 @dataclass
 class Run:
     """Hold the parts of one run. The loop owns progress; nobody else writes it."""
@@ -75,22 +117,18 @@ class Run:
     argv: list[str]
     device: Device
     ranks: Ranks
-    family: Family
-    parts: Parts
-    engine: Engine
+    model: TrainedModel
     data: Data
     plan: EpochPlan
     total_steps: int
     global_batch: int  # of data sets with several sizes, the largest
     clock: Clock
     claim: Claim  # on the output folder
-    ema: Ema | None = None
-    profiles: list[PowerEma] = field(default_factory=list)  # averages by relative width
     progress: TrainProgress = field(default_factory=TrainProgress)
     uploads: Uploads = field(default_factory=Uploads)
     choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
     begins_at: int = 0  # the first step of a fresh run
-    sets: tuple[EvaluationSet, ...] = ()
+    sets: tuple[EvaluationSet, ...] = ()  # the held-out part of the training set first, where there is one
 
     # what checkpoints, exports and reports say of the run
     identity: dict[str, Any] = field(default_factory=dict)  # as JSON, the head of every checkpoint's meta
@@ -101,13 +139,26 @@ class Run:
     started_at: float = 0.0
     session_id: str = ""  # kohya's: another one for every start
 
-    # what the session has met with so far
-    kernels: dict[str, Any] = field(default_factory=dict)  # calls counted in its first step
-    memory: str = ""  # what weights, gradients and optimizer take, in a sentence
-    failed_saves: int = 0
-    not_finite: str = ""  # which exported weights are not, in a sentence
-    snapshots_at: int | None = None  # the step that the last snapshots of averages are of
     _flops: dict[Bucket, float] = field(default_factory=dict)
+
+    def meta(self, kind: str) -> dict[str, object]:
+        """Return what a checkpoint of a kind says of this run, as it is now."""
+        step = self.progress.step
+        place = {"epoch": self.plan.locate(step)[0], "data_offset": self.plan.offset}
+        return {**self.identity, "step": step, "kind": kind, **place, "schedule_from": self.schedule_from}
+
+    def facts(self) -> RunFacts:
+        """Return what the header of an export says of this run, as it is now."""
+        return RunFacts(
+            step=self.progress.step,
+            epoch=self.epoch,
+            total_steps=self.total_steps,
+            num_epochs=self.cfg.training.max_epochs or self.epoch_of(self.total_steps),
+            global_batch=self.global_batch,
+            started_at=self.started_at,
+            session_id=self.session_id,
+            data=self.data.summary(),
+        )
 
     @property
     def out(self) -> Path:
@@ -128,8 +179,16 @@ class Run:
         """Return the model FLOPs of an image in the bucket of these micro batches."""
         bucket = micro[0].bucket
         if bucket not in self._flops:
-            self._flops[bucket] = self.family.flops_per_sample(self.parts, bucket)
+            self._flops[bucket] = self.model.family.flops_per_sample(self.model.parts, bucket)
         return self._flops[bucket]
+
+    @property
+    def position(self) -> Position:
+        """Return where the run is now."""
+        progress, first = self.progress, self.progress.step == self.begins_at
+        return Position(
+            progress.step, progress.samples_seen, self.steps_left, self.epoch, self.epoch_end(), at_start=first
+        )
 
     @property
     def epoch(self) -> int:
@@ -151,11 +210,3 @@ class Run:
         epoch, _ = self.plan.locate(step - 1)
         after, _ = self.plan.locate(step)
         return after if after != epoch else None
-
-
-class Hook(Protocol):
-    """Act between steps; every rank calls every hook at the same step."""
-
-    def before_training(self, run: Run) -> None: ...
-    def after_step(self, run: Run) -> None: ...
-    def after_training(self, run: Run) -> None: ...

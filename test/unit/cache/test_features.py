@@ -19,7 +19,7 @@ from difftrain.cache.manifest.manifest import AddressByRecord, CacheManifest, Ma
 from difftrain.cache.manifest.transforms import MASKS
 from difftrain.config import TrainConfig
 from difftrain.contracts import CAPTION, PIXELS, Encoder, Feature, FeatureSpec
-from difftrain.data.evaluation_sets import validation_batches
+from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.features import (
     CachedCaptions,
     CachedMasks,
@@ -144,9 +144,9 @@ def test_samples_from_the_cache_are_those_of_online_training(tmp_path, monkeypat
     )
     data = opened(cfg)
     cached = built(data)
-    online, held = batches_of(cfg, data), list(validation_batches(data, tokenize, FEATURES, cfg, 0, 1))
+    online, held = batches_of(cfg, data), list(held_out_set(cfg, data).batches(tokenize, FEATURES))
     monkeypatch.setattr(Index, "read", nothing_is_read)
-    found, held_found = batches_of(cfg, cached), list(validation_batches(cached, tokenize, FEATURES, cfg, 0, 1))
+    found, held_found = batches_of(cfg, cached), list(held_out_set(cfg, cached).batches(tokenize, FEATURES))
     assert held and len(held) == len(held_found)
     for wanted, batch in zip(online + held, found + held_found, strict=True):
         assert "pixels" not in batch.features and batch.keys == wanted.keys and not batch.rejects

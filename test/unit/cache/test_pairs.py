@@ -23,7 +23,7 @@ from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.references import all_references
 from difftrain.config import TrainConfig
 from difftrain.contracts import CAPTION, PAIR, Bucket, ConfigFault, DataFault, Encoder, Feature, TrainingFault
-from difftrain.data.evaluation_sets import validation_batches
+from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.prepare import open_data, prepare
 from difftrain.device import choose
 from difftrain.distributed.launch import Launch
@@ -225,7 +225,7 @@ def test_held_out_pairs_are_those_of_online_validation(pictures: Path) -> None:
     online, parts = family.load(), family.load()
     found = []
     for each, own in ((plain, online), (cfg, parts)):
-        held = validation_batches(opened(each, own), family.tokenizer(own), family.features, each, 0, 1)
+        held = held_out_set(each, opened(each, own)).batches(family.tokenizer(own), family.features)
         found.append([family.inputs(batch, own) for batch in held])
     assert found[0] and len(found[0]) == len(found[1])
     for theirs, ours in zip(*found, strict=True):

@@ -175,7 +175,7 @@ def test_pictures_of_an_evaluation_set_that_are_trained_on_are_counted(place: Pa
     def common(folder: str) -> int:
         other = resolved(place, ONE.replace("'a'", f"'{folder}'"))
         section = EvalSetSection(name="held", config="data.toml", datasets=other.data.datasets)
-        return common_records(trained.index, open_set(cfg, section, lambda line: None).index)
+        return common_records(trained.index, open_set(cfg, section, lambda line: None).data.index)
 
     assert common("a") == 4
     assert common("b") == (1 if verify == "full" else 0)

@@ -20,7 +20,7 @@ from difftrain.config.datasets.diffusion_pipe import resolve
 from difftrain.config.schema.sections import EvalSetSection
 from difftrain.config.spellings.spelling import speaking
 from difftrain.contracts import Batch, DataFault, DrawSpec, FeatureSpec
-from difftrain.data.evaluation_sets import config_of, open_set, set_batches
+from difftrain.data.evaluation_sets import open_set
 from difftrain.data.index.build import TooManyRejects
 from difftrain.data.loader import make_loader
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
@@ -346,15 +346,15 @@ def test_an_evaluation_set_is_the_same_on_any_number_of_ranks(place: Path, ranks
     )
     more = {"eval": {"batch_size": 2}, "captions": {"dropout_rate": 0.9}, "validation": {"split": 0.5}}
     cfg, section = evaluation(place, text, **more)
-    data = open_set(cfg, section, lambda line: None)
-    assert not data.tables.validation and config_of(cfg, section).loss.masked
-    whole = list(set_batches(data, tokenize, FEATURES, cfg, section, 0, 1))
+    held = open_set(cfg, section, lambda line: None)
+    assert not held.data.tables.validation and held.cfg.loss.masked
+    whole = list(held.batches(tokenize, FEATURES))
     assert sum(len(batch.keys) for batch in whole) == 2 * (len(SIZES) + 4) == len({k for b in whole for k in b.keys})
     assert max(len(batch.keys) for batch in whole) == 2
     assert all("drop" not in batch.draws and "" not in words(batch) for batch in whole)
     assert all(word.startswith("picture ") and word.endswith(", second, third") for b in whole for word in words(b))
     assert any(batch.loss_mask is not None for batch in whole)
-    parts = [iter(set_batches(data, tokenize, FEATURES, cfg, section, rank, ranks)) for rank in range(ranks)]
+    parts = [held.batches(tokenize, FEATURES, rank, ranks) for rank in range(ranks)]
     for number, batch in enumerate(whole):
         other = next(parts[number % ranks])
         assert other.keys == batch.keys and not other.occurrence.any()
@@ -367,8 +367,8 @@ def test_an_evaluation_set_is_the_same_on_any_number_of_ranks(place: Path, ranks
 def test_a_share_of_an_evaluation_set(place: Path) -> None:
     write_folder(place / "many", [(16, 16)] * 100)
     cfg, section = evaluation(place, "resolutions = [64]\nsubsample_ratio = 0.3\n[[directory]]\npath = 'many'\n")
-    data = open_set(cfg, section, lambda line: None)
-    batches_of = [list(set_batches(data, tokenize, FEATURES, cfg, section, 0, 1)) for _ in range(2)]
+    held = open_set(cfg, section, lambda line: None)
+    batches_of = [list(held.batches(tokenize, FEATURES)) for _ in range(2)]
     assert [b.keys for b in batches_of[0]] == [b.keys for b in batches_of[1]]
     assert 15 < sum(len(batch.keys) for batch in batches_of[0]) < 50
 

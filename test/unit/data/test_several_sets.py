@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, DataFault, DrawSpec, FeatureSpec
-from difftrain.data.evaluation_sets import validation_batches
+from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.loader import make_loader
 from difftrain.data.plan.plan import EpochPlan, changes
 from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, reg_uses
@@ -312,7 +312,7 @@ def test_a_picture_is_held_out_of_all_data_sets_or_of_none(sets: Callable[..., T
         assert trained[0] == trained[1] and not held[0] & trained[0] and len(held[0] | trained[0]) == 18
         regs = [s for s in data.index.sources if s.is_reg]
         assert data.tables.reg_uses == 2 * len(trained[0]) and len(regs) == 1
-        seen = [b for b in validation_batches(data, tokenize, FEATURES, cfg, 0, 1)]
+        seen = list(held_out_set(cfg, data).batches(tokenize, FEATURES))
         assert sum(len(batch.keys) for batch in seen) == 2 * len(held[0])
         assert all("loss_weight" not in batch.features and len(batch.keys) <= 3 for batch in seen)
 

@@ -108,7 +108,7 @@ def test_another_set_of_data_takes_over_what_is_known_of_a_folder(
     assert found == apart(more, monkeypatch)
     del looked[:]
     section = EvalSetSection(name="seen", config="data.toml", datasets=more.data.datasets)
-    assert open_set(more, section, lambda line: None).index.count == found[4][0] and not looked
+    assert open_set(more, section, lambda line: None).data.index.count == found[4][0] and not looked
 
 
 def test_sources_that_are_read_otherwise_are_not_shared(place: Path, looked: list[str]) -> None:

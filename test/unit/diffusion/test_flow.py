@@ -16,7 +16,7 @@ from difftrain.contracts import Bucket, DrawSpec
 from difftrain.data.samples import Draw, host_draws
 from difftrain.diffusion import flow, losses
 from difftrain.diffusion.flow import FlowTime
-from difftrain.evaluation.quantile import value_at
+from difftrain.evaluation.losses import value_at
 
 SMALL, LARGE = Bucket(256, 256), Bucket(1024, 1024)
 SCALES = {

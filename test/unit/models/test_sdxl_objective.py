@@ -12,7 +12,7 @@ from difftrain.config.parse_flags import parse
 from difftrain.contracts import Batch, Bucket, Draw, DrawSpec, Inputs, Parts
 from difftrain.data.samples import host_draws
 from difftrain.diffusion import ddpm, losses
-from difftrain.evaluation.quantile import value_at
+from difftrain.evaluation.losses import value_at
 from difftrain.models.sdxl.family import SDXLFamily
 from difftrain.sampling.samplers import SAMPLERS, make_sampler
 

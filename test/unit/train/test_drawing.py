@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,27 +10,20 @@ import pytest
 from difftrain.config import TrainConfig
 from difftrain.config.render.docs import flags_page
 from difftrain.train.drawing import Drawing
+from difftrain.train.state import Position
 
 EPOCH, LAST = 3, 10
 
 
-class Noted(Drawing):
-    """Note the steps instead of drawing."""
-
-    def _draw(self, run: Any) -> None:
-        self.drawn = [*getattr(self, "drawn", []), run.progress.step]
-
-
 def drawn_at(tmp_path: Path, **sample: Any) -> list[int]:
     (tmp_path / "prompts.txt").write_text("a red star\n")
-    run: Any = SimpleNamespace(progress=SimpleNamespace(step=0), begins_at=0)
-    run.cfg = TrainConfig.model_validate({"sample": {"prompts": str(tmp_path / "prompts.txt"), **sample}})
-    drawing = Noted(run, None)  # type: ignore[arg-type]
-    for step in range(LAST + 1):
-        run.progress.step, run.steps_left = step, LAST - step
-        run.epoch_end = lambda step=step: 0 if step % EPOCH else step // EPOCH
-        drawing.after_step(run) if step else drawing.before_training(run)
-    return drawing.drawn
+    cfg = TrainConfig.model_validate({"sample": {"prompts": str(tmp_path / "prompts.txt"), **sample}})
+    drawing, drawn = Drawing(cfg, *[None] * 4), []  # type: ignore[arg-type, var-annotated]
+    drawing.draw = lambda at: drawn.append(at.step)  # type: ignore[method-assign]
+    drawing.before_training(Position(0, at_start=True))
+    for step in range(1, LAST + 1):
+        drawing.after_step(Position(step, steps_left=LAST - step, epoch_end=None if step % EPOCH else step // EPOCH))
+    return drawn
 
 
 @pytest.mark.flags("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from difftrain.config import TrainingSection
-from difftrain.train.meter import say_memory
+from difftrain.config import TrainConfig, TrainingSection
+from difftrain.train.meter import Meter
+from difftrain.train.state import TrainProgress
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,8 @@ def test_memory_is_measured_behind_the_first_update(
     optimizer.step()
     asleep = nn.Linear(8, 8, device="meta")
     parts = SimpleNamespace(root=root, frozen={"vae": nn.Linear(8, 8, bias=False), "text_encoder_1": asleep})
-    run = SimpleNamespace(
-        cfg=SimpleNamespace(training=training), parts=parts, engine=SimpleNamespace(optimizer=optimizer), memory=""
-    )
+    meter = Meter(TrainConfig(training=training), TrainProgress(), *[None] * 6)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, "difftrain"):
-        say_memory(run)
-        say_memory(run)
+        for _ in range(2):
+            meter.say_memory(parts, SimpleNamespace(optimizer=optimizer))  # type: ignore[arg-type]
     assert caplog.messages == [f"memory: {said}; frozen weights 256 B; activations come on top"]

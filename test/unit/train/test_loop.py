@@ -25,18 +25,19 @@ class Nothing:
 
 def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool) -> int:
     """Train five steps, ask for something at the second, and return how many were done."""
-    for name in ("say_memory", "update_averages"):
-        monkeypatch.setattr(loop, name, lambda run: None)
     wishes = iter((NOTHING, wish, NOTHING, NOTHING, NOTHING))
     run: Any = SimpleNamespace(
-        clock=Nothing(), engine=Nothing(), steps_left=0, flops=lambda micro: 0.0,
+        clock=Nothing(), steps_left=0, flops=lambda micro: 0.0, position=None,
+        model=SimpleNamespace(engine=Nothing(), averages=Nothing(), parts=None),
         plan=SimpleNamespace(size=lambda step: 1), progress=SimpleNamespace(step=0, samples_seen=0),
         ranks=SimpleNamespace(agree=lambda wanted: wanted), device=Nothing(), cfg=None,
     )  # fmt: skip
-    saving: Any = SimpleNamespace(asked=lambda: next(wishes), save_now=lambda run, export: saved)
-    for name in ("in_step", "counted"):
-        monkeypatch.setattr(loop, name, lambda *_: nullcontext())
-    loop._steps(run, [[]] * 5, [], Nothing(), saving, Requests())
+    saving: Any = SimpleNamespace(asked=lambda: next(wishes), save_now=lambda at, export: saved)
+    monkeypatch.setattr(loop, "in_step", lambda *_: nullcontext())
+    meter: Any = SimpleNamespace(
+        counted=lambda micro: nullcontext(), say_memory=lambda *_: None, after_step=lambda *_: None
+    )
+    loop._steps(run, [[]] * 5, [], meter, saving, Requests())
     return int(run.progress.step)
 
 

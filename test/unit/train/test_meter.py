@@ -12,37 +12,35 @@ import torch
 
 from difftrain.config.schema.sections import LoggingSection, OptimizerSection, TrainConfig, TrainingSection
 from difftrain.contracts import Stats, TrainingFault
+from difftrain.distributed.ranks import Ranks
 from difftrain.train.meter import Meter
-from difftrain.train.state import TrainProgress
+from difftrain.train.state import Position, TrainProgress
 
 FUSED = [{"fused_backward": True}, {"fused_groups": 3}]
 
 
-def run_of(**optimizer: Any) -> Any:
-    """Make what a meter needs of a run in which two steps in a row may not be bad."""
+def meter_of(
+    outputs: Any = None, log_every: int = 100, device: Any = None, clock: Any = None, **optimizer: Any
+) -> Meter:
+    """Return the meter of a run in which two steps in a row may not be bad."""
     index = SimpleNamespace(records=lambda ids: [SimpleNamespace(name=f"{number}.png") for number in ids])
     draw = SimpleNamespace(record_id=7, key=b"\x01", occurrence=2)
-    return SimpleNamespace(
-        cfg=TrainConfig(
-            training=TrainingSection(max_skipped_steps=2),
-            optimizer=OptimizerSection(**optimizer),
-            logging=LoggingSection(log_every=100),
-        ),
-        progress=TrainProgress(),
-        plan=SimpleNamespace(locate=lambda step: (0, step), batch=lambda step: ("64x64", [draw])),
-        data=SimpleNamespace(index=index),
-        ranks=SimpleNamespace(any=lambda value: value),
-        steps_left=9,
+    plan: Any = SimpleNamespace(locate=lambda step: (0, step), batch=lambda step: ("64x64", [draw]))
+    cfg = TrainConfig(
+        training=TrainingSection(max_skipped_steps=2),
+        optimizer=OptimizerSection(**optimizer),
+        logging=LoggingSection(log_every=log_every),
     )
+    outputs = outputs or SimpleNamespace(advance=lambda step, samples_seen: None)
+    return Meter(cfg, TrainProgress(), plan, index, device, Ranks(), clock, outputs)  # type: ignore[arg-type]
 
 
-def judged(run: Any, losses: list[float]) -> None:
-    meter = Meter(run, SimpleNamespace(advance=lambda step, samples_seen: None))  # type: ignore[arg-type]
+def judged(meter: Meter, losses: list[float]) -> None:
     for step, loss in enumerate(losses, 1):
-        run.progress.step = step
         bad = torch.tensor(math.nan)
-        meter.after_step(run, [], Stats({"loss": torch.tensor(loss)}, bad, torch.tensor(1.0), {}, None))
-    meter.flush(run)
+        stats = Stats({"loss": torch.tensor(loss)}, bad, torch.tensor(1.0), {}, None)
+        meter.after_step(Position(step, steps_left=9), [], stats)
+    meter.flush()
 
 
 @pytest.fixture
@@ -53,14 +51,14 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 @pytest.mark.parametrize("optimizer", [{}, *FUSED])
 def test_a_loss_that_is_not_finite_skips_everything(optimizer: dict[str, Any], said: Any) -> None:
-    judged(run_of(**optimizer), [math.nan])
+    judged(meter_of(**optimizer), [math.nan])
     assert "the update was skipped on all ranks. Its records: 7.png [01 #2]" in said.text
 
 
 @pytest.mark.parametrize("optimizer", [{}, *FUSED])
 def test_a_bad_gradient_comes_late_for_updates_during_the_backward_pass(optimizer: dict[str, Any], said: Any) -> None:
     with pytest.raises(TrainingFault) as caught:
-        judged(run_of(**optimizer), [0.5, 0.5])
+        judged(meter_of(**optimizer), [0.5, 0.5])
     assert ("from the first such gradient on was left as it is" in said.text) == bool(optimizer)
     assert ("the update was skipped on all ranks" in said.text) == (not optimizer)
     assert ("The weights are those of step 0." in str(caught.value)) == (not optimizer)
@@ -68,21 +66,17 @@ def test_a_bad_gradient_comes_late_for_updates_during_the_backward_pass(optimize
 
 def test_what_a_family_measures_is_in_the_line_and_no_part_of_the_loss() -> None:
     lines: list[Any] = []
-    run = run_of()
-    run.cfg = run.cfg.model_copy(update={"logging": LoggingSection(log_every=2)})
-    run.ranks = SimpleNamespace(any=lambda value: value)
-    run.device = SimpleNamespace(peak_memory_gib=lambda: 0.0)
+    device = SimpleNamespace(peak_memory_gib=lambda: 0.0)
     span = SimpleNamespace(fps=1.0, compute_fps=1.0, step_wait_s=0.0, step_s=1.0)
     account = SimpleNamespace(sessions=1, e2e_s=1.0)
-    run.clock = SimpleNamespace(read=lambda: span, total=lambda: account, session=lambda: account)
+    clock = SimpleNamespace(read=lambda: span, total=lambda: account, session=lambda: account)
     outputs = SimpleNamespace(advance=lambda step, samples_seen: None, line=lines.append)
-    meter = Meter(run, outputs)  # type: ignore[arg-type]
+    meter = meter_of(outputs, log_every=2, device=device, clock=clock)
     for step in (1, 2):
-        run.progress.step = step
         sums = {"loss": 1.5, "denoise": 1.0, "metric/denoise_loss": float(step), "metric/text_recon_loss": 0.25}
         sums["metric/repa_loss"] = math.nan
         stats = Stats({k: torch.tensor(v) for k, v in sums.items()}, torch.tensor(1.0), torch.tensor(0.0), {}, None)
-        meter.after_step(run, [], stats)
+        meter.after_step(Position(step, steps_left=9), [], stats)
     assert len(lines) == 1
     record = lines[0].record()
     assert record["step_loss"] == 1.5 and "measures" not in record

@@ -15,6 +15,7 @@ import pytest
 
 from difftrain.config import LoggingSection, TrainConfig
 from difftrain.contracts import ConfigFault, Reject
+from difftrain.report.metrics import EVALUATION, VALIDATION
 from difftrain.train.outputs import Console, RunOutputs, log, set_up_logging, write_rejects
 
 
@@ -84,17 +85,20 @@ def test_trackers_count_steps_or_examples(tmp_path: Path, examples: bool) -> Non
         {
             "save": {"output_dir": str(tmp_path)},
             "logging": {"x_axis_examples": examples},
+            "validation": {"split": 0.5},
             "eval": {"sets": [{"name": "held", "config": "held.toml"}]},
         }
     )
     outputs, tracker = opened(cfg), Tracker()
     outputs._trackers.append(tracker)
-    outputs.evaluated({"step": 0, "epoch": 0, "samples_seen": 0, "held/loss": 2.0})
+    outputs.evaluated(EVALUATION, {"step": 0, "epoch": 0, "samples_seen": 0, "held/loss": 2.0})
     for step in (1, 2):
         outputs.advance(step, 16 * step)
-    outputs.validated({"step": 2, "loss": 1.0}, {"loss/validation": 1.0})
-    outputs.evaluated({"step": 2, "epoch": 1, "samples_seen": 32, "held/loss": 1.0, "held/ema_loss": math.nan})
-    outputs.picture(2, "samples", tmp_path / "none.png")
+    outputs.evaluated(VALIDATION, {"step": 2, "loss": 1.0})
+    outputs.evaluated(
+        EVALUATION, {"step": 2, "epoch": 1, "samples_seen": 32, "held/loss": 1.0, "held/ema_loss": math.nan}
+    )
+    outputs.picture("samples", tmp_path / "none.png")
     outputs.close()
     x = 32 if examples else 2
     assert tracker.points == [
@@ -116,7 +120,7 @@ def test_evaluations_beyond_the_checkpoint_are_made_again(tmp_path: Path) -> Non
     def steps(begin: int, *made: int) -> list[int]:
         outputs = opened(cfg, step=begin)
         for step in made:
-            outputs.evaluated({"step": step, "epoch": 0, "samples_seen": step, "held/loss": float(begin)})
+            outputs.evaluated(EVALUATION, {"step": step, "epoch": 0, "samples_seen": step, "held/loss": float(begin)})
         outputs.close()
         return [json.loads(line)["step"] for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
 

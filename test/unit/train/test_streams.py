@@ -15,10 +15,10 @@ from torch import Tensor
 
 from difftrain.checkpoint import SaveName
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.diffusion.ema import Ema
-from difftrain.diffusion.power_ema import PowerEma
 from difftrain.train import averages
-from difftrain.train.saving import Saving
+from difftrain.train.averages import Averages
+from difftrain.train.saving import Exports, Saving
+from difftrain.train.state import Position, TrainedModel
 from difftrain.train.streams import all_tried, to_the_end
 
 NAMES = ("a", "b", "c")
@@ -44,19 +44,14 @@ class Gathering:
         return contextlib.nullcontext()
 
 
-def run_of(tmp_path: Path, export: Any, *, logger: bool = True) -> Any:
-    """Return a run with a moving average and two by width, whose family exports as it is told."""
-    cfg = TrainConfig.model_validate({"ema": {"enable": True, "profiles": (0.05, 0.1)}})
-    engine = Gathering()
-    weights = [(name, tensor) for name, tensor, _ in engine.shards()]
-    return SimpleNamespace(
-        cfg=cfg, name="NAME", out=tmp_path, identity={"config_digest": "x", "seed": 1}, parts=None,
-        snapshots_at=None, failed_saves=0,
-        ranks=SimpleNamespace(size=1, is_logger=logger, any=bool), progress=SimpleNamespace(step=3, samples_seen=6),
-        engine=engine, ema=Ema(weights, 0.9), profiles=[PowerEma(weights, 0.05), PowerEma(weights, 0.1)],
-        family=SimpleNamespace(export=export, metadata=lambda *_: {}), uploads=SimpleNamespace(holds=None),
-        clock=SimpleNamespace(paused=lambda _: contextlib.nullcontext()), claim=SimpleNamespace(owned=False),
-    )  # fmt: skip
+def exports_of(tmp_path: Path, export: Any, *, logger: bool = True) -> tuple[Exports, Any]:
+    """Return what writes weights with a moving average and two by width, by a family that exports as it is told."""
+    section = {"ema": {"enable": True, "profiles": (0.05, 0.1)}, "save": {"output_dir": str(tmp_path)}}
+    cfg, engine = TrainConfig.model_validate(section), Gathering()
+    family, ranks = SimpleNamespace(export=export, metadata=lambda *_: {}), SimpleNamespace(is_logger=logger, size=1)
+    model = TrainedModel(family, None, engine, Averages(cfg.ema, engine))  # type: ignore[arg-type]
+    identity, uploads = {"config_digest": "x", "seed": 1}, SimpleNamespace(holds=None, add=lambda *_: None)
+    return Exports(cfg, model, ranks, uploads, identity, lambda: None), model  # type: ignore[arg-type, return-value]
 
 
 def full_after_one(weights: Iterator[tuple[str, Tensor]], *_: Any, **__: Any) -> Path:
@@ -68,20 +63,15 @@ def wrong_at_once(weights: Iterator[tuple[str, Tensor]], *_: Any, **__: Any) -> 
     raise ValueError("a layout that nobody knows")
 
 
-@pytest.fixture(autouse=True)
-def facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("difftrain.train.saving.facts_of", lambda run: None)
-
-
 @pytest.mark.parametrize(
     ("export", "error"), [(full_after_one, "No space left on device"), (wrong_at_once, "nobody knows")]
 )
 def test_a_failed_export_reads_all_that_the_other_ranks_gather(tmp_path: Path, export: Any, error: str) -> None:
-    run, other = run_of(tmp_path, export), run_of(tmp_path, None, logger=False)
+    (ours, model), (others, other) = exports_of(tmp_path, export), exports_of(tmp_path, None, logger=False)
     with pytest.raises((OSError, ValueError), match=error):
-        Saving(run, SimpleNamespace())._export(run, SaveName("step", 3))
-    Saving(other, SimpleNamespace())._export(other, SaveName("step", 3))
-    assert run.engine.gathered == other.engine.gathered == list(NAMES) * 4  # the weights, the average, two by width
+        ours.write("NAME-step3", 3)
+    others.write("NAME-step3", 3)
+    assert model.engine.gathered == other.engine.gathered == list(NAMES) * 4  # weights, the average, two by width
     assert len(list((tmp_path / averages.SNAPSHOTS).iterdir())) == 2  # what could be written is
 
 
@@ -93,17 +83,21 @@ def test_failed_snapshots_are_gathered_and_stored_anew_by_all(tmp_path: Path, mo
         assert [name for name, _ in weights] == list(NAMES)
         return tmp_path / "NAME"
 
-    runs = run_of(tmp_path, export), run_of(tmp_path, None, logger=False)
-    runs[0].uploads.add = lambda *_: None
-    runs[1].ranks.any = lambda failed: True  # as the logger has
     monkeypatch.setattr(averages, "safetensors_writer", full)
-    for run in runs:
-        Saving(run, SimpleNamespace())._save(run, SaveName("step", 3), state=False)
-    assert runs[0].engine.gathered == runs[1].engine.gathered == list(NAMES) * 4
+    models = []
+    for logger in (True, False):
+        exports, model = exports_of(tmp_path, export, logger=logger)
+        ranks: Any = SimpleNamespace(is_logger=logger, size=1, any=lambda failed: True)  # as the logger has
+        clock = SimpleNamespace(paused=lambda _: contextlib.nullcontext())
+        cfg, claim = TrainConfig(), SimpleNamespace(owned=False)
+        saving = Saving(cfg, model, ranks, clock, claim, None, exports, None)  # type: ignore[arg-type]
+        saving._save(Position(3), SaveName("step", 3), state=False)
+        models.append((model, ranks))
+    assert models[0][0].engine.gathered == models[1][0].engine.gathered == list(NAMES) * 4
     monkeypatch.undo()
-    for run in runs:
-        averages.store_snapshots(run)
-        assert len(run.engine.gathered) == 6 * len(NAMES)
+    for model, ranks in models:
+        model.averages.store_snapshots(tmp_path, 3, ranks, {"config_digest": "x", "seed": 1})
+        assert len(model.engine.gathered) == 6 * len(NAMES)
     assert len(list((tmp_path / averages.SNAPSHOTS).iterdir())) == 2
 
 
