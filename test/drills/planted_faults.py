@@ -130,7 +130,7 @@ FAULTS = (
     ),
     PlantedFault(
         "linear schedules end early",
-        "optim/schedules.py", "return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)))", "return _warmed(w, lambda s: max(0.0, 1.0 - 1.1 * _progress(s, w, n)))",
+        "optim/schedule.py", "return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)))", "return _warmed(w, lambda s: max(0.0, 1.0 - 1.1 * _progress(s, w, n)))",
         ("unit/optim/test_schedules.py",),
     ),
     PlantedFault(

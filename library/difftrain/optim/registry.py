@@ -10,37 +10,38 @@ import torch
 from torch.optim import Optimizer
 
 from difftrain.config.schema import names
-from difftrain.config.schema.rates import is_schedule_free
+from difftrain.config.schema.rates import is_named, is_schedule_free
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
 from difftrain.optim.making import ARGS, TYPE, OptimizerOrder, construct
+from difftrain.optim.schedule import make_schedule
 from difftrain.optim.schedule_free import averages, wrap
 
 REGISTRY = {
-    "AdamW": "difftrain.optim.torchs:make_adamw",
-    "oss": "difftrain.optim.torchs:make_oss",
-    "NpuFusedAdamW": "difftrain.optim.npu_adamw:make",
-    "SGDNesterov": "difftrain.optim.torchs:make_sgd_nesterov",
-    "Lion": "difftrain.optim.lion:make",
+    "AdamW": "difftrain.optim.builders:make_adamw",
+    "oss": "difftrain.optim.builders:make_oss",
+    "NpuFusedAdamW": "difftrain.optim.builders:make_npu_adamw",
+    "SGDNesterov": "difftrain.optim.builders:make_sgd_nesterov",
+    "Lion": "difftrain.optim.builders:make_lion",
     "Muon": "difftrain.optim.muon:make",
-    "Adafactor": "difftrain.optim.adafactor:make",
-    "AdamW8bit": "difftrain.optim.eight_bit:make",
-    "PagedAdamW": "difftrain.optim.eight_bit:make",
-    "PagedAdamW8bit": "difftrain.optim.eight_bit:make",
-    "PagedAdamW32bit": "difftrain.optim.eight_bit:make",
-    "Lion8bit": "difftrain.optim.eight_bit:make",
-    "PagedLion8bit": "difftrain.optim.eight_bit:make",
-    "SGDNesterov8bit": "difftrain.optim.eight_bit:make",
-    "DAdaptation": "difftrain.optim.adaptive:make",
-    "DAdaptAdamPreprint": "difftrain.optim.adaptive:make",
-    "DAdaptAdaGrad": "difftrain.optim.adaptive:make",
-    "DAdaptAdam": "difftrain.optim.adaptive:make",
-    "DAdaptAdan": "difftrain.optim.adaptive:make",
-    "DAdaptAdanIP": "difftrain.optim.adaptive:make",
-    "DAdaptLion": "difftrain.optim.adaptive:make",
-    "DAdaptSGD": "difftrain.optim.adaptive:make",
-    "Prodigy": "difftrain.optim.adaptive:make",
+    "Adafactor": "difftrain.optim.builders:make_adafactor",
+    "AdamW8bit": "difftrain.optim.builders:make_eight_bit",
+    "PagedAdamW": "difftrain.optim.builders:make_eight_bit",
+    "PagedAdamW8bit": "difftrain.optim.builders:make_eight_bit",
+    "PagedAdamW32bit": "difftrain.optim.builders:make_eight_bit",
+    "Lion8bit": "difftrain.optim.builders:make_eight_bit",
+    "PagedLion8bit": "difftrain.optim.builders:make_eight_bit",
+    "SGDNesterov8bit": "difftrain.optim.builders:make_eight_bit",
+    "DAdaptation": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdamPreprint": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdaGrad": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdam": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdan": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdanIP": "difftrain.optim.builders:make_adaptive",
+    "DAdaptLion": "difftrain.optim.builders:make_adaptive",
+    "DAdaptSGD": "difftrain.optim.builders:make_adaptive",
+    "Prodigy": "difftrain.optim.builders:make_adaptive",
     "AdamWScheduleFree": "difftrain.optim.schedule_free:make",
     "RAdamScheduleFree": "difftrain.optim.schedule_free:make",
     "SGDScheduleFree": "difftrain.optim.schedule_free:make",
@@ -102,3 +103,25 @@ def inner(optimizer: Optimizer) -> Optimizer:
     """
     wrapped = getattr(optimizer, "optim", None)
     return wrapped if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+
+
+# --- what is wrong with an optimizer section, found before any device is touched
+
+
+def faults(section: OptimizerSection, total_steps: int = 1000) -> list[Fault]:
+    """Return every fault of the optimizer's and the schedule's names and arguments, by making both for one number."""
+    group = Group("probe", [("probe", torch.nn.Parameter(torch.zeros(1)))], section.learning_rate or 1.0)
+    found: list[Fault] = []
+    optimizer: Optimizer = torch.optim.SGD([group.named_params[0][1]], lr=group.lr)
+    try:
+        optimizer = make_optimizer(section, [group], trial=False)
+    except ConfigFault as fault:
+        found += fault.faults
+    try:
+        make_schedule(section, optimizer, total_steps)
+    except ConfigFault as fault:
+        found += fault.faults
+    if is_named(section, ("DAdaptSGD",)) and section.learning_rate and not optimizer.param_groups[0]["lr"]:
+        what = "DAdaptSGD divides by the first rate, which is 0 with this warm-up"
+        found.append(Fault("--lr_warmup_steps", what, "no warm-up, or another optimizer"))
+    return found

@@ -15,7 +15,7 @@ from difftrain.config.schema.names import SCHEDULERS
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault
 from difftrain.optim import factor_of, make_schedule
-from difftrain.optim.schedules import SCHEDULES, updates
+from difftrain.optim.schedule import SCHEDULES, updates
 
 KOHYA = json.loads((Path(__file__).parents[1] / "files" / "kohya_schedules.json").read_text())["schedules"]
 FIELDS = {
