@@ -80,7 +80,7 @@ FAULTS = (
     ),
     PlantedFault(
         "a mirrored picture shares the entry of the picture as it is",
-        "cache/manifest/transforms.py", "*shape, bool(flip), recipe.interpolation", "*shape, False, recipe.interpolation",
+        "cache/manifest/address.py", "*shape, bool(flip), recipe.interpolation", "*shape, False, recipe.interpolation",
         ("unit/cache/test_manifest.py", "unit/cache/test_address.py"),
     ),
     PlantedFault(
@@ -95,12 +95,12 @@ FAULTS = (
     ),
     PlantedFault(
         "a checkpoint's checksum is not compared",
-        "checkpoint/manifest.py", "if entry != manifest.files[name]:", "if False:",
+        "checkpoint/commit.py", "if entry != manifest.files[name]:", "if False:",
         ("unit/checkpoint",),
     ),
     PlantedFault(
         "a manifest that was changed counts as whole",
-        "checkpoint/manifest.py", "if manifest.digest !=", "if False and manifest.digest !=",
+        "checkpoint/commit.py", "if manifest.digest !=", "if False and manifest.digest !=",
         ("unit/checkpoint",),
     ),
     PlantedFault(

@@ -16,11 +16,11 @@ from difftrain.cache.decoding import BatchQueue, DecodingDataset
 from difftrain.cache.disk import EncoderManifest
 from difftrain.cache.encoding import BuildJob, BuildProgress
 from difftrain.cache.locations import CacheLocation, DiskLocation, MemoryLocation
-from difftrain.cache.manifest.make import build_manifests
 from difftrain.cache.manifest.manifest import CacheManifest
 from difftrain.cache.request import (
     CacheRequest,
     StorageEstimate,
+    build_manifests,
     bytes_text,
     cache_requests,
     caches_anything,

@@ -15,12 +15,17 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from difftrain.cache.manifest.address import joined_address, text_addresses
+from difftrain.cache.manifest.address import (
+    MASKS,
+    MediaTransforms,
+    joined_address,
+    text_addresses,
+    without_augmentation,
+)
 from difftrain.cache.manifest.captions import NO_BUCKET
 from difftrain.cache.manifest.content_hash import UNREADABLE
 from difftrain.cache.manifest.manifest import NO_RECORD, AddressByRecord, CacheManifest
 from difftrain.cache.manifest.pictures import DROPPED, caption_and_flip
-from difftrain.cache.manifest.transforms import MASKS, MediaTransforms, without_augmentation
 from difftrain.contracts import CAPTION, PAIR, Batch, Bucket, DataFault, Record, Reject, Tokenize
 from difftrain.data.index.inspection import PASSING, content_of
 from difftrain.data.index.worker_pool import Heartbeat, PoolJob, run_jobs

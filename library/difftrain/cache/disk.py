@@ -15,7 +15,7 @@ import numpy as np
 
 from difftrain.cache.manifest.manifest import CacheManifest
 from difftrain.cache.request import CacheRequest
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.compaction import merge
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.index import Metadata
@@ -154,7 +154,7 @@ class DiskCache:
             for start in range(0, each.manifest.count, _CHUNK):
                 rows = metadata.rows(np.array(each.manifest.addresses[start : start + _CHUNK]))
                 places = [(row.segment, row.offset) for row in rows if row is not None]
-                tombstones.add(self.folder, places)
+                references.add(self.folder, places)
                 count += len(places)
         self._write_use({**self.facts, REGENERATING: True})
         log.info("--regenerate_cache: %s entries are encoded anew", f"{count:,}")

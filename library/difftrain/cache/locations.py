@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from difftrain.cache.disk import DiskCache, EncoderManifest, Say
-from difftrain.cache.remote.remote import RemoteCache, fetch_cache
+from difftrain.cache.remote import RemoteCache, fetch_cache
 from difftrain.cache.request import StorageEstimate, disk_shortage, memory_shortage
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.memory import MemoryEntries, MemorySink, Verified, preload

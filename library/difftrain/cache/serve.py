@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from difftrain.cache.disk import EncoderManifest
-from difftrain.cache.manifest.address import joined_address, text_addresses
+from difftrain.cache.manifest.address import MASKS, joined_address, text_addresses
 from difftrain.cache.manifest.manifest import AddressByRecord
-from difftrain.cache.manifest.transforms import MASKS
 from difftrain.cache.store.read import Reader
 from difftrain.contracts import CAPTION, Reject
 from difftrain.data.features import (

@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from difftrain.checkpoint.find import Say, newest
-from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
+from difftrain.checkpoint.find import STEPS, Naming, Say, newest, parse, parse_export
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import write_json
 

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.checkpoint.commit import TRASH
-from difftrain.checkpoint.find import Say
-from difftrain.checkpoint.manifest import Manifest, Torn, verify
-from difftrain.checkpoint.names import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, parse, parse_export
+from difftrain.checkpoint.commit import TRASH, Manifest, Torn, verify
+from difftrain.checkpoint.find import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, Say, parse, parse_export
 from difftrain.io.files import remove
 
 if TYPE_CHECKING:

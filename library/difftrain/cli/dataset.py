@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from difftrain.cli.writing import writing
+from difftrain.cli.words import writing
 from difftrain.config import parse_flags
 from difftrain.config.door import enter, guard
 from difftrain.config.parse_flags import Parsed, resolve

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.cli.words import run_folder as run_folder_of
-from difftrain.cli.writing import writing
+from difftrain.cli.words import writing
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries

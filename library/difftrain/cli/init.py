@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.cli.export import T5
-from difftrain.cli.writing import writing
+from difftrain.cli.words import writing
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from difftrain.device.attend import attention, why_not_fused
-    from difftrain.device.attention_calls import AttentionCalls
+    from difftrain.device.attend import AttentionCalls, attention, why_not_fused
     from difftrain.device.attention_choice import use_attention
     from difftrain.device.choice import calm_threads, choose, hold_autoload, probe
     from difftrain.device.counters import counting

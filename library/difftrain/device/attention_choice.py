@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.device import patches
 from difftrain.device.attend import takes_fp32
-from difftrain.device.attention_dispatch import name_backend
-from difftrain.device.attention_encoders import set_attention
-from difftrain.device.attention_joint import AuraFlowAttention, HiDreamAttention, JointAttention, Lumina2Attention
-from difftrain.device.processor import AttentionProcessor
+from difftrain.device.attention_dispatch import name_backend, set_attention
+from difftrain.device.attention_joint import (
+    AttentionProcessor,
+    AuraFlowAttention,
+    HiDreamAttention,
+    JointAttention,
+    Lumina2Attention,
+)
 
 if TYPE_CHECKING:
     from torch import nn

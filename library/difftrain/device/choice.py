@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.device import ascend, ascend_packages, versions
+from difftrain.device import ascend, versions
 
 if TYPE_CHECKING:
     from difftrain.device.torch_device import Device
@@ -99,7 +99,7 @@ def _find_npu() -> ProbedDevice:
     hold_autoload()
     import torch
 
-    installed = ascend_packages.version("torch_npu")
+    installed = ascend.version("torch_npu")
     if installed is not None and not versions.same_torch(installed, torch.__version__):
         # imported all the same, it would fail on a symbol, or crash
         judged = versions.judge_torch(installed, torch.__version__)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from difftrain.device import ascend_packages
+from difftrain.device import ascend
 from difftrain.device.choice import ascend_index, load_npu
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def why_not(device: Device) -> str:
     """Say why pictures cannot be decoded on a device, after trying it; empty where they can."""
     if device.kind != "npu":
         return f"torchvision_npu decodes on an NPU, and this run is on {device.kind}"
-    if not ascend_packages.found_torchvision_npu():
+    if not ascend.found_torchvision_npu():
         return "torchvision_npu, in a version that decodes from memory, is not installed beside torchvision"
     try:
         off = difference()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from small_caches import add_reject, address, flip, interrupted, item, make, served, want, write
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder
 from difftrain.cache.store.index import Metadata, merge
 from difftrain.cache.tools.repair import repair
@@ -167,7 +167,7 @@ def test_what_is_marked_whole_and_is_not(tmp_path: Path) -> None:
 def test_damaged_lists_are_set_aside(tmp_path: Path) -> None:
     folder = make(tmp_path / "c")
     row = row_of(folder, 3)
-    tombstones.add(folder, [(row.segment, row.offset)])
+    references.add(folder, [(row.segment, row.offset)])
     merge(folder)
     references.mark_whole(folder, "all", whole=False)
     assert not damages(folder)

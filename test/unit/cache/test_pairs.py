@@ -16,9 +16,8 @@ from clip_runs import GLOBAL, IN_MEMORY, ON_DISK, batches, cached, config, losse
 
 from difftrain.cache import encoding
 from difftrain.cache.decoding import DecodingDataset
-from difftrain.cache.manifest.make import build_manifests
 from difftrain.cache.manifest.manifest import FACTS, CacheManifest, ManifestRequest
-from difftrain.cache.request import cache_requests, estimate_storage
+from difftrain.cache.request import build_manifests, cache_requests, estimate_storage
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.references import all_references
 from difftrain.config import TrainConfig

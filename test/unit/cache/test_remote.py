@@ -20,10 +20,10 @@ from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 from segments import address, item, payload
 
-from difftrain.cache.remote import object_store
-from difftrain.cache.remote import remote as ranges
-from difftrain.cache.remote.object_store import LocalCopies, RetryPolicy, ShortAnswer, in_parallel
-from difftrain.cache.remote.remote import BLOCK, WHOLE, RemoteCache, fetch_cache
+from difftrain.cache import object_store
+from difftrain.cache import remote as ranges
+from difftrain.cache.object_store import LocalCopies, RetryPolicy, ShortAnswer, in_parallel
+from difftrain.cache.remote import BLOCK, WHOLE, RemoteCache, fetch_cache
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.format import unpack
 from difftrain.cache.store.index import Metadata, merge

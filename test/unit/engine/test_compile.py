@@ -11,7 +11,7 @@ from engines import built, config, one_thread, run, weights  # noqa: F401
 from torch._dynamo.utils import counters
 
 from difftrain.config.schema.sections import DataSection, DatasetSection
-from difftrain.device import Device, compilers
+from difftrain.device import Device, torch_device
 from difftrain.engine import compiling, make_engine
 from difftrain.testing.family import TinyFamily
 
@@ -86,7 +86,7 @@ def test_inductor_needs_a_compiler():
     from torch._inductor import config as inductor
 
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
-        assert "it needs a C++ compiler" in compilers.why_not("inductor", "cpu")
+        assert "it needs a C++ compiler" in torch_device.why_not("inductor", "cpu")
 
 
 def test_what_a_killed_compiler_left_is_swept_away(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_what_a_killed_compiler_left_is_swept_away(tmp_path, monkeypatch):
     linking.touch()
     for path in (whole, empty):
         os.utime(path, (time.time() - 100, time.time() - 100))
-    assert compilers.sweep("aot_eager", "cpu") == 0
+    assert torch_device.sweep("aot_eager", "cpu") == 0
     section = config({"compile": True, "compile_backend": "inductor"}).training
     compiling.compile_blocks([], section, Device("cpu"), buckets=False)
     assert whole.exists() and linking.exists() and not empty.exists()

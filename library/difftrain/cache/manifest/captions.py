@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from difftrain.cache.manifest.address import BYTES, as_array, text_addresses
+from difftrain.cache.manifest.address import BYTES, as_array, text_addresses, without_augmentation
 from difftrain.cache.manifest.content_hash import Say
 from difftrain.cache.manifest.manifest import (
     FACTS,
@@ -28,7 +28,6 @@ from difftrain.cache.manifest.manifest import (
     reference_rows,
     write_manifest,
 )
-from difftrain.cache.manifest.transforms import without_augmentation
 from difftrain.contracts import Bucket, Tokenize
 from difftrain.data.index.index import DATABASE, connect
 from difftrain.data.index.writer import disk_faults

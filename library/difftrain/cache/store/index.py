@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from difftrain.cache.store import database
+from difftrain.cache.store import journals
 from difftrain.cache.store.compaction import MergeResult, merge
 from difftrain.cache.store.format import ADDRESS, REJECT, Damaged
 from difftrain.cache.store.journals import order_of
@@ -150,7 +150,7 @@ class Metadata:
     @cached_property
     def _facts(self) -> dict[str, Any]:
         with self._reading() as db:
-            return database.meta(db)
+            return journals.meta(db)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -159,7 +159,7 @@ class Metadata:
             if (
                 self._connection is None or self._process != os.getpid()
             ):  # one that was opened before a fork is not used
-                self._connection = database.connect(self.path)
+                self._connection = journals.connect(self.path)
                 self._process = os.getpid()
                 self._connection.executescript(_SETTINGS)
                 self._names = dict(self._connection.execute("SELECT id, name FROM segments"))

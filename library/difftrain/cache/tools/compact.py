@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import BIN, IDX, PART, CacheFolder, disk_faults
 from difftrain.cache.store.format import ADDRESS, PackedEntry, crc32c
 from difftrain.cache.store.index import Metadata, merge
@@ -195,7 +195,7 @@ def _with_all_drops(folder: CacheFolder) -> Metadata:
         merge(folder)
         known = Metadata(folder.database)
         ((state,),) = known.query("SELECT value FROM meta WHERE name = 'drops'")
-        if state == tombstones.state(folder):
+        if state == references.state(folder):
             return known
         time.sleep(random.random() / 10)
     raise TrainingFault(f"{folder.path}: too many others are changing it; nothing was lost. Run this again later")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from difftrain.cache.remote.remote import fetch_cache
+from difftrain.cache.remote import fetch_cache
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.format import REJECT, Damaged, StoredFeature, meta_of, unpack
 from difftrain.cache.store.index import Metadata

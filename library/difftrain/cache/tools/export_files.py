@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from difftrain.cache.store import database, references
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.index import EntryRow, Metadata
 from difftrain.cache.store.references import Reference
@@ -122,7 +122,7 @@ def by_address(metadata: Metadata, encoders: Sequence[str]) -> Iterator[SampleEn
         "SELECT address, number, name, offset, length, crc, kind FROM entries JOIN segments ON segments.id = segment "
         "ORDER BY name, offset"
     )
-    with closing(database.connect(metadata.path)) as db:
+    with closing(journals.connect(metadata.path)) as db:
         for address, *row in db.execute(query):
             encoder = encoder_of[row[1]]
             if encoder in encoders:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import CacheFolder, clean, disk_faults
 from difftrain.cache.store.index import Metadata, SegmentInfo, merge
 from difftrain.cache.store.references import Reference
@@ -206,7 +206,7 @@ def _free(
         going[name] = rows
     mover.close()
     # also what others have dropped: they may take that back
-    file = tombstones.add_many(folder, {name: rows["offset"] for name, rows in going.items()})
+    file = references.add_many(folder, {name: rows["offset"] for name, rows in going.items()})
     lost = None
     try:
         lost = count_still_referenced(folder, going)
@@ -222,7 +222,7 @@ def _free(
             done.freed += delete_segment(folder, one.info.name)
             _count(done, one)
     done.freed -= mover.bytes
-    tombstones.prune(folder)
+    references.prune(folder)
     merge(folder)
 
 

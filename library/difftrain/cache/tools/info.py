@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder
 from difftrain.cache.store.format import FEATURES, FORMAT, Damaged, feature_spans
 from difftrain.cache.store.index import Metadata, SegmentInfo
@@ -39,7 +39,7 @@ def describe(folder: CacheFolder) -> dict[str, Any]:
         **_summed(encoders := _encoders(folder, infos)),
         "encoders": encoders,
         "segments": _segments(folder, known),
-        "dropped": sum(map(len, tombstones.offsets_of(folder).values())),
+        "dropped": sum(map(len, references.offsets_of(folder).values())),
         "uses": retry_while_changing(folder, lambda every: [_use(use) for use in every]),
         "unused": _unused(folder, known, notes),
         "writable": folder.writable,

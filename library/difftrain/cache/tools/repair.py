@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from difftrain.cache.store import database, references, tombstones
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder, disk_faults
 from difftrain.cache.store.format import ROW
 from difftrain.cache.store.index import Metadata, merge
@@ -95,8 +95,8 @@ def _segments(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterato
     places = [(checked.name, offset) for checked in report.hurt.values() for offset in checked.bad]
     # damaged entries count no longer
     lost, broken, mover = len(places), [], EntryMover(folder)
-    tombstones.add(folder, places)
-    dropped = tombstones.offsets_of(folder)
+    references.add(folder, places)
+    dropped = references.offsets_of(folder)
 
     # whole ones of broken files go to new segments
     for name, known in _known(folder, report).items():
@@ -114,7 +114,7 @@ def _segments(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterato
     mover.close()
 
     # the broken files are set aside once nothing of them counts
-    tombstones.add_many(folder, {journal.name: rows["offset"] for journal, rows in broken})
+    references.add_many(folder, {journal.name: rows["offset"] for journal, rows in broken})
     merged = merge(folder)
     yield f"{lost:,} damaged entries are dropped; metadata.db has {merged.entries:,} entries"
     for journal, _ in broken:
@@ -122,7 +122,7 @@ def _segments(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterato
             if (path := find(folder.segments, journal.name, suffix)) is not None:
                 yield from _set_aside(folder, path, aside)
     if broken:
-        tombstones.prune(folder)
+        references.prune(folder)
         merge(folder)
 
 
@@ -139,7 +139,7 @@ def _known(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
     found = {name: np.empty(0, ROW) for name, checked in report.hurt.items() if checked.rewrite}
     if report.database is None or not found:
         return found
-    with closing(database.connect(folder.database)) as db:
+    with closing(journals.connect(folder.database)) as db:
         ids = {number: name for number, name in db.execute("SELECT id, name FROM segments") if name in found}
         asked = ",".join(map(str, ids))
         each = "SELECT segment, address, offset, length, crc, kind FROM entries WHERE segment IN"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from difftrain.cache.store import database, references, tombstones
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder
 from difftrain.cache.store.format import Damaged
 from difftrain.cache.store.index import Metadata
@@ -120,7 +120,7 @@ def _database(folder: CacheFolder, report: VerifyReport) -> Metadata | None:
     """Read metadata.db through."""
     name, remedy = folder.database.name, "repair, or the next build, makes it anew"
     try:
-        database.check(folder.database)
+        journals.check(folder.database)
         known = Metadata(folder.database)
         report.database = DatabaseReport(name, known.count)
         return known
@@ -154,7 +154,7 @@ def _drops(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
             _foreign(report, f"drops/{name}")
             continue
         try:
-            for segment, offsets in tombstones.file_offsets(folder, name).items():
+            for segment, offsets in references.file_offsets(folder, name).items():
                 found.setdefault(segment, []).append(offsets)
         except FileNotFoundError:
             continue  # taken away meanwhile, with its segments
@@ -239,7 +239,7 @@ def _task(task: tuple[CacheFolder, str, np.ndarray, bool]) -> SegmentFindings:
     checked, journal = check_segment(folder.segments, name, dropped)  # which knows what the database took before
     if any(damage.kind == "deleted" for damage in checked.damages):  # a clean-up may just be taking it away
         with suppress(DataFault):
-            dropped = tombstones.offsets_of(folder).get(name, dropped)
+            dropped = references.offsets_of(folder).get(name, dropped)
         checked, journal = check_segment(folder.segments, name, dropped)
     found = SegmentFindings(checked)
     if compare:

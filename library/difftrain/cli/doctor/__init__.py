@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import difftrain
-from difftrain.cli.doctor.checks import CHECKS, DEVICES, QUICK_LEAVES_OUT
-from difftrain.cli.doctor.runner import DoctorReport, examine
+from difftrain.cli.doctor.runner import CHECKS, DEVICES, QUICK_LEAVES_OUT, DoctorReport, examine
 from difftrain.config.door import guard
 from difftrain.config.parse_flags import scan
 from difftrain.config.render.help import entries
@@ -25,7 +24,7 @@ from difftrain.config.schema.names import did_you_mean
 from difftrain.config.spellings.flag import Flag, on
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
-from difftrain.device.health.finding import Context, Verdict
+from difftrain.device.health import Context, Verdict
 
 SCHEMA = 1  # of the JSON document; a field that goes or changes its meaning makes it 2
 PROG = "difftrain doctor"

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from difftrain.device.health.devices import link_remedy
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device.health import Context, Finding
+from difftrain.device.health.install import link_remedy
 
 LIMIT_S = 150.0  # the runner's limit is above it, so that what is known is told
 _GRACE_S = 3.0  # for the others, once one has failed

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from difftrain.config.paths import is_url, shown_url, unreadable_url
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device.health import Context, Finding
 
 # kinds as mountinfo calls them; fuse.* are added
 NETWORK = {

@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import difftrain
-from difftrain.cli.doctor.checks import DEVICES, Check
-from difftrain.cli.doctor.packages import installed
-from difftrain.device.health.finding import Context, Verdict
+from difftrain.cli.doctor.machine import installed
+from difftrain.device.health import Context, Verdict
 
 _LIBRARY = Path(difftrain.__file__).resolve().parents[1]
 _START_S = 30.0  # for Python itself, on a slow disk
@@ -170,3 +169,40 @@ class _DoctorWorker:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits in the kernel cannot be ended
             self._process.wait(_END_S)
+
+
+# --- The checks of the doctor, in the order in which they are done
+
+
+Needs = Literal["", "torch", "device"]
+
+
+class Check(NamedTuple):
+    """One check. target: "module:function" of a Context, which gives Findings. limit_s: after it, it hangs."""
+
+    target: str
+    limit_s: float
+    needs: Needs = ""
+
+
+CHECKS: dict[str, Check] = {
+    "system": Check("difftrain.cli.doctor.machine:check_machine", 30),
+    "packages": Check("difftrain.cli.doctor.machine:check_packages", 30),
+    "installation": Check("difftrain.device.health.install:check", 30),
+    "variables": Check("difftrain.device.health.variables:check", 30),
+    "launch": Check("difftrain.cli.doctor.machine:launch", 30),
+    "folders": Check("difftrain.cli.doctor.folders:check", 60),
+    "imports": Check("difftrain.cli.doctor.machine:imports", 180, "torch"),
+    "devices": Check("difftrain.device.health.install:check_devices", 120, "torch"),
+    "memory": Check("difftrain.device.health.install:check_memory", 120, "device"),
+    "noise": Check("difftrain.cli.doctor.machine:noise", 60, "device"),
+    "attention": Check("difftrain.device.health.numerics:attention", 180, "device"),
+    "kernels": Check("difftrain.device.health.numerics:kernels", 180, "device"),
+    "overflow": Check("difftrain.device.health.numerics:overflow", 60, "device"),
+    "precision": Check("difftrain.device.health.numerics:precision", 60, "device"),
+    "compiler": Check("difftrain.cli.doctor.machine:compiler", 60, "device"),
+    "speed": Check("difftrain.cli.doctor.machine:speed", 120, "device"),
+    "collective": Check("difftrain.cli.doctor.collective:check", 180, "device"),
+}
+DEVICES = "devices"  # where it is wrong, checks that need a device are left out
+QUICK_LEAVES_OUT = ("speed", "collective")

@@ -14,7 +14,7 @@ from typing import Any
 
 from difftrain.contracts.errors import ConfigFault, DifftrainError
 from difftrain.device.choice import hold_autoload
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device.health import Context, Finding
 
 
 def main(pipe: int, order: dict[str, Any]) -> None:

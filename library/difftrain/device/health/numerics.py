@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from difftrain.contracts import ConfigFault
-from difftrain.device.health.finding import Context, Finding, Verdict
+from difftrain.device.health import Context, Finding, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ def _why_not_fused(context: Context, dtype: Any) -> str:
 def kernels(context: Context) -> Iterator[Finding]:
     """Compare every fused kernel with its plain version in fp64 on the host."""
     from difftrain.device import counters
-    from difftrain.device import kernels as table
+    from difftrain.device import fused_layers as table
 
     for name in table.REGISTRY:
         for precision, dtype in _dtypes().items():
@@ -151,7 +151,7 @@ def kernels(context: Context) -> Iterator[Finding]:
 def _kernel_error(context: Context, name: str, dtype: Any) -> float:
     import torch
 
-    from difftrain.device import kernels as table
+    from difftrain.device import fused_layers as table
 
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 4, 33, 64, generator=generator).to(dtype).double()
@@ -176,7 +176,7 @@ def _adamw_error(context: Context, dtype: Any) -> float:
     """Return the error of one update, or infinity where an update that is to be skipped changes a weight."""
     import torch
 
-    from difftrain.device import kernels as table
+    from difftrain.device import fused_layers as table
 
     generator = torch.Generator().manual_seed(2)
     weight, grad = (torch.randn(65, generator=generator).to(dtype) for _ in range(2))

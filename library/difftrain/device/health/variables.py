@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from difftrain.contracts import ConfigFault
-from difftrain.device import ascend, choice, groups, overflow
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device import ascend, choice, overflow
+from difftrain.device.health import Context, Finding
 
 SENSIBLE_S = 300  # below it, a rank that compiles or saves is taken for lost
 
@@ -42,7 +42,7 @@ def _cuda() -> Iterator[Finding]:
 def _waiting() -> Iterator[Finding]:
     """Judge HCCL's time-outs: how long ranks try to connect, and how long a collective waits for one."""
     name, text = "HCCL_CONNECT_TIMEOUT", _get("HCCL_CONNECT_TIMEOUT")
-    low, high = groups.CONNECT_RANGE_S
+    low, high = overflow.CONNECT_RANGE_S
     if text and not (text.isdecimal() and low <= int(text) <= high):
         yield Finding("wrong", f"{name}={text}: HCCL takes {low} to {high} (seconds)", f"export {name}=1800", name)
     elif text and int(text) < SENSIBLE_S:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-Shapes = dict[str, tuple[int, ...]]
+from difftrain.models.weights.infer import Shapes
 
 # first match wins: a pattern that some key matches, and what such a file is
 _MARKS = (

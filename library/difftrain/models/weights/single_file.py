@@ -14,8 +14,8 @@ from difftrain.models.facts import OneFile
 from difftrain.models.weights.files import WeightFile
 from difftrain.models.weights.fingerprints import Stamp, stamp
 from difftrain.models.weights.keys import Rule
-from difftrain.models.weights.part_files import PartFiles
-from difftrain.models.weights.recognise import Shapes, differences, looks_like
+from difftrain.models.weights.part_files import PartFiles, Shapes
+from difftrain.models.weights.recognise import differences, looks_like
 from difftrain.models.weights.stored_part import opened
 
 if TYPE_CHECKING:

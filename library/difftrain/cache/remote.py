@@ -16,15 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from difftrain.cache.remote.object_store import (
-    GONE,
-    File,
-    LocalCopies,
-    ObjectStore,
-    OpenCopy,
-    RetryPolicy,
-    in_parallel,
-)
+from difftrain.cache.object_store import GONE, File, LocalCopies, ObjectStore, OpenCopy, RetryPolicy, in_parallel
 from difftrain.cache.store.folder import BIN, PART
 from difftrain.config.paths import shown_url, unreadable_url, user_cache
 from difftrain.contracts import ConfigFault, DataFault, Fault, TrainingFault
