@@ -48,7 +48,7 @@ FAULTS = (
     ),
     PlantedFault(
         "the loss is divided by the samples of one rank's count only",
-        "engine/loss_terms.py", "terms[name] / counts.get(name, counts[COUNT])", "terms[name] / 1.0",
+        "engine/update.py", "terms[name] / counts.get(name, counts[COUNT])", "terms[name] / 1.0",
         ("unit/engine/test_native.py",),
     ),
     PlantedFault(
@@ -58,7 +58,7 @@ FAULTS = (
     ),
     PlantedFault(
         "off by one in the uses of a pass",
-        "data/plan/repeats.py", "segment = np.searchsorted(starts, uses, side=\"right\") - 1",
+        "data/plan/sequential.py", "segment = np.searchsorted(starts, uses, side=\"right\") - 1",
         "segment = np.searchsorted(starts, uses, side=\"left\") - 1",
         ("unit/data/test_repeats.py", "unit/data/test_plan.py"),
     ),
@@ -125,7 +125,7 @@ FAULTS = (
     ),
     PlantedFault(
         "latents are shifted after they are scaled",
-        "models/vae/adapters.py", "return (raw - shift) * self._scale", "return raw * self._scale - shift",
+        "models/vae/latents.py", "return (raw - shift) * self._scale", "return raw * self._scale - shift",
         ("contracts/test_vae_classes.py", "contracts/test_family_draw.py"),
     ),
     PlantedFault(

@@ -18,7 +18,7 @@ from torch import nn
 from difftrain.config.schema.sections import TrainingSection
 from difftrain.device import choose, counters, fused_layers, patches
 from difftrain.engine import ddp, update
-from difftrain.models.vae.posterior import posterior
+from difftrain.models.vae.latents import posterior
 from difftrain.testing.family import tiny_step
 from difftrain.testing.spawn import free_port
 

@@ -323,7 +323,7 @@ def _import() -> None:
     import transformers
 
     import difftrain.models.sd3.family
-    import difftrain.models.sdxl.family
+    import difftrain.models.sdxl
     import difftrain.train.run  # noqa: F401
 
     for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",

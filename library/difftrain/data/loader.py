@@ -27,8 +27,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
-from difftrain.data.plan.length import total_steps
-from difftrain.data.plan.plan import EpochPlan, Uses
+from difftrain.data.plan.plan import EpochPlan, Uses, total_steps
 from difftrain.data.plan.readahead import Readahead
 from difftrain.data.plan.tables import PlanTables
 from difftrain.data.recipe import recipes_of

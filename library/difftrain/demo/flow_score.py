@@ -21,14 +21,13 @@ from difftrain.data.evaluation_sets import set_batches, set_maker
 from difftrain.data.features import NOTHING_CACHED
 from difftrain.data.loader import make_loader
 from difftrain.demo import recipe
-from difftrain.demo.baselines import Baselines
-from difftrain.demo.judge import obedience
+from difftrain.demo.judge import Baselines, obedience
 from difftrain.diffusion import flow
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import quantile_losses
 from difftrain.evaluation.quantile import TENTHS, value_at, with_draw
 from difftrain.report.report import ScoreTarget
-from difftrain.sampling.batch import draw_batch
+from difftrain.sampling.draw import draw_batch
 from difftrain.train.drawing import sampler_of
 from difftrain.train.evaluating import averaged
 

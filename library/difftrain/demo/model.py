@@ -167,7 +167,7 @@ def write_tiny(folder: Path, family: str) -> None:
 def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, say: Say, family: str) -> None:
     """Build a demo's model, fit VAE, vocabularies and CLIP to a folder of tars, and save all as a diffusers folder."""
     from difftrain.demo.model import fit_text, fit_vae, load_pictures
-    from difftrain.models.vae.posterior import posterior
+    from difftrain.models.vae.latents import posterior
     from difftrain.models.weights.find import shipped_sizes
 
     captions = list(splits.captions_of(data))

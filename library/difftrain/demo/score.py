@@ -22,7 +22,7 @@ from difftrain.demo.judge import Wiener, obedience
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import validate
 from difftrain.report.report import ScoreTarget
-from difftrain.sampling.batch import draw_batch
+from difftrain.sampling.draw import draw_batch
 from difftrain.train.evaluating import averaged
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from difftrain.demo import datasets, recipe
-from difftrain.demo.baselines import words
 from difftrain.demo.datasets import DemoPicture
+from difftrain.demo.judge import words
 from difftrain.demo.make import TRAIN, UNSEEN
 
 LEAST = 3  # captions of the training set in which every word of a held-out one stands

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Modules are named unlike what they hold: importing a submodule binds its name here.
 _HOMES = {
-    "AttentionCalls": "attention_calls",
+    "AttentionCalls": "attend",
     "attention": "attend",
     "counting": "counters",
     "why_not_fused": "attend",

@@ -11,8 +11,7 @@ from typing import overload
 
 import numpy as np
 
-from difftrain.diffusion.draws import Stream
-from difftrain.diffusion.keys import key_of, words_of
+from difftrain.diffusion.draws import Stream, key_of, words_of
 
 _ROUNDS = 8
 _SMALL = 128  # below: one Fisher-Yates table; halves of a dozen values mix badly in a Feistel network

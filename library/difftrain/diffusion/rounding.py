@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from difftrain.diffusion.keys import words_of
+from difftrain.diffusion.draws import words_of
 
 _HALF, _HIGH = 1 << 15, -(1 << 16)  # half of the last place of bf16; the bits that bf16 keeps
 _MIX = (

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from difftrain.contracts import Batch, Group
-from difftrain.engine.accelerate import AccelerateEngine
-from difftrain.engine.accelerate_setup import make_accelerator
+from difftrain.engine.accelerate import AccelerateEngine, make_accelerator
 from difftrain.engine.base import MakeOptimizer
 from difftrain.engine.master_weights import MasterWeights
 from difftrain.optim import inner

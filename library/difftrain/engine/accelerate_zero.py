@@ -15,8 +15,8 @@ import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from difftrain.contracts import Batch, FeatureSpec, Group
-from difftrain.engine.accelerate import AccelerateEngine
-from difftrain.engine.accelerate_setup import (
+from difftrain.engine.accelerate import (
+    AccelerateEngine,
     make_accelerator,
     make_plugin,
     one_process_group,

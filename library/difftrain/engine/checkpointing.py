@@ -1,7 +1,7 @@
 """Checkpoints of an engine: what each rank writes, and how everything is taken back, on any number of ranks.
 
 1. `snapshot` shares weights and state out over the ranks and copies this rank's share (snapshot.py writes it).
-2. `restore` reads the files wherever they lie (checkpoint_reader.py) and names every way in which they do not fit.
+2. `restore` reads the files wherever they lie (snapshot.py) and names every way in which they do not fit.
 3. Weights, optimizer state by name (optimizer_state.py), loss scale and schedule are taken back.
 """
 
@@ -19,10 +19,18 @@ import torch
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
-from difftrain.engine.checkpoint_reader import CheckpointReader
 from difftrain.engine.half_precision import precision_of
 from difftrain.engine.optimizer_state import merge_states
-from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, HostBuffers, NativeSnapshot, TensorFile, shares
+from difftrain.engine.snapshot import (
+    ENGINE_FILE,
+    OPTIMIZER,
+    WEIGHTS,
+    CheckpointReader,
+    HostBuffers,
+    NativeSnapshot,
+    TensorFile,
+    shares,
+)
 from difftrain.optim import inner
 
 if TYPE_CHECKING:

@@ -165,7 +165,7 @@ def _data_set(folder: Path, resolution: int | str) -> str:
 
 
 def _demo(dataset: str, given: Given, where: Where, stage: list[str]) -> LightRecipe:
-    from difftrain.demo import light
+    from difftrain.demo import make
 
     faults = []
     if "model_name" in given.values:
@@ -180,12 +180,12 @@ def _demo(dataset: str, given: Given, where: Where, stage: list[str]) -> LightRe
         faults.append(f"{given.origins['demo_scale']}: must be above 0 and at most 1, got {given.text('demo_scale')}")
         scale = 1.0
     given.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
-    plan = light.plan(dataset, where.found.kind, where.world_size, scale)
+    plan = make.plan(dataset, where.found.kind, where.world_size, scale)
     flags = dict(plan.flags)
     if "max_train_epoch" in given.values:
         flags.pop("training.max_steps")
     words = [f"--config={CONFIGS / f'{dataset}.toml'}", *(f"--{key}={value}" for key, value in flags.items())]
-    return LightRecipe(DOOR, [*stage, *words], list(plan.notes), faults, plan.preparation, light.folder(dataset, scale))
+    return LightRecipe(DOOR, [*stage, *words], list(plan.notes), faults, plan.preparation, make.folder(dataset, scale))
 
 
 def _owned(given: Given) -> list[str]:

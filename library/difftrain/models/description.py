@@ -19,17 +19,15 @@ from difftrain.contracts import (
     FeatureSpec,
     Parts,
 )
+from difftrain.models import build as known
 from difftrain.models import routing
-from difftrain.models import sizes as known
 from difftrain.models.build import possible
 from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Shift, Sizes, Text
 from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES, FamilyRow
-from difftrain.models.text.small_vocabulary import MAX_BUILT_IN
-from difftrain.models.text.tokenize import Tokenize, vocabularies
-from difftrain.models.vae.adapters import Latents
-from difftrain.models.vae.latents import MOMENTS
-from difftrain.models.weights import original
+from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
+from difftrain.models.vae.latents import MOMENTS, Latents
+from difftrain.models.weights import keys
 from difftrain.models.weights.fingerprints import Stamp
 from difftrain.models.weights.keys import Rule, table_rule
 
@@ -133,7 +131,7 @@ class Description:
             return lambda module: table_rule(
                 self.keys, {name: tuple(value.shape) for name, value in module.state_dict().items()}
             )
-        return original.vae_rule if self.parts[part] == "diffusers:AutoencoderKL" else None
+        return keys.vae_rule if self.parts[part] == "diffusers:AutoencoderKL" else None
 
     @cached_property
     def source(self) -> WeightSource:

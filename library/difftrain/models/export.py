@@ -16,12 +16,11 @@ import torch
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.models.build import is_transformers
 from difftrain.models.placeholder import MetaPlaceholder
-from difftrain.models.weights.file_names import file_name, is_second_name
+from difftrain.models.weights.files import MODEL_STEMS, TEXT_STEMS
 from difftrain.models.weights.fingerprints import Stamp, stamp
-from difftrain.models.weights.folder_export import link_or_copy, new_folder
+from difftrain.models.weights.folder_export import file_name, is_second_name, link_or_copy, new_folder
 from difftrain.models.weights.keys import KeyMap, KeyPiece
-from difftrain.models.weights.single_file import SIZES
-from difftrain.models.weights.stored_part import MODEL_STEMS, TEXT_STEMS
+from difftrain.models.weights.part_files import SIZES
 from difftrain.models.weights.writers import Shapes, WeightWriter, safetensors_writer, torch_writer
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import torch
 
 from difftrain.contracts import Fault, Parts
 from difftrain.models import passes, repa, routing, vision
-from difftrain.models.materialise import fill
-from difftrain.models.placeholder import DTYPES, MetaPlaceholder
+from difftrain.models.placeholder import DTYPES, MetaPlaceholder, fill
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -21,8 +21,8 @@ import torch
 from difftrain.config.paths import expanded
 from difftrain.contracts import PIXELS, Batch, ConfigFault, Encoder, Fault, Feature
 from difftrain.models.build import quiet_imports
+from difftrain.models.weights.files import TEXT_STEMS, find_weights, opened, read_json
 from difftrain.models.weights.fingerprints import hashed, of_files, of_tensors
-from difftrain.models.weights.stored_part import TEXT_STEMS, find_weights, opened, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -33,8 +33,7 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.hub.fetch import fetch
 from difftrain.hub.ids import remote_refs
-from difftrain.hub.target import open_target
-from difftrain.hub.uploads import AT_STOP_S, Uploads
+from difftrain.hub.uploads import AT_STOP_S, Uploads, open_target
 from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock

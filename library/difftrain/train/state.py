@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from difftrain.data.plan.plan import EpochPlan
     from difftrain.data.prepare import Data
     from difftrain.device import Device
-    from difftrain.diffusion.ema import Ema
-    from difftrain.diffusion.power_ema import PowerEma
+    from difftrain.diffusion.ema import Ema, PowerEma
     from difftrain.distributed.ranks import Ranks
     from difftrain.report.clock import Clock
 

@@ -24,7 +24,7 @@ from difftrain.cache.store.references import mark_whole
 from difftrain.cache.store.segment import SegmentWriter
 from difftrain.contracts import ConfigFault, TrainingFault
 from difftrain.data import prepare as preparing
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily
 
 PICTURES, CAPTIONS = (
     len(SIZES) + 5,

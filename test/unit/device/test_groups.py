@@ -1,4 +1,4 @@
-"""device.groups: HCCL gives up shortly before our groups do, so that its error is seen, and the user's flag counts more than a script's variables."""
+"""device.overflow: HCCL gives up shortly before our groups do, so that its error is seen, and the user's flag counts more than a script's variables."""
 
 from __future__ import annotations
 

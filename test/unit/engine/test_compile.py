@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from difftrain.config.schema.sections import DataSection, DatasetSection
 from difftrain.device import Device, torch_device
-from difftrain.engine import compiling, make_engine
+from difftrain.engine import base, make_engine
 from difftrain.testing.family import TinyFamily
 
 
@@ -49,12 +49,12 @@ def test_blocks_train_the_same_under_the_same_names(graphs):
 def test_kinds_are_counted_by_class_and_shapes():
     blocks = [torch.nn.Linear(4, 8), torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)]
     section = config({"compile": True, "compile_backend": "eager"}).training
-    said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=True)
+    said = base.compile_blocks(blocks, section, Device("cpu"), buckets=True)
     assert "4 blocks with eager, 3 graphs at the first step and about as many at the next shapes" in said
-    said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False, spares=True)
+    said = base.compile_blocks(blocks, section, Device("cpu"), buckets=False, spares=True)
     assert "4 blocks with eager, up to 6 graphs (some blocks are spared tokens); " in said
     section = section.model_copy(update={"compile_backend": "inductor"})
-    assert "minutes before the first step" in compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False)
+    assert "minutes before the first step" in base.compile_blocks(blocks, section, Device("cpu"), buckets=False)
 
 
 @pytest.mark.parametrize("buckets", [False, True])
@@ -76,10 +76,10 @@ def test_buckets_of_a_data_set_change_the_shape_too(buckets):
     ],
 )
 def test_a_backend_that_cannot_run_here_is_refused(backend, words):
-    (fault,) = compiling.faults(config({"compile": True, "compile_backend": backend}).training, Device("cpu"))
+    (fault,) = base.faults(config({"compile": True, "compile_backend": backend}).training, Device("cpu"))
     assert words in fault
-    assert compiling.faults(config({"compile_backend": backend}).training, Device("cpu")) == []
-    assert compiling.faults(config({"compile": True}).training, Device("cpu")) == []
+    assert base.faults(config({"compile_backend": backend}).training, Device("cpu")) == []
+    assert base.faults(config({"compile": True}).training, Device("cpu")) == []
 
 
 def test_inductor_needs_a_compiler():
@@ -101,7 +101,7 @@ def test_what_a_killed_compiler_left_is_swept_away(tmp_path, monkeypatch):
         os.utime(path, (time.time() - 100, time.time() - 100))
     assert torch_device.sweep("aot_eager", "cpu") == 0
     section = config({"compile": True, "compile_backend": "inductor"}).training
-    compiling.compile_blocks([], section, Device("cpu"), buckets=False)
+    base.compile_blocks([], section, Device("cpu"), buckets=False)
     assert whole.exists() and linking.exists() and not empty.exists()
 
 

@@ -17,8 +17,7 @@ from difftrain.checkpoint import retain_exports
 from difftrain.config.schema.sections import HubSection, SaveSection
 from difftrain.contracts import ConfigFault
 from difftrain.hub import uploads as module
-from difftrain.hub.target import UploadTarget, open_target
-from difftrain.hub.uploads import Uploads
+from difftrain.hub.uploads import Uploads, UploadTarget, open_target
 
 
 @pytest.fixture

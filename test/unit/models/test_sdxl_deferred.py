@@ -17,7 +17,7 @@ from difftrain.cache.build import deferred_parts
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import fp8, host
 from difftrain.models.placeholder import MetaPlaceholder
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.weights import fingerprints
 from difftrain.models.weights.source import WeightSource
 from difftrain.sampling.grid import draw_pictures

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from difftrain.checkpoint import SaveName
 from difftrain.config.schema.sections import TrainConfig
-from difftrain.diffusion.ema import Ema
-from difftrain.diffusion.power_ema import PowerEma
+from difftrain.diffusion.ema import Ema, PowerEma
 from difftrain.train import averages
 from difftrain.train.saving import Saving
 from difftrain.train.streams import all_tried, to_the_end

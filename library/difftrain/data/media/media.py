@@ -26,7 +26,7 @@ from PIL import (
     features,
 )
 
-from difftrain.data.media.augment import fit, resize
+from difftrain.data.media.crop import fit, resize
 from difftrain.data.media.decoders import HOST, late_exif, pixels, read_webp_header, seems_whole, shrink_of
 
 __all__ = [

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from difftrain.config import TrainingSection
 from difftrain.contracts import Bucket, DataFault, Draw
-from difftrain.data.plan.repeats import BucketRepeats, LruCache, bucket_key
-from difftrain.data.plan.sequential import SequentialOrder
+from difftrain.data.plan.sequential import BucketRepeats, LruCache, SequentialOrder, bucket_key
 from difftrain.data.plan.tables import BucketRows, PlanTables, total_uses
-from difftrain.diffusion.keys import STREAM_VERSION
+from difftrain.diffusion.draws import STREAM_VERSION
 from difftrain.diffusion.permutation import Permutation
 
 ALL = slice(None)
@@ -280,3 +280,27 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif a["digest"] != b["digest"]:
             differences.append(f"bucket {name}: as many records as before, but others (or named otherwise)")
     return differences
+
+
+# --- How long a run is: by epochs, by steps, or by what comes first
+
+
+def why(training: TrainingSection, plan: EpochPlan) -> str:
+    """Say what ends the run."""
+    if not training.max_epochs:
+        return "by --max_train_steps"
+    epochs = f"{training.max_epochs} epoch{'s' if training.max_epochs > 1 else ''}"
+    if not training.first_limit:
+        return f"by --max_train_epochs={training.max_epochs}"
+    steps = plan.total_steps(training.max_epochs)
+    if steps <= training.max_steps:
+        return f"by {epochs}, which come before the {training.max_steps} steps of max_steps"
+    return f"by max_steps, which comes before the {steps} steps of {epochs}"
+
+
+def total_steps(training: TrainingSection, plan: EpochPlan) -> int:
+    """Return the steps of the whole run; epochs win over steps, unless what comes first is asked for."""
+    if not training.max_epochs:
+        return training.max_steps
+    steps = plan.total_steps(training.max_epochs)
+    return min(steps, training.max_steps) if training.first_limit else steps

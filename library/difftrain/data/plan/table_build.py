@@ -18,7 +18,7 @@ import numpy as np
 from difftrain.contracts import Bucket, DataFault
 from difftrain.data.index.inspection import record_key
 from difftrain.data.plan.tables import SEGMENT, VERSION, Layout
-from difftrain.diffusion.keys import words_of
+from difftrain.diffusion.draws import words_of
 from difftrain.io.files import fsync_file
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch, DrawSpec, Inputs, NoiseMix
-from difftrain.diffusion import ddpm, losses, weights
+from difftrain.diffusion import ddpm, losses
 from difftrain.diffusion.ddpm import BETA_END, BETA_START, STEPS
 from difftrain.models.facts import Shift
 
@@ -98,13 +98,13 @@ def weight_of(cfg: TrainConfig, batch: Batch, t: Tensor) -> Tensor:
     snr = ddpm.tables(t.device).snr[t]
     weight = torch.ones(len(t), device=t.device)
     if section.min_snr_gamma:
-        weight = weight * weights.min_snr(snr, section.min_snr_gamma, kind)
+        weight = weight * losses.min_snr(snr, section.min_snr_gamma, kind)
     if section.scale_v_pred_like_noise_pred:
-        weight = weight * weights.like_noise_prediction(snr)
+        weight = weight * losses.like_noise_prediction(snr)
     if section.v_pred_like:
-        weight = weight * weights.plus_like_velocity(snr, section.v_pred_like)
+        weight = weight * losses.plus_like_velocity(snr, section.v_pred_like)
     if section.debiased_estimation:
-        weight = weight * weights.debiased(snr, kind)
+        weight = weight * losses.debiased(snr, kind)
     if "loss_weight" in batch.features:
         weight = weight * batch.features["loss_weight"]
     return weight

@@ -10,7 +10,7 @@ import torch
 
 from difftrain.contracts import Feature
 from difftrain.models.facts import Text
-from difftrain.models.text.prompt_weights import weigh
+from difftrain.models.text.clip_tokens import weigh
 from difftrain.models.text.tokenize import mask_name
 
 if TYPE_CHECKING:

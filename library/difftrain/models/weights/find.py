@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models import sizes as known
+from difftrain.models import build as known
 from difftrain.models.registry import FAMILIES
 from difftrain.models.weights import infer
-from difftrain.models.weights.part_files import PartFiles
-from difftrain.models.weights.single_file import PartInFile, SingleFile
+from difftrain.models.weights.files import read_json
+from difftrain.models.weights.part_files import PartFiles, PartInFile, SingleFile
 from difftrain.models.weights.source import INITS, WeightSource
-from difftrain.models.weights.stored_part import read_json
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
