@@ -20,7 +20,7 @@ from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.weights import fingerprints
 from difftrain.models.weights.source import WeightSource
-from difftrain.sampling.grid import draw_pictures
+from difftrain.sampling.draw import draw_pictures
 from difftrain.sampling.prompts import Prompt
 from difftrain.train.check import check
 from difftrain.train.finalize import parameter_counts

@@ -15,8 +15,7 @@ from PIL import Image
 from sdxl import config, loaded
 
 from difftrain.sampling import SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler
-from difftrain.sampling.draw import evaluating, walk
-from difftrain.sampling.grid import drawn_size, grid_of
+from difftrain.sampling.draw import drawn_size, evaluating, grid_of, walk
 
 # the sixteen choices of --sample_sampler
 NAMES = [
