@@ -63,15 +63,15 @@ class RemoteSegments:
         """
         self._stay_alive()
         wanted: dict[RemoteRange, int] = {}
-        for each in ranges:
-            for piece, least in _pieces(*each):
+        for span in ranges:
+            for piece, least in _pieces(*span):
                 wanted[piece] = max(least, wanted.get(piece, 0))
         self._held = {}
-        found = self._bring(wanted)
-        for piece in sorted(found):
+        copies = self._bring(wanted)
+        for piece in sorted(copies):
             starts, contents = self._held.setdefault(piece.segment, ([], []))
             starts.append(piece.start)
-            contents.append(found[piece])
+            contents.append(copies[piece])
 
     def read(self, segment: str, offset: int, buffers: Sequence[Any]) -> None:
         """Fill buffers one after another with the bytes from an offset on. Raises TrainingFault."""
@@ -98,29 +98,29 @@ class RemoteSegments:
         """Return bytes of several blocks: of a small entry, or of nobody knows which."""
         wanted = dict(_blocks(segment, offset, length))
         starts, contents = self._held.get(segment, ([], []))
-        held = {piece: contents[starts.index(piece.start)] for piece in wanted if piece.start in starts}
-        found = held | self._bring({piece: least for piece, least in wanted.items() if piece not in held})
+        cached = {piece: contents[starts.index(piece.start)] for piece in wanted if piece.start in starts}
+        copies = cached | self._bring({piece: least for piece, least in wanted.items() if piece not in cached})
         joined = bytearray(sum(wanted.values()))
-        place = 0
+        at = 0
         for piece, least in wanted.items():
-            part = memoryview(joined)[place : place + least]
-            if not _fill(found[piece], 0, [part], least):
+            part = memoryview(joined)[at : at + least]
+            if not _fill(copies[piece], 0, [part], least):
                 self._copies.drop(piece.name)
                 part[:] = self._ask(piece, least)[:least]
-            place += least
+            at += least
         begin = offset - min(piece.start for piece in wanted)
         return memoryview(joined)[begin : begin + length]
 
     def _bring(self, wanted: dict[RemoteRange, int]) -> dict[RemoteRange, OpenCopy | memoryview]:
         """Return pieces, from the local copies or the store."""
-        found: dict[RemoteRange, OpenCopy | memoryview] = {}
+        copies: dict[RemoteRange, OpenCopy | memoryview] = {}
         for piece, least in wanted.items():
             copy = self._copies.open(piece.name)
             if copy is not None and copy.size >= least:
-                found[piece] = copy if len(found) < _OPEN else copy.content()
-        missing = [piece for piece in wanted if piece not in found]
+                copies[piece] = copy if len(copies) < _OPEN else copy.content()
+        missing = [piece for piece in wanted if piece not in copies]
         brought = in_parallel([partial(self._fetched, piece, wanted[piece]) for piece in missing])
-        return found | dict(zip(missing, brought, strict=True))
+        return copies | dict(zip(missing, brought, strict=True))
 
     def _fetched(self, piece: RemoteRange, least: int) -> memoryview:
         content = self._ask(piece, least)
@@ -226,7 +226,7 @@ def fetch_cache(
 
     # a folder for each state of the store
     state = hashlib.blake2b(repr(files).encode(), digest_size=12)
-    if not all(each.stamp for each in files):  # a store that tells of no change
+    if not all(file.stamp for file in files):  # a store that tells of no change
         state.update(uuid.uuid4().bytes)
     folder = home / state.hexdigest()
 
@@ -251,8 +251,8 @@ def _look(store: ObjectStore) -> list[File]:
     """Return what is to be fetched. Raises DataFault."""
     return [
         *(_found(store, name) for name in _NEEDED),
-        *(each for each in store.files("uses") if each.name.endswith(".json")),
-        *(each for each in store.files("drops") if each.name.endswith(".rows")),
+        *(file for file in store.files("uses") if file.name.endswith(".json")),
+        *(file for file in store.files("drops") if file.name.endswith(".rows")),
     ]
 
 
@@ -305,12 +305,12 @@ def _fetch(store: ObjectStore, file: File, path: Path) -> None:
 
 def _earlier(home: Path) -> dict[File, Path]:
     """Return what is here of earlier states."""
-    found = {}
+    stamps = {}
     for path in home.glob(f"*/{_STAMPS}"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            files = [File(*each) for each in json.loads(path.read_text())]
-            found.update({file: path.parent / file.name for file in files if file.stamp})
-    return found
+            files = [File(*fields) for fields in json.loads(path.read_text())]
+            stamps.update({file: path.parent / file.name for file in files if file.stamp})
+    return stamps
 
 
 def _taken(earlier: Path | None, path: Path) -> bool:

@@ -103,7 +103,7 @@ def cache_requests(
     trains: these data are trained on; else what only training needs is left out. Raises: ConfigFault where an encoder
     of captions sees pictures that are cut or coloured anew at every use.
     """
-    found = []
+    requests = []
     described = encoders_of(family, parts, trains=trains) if caches_anything(cfg) else {}
     for reads_captions, flag, memory, disk in _SOURCES:
         to_disk = bool(getattr(cfg.cache, disk))
@@ -114,17 +114,21 @@ def cache_requests(
             if ("caption" in encoder.source) == reads_captions:
                 if encoder.source == PAIR and data is not None:
                     _refuse_random_crops(name, flag, data)
-                found.append(CacheRequest(name, flag, to_disk, encoder, storage_dtypes(cfg, encoder), size))
+                requests.append(CacheRequest(name, flag, to_disk, encoder, storage_dtypes(cfg, encoder), size))
         masks = mask_encoder(data.recipes) if not reads_captions and data is not None else None
         if masks is not None:
-            found.append(CacheRequest(MASKS, flag, to_disk, masks, dict.fromkeys(masks.features, "uint8"), size))
-    return found
+            requests.append(CacheRequest(MASKS, flag, to_disk, masks, dict.fromkeys(masks.features, "uint8"), size))
+    return requests
 
 
 def encoders_of(family: Family, parts: Parts, *, trains: bool) -> dict[str, Encoder]:
     """Return the encoders that data are for. trains: they are trained on; else those of training alone are left out."""
     every = family.encoders(parts)
-    return {name: each for name, each in every.items() if trains or not parts.training_only.issuperset(each.modules)}
+    return {
+        name: encoder
+        for name, encoder in every.items()
+        if trains or not parts.training_only.issuperset(encoder.modules)
+    }
 
 
 def _refuse_random_crops(name: str, flag: str, data: Data) -> None:
@@ -135,7 +139,7 @@ def _refuse_random_crops(name: str, flag: str, data: Data) -> None:
         "--face_crop_aug_range": any(recipe.face_crop_range for recipe in data.recipes),
     }
     what = f"contradicts {flag}: {name} sees the picture beside its caption, and each use has another"
-    if faults := [Fault(given, what, "give one of them") for given, is_on in each_use.items() if is_on]:
+    if faults := [Fault(flag, what, "give one of them") for flag, is_on in each_use.items() if is_on]:
         raise ConfigFault(faults)
 
 
@@ -145,7 +149,7 @@ def storage_dtypes(cfg: TrainConfig, encoder: Encoder) -> dict[str, str]:
     of_pictures = section.latents_dtype if encoder.modules == ("vae",) else "auto"
     general = section.text_dtype if "caption" in encoder.source else of_pictures
     asked = {name: section.dtypes.get(name, general) for name in encoder.features}
-    kept = {name: CHOICES.get(asked[name], each.dtype) for name, each in encoder.features.items()}
+    kept = {name: CHOICES.get(asked[name], feature.dtype) for name, feature in encoder.features.items()}
     return {name: "uint8" if encoder.features[name].dtype == "uint8" else dtype for name, dtype in kept.items()}
 
 
@@ -167,8 +171,8 @@ class StorageEstimate:
         features = dict.fromkeys(request.dtypes, 0.0)
         for bucket, count in buckets:
             here = int(np.count_nonzero(missing[start : start + count]))
-            each = request.entry_bytes(bucket)
-            total, lacking, start = total + count * each, lacking + here * each, start + count
+            entry_bytes = request.entry_bytes(bucket)
+            total, lacking, start = total + count * entry_bytes, lacking + here * entry_bytes, start + count
             for name in features:
                 features[name] += count * request.feature_bytes(name, bucket)
         mean = {name: size / max(start, 1) for name, size in features.items()}
@@ -178,18 +182,20 @@ class StorageEstimate:
         """Say how large it is and what of it is missing."""
         todo = "all are there"
         if self.missing:
-            there = self.entries - self.missing
-            todo = f"{there:,} are there, {self.missing:,} to be encoded, {self._most}{bytes_text(self.missing_bytes)}"
+            present = self.entries - self.missing
+            todo = (
+                f"{present:,} are there, {self.missing:,} to be encoded, {self._most}{bytes_text(self.missing_bytes)}"
+            )
         return f"{self.size_sentence()}; {todo}"
 
     def size_sentence(self) -> str:
         """Say how large it is."""
-        each = ", ".join(
+        per_entry = ", ".join(
             f"{name} {bytes_text(size)} in {self.request.dtypes[name]}" for name, size in self.features.items()
         )
         mean = bytes_text(self.total_bytes / max(self.entries, 1))
         return (
-            f"cache of {self.request.name}: {self.entries:,} entries of {self._most}{mean} on average ({each}), "
+            f"cache of {self.request.name}: {self.entries:,} entries of {self._most}{mean} on average ({per_entry}), "
             f"{self._most}{bytes_text(self.total_bytes)} in all"
         )
 

@@ -147,25 +147,25 @@ class Claim:
 def claim_together(output_dir: Path, config_digest: str, ranks: Ranks, say: Say | None = None) -> Claim:
     """Claim the folder for all ranks, once a disk; every rank calls it, and all succeed or all raise."""
     run = ranks.broadcast(uuid.uuid4().hex)
-    mine: Claim | None = None
+    claim: Claim | None = None
     for turn in (True, False) if ranks.size > 1 else (True,):
         fault: ConfigFault | None = None
         if (ranks.rank == 0) == turn and ranks.local_rank == 0:
             try:
-                mine = Claim.acquire(output_dir, config_digest, run=run, say=say)
+                claim = Claim.acquire(output_dir, config_digest, run=run, say=say)
             except ConfigFault as error:
                 fault = error
             except OSError as error:
                 fault = ConfigFault([Fault("--output_dir", f"{output_dir}: {error}", "give a folder to write to")])
-        faults = [each for each in ranks.gather(fault) if each is not None]
+        faults = [problem for problem in ranks.gather(fault) if problem is not None]
         if faults:
-            if mine is not None:
-                mine.release()
+            if claim is not None:
+                claim.release()
             raise fault or ConfigFault(faults[0].faults)
-    if mine is None:
+    if claim is None:
         holder = Holder.me(run, config_digest)
-        mine = Claim(output_dir / FOLDER, 0, holder, owned=False)
-    return mine
+        claim = Claim(output_dir / FOLDER, 0, holder, owned=False)
+    return claim
 
 
 def _may_be_taken(folder: Path, number: int, holder: Holder | None) -> bool:

@@ -53,12 +53,12 @@ def commit(
     try:
         _make(work, ranks, made)
         owner = bool(made)
-        told = _together(ranks, "write its part of", lambda: _write(work, write_rank))
+        lists = _together(ranks, "write its part of", lambda: _write(work, write_rank))
 
         # each disk's owner lists what lies there: a file on no disk is a failed save
-        files = _one_list(told)
-        mine = _claim(work, owner, files, ranks)
-        owners = sum(any_owned for any_owned, _ in mine)
+        files = _one_list(lists)
+        own = _claim(work, owner, files, ranks)
+        owners = sum(any_owned for any_owned, _ in own)
 
         # sealed on every disk before it is named on any
         manifest = Manifest(
@@ -67,7 +67,7 @@ def commit(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             world_size=ranks.size,
             meta=dict(meta),
-            files={path: files[path] for path in mine[ranks.rank][1]},
+            files={path: files[path] for path in own[ranks.rank][1]},
             spread=owners > 1,
         )
         _together(ranks, "seal", lambda: manifest.write(work) if owner else None)
@@ -82,18 +82,18 @@ def commit(
 
 def _together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
     """Run an action on every rank and return all results everywhere; one failure is everybody's SaveFault."""
-    mine: T | None = None
+    result: T | None = None
     fault = ""
     try:
-        mine = action()
+        result = action()
     except Exception as error:
         fault = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    told = ranks.gather((mine, fault))
-    faults = [f"rank {rank} could not {what} it: {fault}" for rank, (_, fault) in enumerate(told) if fault]
+    results = ranks.gather((result, fault))
+    faults = [f"rank {rank} could not {what} it: {fault}" for rank, (_, fault) in enumerate(results) if fault]
     if faults:
         more = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
         raise SaveFault("; ".join(faults[:3]) + more)
-    return [result for result, _ in told]
+    return [result for result, _ in results]
 
 
 def _make(work: Path, ranks: Ranks, made: list[Path]) -> None:
@@ -122,9 +122,9 @@ def _write(work: Path, write_rank: Callable[[Path], list[Path]]) -> dict[str, Fi
     return entries(work, names)
 
 
-def _one_list(told: list[dict[str, FileEntry]]) -> dict[str, FileEntry]:
+def _one_list(lists: list[dict[str, FileEntry]]) -> dict[str, FileEntry]:
     files: dict[str, FileEntry] = {}
-    for rank, its in enumerate(told):
+    for rank, its in enumerate(lists):
         twice = sorted(files.keys() & its.keys())
         assert not twice, f"rank {rank} wrote {twice}, which another rank has written too"
         files |= its
@@ -142,12 +142,12 @@ def _claim(work: Path, owner: bool, files: Mapping[str, FileEntry], ranks: Ranks
             fsync_folder(folder)
         return True, sorted(here)
 
-    told = _together(ranks, "list", look)
-    found = {name for _, names in told for name in names}
-    lost = sorted(files.keys() - found)
+    names_by_rank = _together(ranks, "list", look)
+    names = {name for _, names in names_by_rank for name in names}
+    lost = sorted(files.keys() - names)
     if lost:
         raise SaveFault(f"files were written and are not there: {', '.join(lost[:5])}")
-    return told
+    return names_by_rank
 
 
 def _has(path: Path, entry: FileEntry) -> bool:
@@ -223,12 +223,12 @@ class Manifest:
         try:
             if content["format"] > FORMAT:
                 raise Torn(f"written by a later version: format {content['format']}, known are those up to {FORMAT}")
-            told = content.pop("digest")
+            digest = content.pop("digest")
             files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
             manifest = cls(**content, files=files)
         except (KeyError, TypeError, AttributeError) as error:
             raise Torn(f"{MANIFEST} is not one of a checkpoint: {error!r}") from None
-        if manifest.digest != told:
+        if manifest.digest != digest:
             raise Torn(f"{MANIFEST} is damaged: its own checksum differs")
         return manifest
 
@@ -249,10 +249,10 @@ def verify(folder: Path, *, deep: bool = True) -> Manifest:
             raise Torn(f"{name} has {size} bytes, not {entry.size}")
     if deep:
         try:
-            found = entries(folder, sorted(manifest.files))
+            actual = entries(folder, sorted(manifest.files))
         except OSError as error:
             raise Torn(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from None
-        for name, entry in found.items():
+        for name, entry in actual.items():
             if entry != manifest.files[name]:
                 raise Torn(f"{name} is damaged: its checksum differs")
     return manifest

@@ -38,7 +38,7 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
     manifest.
     say: is told of folders that are named like checkpoints and have no good manifest.
     """
-    found = []
+    checkpoints = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         if not path.is_dir() or _LEFT_BEHIND.fullmatch(path.name):
             continue
@@ -48,11 +48,15 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
         elif parse(path.name, output_name, state=True) is None:
             continue
         try:
-            found.append(Candidate(path, Manifest.read(path)))
+            checkpoints.append(Candidate(path, Manifest.read(path)))
         except Torn as torn:
             if say is not None:
                 say(f"checkpoint {path.name} is passed over: {torn}")
-    return sorted(found, key=lambda each: (each.manifest.step, each.manifest.created, each.path.name), reverse=True)
+    return sorted(
+        checkpoints,
+        key=lambda checkpoint: (checkpoint.manifest.step, checkpoint.manifest.created, checkpoint.path.name),
+        reverse=True,
+    )
 
 
 def newest(
@@ -91,10 +95,10 @@ def open_given(path: Path, flag: str = "--resume", fault: Callable[[Path], str] 
         inside = candidates(path)
         remedy = f"the newest one in it is {inside[0].path.name}" if inside else "give a folder ...-state, or auto"
         raise ConfigFault([Fault(flag, f"{path} is not a checkpoint: it has no {MANIFEST}", remedy)])
-    if said := fault(path):
-        others = [each.path.name for each in candidates(path.parent) if each.path.name != path.name]
-        remedy = f"others beside it: {', '.join(others[:3])}" if others else "there is no other beside it"
-        raise ConfigFault([Fault(flag, f"{path} is not whole: {said}", remedy)])
+    if problem := fault(path):
+        siblings = [candidate.path.name for candidate in candidates(path.parent) if candidate.path.name != path.name]
+        remedy = f"others beside it: {', '.join(siblings[:3])}" if siblings else "there is no other beside it"
+        raise ConfigFault([Fault(flag, f"{path} is not whole: {problem}", remedy)])
     return path
 
 
@@ -109,7 +113,10 @@ def clean(parent: Path, say: Say | None = None) -> None:
     checkpoints = [path for path in parent.iterdir() if path.is_dir() and _LEFT_BEHIND.fullmatch(path.name)]
     exports = [path for path in parent.iterdir() if _EXPORT_LEFT.fullmatch(path.name)]
     # A newer checkpoint of the same name comes before the one that it pushed aside.
-    for path in [*sorted(checkpoints, key=lambda each: (each.name.endswith(OLD), each.name)), *sorted(exports)]:
+    for path in [
+        *sorted(checkpoints, key=lambda checkpoint: (checkpoint.name.endswith(OLD), checkpoint.name)),
+        *sorted(exports),
+    ]:
         try:
             message = _put_away(path) if path in checkpoints else _put_away_export(path)
         except FileNotFoundError:
@@ -140,10 +147,10 @@ def _put_away(path: Path) -> str:
 
 
 def _put_away_export(path: Path) -> str:
-    found = _EXPORT_LEFT.fullmatch(path.name)
-    assert found is not None, path
-    final = path.with_name(found["name"])
-    if found["kind"] == "old" and not final.exists():
+    match = _EXPORT_LEFT.fullmatch(path.name)
+    assert match is not None, path
+    final = path.with_name(match["name"])
+    if match["kind"] == "old" and not final.exists():
         path.rename(final)
         fsync_folder(path.parent)
         return f"export {final.name}, pushed aside by one that was never finished, is put back"
@@ -223,10 +230,10 @@ def parse(name: str, output_name: Naming, *, state: bool = False) -> SaveName | 
     rest = name[len(output_name) :]
     if not rest:
         return SaveName("end")
-    found = _NUMBERED.fullmatch(rest)
-    if not found:
+    match = _NUMBERED.fullmatch(rest)
+    if not match:
         return None
-    step, epoch = found.groups()
+    step, epoch = match.groups()
     return SaveName("step", int(step)) if step else SaveName("epoch", int(epoch))
 
 
@@ -239,7 +246,7 @@ def parse_export(path: Path, output_name: Naming) -> SaveName | None:
     if not path.is_dir():
         if isinstance(output_name, Own):  # always a folder: a layout that is one file lies in it
             return None
-        suffix = next((each for each in EXPORT_SUFFIXES if name.endswith(each)), None)
+        suffix = next((export_suffix for export_suffix in EXPORT_SUFFIXES if name.endswith(export_suffix)), None)
         if suffix is None:
             return None
         name = name.removesuffix(suffix)

@@ -68,7 +68,11 @@ def _lenient(rule: Rule) -> Rule:
         return rule
 
     def kept(cfg: TrainConfig, asked: set[str]) -> Iterable[Finding]:
-        return (one for one in rule(cfg, asked) if not (one.about[0] in _UNNEEDED and one.what == "is missing"))
+        return (
+            problem
+            for problem in rule(cfg, asked)
+            if not (problem.about[0] in _UNNEEDED and problem.what == "is missing")
+        )
 
     return kept
 

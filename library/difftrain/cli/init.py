@@ -149,7 +149,7 @@ def _export(family: Any, cfg: TrainConfig, path: Path) -> Path:
     parts = family.load(meta=True)
     for note in parts.notes:
         print(f"difftrain init: {note}", file=sys.stderr)
-    count = sum(each.numel() for each in parts.root.parameters())
+    count = sum(param.numel() for param in parts.root.parameters())
     print(f"difftrain init: {count:,} parameters to be trained, seed {cfg.training.seed or 0}", file=sys.stderr)
     return Path(
         family.export(family.stream(parts), parts, "diffusers_safetensors", path, dtype=dtypes.get(cfg.save.precision))

@@ -29,12 +29,12 @@ def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
     return words
 
 
-def run_folder(given: str | Path, wanted: str) -> Path:
+def run_folder(path: str | Path, wanted: str) -> Path:
     """Return a run's folder, which holds a file; of a folder of run directories those that hold it are named.
 
     Raises: ConfigFault where it is one of those.
     """
-    folder = Path(given)
+    folder = Path(path)
     if (folder / wanted).is_file() or not folder.is_dir():
         return folder
     from difftrain.train.run_dir import run_dirs

@@ -56,9 +56,9 @@ def write_pairs(
         x, y = (number % COLUMNS) * cell[0], (number // COLUMNS) * cell[1]
         for line, text in enumerate(textwrap.wrap(caption, WRAP)[:LINES]):
             pen.text((x + 2, y + line * LINE_HEIGHT), text, fill="black", font=font)
-        for place, picture in enumerate((above, below)):
+        for row, picture in enumerate((above, below)):
             zoomed = Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS)
-            image.paste(zoomed, (x, y + LINES * LINE_HEIGHT + GAP + place * height))
+            image.paste(zoomed, (x, y + LINES * LINE_HEIGHT + GAP + row * height))
     path.parent.mkdir(parents=True, exist_ok=True)
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
@@ -77,41 +77,41 @@ def score_flow(run: Run) -> tuple[dict[str, Any], list[ScoreTarget]]:
     """Score the run; every rank calls it and takes its share. Return scores, and the targets of a full demo."""
     dataset = run.cfg.demo.dataset
     assert dataset is not None
-    each = run.sets[0]
+    evaluation = run.sets[0]
     with averaged(run):
-        scores = {**_losses(run, each), **_pictures(run, each, dataset)}
-    scores |= _kid(run, each.name)
+        scores = {**_losses(run, evaluation), **_pictures(run, evaluation, dataset)}
+    scores |= _kid(run, evaluation.name)
     log.info("scores: %s", "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
     bounds = [(f"unseen_over_{name}", 1.0, False) for name in RATIOS]
     bounds += [(f"{KID}_last_over_first", 0.5, False)]
     bounds += [(name, least, True) for name, least in OBEYED.get(dataset, ())]
     full = run.progress.samples_seen >= FULL[dataset]
-    found = [ScoreTarget(name, scores[name], limit, least) for name, limit, least in bounds if name in scores]
-    return scores, found if full else []  # a shortened demo has no figures to meet
+    targets = [ScoreTarget(name, scores[name], limit, least) for name, limit, least in bounds if name in scores]
+    return scores, targets if full else []  # a shortened demo has no figures to meet
 
 
 FULL = {"shapes": 12_000, "emoji": 60_000}  # samples from which a run counts as a whole demo
 
 
-def _losses(run: Run, each: EvaluationSet) -> dict[str, float]:
+def _losses(run: Run, evaluation: EvaluationSet) -> dict[str, float]:
     """Return the mean over nine quantiles of the loss: ours, under wrong captions, and without a network."""
-    batches = list(_batches(run, each))
+    batches = list(_batches(run, evaluation))
     draws = run.family.features.draws
     right = _mean(quantile_losses(run.engine, batches, draws, gather=run.ranks.gather))
     wrong = _mean(quantile_losses(run.engine, list(map(_others_words, batches)), draws, gather=run.ranks.gather))
-    found = {"unseen_loss": right, "wrong_caption_loss": wrong, "wrong_caption_ratio": wrong / right}
-    without = _without_network(run, each, batches)
+    scores = {"unseen_loss": right, "wrong_caption_loss": wrong, "wrong_caption_ratio": wrong / right}
+    without = _without_network(run, evaluation, batches)
     for name in RATIOS:  # a picture may be read as the velocity's mean, or as certain: what does better counts
         best = min(value for key, value in without.items() if key in (name, f"{name}_point"))
-        found[f"unseen_over_{name}"] = right / best
-    found["unseen_over_gaussian_about_nearest"] = right / without["gaussian_about_nearest"]
-    return found | {f"{name}_loss": value for name, value in without.items()}
+        scores[f"unseen_over_{name}"] = right / best
+    scores["unseen_over_gaussian_about_nearest"] = right / without["gaussian_about_nearest"]
+    return scores | {f"{name}_loss": value for name, value in without.items()}
 
 
-def _batches(run: Run, each: EvaluationSet) -> Iterator[Batch]:
+def _batches(run: Run, evaluation: EvaluationSet) -> Iterator[Batch]:
     tokenize = run.family.tokenizer(run.parts)
-    place = run.engine.dp_rank, run.engine.dp_size
-    yield from set_batches(each.data, tokenize, run.family.features, run.cfg, each.section, *place)
+    shard = run.engine.dp_rank, run.engine.dp_size
+    yield from set_batches(evaluation.data, tokenize, run.family.features, run.cfg, evaluation.section, *shard)
 
 
 def _mean(rows: list[dict[str, Any]]) -> float:
@@ -128,14 +128,14 @@ def _others_words(batch: Batch) -> Batch:
     )
 
 
-def _without_network(run: Run, each: EvaluationSet, batches: list[Batch]) -> dict[str, float]:
+def _without_network(run: Run, evaluation: EvaluationSet, batches: list[Batch]) -> dict[str, float]:
     """Fit what needs no network to the training set, and measure it on the very inputs of the others."""
     fitted = Baselines(*_training_set(run))
     spec = run.family.features.draws["timestep"]
     sums: dict[str, float] = {}
     count = 0.0
     for batch in batches:
-        predictors = fitted.of(_captions(each, batch))
+        predictors = fitted.of(_captions(evaluation, batch))
         for tenth in TENTHS:
             at = with_draw(batch, "timestep", value_at(spec, tenth, batch.bucket))
             inputs = run.family.inputs(run.device.to_device(at), run.parts)
@@ -151,37 +151,37 @@ def _without_network(run: Run, each: EvaluationSet, batches: list[Batch]) -> dic
 
 def _training_set(run: Run) -> tuple[Tensor, list[str]]:
     """Return latents and captions of the first epoch's records, each once, of all ranks."""
-    place = {"dp_rank": run.engine.dp_rank, "dp_size": run.engine.dp_size}
+    shard = {"dp_rank": run.engine.dp_rank, "dp_size": run.engine.dp_size}
     tokenize = run.family.tokenizer(run.parts)
     first = run.plan.total_steps(0)  # not 0 where a resume began an epoch anew
     last = first + max(1, run.plan.steps(0))
     steps = make_loader(
-        run.data, run.plan, run.family.features, tokenize, run.cfg, **place, first_step=first, last_step=last
+        run.data, run.plan, run.family.features, tokenize, run.cfg, **shard, first_step=first, last_step=last
     )
-    mine: dict[int, np.ndarray] = {}
+    latents_by_id: dict[int, np.ndarray] = {}
     for batch in (run.device.to_device(batch) for step in steps for batch in step):
         latents = run.family.latents(batch, run.parts).float().cpu().numpy()
-        mine |= dict(zip(batch.record_id.tolist(), latents, strict=True))
-    every = {number: latents for share in run.ranks.gather(mine) for number, latents in share.items()}
+        latents_by_id |= dict(zip(batch.record_id.tolist(), latents, strict=True))
+    every = {number: latents for share in run.ranks.gather(latents_by_id) for number, latents in share.items()}
     ids = sorted(every)
     captions = [record.captions[0] for record in run.data.index.records(ids)]
     return torch.from_numpy(np.stack([every[number] for number in ids])), captions
 
 
-def _captions(each: EvaluationSet, batch: Batch) -> list[str]:
-    return [record.captions[0] for record in each.data.index.records(batch.record_id.tolist())]
+def _captions(evaluation: EvaluationSet, batch: Batch) -> list[str]:
+    return [record.captions[0] for record in evaluation.data.index.records(batch.record_id.tolist())]
 
 
-def _pictures(run: Run, each: EvaluationSet, dataset: str) -> dict[str, float]:
+def _pictures(run: Run, evaluation: EvaluationSet, dataset: str) -> dict[str, float]:
     """Draw held-out captions, judge what can be judged, and leave the first beside the pictures that have them."""
-    lots = list(enumerate(_chosen(run, each, dataset)))
-    mine = [(number, lot) for number, lot in lots if number % run.ranks.size == run.ranks.rank]
+    lots = list(enumerate(_chosen(run, evaluation, dataset)))
+    own = [(number, lot) for number, lot in lots if number % run.ranks.size == run.ranks.rank]
 
     # every rank draws its share; the noise depends on the caption's place and on no rank
     drawn: dict[int, np.ndarray] = {}
     with on_device(run.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
         model = run.family.drawer(run.parts)
-        for number, (size_hw, captions, _) in mine:
+        for number, (size_hw, captions, _) in own:
             shape = (len(captions), *_latent_shape(run, size_hw))
             noise = np.stack([normal(recipe.SEED, key_of("score"), number * 1000 + n, "noise", shape[1:])
                               for n in range(shape[0])])  # fmt: skip
@@ -209,14 +209,14 @@ def _pictures(run: Run, each: EvaluationSet, dataset: str) -> dict[str, float]:
 Lot = tuple[tuple[int, int], list[str], list[np.ndarray]]  # size, captions, pictures
 
 
-def _chosen(run: Run, each: EvaluationSet, dataset: str) -> Iterator[Lot]:
+def _chosen(run: Run, evaluation: EvaluationSet, dataset: str) -> Iterator[Lot]:
     """Yield records of the set, evenly picked, with their pictures. Every rank sees the same."""
     from difftrain.contracts import Draw
 
-    bare = dataclasses.replace(each.data, store=NOTHING_CACHED)  # pixels, not what is cached of them
-    maker = set_maker(bare, run.family.tokenizer(run.parts), run.family.features, each.cfg)
+    bare = dataclasses.replace(evaluation.data, store=NOTHING_CACHED)  # pixels, not what is cached of them
+    maker = set_maker(bare, run.family.tokenizer(run.parts), run.family.features, evaluation.cfg)
     count = min(PICTURES[dataset], max(8, run.total_steps // 4))  # a shortened demo draws fewer
-    for rows in each.data.tables.training:
+    for rows in evaluation.data.tables.training:
         picked = np.unique(np.linspace(rows.first, rows.first + rows.records - 1, count).astype(np.int64))
         ids, keys = bare.tables.take(picked)
         draws: list[Draw] = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]

@@ -58,7 +58,9 @@ def look(picture: NDArray[np.uint8]) -> Verdict:
 def shape_of(mask: NDArray[np.bool_]) -> str:
     """Return the shape whose outline a mask overlaps best, both stretched to one square."""
     ours = _normalised(mask)
-    overlap = {name: float((ours & other).sum() / (ours | other).sum()) for name, other in _templates().items()}
+    overlap = {
+        name: float((ours & template).sum() / (ours | template).sum()) for name, template in _templates().items()
+    }
     return max(overlap, key=lambda name: overlap[name])
 
 
@@ -109,8 +111,8 @@ def obedience(pictures: Sequence[NDArray[np.uint8]], captions: Sequence[str]) ->
 
 
 def _share(hits: Iterable[bool]) -> float:
-    found = list(hits)
-    return sum(found) / len(found)
+    shares = list(hits)
+    return sum(shares) / len(shares)
 
 
 class Wiener:
@@ -170,7 +172,7 @@ class Nearest:
 
     def __init__(self, captions: Sequence[str]) -> None:
         self._own = [words(caption) for caption in captions]
-        counts = Counter(word for each in self._own for word in each)
+        counts = Counter(word for words in self._own for word in words)
         self._weight = {word: math.log(len(captions) / count) for word, count in counts.items()}
         self._places = {word: number for number, word in enumerate(sorted(counts))}
         self._rows = self._matrix(self._own)

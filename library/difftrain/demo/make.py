@@ -44,12 +44,12 @@ class DemoRequest(NamedTuple):
 
 def wished(argv: Sequence[str]) -> DemoRequest | None:
     """Return what a command line's recipe asks for and is not there; nothing for any other command line."""
-    given = _given(argv)
-    tables = _tables(given.get("config"))
-    told = tables.get("demo")
-    told = dict(told) if isinstance(told, dict) else {}
-    asked = {name: given.get(f"demo.{name}", told.get(name)) for name in ("make", "folder")}
-    if asked["make"] not in KINDS or not isinstance(asked["folder"], str) or {"help", "h"} & set(given):
+    flags = _given(argv)
+    tables = _tables(flags.get("config"))
+    table = tables.get("demo")
+    table = dict(table) if isinstance(table, dict) else {}
+    asked = {name: flags.get(f"demo.{name}", table.get(name)) for name in ("make", "folder")}
+    if asked["make"] not in KINDS or not isinstance(asked["folder"], str) or {"help", "h"} & set(flags):
         return None
     from difftrain.config import DemoSection
 
@@ -57,12 +57,12 @@ def wished(argv: Sequence[str]) -> DemoRequest | None:
     assert demo.make is not None and demo.folder is not None
     home = Path(demo.folder)
     named: dict[str, list[object]] = {
-        part: [*(given[key] for key in keys if key in given)] or [_at(tables, key) for key in keys]
+        part: [*(flags[key] for key in keys if key in flags)] or [_at(tables, key) for key in keys]
         for part, keys in _PATHS.items()
     }
     parts = tuple(part for part, values in named.items() if any(_inside(value, home) for value in values))
     absent = tuple(part for part in parts if not _there(home, part))
-    family = given.get("model.type") or _at(tables, "model.type") or _at(tables, "type")
+    family = flags.get("model.type") or _at(tables, "model.type") or _at(tables, "type")
     return DemoRequest(demo.make, home, absent, str(family or DEFAULT_FAMILY)) if absent else None
 
 
@@ -81,16 +81,16 @@ def data_text(pictures: Path) -> str:
 
 
 def _files(wish: DemoRequest) -> dict[Path, str | None]:
-    home, found = wish.folder, dict[Path, str | None]()
+    home, files = wish.folder, dict[Path, str | None]()
     if MODEL in wish.parts:
-        found[home / MODEL] = None
+        files[home / MODEL] = None
     if "data" in wish.parts:
         for name in (TRAIN, UNSEEN) if wish.kind in WITH_UNSEEN else (TRAIN,):
             pictures = home / "pictures" / name
-            found |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures)}
+            files |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures)}
         if wish.kind in WITH_UNSEEN:
-            found[home / "prompts.txt"] = ""
-    return found
+            files[home / "prompts.txt"] = ""
+    return files
 
 
 def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
@@ -114,12 +114,12 @@ def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
 
 
 def _given(argv: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     for word, after in zip(argv, [*argv[1:], "--"]):
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
-            found[name] = text if equals else "" if after.startswith("--") else after
-    return {name: text.strip("\"'") for name, text in found.items()}
+            flags[name] = text if equals else "" if after.startswith("--") else after
+    return {name: text.strip("\"'") for name, text in flags.items()}
 
 
 def _tables(path: str | None) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ def set_env_script() -> Path | None:
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
     places = [Path(home) / "set_env.sh", Path(home).parent / "set_env.sh"] if home else []
     places += [root / script for root in ROOTS for script in _SCRIPTS]
-    return next((place for place in places if place.is_file()), None)
+    return next((path for path in places if path.is_file()), None)
 
 
 def source_cann() -> str:
@@ -54,15 +54,15 @@ def source_cann() -> str:
 def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> Why:
     """Say why `import torch_npu` failed. torch_npu: the version of its package, None where it has none."""
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
-    if found := _MISSING.search(str(error)):
-        library = found.group(1)
+    if match := _MISSING.search(str(error)):
+        library = match.group(1)
         if library.startswith(_OF_DRIVER):
             return Why(f"torch_npu cannot be loaded: {library}, of the Ascend driver, was not found", _driver_remedy())
         return Why(f"torch_npu cannot be loaded: {library}, of CANN, was not found", source_cann())
 
     # --- built for another torch or another CANN
-    if found := _SYMBOL.search(str(error)):
-        symbol = found.group(1)
+    if match := _SYMBOL.search(str(error)):
+        symbol = match.group(1)
         if symbol.startswith("_Z"):  # C++ names are torch's; what torch_npu takes of CANN is plain C
             wanted = (
                 f"pip install torch_npu=={versions.torch_npu_for(torch)}, and nothing else of that name on PYTHONPATH"
@@ -86,14 +86,14 @@ def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> W
 def why_none_seen() -> Why:
     """Say why torch_npu, which could be loaded, sees no device."""
     hidden = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-    there = nodes()
+    npus = nodes()
     if hidden is not None:
-        count = f"{len(there)} on this machine" if there else "none on this machine"
+        count = f"{len(npus)} on this machine" if npus else "none on this machine"
         return Why(
             f"torch_npu sees no NPU with ASCEND_RT_VISIBLE_DEVICES={hidden!r} ({count})",
             "unset it, or name devices that npu-smi info shows",
         )
-    if not there:
+    if not npus:
         flags = " ".join(f"--device=/dev/{name}" for name in ("davinci0", *COMPANIONS))
         return Why(
             "torch_npu sees no NPU: there is no /dev/davinci* here",
@@ -102,7 +102,7 @@ def why_none_seen() -> Why:
     if closed := without_right():
         return Why(f"torch_npu sees no NPU: no right to use {', '.join(closed)}", right_remedy())
     return Why(
-        f"torch_npu sees no NPU, though {len(there)} device files are there",
+        f"torch_npu sees no NPU, though {len(npus)} device files are there",
         "see npu-smi info for the health of the cards, and whether another container holds them",
     )
 
@@ -152,7 +152,7 @@ def version(distribution: str) -> str | None:
 def _has(package: str, mark: str) -> bool:
     spec = _spec(package)
     places = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return any((Path(place) / mark).is_file() for place in places)
+    return any((Path(path) / mark).is_file() for path in places)
 
 
 def _spec(package: str) -> importlib.machinery.ModuleSpec | None:

@@ -240,10 +240,10 @@ class AttentionCalls:
     why: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, found: Mapping[str, int]) -> AttentionCalls:
+    def of(cls, counts: Mapping[str, int]) -> AttentionCalls:
         """Read a counter of `counting()`; what else it counts is left aside."""
         sums = cls()
-        for kind, number in found.items():
+        for kind, number in counts.items():
             match = _KIND.fullmatch(kind)
             if match is None:
                 continue
@@ -268,10 +268,10 @@ class AttentionCalls:
     def sentence(self) -> str:
         """Say it in one line."""
         number = self.fused + self.sdpa
-        said = f"{number} calls, {self._share()} fused"
+        text = f"{number} calls, {self._share()} fused"
         if self.why:
-            said += f" ({', '.join(f'{count} not: {why}' for why, count in self.why.most_common())})"
-        return f"{said}; {self.recomputed} more in the backward pass, computed again" if self.recomputed else said
+            text += f" ({', '.join(f'{count} not: {why}' for why, count in self.why.most_common())})"
+        return f"{text}; {self.recomputed} more in the backward pass, computed again" if self.recomputed else text
 
     def _share(self) -> str:
         if not self.fused:

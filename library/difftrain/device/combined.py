@@ -31,11 +31,11 @@ _DTYPES = (torch.float32, torch.float16)
 
 def why_not(parameters: list[Tensor]) -> str:
     """Say why these cannot be updated so; empty where they can."""
-    for each in parameters:
-        if each.device.type != "npu":
-            return f"it updates on NPUs alone, and this run is on {each.device.type}"
-        if each.dtype not in _DTYPES:
-            return f"it takes fp32 and fp16, not {str(each.dtype).removeprefix('torch.')}"
+    for parameter in parameters:
+        if parameter.device.type != "npu":
+            return f"it updates on NPUs alone, and this run is on {parameter.device.type}"
+        if parameter.dtype not in _DTYPES:
+            return f"it takes fp32 and fp16, not {str(parameter.dtype).removeprefix('torch.')}"
     return ""
 
 

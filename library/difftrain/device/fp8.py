@@ -34,11 +34,11 @@ def why_not(kind: str) -> str:
 
 def store(module: nn.Module) -> list[str]:
     """Put the frozen linear and convolution layers inside a module into 8 bits, in place; return their names."""
-    found = [(name, layer) for name, layer in module.named_modules() if _fits(layer)]
-    for _, layer in found:
+    layers = [(name, layer) for name, layer in module.named_modules() if _fits(layer)]
+    for _, layer in layers:
         layer.__class__ = _KINDS[type(layer)]
         layer._hold()  # type: ignore[operator]
-    return [name for name, _ in found]
+    return [name for name, _ in layers]
 
 
 def release(module: nn.Module) -> None:
@@ -62,7 +62,7 @@ def stored_names(module: nn.Module) -> Iterator[str]:
 
 
 def _fits(layer: nn.Module) -> bool:
-    if type(layer) not in _KINDS or any(each.requires_grad for each in layer.parameters(recurse=False)):
+    if type(layer) not in _KINDS or any(param.requires_grad for param in layer.parameters(recurse=False)):
         return False
     plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(getattr(layer, "padding", 0), str)
     return plain and layer.weight[0].numel() >= FEWEST_INPUTS  # type: ignore[index, union-attr, operator]

@@ -51,8 +51,8 @@ def _asks_if_importable(module: str, name: str) -> bool:
     """Tell whether a class's forward, as it came, decides by whether torch_npu can be imported."""
     from importlib import import_module
 
-    found = getattr(import_module(module), name).forward
-    return "is_torch_npu_available" in found.__code__.co_names
+    forward = getattr(import_module(module), name).forward
+    return "is_torch_npu_available" in forward.__code__.co_names
 
 
 def _put_forward(module: str, name: str, forward: Callable[..., Any]) -> Undo:
@@ -162,21 +162,21 @@ def npu_adamw(
 
     # tensor by tensor: only one's old values are in memory at a time
     skip = found_inf.reshape(()).bool()
-    for place, param in enumerate(params):
-        highest = max_exp_avg_sqs[place : place + 1]
-        changed = [param, exp_avgs[place], exp_avg_sqs[place], *highest]
-        before = [each.clone() for each in changed]
-        own = ([each] for each in (param, grads[place], exp_avgs[place], exp_avg_sqs[place]))
-        upstream(*own, highest, [state_steps[place]], **settings)
-        for each, kept in zip(changed, before):
-            torch.where(skip, kept, each, out=each)
+    for index, param in enumerate(params):
+        highest = max_exp_avg_sqs[index : index + 1]
+        changed = [param, exp_avgs[index], exp_avg_sqs[index], *highest]
+        before = [tensor.clone() for tensor in changed]
+        own = ([tensor] for tensor in (param, grads[index], exp_avgs[index], exp_avg_sqs[index]))
+        upstream(*own, highest, [state_steps[index]], **settings)
+        for tensor, kept in zip(changed, before):
+            torch.where(skip, kept, tensor, out=tensor)
 
 
-def why_not(params: Tensors, *others: Any, **settings: Any) -> str | None:
+def why_not(params: Tensors, *rest: Any, **settings: Any) -> str | None:
     """Say why the operator cannot take these, or None where it can."""
     if isinstance(settings.get("lr"), torch.Tensor):
         return "the rate is a tensor"
-    dtypes = {each.dtype for each in params}
+    dtypes = {param.dtype for param in params}
     if not dtypes <= {torch.float16, torch.bfloat16, torch.float32}:
         return f"{dtypes}"
     return None
@@ -216,9 +216,9 @@ def geglu(x: Tensor) -> Tensor:
     return _run("geglu", x)
 
 
-def adamw(params: Sequence[Tensor], *others: Sequence[Tensor], **settings: Any) -> None:
+def adamw(params: Sequence[Tensor], *rest: Sequence[Tensor], **settings: Any) -> None:
     """Update in place, with the arguments of torch._fused_adamw_; found_inf and grad_scale are honoured."""
-    return _run("adamw", params, *others, **settings)
+    return _run("adamw", params, *rest, **settings)
 
 
 # ------------------------------------------------------------------ plain versions
@@ -299,12 +299,12 @@ def _not_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> str |
     batch, second, third, dim = x.shape
     if dim % _ALIGNED or dim >= _MOST_ROTARY_DIM or cos.shape[-1] != dim:
         return f"head size {dim}: a multiple of {_ALIGNED} below {_MOST_ROTARY_DIM}"
-    found = tuple(cos.shape[:3])
+    sizes = tuple(cos.shape[:3])
     layouts = {"BNSD": [(1, 1, third)], "BSND": [(1, second, 1)]}
     if not interleaved:
         layouts["BNSD"] += [(batch, 1, third), (batch, second, third)]
         layouts["BSND"] += [(batch, second, 1)]
-    fitting = [heads for name, heads in (("BNSD", second), ("BSND", third)) if found in layouts[name]]
+    fitting = [heads for name, heads in (("BNSD", second), ("BSND", third)) if sizes in layouts[name]]
     if not fitting:
         return f"cos of shape {tuple(cos.shape)} for x of {tuple(x.shape)}"
     size = batch * max(fitting) if interleaved else max(batch, *fitting)
@@ -340,11 +340,11 @@ REGISTRY: dict[str, Kernel] = {
 }
 
 
-def _run(name: str, x: Tensor | Sequence[Tensor], *others: Any, **settings: Any) -> Any:
+def _run(name: str, x: Tensor | Sequence[Tensor], *rest: Any, **settings: Any) -> Any:
     kernel = REGISTRY[name]
     first = x if isinstance(x, torch.Tensor) else x[0]
-    if first.device.type == "npu" and kernel.why_not(x, *others, **settings) is None:
+    if first.device.type == "npu" and kernel.why_not(x, *rest, **settings) is None:
         count(f"{name} fused")
-        return kernel.fused(x, *others, **settings)
+        return kernel.fused(x, *rest, **settings)
     count(f"{name} plain")
-    return kernel.plain(x, *others, **settings)
+    return kernel.plain(x, *rest, **settings)

@@ -58,9 +58,9 @@ def decode(data: bytes, grey: bool) -> np.ndarray:
     import numpy as np
     import torch
 
-    decoder, modes, place = _opened()
+    decoder, modes, device = _opened()
     coded = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-    picture = decoder(coded, mode=modes.GRAY if grey else modes.RGB, device=place)
+    picture = decoder(coded, mode=modes.GRAY if grey else modes.RGB, device=device)
     return picture.permute(1, 2, 0).contiguous().cpu().numpy()
 
 

@@ -59,13 +59,13 @@ def check_device(device: torch.device) -> None:
     import torch
 
     large = torch.full((16, 16), _LARGE, dtype=torch.float16, device=device)
-    found = torch.stack([(large + large).float().amax(), (large @ large).float().amax()]).tolist()
-    if any(value < float("inf") for value in found):
+    values = torch.stack([(large + large).float().amax(), (large @ large).float().amax()]).tolist()
+    if any(value < float("inf") for value in values):
         raise ConfigFault(
             [
                 Fault(
                     "--mixed_precision=fp16",
-                    f"{_LARGE:g} + {_LARGE:g} is {found[0]:g} in fp16 on {device}: it saturates instead of overflowing "
+                    f"{_LARGE:g} + {_LARGE:g} is {values[0]:g} in fp16 on {device}: it saturates instead of overflowing "
                     "(no INF/NAN mode), so loss scaling would never see an overflow",
                     f"unset {_ENABLE} and {_DISABLE}; where the device has no such mode, --mixed_precision=bf16 or no",
                 )
@@ -98,10 +98,10 @@ def agree_on_waiting(timeout_min: float | None) -> str:
     seconds = max(1, int(timeout_min * 60 * _HCCL_SHARE))
     low, high = CONNECT_RANGE_S
     meant = {_EXEC: str(seconds), _CONNECT: str(min(max(seconds, low), high))}
-    said = [
+    choices = [
         f"{name} is {value} s instead of the environment's {os.environ[name]}"
         for name, value in meant.items()
         if os.environ.get(name, value) != value
     ]
     os.environ.update(meant)
-    return f"--ddp_timeout={timeout_min:g}: {', '.join(said)}" if said else ""
+    return f"--ddp_timeout={timeout_min:g}: {', '.join(choices)}" if choices else ""

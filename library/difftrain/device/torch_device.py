@@ -265,8 +265,8 @@ def sweep(backend: str, kind: str) -> int:
     before, count = time.time() - _LINKING_S, 0
     for path in Path(cache_dir()).glob("*/*.so"):
         with contextlib.suppress(OSError):  # another process may sweep too
-            found = path.stat()
-            if found.st_size == 0 and found.st_mtime < before:
+            stat = path.stat()
+            if stat.st_size == 0 and stat.st_mtime < before:
                 path.unlink()
                 count += 1
     return count

@@ -40,10 +40,10 @@ def _table() -> np.ndarray:
     scale = math.sqrt(0.5 / (math.fsum(x * x for x in upper) * 2 / _BINS))
     half = np.rint(np.array(upper) * (scale * _GRID)) / _GRID
     table = np.concatenate([-half[::-1], half]).astype("<f4")
-    found = hashlib.sha256(table.tobytes()).hexdigest()
-    if found != _TABLE_SHA256:
+    digest = hashlib.sha256(table.tobytes()).hexdigest()
+    if digest != _TABLE_SHA256:
         raise RuntimeError(
-            f"the normal quantile table hashes to {found} on this machine, not to {_TABLE_SHA256}: "
+            f"the normal quantile table hashes to {digest} on this machine, not to {_TABLE_SHA256}: "
             "its mathematics library is off by more than 1e-10, and its noise would not be that of other machines"
         )
     return table.astype(np.float32)
@@ -219,19 +219,19 @@ def stretch(image: np.ndarray, size_hw: tuple[int, int]) -> np.ndarray:
 
 
 def _stretched(image: np.ndarray, axis: int, size: int) -> np.ndarray:
-    held = image.shape[axis]
-    place = np.maximum((np.arange(size) + 0.5) * (held / size) - 0.5, 0.0)
-    low = np.minimum(place.astype(np.intp), held - 1)
-    high = np.minimum(low + 1, held - 1)
+    size_in = image.shape[axis]
+    position = np.maximum((np.arange(size) + 0.5) * (size_in / size) - 0.5, 0.0)
+    low = np.minimum(position.astype(np.intp), size_in - 1)
+    high = np.minimum(low + 1, size_in - 1)
     shape = [1, 1, 1]
     shape[axis] = size
-    weight = (place - low).astype(np.float32).reshape(shape)
+    weight = (position - low).astype(np.float32).reshape(shape)
     return image.take(low, axis) * (np.float32(1) - weight) + image.take(high, axis) * weight
 
 
 def deviation(noise: np.ndarray) -> float:
     """Return the sample standard deviation (over n - 1), by integers: the same in whatever order they are added."""
-    whole = np.rint(noise.astype(np.float64) * _SUM_GRID).astype(np.int64)
-    n, total = whole.size, int(whole.sum())
-    squares = sum((whole * whole).sum(axis=-1).ravel().tolist())  # a row fits 64 bits, a video's latent may not
+    integers = np.rint(noise.astype(np.float64) * _SUM_GRID).astype(np.int64)
+    n, total = integers.size, int(integers.sum())
+    squares = sum((integers * integers).sum(axis=-1).ravel().tolist())  # a row fits 64 bits, a video's latent may not
     return math.sqrt((n * squares - total * total) / (n * (n - 1))) / _SUM_GRID

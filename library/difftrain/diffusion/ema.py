@@ -25,13 +25,13 @@ class Average:
 
         Half weights are made wide a part at a time.
         """
-        given = 0
+        offset = 0
         for part in _parts(named):
-            given += len(part)
+            offset += len(part)
             averages = [self.weights[name] for name, _ in part]
             torch._foreach_lerp_(averages, [_fp32(tensor) for _, tensor in part], share)
-        if given != len(self.weights):
-            raise ValueError(f"the average holds {len(self.weights)} tensors, but {given} were given")
+        if offset != len(self.weights):
+            raise ValueError(f"the average holds {len(self.weights)} tensors, but {offset} were given")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name: the very tensors, to be copied before the next update."""
@@ -76,13 +76,13 @@ class Ema(Average):
 def _parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Cut into runs of about _PART elements."""
     part: list[tuple[str, Tensor]] = []
-    held = 0
+    elements = 0
     for name, tensor in named:
         part.append((name, tensor))
-        held += tensor.numel()
-        if held >= _PART:
+        elements += tensor.numel()
+        if elements >= _PART:
             yield part
-            part, held = [], 0
+            part, elements = [], 0
     if part:
         yield part
 
@@ -154,7 +154,9 @@ def exponent(width: float) -> float:
 
 def overlap(a: Profile, b: Profile) -> float:
     """Return the inner product of two densities, each zero beyond its own t: the integral up to the smaller one."""
-    first, second = sorted((a, b), key=lambda each: each.t)  # the longer one counts only as far as the shorter goes
+    first, second = sorted(
+        (a, b), key=lambda profile: profile.t
+    )  # the longer one counts only as far as the shorter goes
     scale = (a.gamma + 1.0) * (b.gamma + 1.0) / (a.gamma + b.gamma + 1.0)
     return scale * (first.t / second.t) ** second.gamma / second.t
 
@@ -177,12 +179,12 @@ def combine(stored: Sequence[Profile], wanted: Profile) -> Combination:
     drown the others. Source: algorithm 3, which leaves the sum free.
     """
     if wanted in stored:
-        place = stored.index(wanted)
-        return Combination([float(i == place) for i in range(len(stored))], 0.0)
-    length = np.array([math.sqrt(overlap(each, each)) for each in stored])
+        index = stored.index(wanted)
+        return Combination([float(i == index) for i in range(len(stored))], 0.0)
+    length = np.array([math.sqrt(overlap(profile, profile)) for profile in stored])
     among = np.array([[overlap(a, b) for b in stored] for a in stored]) / np.outer(length, length)
     own = math.sqrt(overlap(wanted, wanted))
-    toward = np.array([overlap(each, wanted) for each in stored]) / (length * own)
+    toward = np.array([overlap(profile, wanted) for profile in stored]) / (length * own)
     unit = own / length
     free, pull = np.linalg.lstsq(among, np.stack([toward, unit], axis=1), rcond=1e-12)[0].T
     shares = free + pull * (1.0 - unit @ free) / (unit @ pull)

@@ -103,7 +103,7 @@ def run_on(ranks: Ranks, worker: bool, action: Callable[[], T], events: Events |
     answers = ranks.gather((worker, result, error if known else TrainingFault(f"rank {ranks.rank}: {error!r}")))
     if error is not None:
         raise error
-    for _, _, other in answers:
-        if other is not None:
-            raise other
+    for _, _, answer in answers:
+        if answer is not None:
+            raise answer
     return next(answer for was_worker, answer, _ in answers if was_worker)  # type: ignore[return-value]

@@ -46,13 +46,15 @@ class AccelerateEngine(CheckpointedEngine):
 
     def faults(self) -> list[str]:
         """Say what is asked, also by accelerate's own launcher, and cannot be done; touches no device."""
-        found = super().faults()
+        problems = super().faults()
         for name, what in _ELSEWHERE.items():
             if _is_on(name):
-                found.append(f"{name} asks accelerate for {what}, which this engine does not run: use another launcher")
+                problems.append(
+                    f"{name} asks accelerate for {what}, which this engine does not run: use another launcher"
+                )
         if _is_on(_DEEPSPEED) and not self.cfg.deepspeed.enable:
-            found.append(f"{_DEEPSPEED} is set: give --deepspeed and its flags, accelerate's own file is not read")
-        return found
+            problems.append(f"{_DEEPSPEED} is set: give --deepspeed and its flags, accelerate's own file is not read")
+        return problems
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:
         self.accelerator = make_accelerator(self.cfg.training, self.device, self.root)
@@ -157,20 +159,22 @@ def unsupported(cfg: TrainConfig, device: Device) -> list[str]:
     _import_for(device)
     from deepspeed.accelerator import get_accelerator
 
-    known, found = get_accelerator(), []
+    known, problems = get_accelerator(), []
     if known.device_name() != device.kind:
-        found.append(f"DeepSpeed computes on {known.device_name()} and this run on {device.kind}: unset DS_ACCELERATOR")
+        problems.append(
+            f"DeepSpeed computes on {known.device_name()} and this run on {device.kind}: unset DS_ACCELERATOR"
+        )
     can = {"fp16": known.is_fp16_supported, "bf16": known.is_bf16_supported}.get(cfg.training.mixed_precision)
     if can is not None and not can():
-        other = "bf16 or no" if cfg.training.mixed_precision == "fp16" else "no"
-        found.append(
-            f"DeepSpeed has no {cfg.training.mixed_precision} on this {device.kind}: give --mixed_precision={other}"
+        alternative = "bf16 or no" if cfg.training.mixed_precision == "fp16" else "no"
+        problems.append(
+            f"DeepSpeed has no {cfg.training.mixed_precision} on this {device.kind}: give --mixed_precision={alternative}"
         )
     if "nvme" in (cfg.deepspeed.offload_optimizer_device, cfg.deepspeed.offload_param_device):
         builder = known.create_op_builder("AsyncIOBuilder")
         if builder is None or not builder.is_compatible():
-            found.append("offloading to nvme needs the library libaio (package libaio-dev), which is not installed")
-    return found
+            problems.append("offloading to nvme needs the library libaio (package libaio-dev), which is not installed")
+    return problems
 
 
 def make_plugin(cfg: TrainConfig, dp_size: int, elements: int, start_scale: float) -> Any:

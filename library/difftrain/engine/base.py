@@ -83,7 +83,7 @@ class BaseEngine:
                 parts.frozen[name].to(self.device.torch_device)
 
         # --- what is trained, and the fp32 values behind half weights
-        self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
+        self._trained = {name: param for name, param in self.root.named_parameters() if param.requires_grad}
         if not self._trained:
             raise ConfigFault([Fault("--learning_rate", "nothing is trained: every parameter is frozen")])
         self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
@@ -133,8 +133,8 @@ class BaseEngine:
     def _optimizer_for(self, groups: list[Group], make_optimizer: MakeOptimizer) -> Any:
         """Make the optimizer of what is updated. Raises ConfigFault where it cannot be stepped."""
         optimizer = make_optimizer(self._master_weights.groups(groups))
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        left = sorted(name for name, each in self._master_weights.updated.items() if id(each) not in held)
+        owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        left = sorted(name for name, weight in self._master_weights.updated.items() if id(weight) not in owned)
         assert not left, f"parameters in no group: {left[:5]}"
         closure = inspect.signature(inner(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -160,10 +160,10 @@ class BaseEngine:
         means = functools.cache(lambda: self._terms.means(self.ranks.sum_(torch.stack(sums).sum(0)), counts))
 
         # --- forward and backward; of several micro batches only the last reduces gradients
-        for place, batch in enumerate(micro):
-            last = place + 1 == len(micro)
+        for number, batch in enumerate(micro):
+            last = number + 1 == len(micro)
             with nullcontext() if last else self._unsynchronised():
-                self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, place, self.dp_rank))
+                self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, number, self.dp_rank))
                 terms = self._forward(batch, self._wrapped)
                 loss = self._terms.loss(terms, counts)
                 sums.append(self._terms.vector(terms))
@@ -191,7 +191,7 @@ class BaseEngine:
             with torch.no_grad():
                 inputs = self.family.inputs(batch, self.parts)
             outputs = self.family.forward(root, inputs)
-        terms = self.family.loss_sums(tuple(each.float() for each in outputs), inputs)
+        terms = self.family.loss_sums(tuple(output.float() for output in outputs), inputs)
         self._terms.learn(terms)
         return terms
 
@@ -378,4 +378,4 @@ def compile_blocks(
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
     """Blocks of a class whose parameters have the same shapes share their code."""
-    return (type(block), *(tuple(each.shape) for each in block.parameters()))
+    return (type(block), *(tuple(param.shape) for param in block.parameters()))

@@ -56,7 +56,7 @@ class CheckpointedEngine(BaseEngine):
         """Copy what this rank has to write. Weights and whole state are shared out over the first machine's ranks."""
         self._must_not_be_swapped()
         self._snapshots += 1
-        mine = self._snapshots
+        snapshots = self._snapshots
 
         # --- which weights and states this rank writes
         weights = self._own_state()
@@ -88,7 +88,7 @@ class CheckpointedEngine(BaseEngine):
             tensors = {name: state_copies[f"{OPTIMIZER} {name}"] for name in kept}
             file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
             files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
-        return NativeSnapshot(files, engine, lambda: mine == self._snapshots)
+        return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
 
     def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
         return {
@@ -115,7 +115,7 @@ class CheckpointedEngine(BaseEngine):
         self._must_not_be_swapped()
 
         # --- read what it is, and compare it with this model and this optimizer
-        about = next((each for each in self.ranks.gather(engine_file(path)) if each is not None), None)
+        about = next((header for header in self.ranks.gather(engine_file(path)) if header is not None), None)
         if about is None:
             raise ConfigFault([Fault("--resume", f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
         weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
@@ -190,7 +190,9 @@ def check_compatibility(
 
     # all differences are said at once, each with its remedy
     remedy = "give a folder of this model and this optimizer"
-    faults = [Fault("--resume", f"{path} is a resume folder of another model: {each}", remedy) for each in parted]
+    faults = [
+        Fault("--resume", f"{path} is a resume folder of another model: {difference}", remedy) for difference in parted
+    ]
     if not same:
         what = f"{path} was trained with {about['optimizer']}, this run uses {optimizer}"
         faults.append(Fault("--resume", what, "take that one; train.py --reset_optimizer goes on with a new one"))
@@ -198,15 +200,15 @@ def check_compatibility(
         raise ConfigFault(faults)
 
 
-def _parted(what: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def _parted(what: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Say how two tables of names and shapes differ."""
-    said = []
+    differences = []
     for word, names in (
-        (f"{what} missing from it", sorted(own.keys() - found.keys())),
-        (f"{what} that this model has not", sorted(found.keys() - own.keys())),
-        (f"{what} of another shape", sorted(name for name in own.keys() & found.keys() if own[name] != found[name])),
+        (f"{what} missing from it", sorted(own.keys() - saved.keys())),
+        (f"{what} that this model has not", sorted(saved.keys() - own.keys())),
+        (f"{what} of another shape", sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            said.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
-    return said
+            differences.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
+    return differences

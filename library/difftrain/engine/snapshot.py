@@ -123,13 +123,13 @@ class NativeSnapshot:
 
 def shares(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """Split named sizes into `count` shares of about the same sum; the same on every rank."""
-    found: list[list[str]] = [[] for _ in range(count)]
+    shares_by_rank: list[list[str]] = [[] for _ in range(count)]
     filled = [0] * count
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        place = filled.index(min(filled))
-        found[place].append(name)
-        filled[place] += sizes[name]
-    return found
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = filled.index(min(filled))
+        shares_by_rank[rank].append(name)
+        filled[rank] += sizes[name]
+    return shares_by_rank
 
 
 # --- Tensors of a checkpoint by name, whichever file they are in and whichever machine's disk that file is on
@@ -151,7 +151,7 @@ class CheckpointReader:
         self._ranks = ranks
         here = {path.name for path in folder.glob(f"{kind}-*.safetensors")}
         everywhere = ranks.gather(sorted(here))
-        if all(each == everywhere[0] for each in everywhere):
+        if all(listing == everywhere[0] for listing in everywhere):
             self._files = {name: _File(*_head(folder / name), None) for name in sorted(here)}
         else:
             self._files = self._from_holders(everywhere)
@@ -167,10 +167,10 @@ class CheckpointReader:
         for rank, names in enumerate(everywhere):
             for name in names:
                 holders.setdefault(name, rank)
-        mine = {name: _head(self._folder / name) for name, rank in holders.items() if rank == self._ranks.rank}
+        own = {name: _head(self._folder / name) for name, rank in holders.items() if rank == self._ranks.rank}
         heads: dict[str, tuple[dict, dict]] = {}
-        for told in self._ranks.gather(mine):
-            heads |= told
+        for answer in self._ranks.gather(own):
+            heads |= answer
         return {name: _File(*heads[name], holders[name]) for name in sorted(holders)}
 
     @property
@@ -210,5 +210,5 @@ class CheckpointReader:
 def _head(path: Path) -> tuple[dict[str, str], dict[str, tuple[tuple[int, ...], str]]]:
     with safe_open(path, framework="pt") as opened:
         slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-        entries = {key: (tuple(each.get_shape()), str(each.get_dtype())) for key, each in slices.items()}
+        entries = {key: (tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
         return dict(opened.metadata() or {}), entries

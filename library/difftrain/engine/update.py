@@ -90,8 +90,8 @@ def overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
     Read from the scaler's record because GradScaler.step, the public way, waits for the host with every optimizer
     that it does not know to be fused, a sharding one among them.
     """
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-    return torch.stack([each.reshape(()).float() for each in found]).amax()
+    values = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    return torch.stack([value.reshape(()).float() for value in values]).amax()
 
 
 def may_step(optimizer: Optimizer, skipped: Tensor) -> bool:

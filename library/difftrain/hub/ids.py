@@ -130,7 +130,7 @@ def unasked(cfg: TrainConfig) -> list[Slot]:
 
 def remote_refs(cfg: TrainConfig) -> frozenset[str]:
     """Return the fields, "section.field", of which something is to be fetched."""
-    asked = {each.field for each in wanted(cfg) if not hub_ids.lies_here(each.text)}
+    asked = {ref.field for ref in wanted(cfg) if not hub_ids.lies_here(ref.text)}
     return frozenset(asked | {field for field, _ in unasked(cfg)})
 
 

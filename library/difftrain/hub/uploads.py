@@ -127,12 +127,12 @@ class Uploads:
                 self.target.commit(operations, message)
                 break
             except Exception as error:
-                said = client.trouble(error, self.target.repo)
-                if wait is None or said is None or not said.passing:
+                trouble = client.trouble(error, self.target.repo)
+                if wait is None or trouble is None or not trouble.passing:
                     raise
-                if said.silent and time.monotonic() - tried > 2 * client.SILENCE_S:
+                if trouble.silent and time.monotonic() - tried > 2 * client.SILENCE_S:
                     raise  # huggingface_hub has asked six times: training, which may be waiting, does so no longer
-                log.warning("upload of %s: %s; trying again in %.0f s", path.name, redact_text(said.what), wait)
+                log.warning("upload of %s: %s; trying again in %.0f s", path.name, redact_text(trouble.what), wait)
                 if self._given_up.wait(wait):
                     return
         if self._given_up.is_set():
@@ -141,9 +141,9 @@ class Uploads:
             self.sent.append(path.name)
         log.info("sent %s to %s in %.0f s", path.name, self.target.repo, time.monotonic() - started)
 
-    def _fail(self, path: Path, said: client.Trouble) -> None:
+    def _fail(self, path: Path, trouble: client.Trouble) -> None:
         if not self._given_up.is_set():  # else it is named already
-            self._name_failure(path, str(said))
+            self._name_failure(path, str(trouble))
 
     def _name_failure(self, path: Path, why: str) -> None:
         assert self.target is not None
@@ -176,22 +176,22 @@ class UploadTarget:
         """Return what makes a file or folder of the repository equal to this one: what else lies there goes."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        place = self.place_of(path)
+        path_in_repo = self.place_of(path)
         if path.is_file():
-            return [CommitOperationAdd(place, path)]
-        files = sorted(each for each in path.rglob("*") if each.is_file())
+            return [CommitOperationAdd(path_in_repo, path)]
+        files = sorted(file for file in path.rglob("*") if file.is_file())
         if not files:
             raise FileNotFoundError(errno.ENOENT, "is gone, or empty", str(path))
-        adds = {f"{place}/{file.relative_to(path).as_posix()}": file for file in files}
-        gone = [file for file in self._lying_at(place) if file not in adds]
+        adds = {f"{path_in_repo}/{file.relative_to(path).as_posix()}": file for file in files}
+        gone = [file for file in self._lying_at(path_in_repo) if file not in adds]
         return [*(CommitOperationDelete(file) for file in gone), *(CommitOperationAdd(*add) for add in adds.items())]
 
-    def _lying_at(self, place: str) -> list[str]:
+    def _lying_at(self, path_in_repo: str) -> list[str]:
         from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 
         try:
-            tree = client.api().list_repo_tree(self.repo, place, recursive=True, repo_type=self.kind)
-            return [each.path for each in tree if hasattr(each, "size")]
+            tree = client.api().list_repo_tree(self.repo, path_in_repo, recursive=True, repo_type=self.kind)
+            return [entry.path for entry in tree if hasattr(entry, "size")]
         except (EntryNotFoundError, RevisionNotFoundError):  # nothing there yet, or nothing in it at all
             return []
 
@@ -259,8 +259,8 @@ def _visibility(hub: HubSection, repo: str) -> bool:
         except RepositoryNotFoundError:
             return None
 
-    found = _asked("--huggingface_repo_id", repo, look)
-    if found is None:
+    visibility = _asked("--huggingface_repo_id", repo, look)
+    if visibility is None:
         private = hub.visibility != "public"
         _asked(
             "--huggingface_repo_id",
@@ -268,10 +268,10 @@ def _visibility(hub: HubSection, repo: str) -> bool:
             lambda api: api.create_repo(repo, repo_type=hub.repo_type, private=private, exist_ok=True),
         )
         return private
-    if hub.visibility and bool(found.private) != (hub.visibility == "private"):
-        what = f"{repo} is {'private' if found.private else 'public'} already, {hub.visibility} is asked for"
+    if hub.visibility and bool(visibility.private) != (hub.visibility == "private"):
+        what = f"{repo} is {'private' if visibility.private else 'public'} already, {hub.visibility} is asked for"
         raise _fault("--huggingface_repo_visibility", what, "change it on the hub, or leave the flag out")
-    return bool(found.private)
+    return bool(visibility.private)
 
 
 def _may_write(api: Any, repo: str, kind: str) -> None:
@@ -285,11 +285,11 @@ def _asked(flag: str, name: str, action: Any) -> Any:
     try:
         return action(client.api())
     except Exception as error:
-        said = client.trouble(error, name)
-        if said is None:
+        trouble = client.trouble(error, name)
+        if trouble is None:
             raise
-        origin = "--huggingface_repo_id" if said.away else flag  # nobody has looked at the token yet
-        raise _fault(origin, said.what, said.remedy) from error
+        origin = "--huggingface_repo_id" if trouble.away else flag  # nobody has looked at the token yet
+        raise _fault(origin, trouble.what, trouble.remedy) from error
 
 
 def _fault(flag: str, what: str, remedy: str) -> ConfigFault:

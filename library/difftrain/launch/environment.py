@@ -60,13 +60,13 @@ def requirements(root: Path) -> list[Requirement]:
     """Read requirements.txt, one distribution a line, and what pyproject.toml allows of each."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     allowed = {name.lower(): versions for name, versions in map(_split, project["project"]["dependencies"])}
-    found = []
+    requirements = []
     for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines():
         text = line.split("#")[0].strip()
         if text and not text.startswith("-"):
             name, versions = _split(text)
-            found.append(Requirement(text, name, versions, allowed.get(name.lower(), versions)))
-    return found
+            requirements.append(Requirement(text, name, versions, allowed.get(name.lower(), versions)))
+    return requirements
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -168,8 +168,8 @@ def make_venv(folder: Path) -> Path:
         )
     if sys.prefix != sys.base_prefix:  # an environment itself: "system" would mean the Python below it
         for site in folder.glob("lib/python*/site-packages"):
-            places = [place for place in sys.path if place.endswith("site-packages")]
-            (site / "difftrain_below.pth").write_text("".join(f"{place}\n" for place in places))
+            places = [path for path in sys.path if path.endswith("site-packages")]
+            (site / "difftrain_below.pth").write_text("".join(f"{path}\n" for path in places))
     return folder / "bin" / "python"
 
 
@@ -215,9 +215,9 @@ def main() -> str:
     # where a .venv of an earlier start has everything, there is no turn to wait for
     unfinished = ROOT / ".venv-unfinished"
     if python.exists() and not unfinished.exists():
-        found = _again(python, "look")
-        if found:
-            return found
+        report = _again(python, "look")
+        if report:
+            return report
 
     # make or complete .venv, one process at a time; our own that was left half made is made afresh
     try:

@@ -125,10 +125,10 @@ class BaseFamily(Description):
 
     # ------------------------------------------------------------------ frozen encoders
 
-    def text_settings(self, place: int) -> str:
+    def text_settings(self, position: int) -> str:
         """Say all that decides what a text encoder makes of a caption, weights aside, for its fingerprint."""
-        text = self.texts[place - 1]
-        tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(place)
+        text = self.texts[position - 1]
+        tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(position)
         layers = f"layers {text.layers}" if text.layers else f"state {text.hidden}"
         reading = f"{layers}, {text.pooled}" + (f", without the first {text.drop}" if text.drop else "")
         return f"{self.precision(text.part)}, {tokens}, {reading}"
@@ -152,18 +152,18 @@ class BaseFamily(Description):
     def text(self, batch: Batch, parts: Parts) -> dict[str, Tensor]:
         """Return conditions: what each text encoder made, from the cache or encoded now; of trained ones what they read."""
         made: dict[str, Tensor] = {}
-        for place, text in enumerate(self.texts, start=1):
-            outputs = outputs_of(self.texts, place)
+        for position, text in enumerate(self.texts, start=1):
+            outputs = outputs_of(self.texts, position)
             if outputs[0] in batch.features:
                 made |= {name: batch.features[name] for name in outputs}
-                mask = batch.features.get(mask_name(self.texts, place))
-                made |= {} if mask is None else {mask_name(self.texts, place): mask}
+                mask = batch.features.get(mask_name(self.texts, position))
+                made |= {} if mask is None else {mask_name(self.texts, position): mask}
             elif text.part in parts.frozen:
-                made |= encode(self.texts, place, parts.frozen[text.part], batch.features)
+                made |= encode(self.texts, position, parts.frozen[text.part], batch.features)
             else:
-                read = inputs_of(self.texts, place)
+                read = inputs_of(self.texts, position)
                 made |= {name: batch.features[name] for name in read if name in batch.features}
-        masks = {mask_name(self.texts, place) for place in range(1, len(self.texts) + 1)}
+        masks = {mask_name(self.texts, position) for position in range(1, len(self.texts) + 1)}
         made = {name: value.bool() if name in masks else value for name, value in made.items()}
         if self.widens_text:
             made = {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
@@ -263,7 +263,7 @@ class BaseFamily(Description):
     def header_facts(self) -> dict[str, str | None]:
         """Return what modelspec says of this model, by its names."""
         low, high = self.cfg.flow.min_t, self.cfg.flow.max_t
-        first = next((each.resolution for each in self.cfg.data.datasets if each.resolution), None)
+        first = next((dataset.resolution for dataset in self.cfg.data.datasets if dataset.resolution), None)
         size = self.cfg.data.resolution or first or self.native_size()
         return {
             "architecture": self.modelspec or self.name,
@@ -317,7 +317,7 @@ def _longest_sides(cfg: TrainConfig) -> list[int]:
     """Return the longest side that each data set's pictures can have, as far as the configuration says."""
     sides: list[int] = []
     section: Any
-    evaluated = [dataset for each in cfg.eval.sets for dataset in each.datasets]
+    evaluated = [dataset for evaluation in cfg.eval.sets for dataset in evaluation.datasets]
     for section in (cfg.data, *cfg.data.datasets, *evaluated):
         sides += [max(size) for size in section.sizes]
         if section.resolution and not section.sizes:
@@ -333,15 +333,15 @@ def freeze(family: Description, parts: Parts, root: DenoiserRoot) -> list[str]:
     net, notes = root.denoiser, []
     last = sum(1 for _ in passes.blocks_of(family, net)) - 1 if family.blocks else 0
     unread = re.compile(family.unread.replace("{last}", str(last))) if family.unread else None
-    for name, each in net.named_parameters():
+    for name, param in net.named_parameters():
         if family.is_base(name):
             parts.base.add(f"{family.denoiser}.{name}")
-            each.requires_grad_(False)
+            param.requires_grad_(False)
         elif unread and unread.search(name):
-            each.requires_grad_(False)
+            param.requires_grad_(False)
     if parts.base:
-        held = sum(net.get_parameter(name.partition(".")[2]).numel() for name in parts.base)
-        notes.append(f"held as their source has them, in no checkpoint: {held:,} weights of the {family.denoiser}")
+        frozen = sum(net.get_parameter(name.partition(".")[2]).numel() for name in parts.base)
+        notes.append(f"held as their source has them, in no checkpoint: {frozen:,} weights of the {family.denoiser}")
     if family.denoiser not in family.rates:
         net.requires_grad_(False)
         notes.append(f"the {_TITLES.get(family.denoiser, family.denoiser)} is frozen: its learning rate is 0")

@@ -167,12 +167,12 @@ _IMMATERIAL = frozenset((
 ))  # fmt: skip
 
 
-def complete(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def complete(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return all of a class's arguments: those given, and what it takes where nothing is said."""
     if kind in BY_CLASS:
-        return {**BY_CLASS[kind].defaults, **given}
+        return {**BY_CLASS[kind].defaults, **sizes}
 
-    return {**defaults(kind), **given}
+    return {**defaults(kind), **sizes}
 
 
 def accepted(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,11 +190,11 @@ def accepted(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key in known}
 
 
-def decisive(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def decisive(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides, weights aside, what an encoder makes: written down, or its class's default."""
     known = BY_CLASS.get(kind)
-    made = {key: given.get(key, known.defaults[key]) for key in known.decisive} if known else {}
-    made |= {key: value for key, value in given.items() if key not in _IMMATERIAL}
+    made = {key: sizes.get(key, known.defaults[key]) for key in known.decisive} if known else {}
+    made |= {key: value for key, value in sizes.items() if key not in _IMMATERIAL}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in made.items()}
 
 

@@ -213,15 +213,15 @@ def _write_weights(
         writers: dict[str, WeightWriter] = {}
         for part in family.parts:
             if part not in linked:
-                place = folder / family.folder(part)
-                place.mkdir(exist_ok=True)
+                folder_of_part = folder / family.folder(part)
+                folder_of_part.mkdir(exist_ok=True)
                 shapes = _shapes(family, parts, part, family.exported(part), dtype)
                 header = HEADER | metadata if part == family.denoiser or family.writes_as_kohya else HEADER
                 stem = TEXT_STEMS[1] if torch_files and is_transformers(family.parts[part]) else stem_of(family, part)
                 opened: AbstractContextManager[WeightWriter] = (
-                    torch_writer(place / f"{stem}.bin", shapes)
+                    torch_writer(folder_of_part / f"{stem}.bin", shapes)
                     if torch_files
-                    else safetensors_writer(place / f"{stem}.safetensors", shapes, header)
+                    else safetensors_writer(folder_of_part / f"{stem}.safetensors", shapes, header)
                 )
                 writers[part] = stack.enter_context(opened)
         trained = family.denoiser
@@ -255,8 +255,8 @@ def all_weights(
             seen.add((part, name))
             yield part, name, value
     inside = {part: parts.root.get_submodule(part) for part in family.in_root}
-    held: Mapping[str, nn.Module] = {**inside, **parts.frozen}
-    for part, module in held.items():
+    modules: Mapping[str, nn.Module] = {**inside, **parts.frozen}
+    for part, module in modules.items():
         if part in wanted and not isinstance(module, MetaPlaceholder):
             for name, value in module.state_dict().items():
                 if not is_second_name(family.parts[part], name) and (part, name) not in seen:
@@ -297,8 +297,8 @@ def write_configs(family: BaseFamily, folder: Path) -> None:
     classes: dict[str, list[Any]] = {}
     for part, kind in family.parts.items():
         model: Any = family.exported(part)
-        place = folder / family.folder(part)
-        model.config.save_pretrained(place) if is_transformers(kind) else model.save_config(place)
+        folder_of_part = folder / family.folder(part)
+        model.config.save_pretrained(folder_of_part) if is_transformers(kind) else model.save_config(folder_of_part)
         if part == family.denoiser and family.as_trained:
             model.save_config(folder / family.as_trained)
         classes[family.folder(part)] = kind.split(":")

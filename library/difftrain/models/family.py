@@ -44,30 +44,30 @@ class ModelFamily(BaseFamily):
         raw = Feature(self.vae.raw_channels, self.vae.raw_factor, frames=self.vae.frames)
         fingerprint = partial(self.fingerprint, "vae")
         made = {"latents": latents_encoder(self.cfg, parts, raw, self.storage_dtype("vae"), fingerprint)}
-        for place, text in enumerate(self.texts, start=1):
+        for position, text in enumerate(self.texts, start=1):
             if text.part not in self.in_root:
-                made[text.part] = self._text_encoder(parts, place)
+                made[text.part] = self._text_encoder(parts, position)
         if self.cfg.repa.encoder is not None:
             folder = vision.VisionFolder.at(self.cfg.repa.encoder)
             made[vision.PART] = vision.encoder(folder, parts.frozen, self.token, self.cfg.training.mixed_precision)
         return made
 
-    def _text_encoder(self, parts: Parts, place: int) -> Encoder:
+    def _text_encoder(self, parts: Parts, position: int) -> Encoder:
         """Describe one frozen text encoder; no module is looked at for it."""
-        text = self.texts[place - 1]
+        text = self.texts[position - 1]
         dtype = str(DTYPES[self.cfg.training.mixed_precision]).removeprefix("torch.")
-        settings = self.text_settings(place)
+        settings = self.text_settings(position)
         sizes = self.source.complete(text.part)
-        features = features_of(self.texts, place, self.lengths[place - 1], sizes, dtype)
+        features = features_of(self.texts, position, self.lengths[position - 1], sizes, dtype)
         return Encoder(
             source=CAPTION,
             features=features,
             modules=(text.part,),
             settings=settings,
-            encode=lambda batch: encode(self.texts, place, parts.frozen[text.part], batch.features),
+            encode=lambda batch: encode(self.texts, position, parts.frozen[text.part], batch.features),
             fingerprint=partial(self.fingerprint, text.part, settings),
-            inputs=inputs_of(self.texts, place),
-            masks={name: mask_name(self.texts, place) for name, each in features.items() if each.maskable},
+            inputs=inputs_of(self.texts, position),
+            masks={name: mask_name(self.texts, position) for name, feature in features.items() if feature.maskable},
         )
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
@@ -84,11 +84,11 @@ class ModelFamily(BaseFamily):
     def param_groups(self, root: nn.Module) -> list[Group]:
         """Group what is trained, part by part, under the names that root gives it; what is no part's goes with the first."""
         groups = {part: Group(part, [], rate) for part, rate in self.rates.items()}
-        for name, each in root.named_parameters():
-            if each.requires_grad:
+        for name, param in root.named_parameters():
+            if param.requires_grad:
                 part = name.partition(".")[0]
                 groups.get(part, groups.get(self.denoiser, next(iter(groups.values())))).named_params.append(
-                    (name, each)
+                    (name, param)
                 )
         return list(groups.values())
 
@@ -158,7 +158,7 @@ class FamilyDrawer:
     def native_size(self) -> tuple[int, int]:
         """Return (height, width) of the training, where prompts follow it, else the model's own as its sizes say it."""
         data = self.family.cfg.data
-        size = data.resolution or next((each.resolution for each in data.datasets if each.resolution), None)
+        size = data.resolution or next((dataset.resolution for dataset in data.datasets if dataset.resolution), None)
         if size and self.family.draws_trained_size:
             return size[1], size[0]
         side = self.family.source.complete(self.family.denoiser).get("sample_size")
@@ -288,11 +288,11 @@ def _in_8_bits(family: BaseFamily, parts: Parts) -> list[str]:
         return []
     chosen: dict[str, Any] = {family.denoiser: parts.root.get_submodule(family.denoiser)}
     chosen |= {name: module for name, module in parts.frozen.items() if in_8_bits(family.cfg, name)}
-    said = to_8_bits(chosen)
-    if not said:
+    notes = to_8_bits(chosen)
+    if not notes:
         flag = "--fp8_base" if which == "all" else "--fp8_base_unet"
         return [f"{flag} has no effect: it is for frozen layers, and here all that it is about are trained"]
-    return [f"in 8 bits, because they are frozen: {said}; exports and checkpoints hold them as they were"]
+    return [f"in 8 bits, because they are frozen: {notes}; exports and checkpoints hold them as they were"]
 
 
 def _recompute(encoder: Any) -> None:

@@ -40,8 +40,8 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     """
     sizes = {part: family.source.sizes[part] for part in family.parts}
     speed = [family.cfg.repa.model_dump(), family.cfg.tread.model_dump(), family.cfg.patch_masking.model_dump()]
-    told = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed]
-    key = json.dumps([*told, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
+    inputs = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed]
+    key = json.dumps([*inputs, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
     if key not in _known:
         _known[key] = _counts(family, bucket.frames)
     by_tokens, by_kept = _known[key]
@@ -82,22 +82,22 @@ def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
         inputs.conditions[KEEP] = inputs.conditions[KEEP].new_zeros((1, kept))
     net = root.denoiser
     lists = {name: list(net.get_submodule(name)) for name in family.blocks}
-    whole = root.span is not None or root.target_layer is not None or hasattr(root, "projector")
-    whole = whole or any(len({_design(block) for block in blocks[1:-1]}) > 1 for blocks in lists.values())
+    whole_passes = root.span is not None or root.target_layer is not None or hasattr(root, "projector")
+    whole_passes = whole_passes or any(len({_design(block) for block in blocks[1:-1]}) > 1 for blocks in lists.values())
 
     def count(more: str = "") -> int:
         for name, blocks in lists.items():
-            few = blocks if whole or len(blocks) < _FEW else [*blocks[: 2 + (name == more)], blocks[-1]]
+            few = blocks if whole_passes or len(blocks) < _FEW else [*blocks[: 2 + (name == more)], blocks[-1]]
             owner, _, leaf = name.rpartition(".")
             setattr(net.get_submodule(owner), leaf, torch.nn.ModuleList(few))
         with FlopCounterMode(display=False) as counter:
             align = hasattr(root, "projector")
             outputs = root(inputs.x_t, inputs.timestep, inputs.conditions, align=align)
-            torch.stack([each.sum() for each in outputs if each.requires_grad]).sum().backward()
+            torch.stack([output.sum() for output in outputs if output.requires_grad]).sum().backward()
         return int(counter.get_total_flops())
 
     total = base = count()
-    if not whole:
+    if not whole_passes:
         total += sum((len(blocks) - 3) * (count(name) - base) for name, blocks in lists.items() if len(blocks) >= _FEW)
     for name, blocks in lists.items():
         owner, _, leaf = name.rpartition(".")
@@ -107,15 +107,15 @@ def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
 
 def _design(block: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     """Return what tells blocks of one list apart: not all of them have the same layers."""
-    return tuple((name, each.shape) for name, each in block.named_parameters())
+    return tuple((name, param.shape) for name, param in block.named_parameters())
 
 
 def on_meta(family: BaseFamily) -> DenoiserRoot:
     """Build the root as it is trained, wholly without memory; attention is counted there alone."""
     net = family.source.build(family.denoiser).to("meta")
     root = DenoiserRoot(family, family.denoiser, net, **family.root_options(net, meta=True)).to("meta")
-    for name, each in net.named_parameters():
-        each.requires_grad_(not family.is_base(name))
+    for name, param in net.named_parameters():
+        param.requires_grad_(not family.is_base(name))
     return root
 
 
@@ -126,17 +126,17 @@ def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch
         return torch.zeros((batch, *shape), device=device)
 
     made: dict[str, torch.Tensor] = {}
-    for place, text in enumerate(family.texts, start=1):
+    for position, text in enumerate(family.texts, start=1):
         sizes = family.source.complete(text.part)
-        features = features_of(family.texts, place, family.lengths[place - 1], sizes, "float32")
+        features = features_of(family.texts, position, family.lengths[position - 1], sizes, "float32")
         made |= {name: blank(*feature.shape(bucket)) for name, feature in features.items()}
         if text.passes_mask:
-            shape = (batch, family.lengths[place - 1])
-            made[mask_name(family.texts, place)] = torch.ones(shape, dtype=torch.bool, device=device)
+            shape = (batch, family.lengths[position - 1])
+            made[mask_name(family.texts, position)] = torch.ones(shape, dtype=torch.bool, device=device)
     own = family.size_features((bucket.height, bucket.width), batch)
     rows = torch.arange(batch)
-    told = Batch(bucket, rows, rows, {name: value.to(device) for name, value in own.items()}, {})
-    conditions = family.conditions(made, told)
+    drawn = Batch(bucket, rows, rows, {name: value.to(device) for name, value in own.items()}, {})
+    conditions = family.conditions(made, drawn)
     draws = family.features.draws
     if KEEP in draws:
         conditions[KEEP] = torch.zeros((batch, *draws[KEEP].shape(bucket)), dtype=torch.int64, device=device)

@@ -90,14 +90,14 @@ def to_8_bits(chosen: Mapping[str, nn.Module]) -> str:
     counts = {
         name: len(fp8.store(module)) for name, module in chosen.items() if not isinstance(module, MetaPlaceholder)
     }
-    told = [f"{number} layers of {name}" for name, number in counts.items() if number]
-    told += [f"{name} where it is needed" for name, module in chosen.items() if isinstance(module, MetaPlaceholder)]
-    return ", ".join(told)
+    layers = [f"{number} layers of {name}" for name, number in counts.items() if number]
+    layers += [f"{name} where it is needed" for name, module in chosen.items() if isinstance(module, MetaPlaceholder)]
+    return ", ".join(layers)
 
 
-def source_weights(source: WeightSource, held: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def source_weights(source: WeightSource, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Give the weights of parts straight from their source; they may be without any."""
-    for part, module in held.items():
+    for part, module in modules.items():
         yield from ((f"{part}.{name}", value) for name, value in source.weights(part, meta_module(module)))
 
 
@@ -148,8 +148,8 @@ def fill(
             kind = dtype if isinstance(dtype, torch.dtype) else dtype(name)
         stays = mapped(name) and value.dtype == kind and value.is_contiguous()
         _assign(module, alike, value if stays else value.to(kind, copy=True).contiguous())
-        for each in alike:
-            waiting.pop(each, None)
+        for layer in alike:
+            waiting.pop(layer, None)
 
     if waiting:
         raise ValueError(f"{len(waiting)} weights are missing: {', '.join(list(waiting)[:5])}")

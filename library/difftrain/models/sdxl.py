@@ -139,11 +139,11 @@ class SDXLFamily(DdpmObjective, ModelFamily):
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""
-        found = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
+        layers = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
         unet: Any = parts.root.get_submodule("unet")
         names = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
         names += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
-        return found + [(f"unet.{name}", unet.get_submodule(name)) for name in names]
+        return layers + [(f"unet.{name}", unet.get_submodule(name)) for name in names]
 
     def repeated(self, parts: Parts) -> list[nn.Module]:
         """List the blocks that recur, each compiled once a width; whole UNet blocks would unroll dozens of them."""
@@ -171,10 +171,10 @@ class SDXLFamily(DdpmObjective, ModelFamily):
     def _length(self, text: Text) -> int:
         return CHUNK * chunks_of(self.cfg.model.max_token_length) + 2
 
-    def text_settings(self, place: int) -> str:
+    def text_settings(self, position: int) -> str:
         """Say all that decides what a text encoder makes of a caption, weights aside, for its fingerprint."""
         tokens = f"tokens {ClipTokenize.digest(self.vocabularies)} in {chunks_of(self.cfg.model.max_token_length)}"
-        return f"clip_skip {self.clip_skip}, {self.precision(self.texts[place - 1].part)}, {tokens}"
+        return f"clip_skip {self.clip_skip}, {self.precision(self.texts[position - 1].part)}, {tokens}"
 
     def reader(self, text: Text) -> str:
         """Name who decides which states of an encoder are read, for messages."""
@@ -183,8 +183,8 @@ class SDXLFamily(DdpmObjective, ModelFamily):
     def remarks(self) -> list[str]:
         """Say where weights predict something else, and how a model of other layers is used: no format carries that."""
         notes, wanted = [], self.cfg.model.prediction_type
-        if (said := self._prediction_of_source()) not in (None, wanted):
-            notes.append(f"these weights say that they predict {said}; this run trains {wanted}")
+        if (prediction := self._prediction_of_source()) not in (None, wanted):
+            notes.append(f"these weights say that they predict {prediction}; this run trains {wanted}")
         if self.skips:
             notes.append(
                 f"clip_skip {self.clip_skip}: draw with the same clip skip; in diffusers, which counts from SDXL's own, "
@@ -193,12 +193,12 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         return notes
 
     def _prediction_of_source(self) -> str | None:
-        whole = self.source.single_file
-        if whole is None:
+        file = self.source.single_file
+        if file is None:
             return self.source.scheduler.get("prediction_type")
-        if {"v_pred", "edm_vpred.sigma_max"} & whole.marks:
+        if {"v_pred", "edm_vpred.sigma_max"} & file.marks:
             return "v_prediction"
-        return {"v": "v_prediction", "epsilon": "epsilon"}.get(whole.header.get("modelspec.prediction_type", ""))
+        return {"v": "v_prediction", "epsilon": "epsilon"}.get(file.header.get("modelspec.prediction_type", ""))
 
     # ------------------------------------------------------------------ rates, checks
 
@@ -241,9 +241,9 @@ class SDXLFamily(DdpmObjective, ModelFamily):
 
     def beside(self, parts: Parts) -> dict[str, Tensor]:
         """Return two tensors that the released file has; the contrastive temperature is the loaded file's, or OpenCLIP's."""
-        whole = self.source.single_file
-        stored = whole is not None and LOGIT_SCALE in whole.marks
-        scale = whole.get(LOGIT_SCALE) if whole and stored else torch.tensor(math.log(1 / 0.07))
+        file = self.source.single_file
+        stored = file is not None and LOGIT_SCALE in file.marks
+        scale = file.get(LOGIT_SCALE) if file and stored else torch.tensor(math.log(1 / 0.07))
         length = self.source.complete("text_encoder_1")["max_position_embeddings"]
         return {POSITION_IDS: torch.arange(length)[None], LOGIT_SCALE: scale}
 
@@ -279,15 +279,15 @@ def block_of(unet: Any) -> Mapping[str, int]:
     """Map every tensor of the UNet, by its name in the module, to its block."""
     number = _inputs(unet)
     starts = {"input_blocks": 1, "middle_block": 1 + number, "output_blocks": 1 + number + _MIDDLE}
-    found, rule = {}, keys.unet_rule(unet)
+    blocks, rule = {}, keys.unet_rule(unet)
     for name in unet.state_dict():
         key = rule(name).key
         numbered = re.match(r"(input_blocks|middle_block|output_blocks)\.(\d+)\.", key)
         if numbered:
-            found[name] = starts[numbered[1]] + int(numbered[2])
+            blocks[name] = starts[numbered[1]] + int(numbered[2])
         else:
-            found[name] = 0 if key.startswith(("time_embed.", "label_emb.")) else num_blocks(unet) - 1
-    return found
+            blocks[name] = 0 if key.startswith(("time_embed.", "label_emb.")) else num_blocks(unet) - 1
+    return blocks
 
 
 def block_faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
@@ -302,10 +302,10 @@ def block_faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
 def block_groups(unet: Any, named: list[tuple[str, Any]], rates: tuple[float, ...]) -> list[Group]:
     """Group what is trained by block, named as in kohya's logs. named: parameters under root's names."""
     blocks = block_of(unet)
-    found = {block: Group(f"block{block}", [], rate) for block, rate in enumerate(rates) if rate > 0}
+    groups = {block: Group(f"block{block}", [], rate) for block, rate in enumerate(rates) if rate > 0}
     for name, parameter in named:
-        found[blocks[name.removeprefix("unet.")]].named_params.append((name, parameter))
-    return list(found.values())
+        groups[blocks[name.removeprefix("unet.")]].named_params.append((name, parameter))
+    return list(groups.values())
 
 
 def freeze_blocks(unet: Any, rates: tuple[float, ...]) -> list[str]:

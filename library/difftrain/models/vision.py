@@ -52,9 +52,9 @@ class VisionFolder:
     path: Path
 
     @classmethod
-    def at(cls, given: str) -> VisionFolder:
+    def at(cls, text: str) -> VisionFolder:
         """Find the folder that a configuration names."""
-        return cls(Path(expanded(given)))
+        return cls(Path(expanded(text)))
 
     @cached_property
     def whole(self) -> dict[str, Any]:
@@ -77,17 +77,19 @@ class VisionFolder:
             return [Fault(FLAG, f"{self.path} has no config.json", "give the folder of a transformers vision model")]
         if kind not in KINDS:
             return [Fault(FLAG, f"{self.path} holds a model of type {kind!r}", f"one of {', '.join(KINDS)}")]
-        found = []
+        problems = []
         if wrong := [name for name in sizes if not isinstance(self.config.get(name), int)]:
-            found.append(Fault(FLAG, f"{self.path}/config.json does not say its {', '.join(wrong)} in whole numbers"))
+            problems.append(
+                Fault(FLAG, f"{self.path}/config.json does not say its {', '.join(wrong)} in whole numbers")
+            )
         if wrong := [name for name in ("image_mean", "image_std") if len(self.scaling.get(name) or ()) != 3]:
             what = f"{self.path}/preprocessor_config.json does not say {', '.join(wrong)}: how colours are scaled"
-            found.append(Fault(FLAG, what, "the file that came with the weights"))
+            problems.append(Fault(FLAG, what, "the file that came with the weights"))
         try:
             self.files()
         except ConfigFault as fault:
-            found += fault.faults
-        return found
+            problems += fault.faults
+        return problems
 
     @property
     def width(self) -> int:
@@ -119,8 +121,8 @@ class VisionFolder:
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files():
-            held = opened(file, FLAG)
-            yield from ((name, held.get(name)) for name in held.shapes())
+            stored = opened(file, FLAG)
+            yield from ((name, stored.get(name)) for name in stored.shapes())
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Load the encoder on the host. Raises ConfigFault where weights are missing."""
@@ -128,10 +130,10 @@ class VisionFolder:
 
         name, more, unused = KINDS[self.whole["model_type"]]
         with quiet_imports(), _no_bars():
-            module, told = getattr(transformers, name).from_pretrained(
+            module, info = getattr(transformers, name).from_pretrained(
                 str(self.path), local_files_only=True, dtype=dtype, output_loading_info=True, **more
             )
-        missing = sorted(each for each in told["missing_keys"] if not each.startswith(unused))
+        missing = sorted(missing_key for missing_key in info["missing_keys"] if not missing_key.startswith(unused))
         if missing:
             what = f"{self.path} lacks {len(missing)} weights of a {name}: {', '.join(missing[:3])}"
             raise ConfigFault([Fault(FLAG, what, "weights and config.json must belong together")])
@@ -162,8 +164,8 @@ def tokens_of(folder: VisionFolder, module: nn.Module, pixels: Tensor, factor: i
     if tuple(picture.shape[-2:]) != wanted:
         picture = torch.nn.functional.interpolate(picture, size=wanted, mode="bicubic", align_corners=False)
     asked = {"interpolate_pos_encoding": True} if _interpolates(module) else {}
-    found = module(picture.to(next(module.parameters()).dtype), **asked).last_hidden_state.float()
-    laid = found[:, found.shape[1] - rows * columns :].transpose(1, 2).unflatten(2, (rows, columns))
+    tokens = module(picture.to(next(module.parameters()).dtype), **asked).last_hidden_state.float()
+    laid = tokens[:, tokens.shape[1] - rows * columns :].transpose(1, 2).unflatten(2, (rows, columns))
     if (rows, columns) != size:
         laid = torch.nn.functional.interpolate(laid, size=size, mode="bilinear", align_corners=False)
     return laid.to(torch.bfloat16)
@@ -184,8 +186,8 @@ def encoder(folder: VisionFolder, frozen: dict[str, nn.Module], factor: int, pre
 
     Raises ConfigFault where the folder holds no such encoder.
     """
-    if found := folder.faults():
-        raise ConfigFault(found)
+    if problems := folder.faults():
+        raise ConfigFault(problems)
     settings = f"tokens of {factor} px, at most {MOST} times its own patches, precision {precision}"
 
     @torch.no_grad()

@@ -41,17 +41,19 @@ def make_adamw(order: OptimizerOrder) -> Optimizer:
 
 def announce(section: OptimizerSection, choice: str) -> list[str]:
     """Return the sentence about a choice between AdamWs, where the user has not made it."""
-    given = arguments.parse(ARGS, section.args)
+    arguments_given = arguments.parse(ARGS, section.args)
     return (
-        [choice] if choice and is_named(section, ("AdamW", "oss")) and not {"fused", "foreach"} & given.keys() else []
+        [choice]
+        if choice and is_named(section, ("AdamW", "oss")) and not {"fused", "foreach"} & arguments_given.keys()
+        else []
     )
 
 
 def make_oss(order: OptimizerOrder) -> Optimizer:
     """Make AdamW with its state sharded over the ranks; on one rank there is nothing to shard."""
-    whole = make_adamw(order)  # also checks the arguments
+    unsharded = make_adamw(order)  # also checks the arguments
     if order.dp_size == 1:
-        return whole
+        return unsharded
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(order.tables, AdamW, lr=order.lr, **(_settings(order) | order.given))
@@ -79,7 +81,7 @@ def make_npu_adamw(order: OptimizerOrder) -> Optimizer:
             _look_for("torch_npu")
     if not (order.trial and order.fused_ok):
         return construct(order, AdamW)
-    reason = combined.why_not([each for table in order.tables for each in table["params"]])
+    reason = combined.why_not([param for table in order.tables for param in table["params"]])
     if reason:
         raise ConfigFault([Fault(TYPE, f"{order.name}: {reason}", "--optimizer_type=AdamW")])
     with package_of(order.name):
@@ -113,20 +115,20 @@ def make_adafactor(order: OptimizerOrder) -> Optimizer:
     relative = order.given.get("relative_step", True) or order.given.get("warmup_init", False)
     if not relative:
         return _waiting_less(construct(order, Adafactor))
-    given = {**order.given, "relative_step": True}
+    settings = {**order.given, "relative_step": True}
     tables = [{key: value for key, value in table.items() if key != "lr"} for table in order.tables]
-    return _waiting_less(construct(OptimizerOrder(order.name, tables, order.lr, given), Adafactor, {"lr": None}))
+    return _waiting_less(construct(OptimizerOrder(order.name, tables, order.lr, settings), Adafactor, {"lr": None}))
 
 
 def _waiting_less(optimizer: Optimizer) -> Optimizer:
     """Let every tensor's rate stay on its device: transformers compares the tensor's size with a number, on the host."""
-    given: Callable[[dict[str, Any], dict[str, Any]], Any] = optimizer._get_lr  # type: ignore[attr-defined]
+    original: Callable[[dict[str, Any], dict[str, Any]], Any] = optimizer._get_lr  # type: ignore[attr-defined]
 
     def rate(group: dict[str, Any], state: dict[str, Any]) -> Any:
         size = state.get("RMS")
         if not group["scale_parameter"] or not isinstance(size, Tensor) or size.device.type == "cpu":
-            return given(group, state)
-        return given({**group, "scale_parameter": False}, state) * size.clamp(min=group["eps"][1])
+            return original(group, state)
+        return original({**group, "scale_parameter": False}, state) * size.clamp(min=group["eps"][1])
 
     optimizer._get_lr = rate  # type: ignore[attr-defined]
     return optimizer

@@ -51,8 +51,8 @@ def construct(
         with contextlib.redirect_stdout(io.StringIO()):  # some print what their arguments are
             return kind(order.tables, **settings)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        said = str(error) or "they are out of its range"
-        raise ConfigFault([Fault(ARGS, f"{order.name} refuses them: {said}")]) from error
+        reason = str(error) or "they are out of its range"
+        raise ConfigFault([Fault(ARGS, f"{order.name} refuses them: {reason}")]) from error
 
 
 @contextmanager

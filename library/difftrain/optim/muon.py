@@ -49,10 +49,10 @@ def make(order: OptimizerOrder) -> Optimizer:
 
 def _cut(group: Group) -> Iterator[dict[str, Any]]:
     """Yield the matrices of a group, then its other weights, where there are some."""
-    told = group.matrices
+    matrices = group.matrices
     of: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, weight in group.named_params:
-        of[is_matrix(name, weight) if told is None else name in told].append(weight)
+        of[is_matrix(name, weight) if matrices is None else name in matrices].append(weight)
     for matrix, weights in of.items():
         if weights:
             name = group.name if matrix else f"{group.name}_adamw"
@@ -90,12 +90,12 @@ class Muon(Optimizer):
 
         # --- what Muon does not update goes to AdamW, at its own rate
         matrices = [table for table in params if table["matrix"]]
-        others = [table for table in params if not table["matrix"]]
+        vectors = [table for table in params if not table["matrix"]]
         share = 1.0 if adamw_lr is None else adamw_lr / lr
-        for table in others:
+        for table in vectors:
             table["lr"] = table.get("lr", lr) * share
         decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
-        self._adamw = AdamW(others or [{"params": []}], lr * share, betas, eps, decay, fused=fused or None)
+        self._adamw = AdamW(vectors or [{"params": []}], lr * share, betas, eps, decay, fused=fused or None)
 
         # --- Muon's own groups, in the order they came in
         defaults = {

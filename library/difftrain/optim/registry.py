@@ -59,10 +59,10 @@ def make_optimizer(
     is not known, and for a package that is missing.
     """
     tables = [_table(group) for group in groups]
-    given = arguments.parse(ARGS, section.args)
+    arguments_given = arguments.parse(ARGS, section.args)
     name = names.proper(section.type, REGISTRY)
     lr = section.learning_rate or groups[0].lr
-    order = OptimizerOrder(name or section.type, tables, lr, given, dp_size, fused_ok, trial, tuple(groups))
+    order = OptimizerOrder(name or section.type, tables, lr, arguments_given, dp_size, fused_ok, trial, tuple(groups))
     optimizer = _maker(name)(order) if name else _any_class(order)
     if section.schedulefree_wrapper and not is_schedule_free(section):
         optimizer = wrap(optimizer, arguments.parse(_WRAPPER_ARGS, section.schedulefree_wrapper_args))
@@ -111,17 +111,17 @@ def inner(optimizer: Optimizer) -> Optimizer:
 def faults(section: OptimizerSection, total_steps: int = 1000) -> list[Fault]:
     """Return every fault of the optimizer's and the schedule's names and arguments, by making both for one number."""
     group = Group("probe", [("probe", torch.nn.Parameter(torch.zeros(1)))], section.learning_rate or 1.0)
-    found: list[Fault] = []
+    problems: list[Fault] = []
     optimizer: Optimizer = torch.optim.SGD([group.named_params[0][1]], lr=group.lr)
     try:
         optimizer = make_optimizer(section, [group], trial=False)
     except ConfigFault as fault:
-        found += fault.faults
+        problems += fault.faults
     try:
         make_schedule(section, optimizer, total_steps)
     except ConfigFault as fault:
-        found += fault.faults
+        problems += fault.faults
     if is_named(section, ("DAdaptSGD",)) and section.learning_rate and not optimizer.param_groups[0]["lr"]:
         what = "DAdaptSGD divides by the first rate, which is 0 with this warm-up"
-        found.append(Fault("--lr_warmup_steps", what, "no warm-up, or another optimizer"))
-    return found
+        problems.append(Fault("--lr_warmup_steps", what, "no warm-up, or another optimizer"))
+    return problems

@@ -40,9 +40,9 @@ def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
         raise ConfigFault([Fault(f"{_NAME}={ADAFACTOR}", what, "another schedule")])
     if name not in SCHEDULES:
         raise ConfigFault([Fault(_NAME, f"got {section.scheduler!r}", f"one of {', '.join(SCHEDULES)}")])
-    given = {} if is_schedule_free(section) else arguments.parse(_ARGS, section.scheduler_args)
+    settings = {} if is_schedule_free(section) else arguments.parse(_ARGS, section.scheduler_args)
     function, wanted = SCHEDULES[name]
-    arguments.check(_ARGS, name, function, given, wanted)
+    arguments.check(_ARGS, name, function, settings, wanted)
     w = updates(section.warmup_steps, total_steps)
     flags = {
         "w": w,
@@ -56,18 +56,18 @@ def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
     }
     if name == "warmup_stable_decay":
         flags["floor"] = section.min_lr_ratio or 0.0
-    return bind(name, flags, given)
+    return bind(name, flags, settings)
 
 
 def _dotted(section: OptimizerSection, optimizer: Optimizer) -> LRScheduler:
     path = section.scheduler_type
-    given = arguments.parse(_ARGS, section.scheduler_args)
+    settings = arguments.parse(_ARGS, section.scheduler_args)
     kind = arguments.load(_TYPE, path if "." in path else f"torch.optim.lr_scheduler.{path}", LRScheduler)
     if issubclass(kind, ReduceLROnPlateau):
         raise ConfigFault([Fault(_TYPE, f"{path} waits for a metric, which no step hands it", "another schedule")])
-    arguments.check(_ARGS, path, kind, given, _OURS)
+    arguments.check(_ARGS, path, kind, settings, _OURS)
     try:
-        return kind(optimizer, **given)
+        return kind(optimizer, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigFault([Fault(_ARGS, f"{path} refuses them: {error}")]) from error
 
@@ -212,7 +212,7 @@ SCHEDULES: dict[str, tuple[Callable[..., Factor], tuple[str, ...]]] = {
 }
 
 
-def bind(name: str, flags: dict[str, Any], given: dict[str, Any]) -> Factor:
+def bind(name: str, flags: dict[str, Any], settings: dict[str, Any]) -> Factor:
     """Make the named schedule of the flags' values and of what the user gives in --lr_scheduler_args."""
     function, wanted = SCHEDULES[name]
-    return function(**{flag: flags[flag] for flag in wanted}, **given)
+    return function(**{flag: flags[flag] for flag in wanted}, **settings)

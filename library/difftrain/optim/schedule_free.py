@@ -26,11 +26,11 @@ def make(order: OptimizerOrder) -> Optimizer:
     return construct(order, getattr(schedulefree, order.name))
 
 
-def wrap(base: Optimizer, given: dict[str, Any]) -> Optimizer:
+def wrap(base: Optimizer, settings: dict[str, Any]) -> Optimizer:
     """Average around any optimizer. Raises ConfigFault for arguments that are not known or out of range."""
-    arguments.check(_ARGS, "the wrapper", ScheduleFree, given, ("base",))
+    arguments.check(_ARGS, "the wrapper", ScheduleFree, settings, ("base",))
     try:
-        return ScheduleFree(base, **given)
+        return ScheduleFree(base, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigFault([Fault(_ARGS, str(error))]) from error
 

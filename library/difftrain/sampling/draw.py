@@ -42,7 +42,7 @@ def walk(
     """
     # the sampler's times, and conditions for both halves of guidance in one batch
     _set_times(model, sampler, steps)
-    given = dict(conditions) if unconditional is None else _joined(unconditional, conditions)
+    inputs = dict(conditions) if unconditional is None else _joined(unconditional, conditions)
     options = {"generator": generator} if "generator" in inspect.signature(sampler.step).parameters else {}
 
     # from the sampler's first noise level down: one prediction and one step at each time
@@ -51,7 +51,7 @@ def walk(
         entering = x if unconditional is None else torch.cat([x, x])
         if hasattr(sampler, "scale_model_input"):
             entering = sampler.scale_model_input(entering, t)
-        output = model.predict(entering, t, given)
+        output = model.predict(entering, t, inputs)
         if unconditional is not None:
             without, with_text = output.chunk(2)
             output = without + guidance * (with_text - without)
@@ -75,7 +75,7 @@ def _joined(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[s
 @contextmanager
 def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Put modules into eval mode, and every submodule back into the mode that it had."""
-    modes = [(module, module.training) for whole in modules for module in whole.modules()]
+    modes = [(module, module.training) for root in modules for module in root.modules()]
     for module, _ in modes:
         module.training = False
     try:
@@ -196,6 +196,6 @@ def grid_of(images: Sequence[Image]) -> Image:
     rows = math.ceil(len(images) / columns)
     width, height = max(i.width for i in images), max(i.height for i in images)
     grid = images_of.new("RGB", (columns * width, rows * height), "white")
-    for place, image in enumerate(images):
-        grid.paste(image, (place % columns * width, place // columns * height))
+    for number, image in enumerate(images):
+        grid.paste(image, (number % columns * width, number // columns * height))
     return grid

@@ -69,7 +69,7 @@ class PromptEntry:
 
     def prompt(self) -> Prompt:
         """Return what is to be drawn; the entry must be settled and have no fault."""
-        known = {one.name for one in fields_of(Prompt)} - set(self.idle)
+        known = {field.name for field in fields_of(Prompt)} - set(self.idle)
         return Prompt(**{name: value for name, value in self.fields.items() if name in known})
 
 
@@ -178,17 +178,17 @@ def parse_line(line: str) -> PromptEntry:
 
 def _take(entry: PromptEntry, name: str, value: str) -> None:
     pattern, target, convert = OPTIONS[name]
-    found = re.match(pattern, value)
+    match = re.match(pattern, value)
     try:
-        if not found:
+        if not match:
             raise ValueError
-        converted = convert(found[0])
+        converted = convert(match[0])
     except ValueError:
         entry.faults.append(f"--{name} does not take {value!r}")
         return
-    behind = value[found.end() :]
+    behind = value[match.end() :]
     if behind.strip():  # kohya reads the number in "512px" too
-        entry.notes.append(f"--{name} takes {found[0]!r}; {behind!r} behind it is left out")
+        entry.notes.append(f"--{name} takes {match[0]!r}; {behind!r} behind it is left out")
     _settle(entry, target, converted, f"--{name}")
 
 
@@ -351,6 +351,6 @@ def _notes(entries: _Placed, prompts: tuple[Prompt, ...]) -> Iterator[str]:
         for name in entry.idle:
             places[name].append(where)
     for name, (option, why) in IDLE.items():
-        if found := places[name]:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            yield f"{found[0]}{more}: {option} ({name}) has no effect: it {why}"
+        if notes := places[name]:
+            more = f" and {len(notes) - 1} more" if len(notes) > 1 else ""
+            yield f"{notes[0]}{more}: {option} ({name}) has no effect: it {why}"

@@ -44,7 +44,9 @@ def media_address(content: bytes, cut: Sequence[Any], fingerprint: str, storage:
 
 def text_address(tokens: Mapping[str, Any], fingerprint: str, storage: str) -> bytes:
     """Return the address of what an encoder makes of one tokenised caption: ids, masks, weights, bit by bit."""
-    return text_addresses({name: np.asarray(each)[None] for name, each in tokens.items()}, (), fingerprint, storage)[0]
+    return text_addresses({name: np.asarray(token)[None] for name, token in tokens.items()}, (), fingerprint, storage)[
+        0
+    ]
 
 
 def text_addresses(tokens: Mapping[str, Any], inputs: Sequence[str], fingerprint: str, storage: str) -> list[bytes]:
@@ -55,15 +57,15 @@ def text_addresses(tokens: Mapping[str, Any], inputs: Sequence[str], fingerprint
     """
     names = sorted(name for name in tokens if name in inputs or not inputs)
     arrays = [np.ascontiguousarray(tokens[name]) for name in names]
-    kinds = [[name, each.dtype.str, list(each.shape[1:])] for name, each in zip(names, arrays, strict=True)]
+    kinds = [[name, array.dtype.str, list(array.shape[1:])] for name, array in zip(names, arrays, strict=True)]
     state = _hash_state(b"difftrain.text", [VERSION, kinds, fingerprint, storage])
-    found = []
-    for pieces in zip(*([row.tobytes() for row in each] for each in arrays), strict=True):
+    addresses = []
+    for pieces in zip(*([row.tobytes() for row in array] for array in arrays), strict=True):
         own = state.copy()
         for piece in pieces:
             own.update(piece)
-        found.append(own.digest())
-    return found
+        addresses.append(own.digest())
+    return addresses
 
 
 def joined_address(alone: Sequence[bytes]) -> bytes:
@@ -139,9 +141,9 @@ class MediaTransforms:
         record = Record(0, b"", MediaRef(source, ""), (), size_hw)
         return crop_window(self.recipes[source], record, Draw(0, b"", 0), 0)
 
-    def _cut(self, recipe: Recipe, place: CropWindow, size_hw: tuple[int, int], flip: bool) -> list[Any]:
-        bucket = place.fit.bucket
-        shape = [[bucket.frames, bucket.height, bucket.width], list(place.fit.resized_wh), list(place.crop)]
+    def _cut(self, recipe: Recipe, window: CropWindow, size_hw: tuple[int, int], flip: bool) -> list[Any]:
+        bucket = window.fit.bucket
+        shape = [[bucket.frames, bucket.height, bucket.width], list(window.fit.resized_wh), list(window.crop)]
         words = [MEDIA_VERSION, *shape, bool(flip), recipe.interpolation, recipe.decoder]
         if not self._masks:
             return [*words, "over alpha" if recipe.alpha_mask else "over white"]

@@ -120,7 +120,7 @@ class PictureEntries:
     def ordered(self) -> np.ndarray:
         """Put the records in the order in which they are encoded."""
         columns, ids = self.data.index.columns(), self.ids
-        order = (ids, *(np.asarray(each)[ids] for each in (columns.shard, columns.source)), self.bucket_of[ids])
+        order = (ids, *(np.asarray(column)[ids] for column in (columns.shard, columns.source)), self.bucket_of[ids])
         return ids[np.lexsort(order)]
 
 
@@ -163,19 +163,19 @@ def _addresses(
     """Make the addresses of pictures, those of one size together. Shape: (N, variants, 16) uint8, by id."""
     columns = index.columns()
     record_addresses = np.zeros((index.count, variants, BYTES), dtype=np.uint8)
-    sizes = [np.asarray(each)[ids].astype(np.uint64) for each in (columns.source, columns.height, columns.width)]
+    sizes = [np.asarray(column)[ids].astype(np.uint64) for column in (columns.source, columns.height, columns.width)]
     order = np.lexsort(sizes[::-1])
-    new = np.flatnonzero(np.any([np.diff(each[order]) != 0 for each in sizes], axis=0)) + 1
+    new = np.flatnonzero(np.any([np.diff(size[order]) != 0 for size in sizes], axis=0)) + 1
     for group in np.split(order, new) if len(order) else ():
         own, first = ids[group], group[0]
-        source, height, width = (int(each[first]) for each in sizes)
+        source, height, width = (int(size[first]) for size in sizes)
         bytes_of = contents[own].tobytes()
         for variant in range(1 + bool(flips[own[0]])):
             state, made = transforms.state(source, (height, width), variant == 1), bytearray()
             for start in range(0, len(bytes_of), BYTES):
-                each = state.copy()
-                each.update(bytes_of[start : start + BYTES])
-                made += each.digest()
+                digest = state.copy()
+                digest.update(bytes_of[start : start + BYTES])
+                made += digest.digest()
             record_addresses[own, variant] = np.frombuffer(made, np.uint8).reshape(-1, BYTES)
     record_addresses[ids[~contents[ids].any(axis=1)]] = np.frombuffer(UNREAD, np.uint8)
     return record_addresses
@@ -186,9 +186,9 @@ def _rows(ids: np.ndarray, record_addresses: np.ndarray) -> np.ndarray:
     variants = record_addresses.shape[1]
     rows = np.zeros(len(ids) * variants, dtype=ROW)
     rows["record"], rows["variant"] = np.repeat(ids, variants), np.tile(np.arange(variants), len(ids))
-    found = record_addresses[ids].reshape(-1, BYTES)
-    rows["address"] = found.view(V16).reshape(-1)
-    words = found.view(np.uint64)
+    addresses = record_addresses[ids].reshape(-1, BYTES)
+    rows["address"] = addresses.view(V16).reshape(-1)
+    words = addresses.view(np.uint64)
     return rows[(words[:, 0] != words[:, 1]) | ((words[:, 0] + np.uint64(1)) > 1)]  # neither nothing nor UNREAD
 
 
@@ -270,28 +270,28 @@ class _PairRows:
     def _rows(self, ids: np.ndarray) -> np.ndarray:
         # each caption of each record
         counts = self._count[ids]
-        place = np.repeat(np.arange(len(ids)), counts)
+        row = np.repeat(np.arange(len(ids)), counts)
         at = np.repeat(self._first[ids] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         number = self._references["variant"][at].astype(np.int64) + 1
 
         # and the empty one, which is the first row of all
         dropping = np.flatnonzero(self._drops[ids])
-        place, at = np.append(place, dropping), np.append(at, np.zeros_like(dropping))
+        row, at = np.append(row, dropping), np.append(at, np.zeros_like(dropping))
         number = np.append(number, np.full_like(dropping, DROPPED))
 
         # beside the picture as it is, and mirrored
-        mirrored = np.flatnonzero(self._flips[ids][place])
-        flip = np.append(np.zeros_like(place), np.ones_like(mirrored))
-        place, at, number = (np.append(each, each[mirrored]) for each in (place, at, number))
+        mirrored = np.flatnonzero(self._flips[ids][row])
+        flip = np.append(np.zeros_like(row), np.ones_like(mirrored))
+        row, at, number = (np.append(array, array[mirrored]) for array in (row, at, number))
 
-        order = np.lexsort((flip, number, place))
-        place, at, number, flip = (each[order] for each in (place, at, number, flip))
-        alone = [each.tobytes() for each in self._record_addresses[ids[place], flip]]
-        readable = np.array([each != UNREAD for each in alone], dtype=bool)
-        texts = [each.tobytes() for each in self._references["address"][at]]
-        rows = np.zeros(len(place), dtype=ROW)
-        rows["record"], rows["variant"], rows["plain"] = ids[place], 2 * number + flip, self._held[ids[place]]
-        rows["address"] = as_array([joined_address(each) for each in zip(alone, texts, strict=True)])
+        order = np.lexsort((flip, number, row))
+        row, at, number, flip = (array[order] for array in (row, at, number, flip))
+        alone = [address.tobytes() for address in self._record_addresses[ids[row], flip]]
+        readable = np.array([address != UNREAD for address in alone], dtype=bool)
+        texts = [address.tobytes() for address in self._references["address"][at]]
+        rows = np.zeros(len(row), dtype=ROW)
+        rows["record"], rows["variant"], rows["plain"] = ids[row], 2 * number + flip, self._held[ids[row]]
+        rows["address"] = as_array([joined_address(pair) for pair in zip(alone, texts, strict=True)])
         return rows[readable]
 
 
@@ -312,8 +312,8 @@ def mask_contents(
     apart = np.array([recipe.masks is not None for recipe in recipes])[np.asarray(index.columns().source)[wanted]]
     contents, rejects = np.zeros((index.count, BYTES), np.uint8), list[Reject]()
     if not apart.all():
-        found, rejects = picture_contents(index, wanted[~apart], look=look, say=say)
-        contents[wanted[~apart]] = found[wanted[~apart]]
+        hashed, rejects = picture_contents(index, wanted[~apart], look=look, say=say)
+        contents[wanted[~apart]] = hashed[wanted[~apart]]
     if apart.any():
         files, more = _mask_file_contents(index, recipes, wanted[apart], look, say)
         contents[wanted[apart]] = files[wanted[apart]]
@@ -328,35 +328,35 @@ def _mask_file_contents(
     column = index.folder / f"masks-{hashlib.blake2b(folders, digest_size=6).hexdigest()}.npy"
     if not look:
         with contextlib.suppress(OSError, ValueError):
-            found: np.ndarray = np.load(column)
-            if found.shape == (index.count, BYTES):
-                left = wanted[~found[wanted].any(axis=1)]
+            saved: np.ndarray = np.load(column)
+            if saved.shape == (index.count, BYTES):
+                left = wanted[~saved[wanted].any(axis=1)]
                 reason = "unreadable: what its mask holds is not known, and nothing is read now"
-                return found, [Reject(index.path(index.record(int(each))), reason) for each in left]
+                return saved, [Reject(index.path(index.record(int(record_id))), reason) for record_id in left]
 
     # the mask file of each record, by its stamp
     contents, stamps, rejects = np.zeros((index.count, BYTES), np.uint8), np.zeros((index.count, BYTES), np.uint8), []
-    mine = np.zeros(index.count, dtype=bool)
-    mine[wanted] = True
-    whole = []
-    for place in _mask_files(index, recipes, mine):
-        if isinstance(place, Reject):
-            rejects.append(place)
-        elif isinstance(place, int):
-            whole.append(place)
+    own = np.zeros(index.count, dtype=bool)
+    own[wanted] = True
+    complete = []
+    for media in _mask_files(index, recipes, own):
+        if isinstance(media, Reject):
+            rejects.append(media)
+        elif isinstance(media, int):
+            complete.append(media)
         else:
-            stamps[place.record_id] = np.frombuffer(place.stamp, np.uint8)
+            stamps[media.record_id] = np.frombuffer(media.stamp, np.uint8)
 
     # what is not known of them is read, one file once for all its pictures
     known = KnownHashes(index.folder.parent / FOLDER)
     contents[wanted] = known.lookup(stamps[wanted])
-    contents[whole] = NO_MASK
-    mine &= stamps.any(axis=1) & ~contents.any(axis=1)
-    if mine.any():
-        once = first_of_duplicates(mine, stamps)  # one mask may serve many pictures
-        work = (place for place in _mask_files(index, recipes, once) if isinstance(place, MediaBytes))
+    contents[complete] = NO_MASK
+    own &= stamps.any(axis=1) & ~contents.any(axis=1)
+    if own.any():
+        once = first_of_duplicates(own, stamps)  # one mask may serve many pictures
+        work = (media for media in _mask_files(index, recipes, once) if isinstance(media, MediaBytes))
         rejects += hash_media(index, work, int(once.sum()), known, contents, look=look, say=say)
-        copy_to_duplicates(contents, mine & ~once, once, stamps)
+        copy_to_duplicates(contents, own & ~once, once, stamps)
     here = wanted[contents[wanted].any(axis=1) & stamps[wanted].any(axis=1)]
     known.close(stamps[here], contents[here])
     save_array(column, contents)
@@ -379,7 +379,7 @@ def _mask_files(index: Index, recipes: Sequence[Recipe], wanted: np.ndarray) -> 
             if file is None:
                 yield record_id
                 continue
-            found = file.stat()
-            yield MediaBytes(record_id, None, str(file), found.st_size, found.st_mtime_ns)
+            stat = file.stat()
+            yield MediaBytes(record_id, None, str(file), stat.st_size, stat.st_mtime_ns)
         except (Unusable, OSError) as error:
             yield Reject(index.path(index.record(record_id)), str(error))

@@ -136,7 +136,7 @@ def _index_state(path: Path) -> tuple[_IndexState | None, str]:
         with closing(journals.connect(path)) as db:
             facts = journals.meta(db)
             segments = [_SegmentState(*row) for row in db.execute("SELECT * FROM segments")]
-            known = {each.name: replace(each, sealed=bool(each.sealed)) for each in segments}
+            known = {segment.name: replace(segment, sealed=bool(segment.sealed)) for segment in segments}
             return _IndexState(facts["generation"], facts["drops"], facts["numbers"], facts["rejects"], known), ""
     except FileNotFoundError:
         return None, ""
@@ -185,7 +185,7 @@ def _new_rows(folder: CacheFolder, base: _IndexState, scratch: Path) -> _NewRows
     dropped = references.offsets_of(folder)
 
     # every journal that may hold rows beyond the state
-    fresh = 1 + max((each.id for each in base.segments.values()), default=-1)
+    fresh = 1 + max((segment.id for segment in base.segments.values()), default=-1)
     listed = folder.listed()
     for name in sorted(listed[IDX]):
         known = base.segments.get(name)
@@ -255,14 +255,14 @@ def _build(path: Path, base: _IndexState, news: _NewRows, scratch: Path) -> jour
 
         # rows, in the order of their addresses
         db.execute("BEGIN")
-        by_id = {each.id: each for each in news.segments.values()}
+        by_id = {segment.id: segment for segment in news.segments.values()}
         for rows in news.sorter.sorted():
             for start in range(0, len(rows), _CHUNK):
                 _insert(db, base, rows[start : start + _CHUNK], by_id)
 
         # what it was made from
         base.segments, base.generation = news.segments, uuid.uuid4().hex
-        columns = [tuple(vars(each).values()) for each in base.segments.values()]
+        columns = [tuple(vars(segment).values()) for segment in base.segments.values()]
         db.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)", columns)
         (base.rejects,) = db.execute("SELECT count(*) FROM entries WHERE kind = 1").fetchone()
         facts = {name: value for name, value in vars(base).items() if name != "segments"}
@@ -308,7 +308,7 @@ def _resolve_duplicates(
     """Choose between rows that were not inserted and those that have their addresses; return which rows count."""
     counts = np.ones(len(rows), bool)
     number_of_next = first
-    for place, (address, segment, offset, length, crc, kind) in enumerate(rows):
+    for number, (address, segment, offset, length, crc, kind) in enumerate(rows):
         its_segment, its_offset, its_length = db.execute(_LOCATION, (address,)).fetchone()
         if (its_segment, its_offset) == (segment, offset):  # it was inserted: numbers stay without gaps
             db.execute("UPDATE entries SET number = ? WHERE address = ?", (number_of_next, address))
@@ -318,13 +318,13 @@ def _resolve_duplicates(
             by_id[its_segment].entries -= 1
             by_id[its_segment].bytes -= its_length
         else:
-            counts[place] = False
+            counts[number] = False
     return counts
 
 
 def _write_rejects(folder: CacheFolder, building: journals.DatabaseBuild, state: _IndexState) -> None:
     """Write what could not be encoded, and why. Raises TrainingFault."""
-    names = {each.id: each.name for each in state.segments.values()}
+    names = {segment.id: segment.name for segment in state.segments.values()}
     lines = []
     places = "SELECT segment, offset, length, crc FROM entries WHERE kind = 1 ORDER BY segment, offset"
     for segment, offset, length, crc in building.db.execute(places):

@@ -209,8 +209,8 @@ def check_ends(file: IO[bytes]) -> tuple[int, int]:
         raise OtherFormat(f"it is of version {version}, this program reads version {VERSION}")
     if size > 0:
         file.seek(size)
-        magic, said, crc = _TAIL.unpack(file.read())
-        if (magic, said) == (_MAGIC, size):
+        magic, rows, crc = _TAIL.unpack(file.read())
+        if (magic, rows) == (_MAGIC, size):
             return size, crc
     raise Damaged("its end is missing")
 

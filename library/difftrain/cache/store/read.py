@@ -104,27 +104,27 @@ class BatchBuffers:
 
 @lru_cache(maxsize=1024)
 def copy_steps(
-    found: tuple[FeatureSpan, ...], dtypes: tuple[tuple[str, str], ...]
+    spans: tuple[FeatureSpan, ...], dtypes: tuple[tuple[str, str], ...]
 ) -> tuple[int, int, tuple[CopyStep, ...]] | None:
     """Return where the first feature that is wanted begins, where the last ends, and how each is read.
 
     None where one is stored otherwise than it is wanted, and has to be converted. Raises: ValueError.
     """
     wanted = dict(dtypes)
-    here = sorted((each for each in found if each.name in wanted), key=lambda each: each.start)
+    here = sorted((span for span in spans if span.name in wanted), key=lambda span: span.start)
     if len(here) < len(wanted):
-        raise ValueError(f"it holds {', '.join(each.name for each in found)}, not {', '.join(wanted)}")
+        raise ValueError(f"it holds {', '.join(span.name for span in spans)}, not {', '.join(wanted)}")
     steps: list[CopyStep] = []
     end = here[0].start
-    for each in here:
-        if each.codec or each.scales or each.dtype != wanted[each.name]:
+    for span in here:
+        if span.codec or span.scales or span.dtype != wanted[span.name]:
             return None
-        size = nbytes_of(each.dtype, each.shape, each.rows)
-        if each.stop - each.start != size:
-            raise ValueError(f"{each.name} has {each.stop - each.start} bytes, not {size}")
-        gap = bytearray(each.start - end) if each.start > end else None
-        steps.append(CopyStep(each.name, each.shape, each.rows, gap))
-        end = each.stop
+        size = nbytes_of(span.dtype, span.shape, span.rows)
+        if span.stop - span.start != size:
+            raise ValueError(f"{span.name} has {span.stop - span.start} bytes, not {size}")
+        gap = bytearray(span.start - end) if span.start > end else None
+        steps.append(CopyStep(span.name, span.shape, span.rows, gap))
+        end = span.stop
     return here[0].start, end, tuple(steps)
 
 
@@ -167,8 +167,8 @@ class Reader:
         cache: what messages call it, as it is given to `difftrain cache repair`.
         """
         self._source, self._entries, self._features, self._verified = source, entries, dict(features), verified
-        self._dtypes = tuple(sorted((name, each.dtype) for name, each in features.items()))
-        self._made_as = {name: memory_dtype(each.dtype) for name, each in features.items()}
+        self._dtypes = tuple(sorted((name, feature.dtype) for name, feature in features.items()))
+        self._made_as = {name: memory_dtype(feature.dtype) for name, feature in features.items()}
         self._cache = cache
         self._files = source if isinstance(source, SegmentFiles) else None
         self._found: dict[bytes, EntryRow] = {}
@@ -326,12 +326,12 @@ class Reader:
         payload = checked_payload(self._source, row)
         if row.kind == REJECT:
             raise TrainingFault(f"{self._cache}: a record is read that could not be encoded: {rejected(payload)[1]}")
-        here = [one for one in unpack(payload) if one.name in self._features]
+        here = [feature for feature in unpack(payload) if feature.name in self._features]
         if len(here) < len(self._features):
-            raise ValueError(f"it holds {', '.join(one.name for one in here)}, not {', '.join(self._features)}")
-        for one in here:
-            out.array(one.name, one.shape)
-            restore(one, out.tensors[one.name][number])
+            raise ValueError(f"it holds {', '.join(feature.name for feature in here)}, not {', '.join(self._features)}")
+        for feature in here:
+            out.array(feature.name, feature.shape)
+            restore(feature, out.tensors[feature.name][number])
         return payload
 
     def __getstate__(self) -> dict[str, Any]:

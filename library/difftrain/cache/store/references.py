@@ -77,8 +77,8 @@ def write(folder: CacheFolder, use: str, facts: Mapping[str, Any], rows: Mapping
     with disk_faults(folder.path):
         folder.references_dir.mkdir(exist_ok=True)
         crcs = {}
-        for encoder, each in sorted(rows.items()):
-            head, body = _npy(each)
+        for encoder, row in sorted(rows.items()):
+            head, body = _npy(row)
             crcs[encoder] = crc32c(body, crc32c(head))
             write_bytes(_rows_file(folder.references_dir, use, encoder, crcs[encoder]), head, body)
         _write_facts(folder, use, {"format": FORMAT, "facts": facts, "encoders": crcs, "whole": False})
@@ -90,26 +90,26 @@ def write(folder: CacheFolder, use: str, facts: Mapping[str, Any], rows: Mapping
 def mark_whole(folder: CacheFolder, use: str, whole: bool = True) -> None:
     """Say whether everything a configuration wants is there. Raises TrainingFault, DataFault, FileNotFoundError."""
     with disk_faults(folder.path):
-        said = _facts(folder.references_dir / f"{use}.json")
-        if said["whole"] != whole:
-            _write_facts(folder, use, {**said, "whole": whole})
+        facts = _facts(folder.references_dir / f"{use}.json")
+        if facts["whole"] != whole:
+            _write_facts(folder, use, {**facts, "whole": whole})
 
 
 def all_references(folder: CacheFolder) -> list[Reference]:
     """Return all uses of a cache, by id. Raises DataFault."""
-    found = []
+    references = []
     for path in sorted(folder.references_dir.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            found.append(one(folder, path.stem))
-    return found
+            references.append(one(folder, path.stem))
+    return references
 
 
 def one(folder: CacheFolder, use: str) -> Reference:
     """Return a use. Raises DataFault, FileNotFoundError."""
     path = folder.references_dir / f"{use}.json"
-    said = _facts(path)
-    crcs, used_at = said["encoders"], path.stat().st_mtime
-    return Reference(use, said["facts"], said["whole"], used_at, tuple(crcs), folder.references_dir, crcs)
+    facts = _facts(path)
+    crcs, used_at = facts["encoders"], path.stat().st_mtime
+    return Reference(use, facts["facts"], facts["whole"], used_at, tuple(crcs), folder.references_dir, crcs)
 
 
 def touch(folder: CacheFolder, use: str) -> None:
@@ -127,8 +127,8 @@ def remove(folder: CacheFolder, use: str) -> None:
             rows.unlink(missing_ok=True)
 
 
-def _write_facts(folder: CacheFolder, use: str, said: Mapping[str, Any]) -> None:
-    words = json.dumps({key: value for key, value in said.items() if key != "crc"}, sort_keys=True)
+def _write_facts(folder: CacheFolder, use: str, facts: Mapping[str, Any]) -> None:
+    words = json.dumps({key: value for key, value in facts.items() if key != "crc"}, sort_keys=True)
     crc = crc32c(words.encode())
     write_bytes(
         folder.references_dir / f"{use}.json", json.dumps({**json.loads(words), "crc": crc}, sort_keys=True).encode()
@@ -137,11 +137,11 @@ def _write_facts(folder: CacheFolder, use: str, said: Mapping[str, Any]) -> None
 
 def _facts(path: Path) -> dict[str, Any]:
     try:
-        said: dict[str, Any] = json.loads(path.read_bytes())
-        if said["format"] != FORMAT:
-            raise ValueError(f"it is of format {said['format']}, this version reads format {FORMAT}")
-        rest = {key: value for key, value in said.items() if key != "crc"}
-        if said["crc"] != crc32c(json.dumps(rest, sort_keys=True).encode()):
+        facts: dict[str, Any] = json.loads(path.read_bytes())
+        if facts["format"] != FORMAT:
+            raise ValueError(f"it is of format {facts['format']}, this version reads format {FORMAT}")
+        rest = {key: value for key, value in facts.items() if key != "crc"}
+        if facts["crc"] != crc32c(json.dumps(rest, sort_keys=True).encode()):
             raise ValueError("its checksum differs")
     except FileNotFoundError:
         raise
@@ -149,7 +149,7 @@ def _facts(path: Path) -> dict[str, Any]:
         raise DataFault(
             f"{path}, which tells of a use of the feature cache, cannot be read ({error}). Remove it"
         ) from None
-    return said
+    return facts
 
 
 def _rows_file(folder: Path, use: str, encoder: str, crc: int) -> Path:
@@ -176,12 +176,12 @@ def add(folder: CacheFolder, places: Iterable[tuple[str, int]]) -> Path | None:
     offsets: dict[str, list[int]] = {}
     for name, offset in places:
         offsets.setdefault(name, []).append(offset)
-    return add_many(folder, {name: np.array(each, np.uint64) for name, each in offsets.items()})
+    return add_many(folder, {name: np.array(offset, np.uint64) for name, offset in offsets.items()})
 
 
 def add_many(folder: CacheFolder, offsets: Mapping[str, np.ndarray]) -> Path | None:
     """Do the same for the offsets of each segment. Raises TrainingFault."""
-    names = [name for name, each in offsets.items() if len(each)]
+    names = [name for name, offset in offsets.items() if len(offset)]
     if not names:
         return None
     rows = np.empty(sum(len(offsets[name]) for name in names), _ROW)
@@ -203,12 +203,12 @@ def read(folder: CacheFolder) -> dict[str, set[int]]:
 
 def offsets_of(folder: CacheFolder) -> dict[str, np.ndarray]:
     """Return the same as sorted arrays of uint64, which take less memory. Raises DataFault."""
-    found: dict[str, list[np.ndarray]] = {}
+    offsets_by_segment: dict[str, list[np.ndarray]] = {}
     for name in _names(folder):
         with contextlib.suppress(FileNotFoundError):  # taken away meanwhile, with its segments
             for segment, offsets in file_offsets(folder, name).items():
-                found.setdefault(segment, []).append(offsets)
-    return {segment: np.unique(np.concatenate(each)) for segment, each in found.items()}
+                offsets_by_segment.setdefault(segment, []).append(offsets)
+    return {segment: np.unique(np.concatenate(offsets)) for segment, offsets in offsets_by_segment.items()}
 
 
 def file_offsets(folder: CacheFolder, name: str) -> dict[str, np.ndarray]:
@@ -216,7 +216,7 @@ def file_offsets(folder: CacheFolder, name: str) -> dict[str, np.ndarray]:
     names, rows = _read(folder, name)
     order = np.argsort(rows["segment"], kind="stable")
     bounds = np.searchsorted(rows["segment"][order], np.arange(len(names) + 1))
-    return {each: rows["offset"][order[start:stop]] for each, start, stop in zip(names, bounds[:-1], bounds[1:])}
+    return {name: rows["offset"][order[start:stop]] for name, start, stop in zip(names, bounds[:-1], bounds[1:])}
 
 
 def prune(folder: CacheFolder) -> None:

@@ -136,21 +136,21 @@ def _countable(journal: JournalScan, known: np.ndarray, dropped: np.ndarray | No
 
 def _known(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
     """Return what metadata.db knows of the segments whose files are broken, as rows of journals."""
-    found = {name: np.empty(0, ROW) for name, checked in report.hurt.items() if checked.rewrite}
-    if report.database is None or not found:
-        return found
+    known = {name: np.empty(0, ROW) for name, checked in report.hurt.items() if checked.rewrite}
+    if report.database is None or not known:
+        return known
     with closing(journals.connect(folder.database)) as db:
-        ids = {number: name for number, name in db.execute("SELECT id, name FROM segments") if name in found}
+        ids = {number: name for number, name in db.execute("SELECT id, name FROM segments") if name in known}
         asked = ",".join(map(str, ids))
-        each = "SELECT segment, address, offset, length, crc, kind FROM entries WHERE segment IN"
-        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in found}
-        for number, *row in db.execute(f"{each} ({asked})"):
+        query = "SELECT segment, address, offset, length, crc, kind FROM entries WHERE segment IN"
+        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in known}
+        for number, *row in db.execute(f"{query} ({asked})"):
             rows[ids[number]].append((*row, 0, 0))
-    return {name: np.array(each, ROW) for name, each in rows.items()}
+    return {name: np.array(row, ROW) for name, row in rows.items()}
 
 
 def _header(folder: CacheFolder, name: str) -> dict[str, Any]:
     """Return the header that metadata.db remembers of a segment whose own are both broken."""
     with suppress(DataFault):
-        return next((each.header for each in Metadata(folder.database).segments() if each.name == name), {})
+        return next((segment.header for segment in Metadata(folder.database).segments() if segment.name == name), {})
     return {}

@@ -64,17 +64,17 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> Mapping[str, list[str]]:
     """Read the command line. Raises: ConfigFault with every fault."""
-    found = scan(argv, FLAGS)
-    faults = list(found.faults)
-    kind = found.words.get("device", ["auto"])[-1]
+    scanned = scan(argv, FLAGS)
+    faults = list(scanned.faults)
+    kind = scanned.words.get("device", ["auto"])[-1]
     if kind not in ("auto", *KINDS):
         faults.append(Fault("--device", f"got {kind!r}", f"one of auto, {', '.join(KINDS)}"))
-    for name in _named(found.words):
+    for name in _named(scanned.words):
         if name not in CHECKS:
             faults.append(Fault("--checks", f"no check {name!r}", did_you_mean(name, CHECKS) or FLAGS["checks"].help))
     if faults:
         raise ConfigFault(faults)
-    return found.words
+    return scanned.words
 
 
 def chosen(words: Mapping[str, list[str]]) -> list[str]:

@@ -30,14 +30,14 @@ def check(context: Context) -> Iterator[Finding]:
     """Look at the folders that were given, and at the user's cache folder."""
     if context.data_dir:
         yield from _readable(Path(context.data_dir))
-    given = context.cache_dir
-    if given and is_url(given):
-        fault = unreadable_url(given)
-        what, remedy = fault or (f"{shown_url(given)} is only read, and tried when a run begins", "")
+    folder = context.cache_dir
+    if folder and is_url(folder):
+        fault = unreadable_url(folder)
+        what, remedy = fault or (f"{shown_url(folder)} is only read, and tried when a run begins", "")
         yield Finding("wrong" if fault else "ok", f"--cache_dir: {what}", remedy, "cache_url")
-        given = None
-    cache = given or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    yield from _writable(Path(cache), "cache", "--cache_dir" if given else "the user's cache folder")
+        folder = None
+    cache = folder or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    yield from _writable(Path(cache), "cache", "--cache_dir" if folder else "the user's cache folder")
     if context.output_dir:
         yield from _writable(Path(context.output_dir), "output", "--output_dir")
 
@@ -60,25 +60,25 @@ def _readable(folder: Path) -> Iterator[Finding]:
         yield Finding("wrong", f"--train_data_dir: {folder} is empty", "give the folder of the pictures", "data")
         return
     took = time.monotonic() - start
-    said = (
+    text = (
         f"{folder} can be read, {len(first)}{' or more' if len(first) == 1000 else ''} entries in {took * 1e3:.0f} ms"
     )
-    yield Finding("ok", said, about="data")
+    yield Finding("ok", text, about="data")
     yield from _disk(folder, "data")
 
 
 def _writable(folder: Path, about: str, flag: str) -> Iterator[Finding]:
     """Write, sync, read and delete a file; a folder that is still to be made is judged by the one above it."""
-    there = next((place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()), Path("/"))
+    nearest = next((above for above in (folder.absolute(), *folder.absolute().parents) if above.exists()), Path("/"))
     word = f"{flag}: {folder}"
-    if not there.is_dir():
-        yield Finding("wrong", f"{word} cannot be made: {there} is a file", _ANOTHER, about)
+    if not nearest.is_dir():
+        yield Finding("wrong", f"{word} cannot be made: {nearest} is a file", _ANOTHER, about)
         return
 
     # permissions and quotas are known for certain only once something was written
-    free = shutil.disk_usage(there).free / 2**30
+    free = shutil.disk_usage(nearest).free / 2**30
     try:
-        took = _try(there)
+        took = _try(nearest)
     except OSError as error:
         if free < _FULL_GIB:
             yield Finding("wrong", f"{word} cannot be written: the disk is full", f"make room; {_ANOTHER}", about)
@@ -89,15 +89,15 @@ def _writable(folder: Path, about: str, flag: str) -> Iterator[Finding]:
 
     # it can be written to: is there room for what will be?
     least = _LEAST_GIB[about]
-    said = f"{word} can be {'written' if there == folder.absolute() else 'made'}, {free:.1f} GiB free, 1 MiB synced in {took * 1e3:.0f} ms"
+    text = f"{word} can be {'written' if nearest == folder.absolute() else 'made'}, {free:.1f} GiB free, 1 MiB synced in {took * 1e3:.0f} ms"
     if free < _FULL_GIB:
-        yield Finding("wrong", f"{said}: the disk is full", f"make room; {_ANOTHER}", about)
+        yield Finding("wrong", f"{text}: the disk is full", f"make room; {_ANOTHER}", about)
     elif free < least:
         what = "checkpoints of SDXL with their optimizer" if about == "output" else "indices and caches"
-        yield Finding("note", f"{said}: {what} may need {least:g} GiB", f"make room; {_ANOTHER}", about)
+        yield Finding("note", f"{text}: {what} may need {least:g} GiB", f"make room; {_ANOTHER}", about)
     else:
-        yield Finding("ok", said, about=about)
-    yield from _disk(there, about)
+        yield Finding("ok", text, about=about)
+    yield from _disk(nearest, about)
 
 
 def _try(folder: Path) -> float:
@@ -115,9 +115,9 @@ def _try(folder: Path) -> float:
             raise OSError(f"{folder} gives back other bytes than were written")
         return time.monotonic() - start
     finally:
-        for each in (name, renamed):
+        for path in (name, renamed):
             with contextlib.suppress(OSError):
-                Path(each).unlink()
+                Path(path).unlink()
 
 
 def _disk(folder: Path, about: str) -> Iterator[Finding]:

@@ -70,13 +70,15 @@ def _threads(cores: int) -> Iterator[Finding]:
 def launch(context: Context) -> Iterator[Finding]:
     """Judge the variables that say which rank a process is."""
     try:
-        place = Launch.from_environment()
+        environment = Launch.from_environment()
     except ConfigFault as error:
         for fault in error.faults:
             yield Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy or "start with torchrun")
         return
-    said = f"rank {place.rank} of {place.size}" if place.distributed else "no launcher: a single process"
-    yield Finding("ok", f"launch variables: {said}")
+    text = (
+        f"rank {environment.rank} of {environment.size}" if environment.distributed else "no launcher: a single process"
+    )
+    yield Finding("ok", f"launch variables: {text}")
 
 
 # --- Packages: their versions, and whether those that training needs can be imported
@@ -159,8 +161,8 @@ def imports(context: Context) -> Iterator[Finding]:
             getattr(import_module(module), attribute)
         except Exception as error:  # whatever a package raises that was built for another
             text = next(iter(str(error).splitlines()), type(error).__name__)
-            there = [each for each in HARMFUL if installed(each)]
-            remedy = f"pip uninstall {' '.join(there)}" if there else _INSTALL
+            harmful = [package for package in HARMFUL if installed(package)]
+            remedy = f"pip uninstall {' '.join(harmful)}" if harmful else _INSTALL
             yield Finding("wrong", f"{name} cannot be imported: {text}", remedy, name)
         else:
             yield Finding("ok", f"{name} can be imported", about=name)
@@ -182,10 +184,10 @@ def noise(context: Context) -> Iterator[Finding]:
 def compiler(context: Context) -> Iterator[Finding]:
     """Say whether --torch_compile works here."""
     why = context.device.why_compile_is_off("inductor") or context.device.why_not_compiled("inductor")
-    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler_path = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if why:
         yield Finding("note", f"--torch_compile: {why}", "nothing: training goes on without it")
-    elif not found:
+    elif not compiler_path:
         remedy = "install g++, or train without it"
         yield Finding("note", "--torch_compile needs a C++ compiler, and none is on PATH", remedy)
     else:

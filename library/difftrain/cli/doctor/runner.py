@@ -114,14 +114,14 @@ class _DoctorWorker:
         if not self._ready and self._next(start + _START_S) is None:
             return [self._lost(name, time.monotonic() - start, _START_S)], True
         self._ready, begun = True, time.monotonic()
-        told = self._next(begun + limit_s)
-        if told is None:
+        message = self._next(begun + limit_s)
+        if message is None:
             return [self._lost(name, time.monotonic() - begun, limit_s)], True
-        self.usable = told["usable"]
-        seconds = round(told["seconds"], 3)
+        self.usable = message["usable"]
+        seconds = round(message["seconds"], 3)
         return [
-            DoctorReport(f"{name}.{about}" if about else name, verdict, found, remedy, seconds)
-            for verdict, found, remedy, about in told["findings"]
+            DoctorReport(f"{name}.{about}" if about else name, verdict, what, remedy, seconds)
+            for verdict, what, remedy, about in message["findings"]
         ], False
 
     def end(self) -> None:
@@ -141,21 +141,21 @@ class _DoctorWorker:
                 return None
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _lost(self, name: str, seconds: float, limit_s: float) -> DoctorReport:
         if self.hangs:
             self._kill()
-            found = f"{name}: no answer within {limit_s:g} s, so it was stopped{self._last_words()}"
+            what = f"{name}: no answer within {limit_s:g} s, so it was stopped{self._last_words()}"
             return DoctorReport(
-                name, "wrong", found, "see what it waits for: the driver, a network disk, another machine", seconds
+                name, "wrong", what, "see what it waits for: the driver, a network disk, another machine", seconds
             )
         self.end()
         code = self._process.returncode
         how = f"died of {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
-        found = f"{name}: the process that looked {how}{self._last_words()}"
-        return DoctorReport(name, "wrong", found, "report it with these words; the driver's log may say more", seconds)
+        what = f"{name}: the process that looked {how}{self._last_words()}"
+        return DoctorReport(name, "wrong", what, "report it with these words; the driver's log may say more", seconds)
 
     def _last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)

@@ -359,7 +359,7 @@ def held_out(index: Index, shares: Sequence[float], seed: int) -> np.ndarray:
 
     # the share of each source: overlapping ones have the same outermost folder
     tops = _tops(sources)
-    together = {top: [n for n, other in enumerate(tops) if other == top] for top in set(tops)}
+    together = {top: [n for n, rival in enumerate(tops) if rival == top] for top in set(tops)}
     common = [max(shares[n] for n in together[top]) for top in tops]
     common = [0.0 if info.is_reg else share for info, share in zip(sources, common, strict=True)]
 
@@ -370,7 +370,7 @@ def held_out(index: Index, shares: Sequence[float], seed: int) -> np.ndarray:
     mask = np.zeros(len(columns.keys), dtype=bool)
     source = np.asarray(columns.source)
     for share in sorted(set(common) - {0.0}):
-        own = np.array([other == share for other in common])[source]
+        own = np.array([rival == share for rival in common])[source]
         mask[own] = HeldOutSplit(share, seed).held_out(split_hashes[own])
     return mask
 

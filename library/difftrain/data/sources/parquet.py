@@ -98,15 +98,15 @@ class ParquetSource(DataSource):
         self, file: str, member: str, path: str, captions: tuple[str, ...], lacking: str
     ) -> SourceItem | BadItem:
         """Make the item of a row that names a file, relative to the parquet file's own folder."""
-        place = posixpath.normpath(posixpath.join(posixpath.dirname(file), path.replace("\\", "/")))
-        if posixpath.isabs(place) or place.split("/")[0] == "..":
+        inner_path = posixpath.normpath(posixpath.join(posixpath.dirname(file), path.replace("\\", "/")))
+        if posixpath.isabs(inner_path) or inner_path.split("/")[0] == "..":
             return BadItem(member, f"outside its folder: {path}")
-        full = self.root / place
+        full = self.root / inner_path
         try:
             size = full.stat().st_size
         except OSError:
             return BadItem(member, f"no picture: {path} does not exist")
-        return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=place)
+        return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=inner_path)
 
     def read(self, media: MediaRef) -> bytes:
         if media.length != -1:
@@ -152,8 +152,8 @@ class ParquetSource(DataSource):
         if caption is None:
             missing.append(_missing("captions", self.info.caption_column, "data.caption_column", CAPTION_COLUMNS))
         if image is None or caption is None:
-            found = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
-            raise DataFault(f"{self.root / path}: {'; '.join(missing)}. Columns found: {found}")
+            columns = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
+            raise DataFault(f"{self.root / path}: {'; '.join(missing)}. Columns found: {columns}")
         return image, caption
 
 

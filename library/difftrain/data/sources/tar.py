@@ -155,8 +155,8 @@ class TarSource(DataSource):
 def list_shards(source: DataSource, suffix: str) -> Iterator[ListedFile]:
     """List the files of a suffix below a source's root as media, everything else as other."""
     if source.info.only:
-        found = (source.root / source.info.only).stat()
-        yield ListedFile("media", source.info.only, found.st_size, found.st_mtime_ns)
+        stat = (source.root / source.info.only).stat()
+        yield ListedFile("media", source.info.only, stat.st_size, stat.st_mtime_ns)
         return
     for path, entry in walk(source.root, deep=not source.info.flat):
         if path.lower().endswith(suffix):

@@ -19,13 +19,13 @@ from difftrain.device.health import Context, Finding, of_judgement
 def check(context: Context) -> Iterator[Finding]:
     """Look at the installation; nothing is found where nothing of Ascend is here and no NPU is asked for."""
     wheel = importlib.util.find_spec("torch_npu") is not None
-    there = ascend.nodes()
-    if not wheel and not there and context.kind != "npu":
+    nodes = ascend.nodes()
+    if not wheel and not nodes and context.kind != "npu":
         return
-    yield from _wheel(wheel, len(there), context.kind)
+    yield from _wheel(wheel, len(nodes), context.kind)
     if wheel:
         yield from map(_mild, _cann()) if unused(context.kind) else _cann()
-    yield from _driver(bool(there))
+    yield from _driver(bool(nodes))
     yield from _rights()
     yield from _optional()
 
@@ -35,15 +35,15 @@ def unused(kind: str) -> bool:
     return kind in ("cuda", "cpu")
 
 
-def _mild(found: Finding) -> Finding:
-    return found._replace(verdict="note") if found.verdict == "wrong" else found
+def _mild(finding: Finding) -> Finding:
+    return finding._replace(verdict="note") if finding.verdict == "wrong" else finding
 
 
-def _wheel(wheel: bool, there: int, kind: str) -> Iterator[Finding]:
+def _wheel(wheel: bool, nodes: int, kind: str) -> Iterator[Finding]:
     torch = ascend.version("torch")
     if not wheel:
         remedy = f"pip install torch_npu=={versions.torch_npu_for(torch)}" if torch else "install torch and torch_npu"
-        beside = f"{there} NPU device files are here, and " if there else ""
+        beside = f"{nodes} NPU device files are here, and " if nodes else ""
         yield Finding("wrong" if kind == "npu" else "note", f"{beside}torch_npu is not installed", remedy, "torch_npu")
         return
     installed = ascend.version("torch_npu")
@@ -65,13 +65,13 @@ def _cann() -> Iterator[Finding]:
         yield of_judgement(versions.judge_cann(installed, cann), "cann")
 
 
-def _driver(there: bool) -> Iterator[Finding]:
+def _driver(present: bool) -> Iterator[Finding]:
     judged = versions.judge_driver(host.cann_version(), host.npu_driver())
     yield of_judgement(judged, "driver")
     firmware = host.npu_firmware()
     if firmware is not None:
         yield Finding("ok", f"firmware {firmware}", about="firmware")
-    elif there:
+    elif present:
         yield Finding(
             "note",
             "the version of the firmware could not be read",
@@ -83,13 +83,13 @@ def _driver(there: bool) -> Iterator[Finding]:
 def _rights() -> Iterator[Finding]:
     if closed := ascend.without_right():
         yield Finding("wrong", f"this user has no right to use {', '.join(closed)}", ascend.right_remedy(), "rights")
-    elif there := ascend.nodes():
+    elif nodes := ascend.nodes():
         lacking = [name for name in ascend.COMPANIONS if not (ascend.DEV / name).exists()]
         if lacking:
             flags = " ".join(f"--device=/dev/{name}" for name in lacking)
             yield Finding("wrong", f"/dev lacks {', '.join(lacking)}", f"start the container with {flags}", "rights")
         else:
-            yield Finding("ok", f"{len(there)} NPU device files, open to this user", about="rights")
+            yield Finding("ok", f"{len(nodes)} NPU device files, open to this user", about="rights")
 
 
 def _optional() -> Iterator[Finding]:
@@ -123,14 +123,14 @@ LEAST_SHARE = 0.5  # of a device's memory that should be free
 def check_devices(context: Context) -> Iterator[Finding]:
     """Say which kinds are there, and which device training would take."""
     for kind in KINDS:
-        found = find(kind)
-        if found.count:
-            yield Finding("ok", f"{kind}: {found.count} found", about=kind)
+        probed = find(kind)
+        if probed.count:
+            yield Finding("ok", f"{kind}: {probed.count} found", about=kind)
         else:
             asked = context.kind == kind
             half_there = nodes(kind) or (kind == "npu" and ascend.version("torch_npu"))
-            remedy = found.remedy if asked or half_there else ""  # else there is nothing to mend
-            yield Finding("wrong" if asked else "note", f"{kind}: {found.why_not}", remedy, kind)
+            remedy = probed.remedy if asked or half_there else ""  # else there is nothing to mend
+            yield Finding("wrong" if asked else "note", f"{kind}: {probed.why_not}", remedy, kind)
     try:
         device = context.device
     except ConfigFault as error:
@@ -138,8 +138,8 @@ def check_devices(context: Context) -> Iterator[Finding]:
             yield Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy, "chosen")
         return
     about = {key: value for key, value in device.describe().items() if value and key not in ("host", "kind", "index")}
-    said = ", ".join(f"{key} {value}" for key, value in about.items())
-    yield Finding("ok", f"training would take {device.torch_device}: {said}", about="chosen")
+    text = ", ".join(f"{key} {value}" for key, value in about.items())
+    yield Finding("ok", f"training would take {device.torch_device}: {text}", about="chosen")
 
 
 def check_memory(context: Context) -> Iterator[Finding]:
@@ -163,17 +163,17 @@ def _one(module: Any, kind: str, index: int) -> Finding:
 
     name, about = module.get_device_name(index), f"{kind}_{index}"
     free, total = module.mem_get_info(index)
-    said = f"{kind}:{index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    whole = torch.arange(64 * 64, dtype=torch.float32).remainder(7).reshape(64, 64)
-    there = whole.to(torch.device(kind, index))
-    if not torch.equal((there @ there).cpu(), whole @ whole):  # small whole numbers: no rounding anywhere
+    text = f"{kind}:{index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    numbers = torch.arange(64 * 64, dtype=torch.float32).remainder(7).reshape(64, 64)
+    copied = numbers.to(torch.device(kind, index))
+    if not torch.equal((copied @ copied).cpu(), numbers @ numbers):  # small whole numbers: no rounding anywhere
         return Finding(
-            "wrong", f"{said}; a product of whole numbers comes out wrong", "do not train on this card", about
+            "wrong", f"{text}; a product of whole numbers comes out wrong", "do not train on this card", about
         )
     if free < LEAST_SHARE * total:
         tool = _SMI if kind == "npu" else "nvidia-smi"
-        return Finding("note", f"{said}: others use the rest", f"see {tool} for their processes", about)
-    return Finding("ok", said, about=about)
+        return Finding("note", f"{text}: others use the rest", f"see {tool} for their processes", about)
+    return Finding("ok", text, about=about)
 
 
 def _memory_of_host() -> Finding:
@@ -182,10 +182,10 @@ def _memory_of_host() -> Finding:
     available = host.available_bytes()
     if available is None:
         return Finding("note", "the system does not say how much memory is free", about="memory")
-    said = f"{available / 2**30:.1f} GiB of memory can be taken"
+    text = f"{available / 2**30:.1f} GiB of memory can be taken"
     if available < 2 << 30:
-        return Finding("note", said, "end other processes, or raise the container's limit", "memory")
-    return Finding("ok", said, about="memory")
+        return Finding("note", text, "end other processes, or raise the container's limit", "memory")
+    return Finding("ok", text, about="memory")
 
 
 def link_remedy(kind: str) -> str:

@@ -41,9 +41,9 @@ def attention(context: Context) -> Iterator[Finding]:
     """Compare the attention that training uses, forwards and backwards, in each precision."""
     for name, dtype in _dtypes().items():
         errors, ways = {}, set()
-        for place, case in enumerate(_CASES):
+        for number, case in enumerate(_CASES):
             try:
-                errors[case.name], way = _attention_error(context, case, dtype, seed=place)
+                errors[case.name], way = _attention_error(context, case, dtype, seed=number)
             except (RuntimeError, NotImplementedError) as error:
                 text = next(iter(str(error).splitlines()), type(error).__name__)
                 yield Finding("wrong", f"attention in {name}, {case.name}: {text}", _REPORT, name)
@@ -54,19 +54,19 @@ def attention(context: Context) -> Iterator[Finding]:
 
 
 def _attention_finding(context: Context, name: str, dtype: Any, errors: dict[str, float], ways: set[str]) -> Finding:
-    said = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
-    said = f"attention in {name}, {' and '.join(sorted(ways))}: off fp64 by {said}"
+    text = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
+    text = f"attention in {name}, {' and '.join(sorted(ways))}: off fp64 by {text}"
     if not all(error < BOUNDS[name] for error in errors.values()):  # a NaN is off too
-        return Finding("wrong", f"{said}; {BOUNDS[name]:.0e} is its rounding", _REPORT, name)
+        return Finding("wrong", f"{text}; {BOUNDS[name]:.0e} is its rounding", _REPORT, name)
     if name == "fp32" and max(errors.values()) > _REAL_FP32:
         return Finding(
-            "note", f"{said}: TF32 or HF32, not fp32", "torch.set_float32_matmul_precision, if that matters", name
+            "note", f"{text}: TF32 or HF32, not fp32", "torch.set_float32_matmul_precision, if that matters", name
         )
     if context.device.kind == "npu" and ways != {"fused"}:
         return Finding(
-            "note", f"{said}; not fused, because {_why_not_fused(context, dtype)}", "train in bf16 or fp16", name
+            "note", f"{text}; not fused, because {_why_not_fused(context, dtype)}", "train in bf16 or fp16", name
         )
-    return Finding("ok", said, about=name)
+    return Finding("ok", text, about=name)
 
 
 def _dtypes() -> dict[str, Any]:
@@ -95,16 +95,18 @@ def _attention_error(context: Context, case: _Case, dtype: Any, seed: int) -> tu
         mask[..., 0] = True
     exact = _with_gradients(lambda q, k, v: reference(q, k, v, mask, case.causal), operands, upstream)
     device = context.device.torch_device
-    there = tuple(each.to(device, dtype) for each in (*operands, upstream))
+    operands_there = tuple(tensor.to(device, dtype) for tensor in (*operands, upstream))
     mask_there = None if mask is None else mask.to(device)
     with counting() as tally:
-        found = _with_gradients(lambda q, k, v: attend(q, k, v, mask_there, case.causal), there[:3], there[3])
-    apart = [float((a.cpu().double() - b).abs().max()) for a, b in zip(found, exact)]
+        result = _with_gradients(
+            lambda q, k, v: attend(q, k, v, mask_there, case.causal), operands_there[:3], operands_there[3]
+        )
+    apart = [float((a.cpu().double() - b).abs().max()) for a, b in zip(result, exact)]
     return max(apart), "fused" if tally["fused"] else "sdpa"
 
 
 def _with_gradients(call: Any, operands: tuple[Tensor, ...], upstream: Tensor) -> list[Tensor]:
-    leaves = [each.detach().clone().requires_grad_() for each in operands]
+    leaves = [operand.detach().clone().requires_grad_() for operand in operands]
     out = call(*leaves)
     out.backward(upstream)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -114,7 +116,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     """Attend by the formula, in the operands' precision. mask: True = keep."""
     import torch
 
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     keep = torch.ones(scores.shape[-2:], dtype=torch.bool)
     keep = keep.tril() if causal else keep
@@ -127,8 +129,8 @@ def _why_not_fused(context: Context, dtype: Any) -> str:
 
     from difftrain.device import why_not_fused
 
-    one = torch.empty(2, 4, 130, 64, dtype=dtype, device=context.device.torch_device)
-    return why_not_fused(one, one, one) or "some of its cases are outside the operator's limits"
+    query = torch.empty(2, 4, 130, 64, dtype=dtype, device=context.device.torch_device)
+    return why_not_fused(query, query, query) or "some of its cases are outside the operator's limits"
 
 
 def kernels(context: Context) -> Iterator[Finding]:
@@ -141,11 +143,11 @@ def kernels(context: Context) -> Iterator[Finding]:
             with counters.counting() as ways:
                 error = _adamw_error(context, dtype) if name == "adamw" else _kernel_error(context, name, dtype)
             way = "fused" if ways[f"{name} fused"] else "plain"
-            said, about = f"{name} in {precision}, {way}: off fp64 by {error:.1e}", f"{name}_{precision}"
+            text, about = f"{name} in {precision}, {way}: off fp64 by {error:.1e}", f"{name}_{precision}"
             if error < BOUNDS[precision]:
-                yield Finding("ok", said, about=about)
+                yield Finding("ok", text, about=about)
             else:
-                yield Finding("wrong", f"{said}; {BOUNDS[precision]:.0e} is its rounding", _REPORT, about)
+                yield Finding("wrong", f"{text}; {BOUNDS[precision]:.0e} is its rounding", _REPORT, about)
 
 
 def _kernel_error(context: Context, name: str, dtype: Any) -> float:
@@ -164,12 +166,12 @@ def _kernel_error(context: Context, name: str, dtype: Any) -> float:
     }
     settings = {"interleaved": True} if name == "rotary" else {}
     exact = table.REGISTRY[name].plain(*operands[name], **settings)
-    there = [
-        each.to(context.device.torch_device, dtype) if isinstance(each, torch.Tensor) else each
-        for each in operands[name]
+    operands_there = [
+        tensor.to(context.device.torch_device, dtype) if isinstance(tensor, torch.Tensor) else tensor
+        for tensor in operands[name]
     ]
-    found = getattr(table, name)(*there, **settings)
-    return float((found.cpu().double() - exact).abs().max())
+    result = getattr(table, name)(*operands_there, **settings)
+    return float((result.cpu().double() - exact).abs().max())
 
 
 def _adamw_error(context: Context, dtype: Any) -> float:

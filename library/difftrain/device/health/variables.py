@@ -20,11 +20,11 @@ SENSIBLE_S = 300  # below it, a rank that compiles or saves is taken for lost
 
 def check(context: Context) -> Iterator[Finding]:
     """Look at the variables that matter for what is here."""
-    found = list(_cuda())
+    findings = list(_cuda())
     if importlib.util.find_spec("torch_npu") is not None or ascend.nodes() or context.kind == "npu":
-        found += [*_waiting(), *_queue(), *_places(), *_devices(), *_overflow(), *_network(), *_logs()]
-    yield from found
-    if not any(one.verdict != "ok" for one in found):
+        findings += [*_waiting(), *_queue(), *_places(), *_devices(), *_overflow(), *_network(), *_logs()]
+    yield from findings
+    if not any(finding.verdict != "ok" for finding in findings):
         yield Finding("ok", "no variable of the environment stands in the way")
 
 

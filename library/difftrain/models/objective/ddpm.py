@@ -29,7 +29,7 @@ OFFSET, OFFSET_STRENGTH, PERTURBATION, PERTURBATION_STRENGTH = (
 
 def noise_draws(section: NoiseSection, plain: Mapping[str, DrawSpec]) -> dict[str, DrawSpec]:
     """Return the host draws of a run: the plain ones, and what its noises want beside or in them."""
-    found = dict(plain)
+    draws = dict(plain)
     noise, timestep = plain["noise"], plain["timestep"]
     adaptive = _is_adaptive(section)
     mix = NoiseMix(
@@ -42,19 +42,19 @@ def noise_draws(section: NoiseSection, plain: Mapping[str, DrawSpec]) -> dict[st
 
     # --- mixed into the noise, or drawn beside it
     if mix.offset or mix.iterations:
-        found["noise"] = replace(noise, mix=mix)
+        draws["noise"] = replace(noise, mix=mix)
     if adaptive:  # waits for the latents
-        found[OFFSET] = replace(noise, factor=0)
+        draws[OFFSET] = replace(noise, factor=0)
         if section.offset_random_strength:
-            found[OFFSET_STRENGTH] = DrawSpec("uniform")
+            draws[OFFSET_STRENGTH] = DrawSpec("uniform")
     if section.ip_gamma:
-        found[PERTURBATION] = noise
+        draws[PERTURBATION] = noise
         if section.ip_gamma_random_strength:
-            found[PERTURBATION_STRENGTH] = DrawSpec("uniform")
-    found["timestep"] = replace(
+            draws[PERTURBATION_STRENGTH] = DrawSpec("uniform")
+    draws["timestep"] = replace(
         timestep, low=section.min_timestep or 0, high=min(section.max_timestep or timestep.high, timestep.high)
     )
-    return found
+    return draws
 
 
 def _is_adaptive(section: NoiseSection) -> bool:

@@ -62,8 +62,8 @@ def inputs(batch: Batch, latents: Tensor, conditions: dict[str, Tensor]) -> Inpu
 
 def weight_of(batch: Batch, samples: int, device: torch.device) -> Tensor:
     """Return the weight of each sample's loss by the source that it comes from, (B,) fp32."""
-    given = batch.features.get("loss_weight")
-    return torch.ones(samples, device=device) if given is None else given
+    weight = batch.features.get("loss_weight")
+    return torch.ones(samples, device=device) if weight is None else weight
 
 
 def mask_of(batch: Batch, latents: Tensor) -> Tensor | None:

@@ -49,10 +49,10 @@ class LlmVocabulary:
         config = folder / "tokenizer_config.json"
         pad = json.loads(config.read_text(encoding="utf-8")).get("pad_token") if config.is_file() else None
         pad = pad.get("content") if isinstance(pad, dict) else pad
-        found = cls(text, pad or PAD, folder if folder.is_dir() else None)
-        if found.backend().token_to_id(found.pad) is None:
-            raise ValueError(f"{file} has no token {found.pad!r} to fill texts up with")
-        return found
+        vocabulary = cls(text, pad or PAD, folder if folder.is_dir() else None)
+        if vocabulary.backend().token_to_id(vocabulary.pad) is None:
+            raise ValueError(f"{file} has no token {vocabulary.pad!r} to fill texts up with")
+        return vocabulary
 
     @classmethod
     def small(cls, template: str, size: int) -> LlmVocabulary:
@@ -61,9 +61,9 @@ class LlmVocabulary:
         if 256 + len(marks) > size:
             raise ValueError(f"a built-in vocabulary has {256 + len(marks)} tokens, {size} are allowed")
         added = [
-            {"id": 256 + place, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
+            {"id": 256 + index, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
              "normalized": False, "special": True}
-            for place, mark in enumerate(marks)
+            for index, mark in enumerate(marks)
         ]  # fmt: skip
         bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
         content: dict[str, Any] = {

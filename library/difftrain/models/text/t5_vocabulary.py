@@ -44,10 +44,10 @@ class T5Vocabulary:
         """
         file = path
         if path.is_dir():
-            found = [path / name for name in (JSON, PIECES) if (path / name).is_file()]
-            if not found:
+            files = [path / name for name in (JSON, PIECES) if (path / name).is_file()]
+            if not files:
                 raise ValueError(f"{path} holds neither {JSON} nor {PIECES}")
-            file = found[0]
+            file = files[0]
         if file.suffix == ".model":
             return cls(_checked(_converted(file), file))
         return cls(_checked(file.read_text(encoding="utf-8"), file))
@@ -134,7 +134,7 @@ def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()
     # how spaces are marked, and of what a sequence of one or two texts is made
     space = {"type": "Metaspace", "replacement": META, "prepend_scheme": "always", "split": True}
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": EOS, "type_id": 0}}
-    other = {"Sequence": {"id": "B", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
 
     # the keys are in the order in which tokenizers writes them
     return {
@@ -147,7 +147,7 @@ def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [text, end],
-            "pair": [text, end, other, end],
+            "pair": [text, end, second, end],
             "special_tokens": {
                 EOS: {
                     "id": EOS,
@@ -245,36 +245,36 @@ def read_pieces(content: bytes) -> PieceFile:
 
 def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of a message: whole numbers, or bytes of texts, messages and numbers of fixed width."""
-    place = 0
-    while place < len(content):
-        tag, place = _whole(content, place)
+    offset = 0
+    while offset < len(content):
+        tag, offset = _whole(content, offset)
         kind = tag & 7
         if kind == 0:
             value: Any
-            value, place = _whole(content, place)
+            value, offset = _whole(content, offset)
         else:
             if kind == 2:
-                size, place = _whole(content, place)
+                size, offset = _whole(content, offset)
             elif kind in (1, 5):
                 size = 8 if kind == 1 else 4
             else:
                 raise ValueError("is no protocol buffer")
-            value, place = content[place : place + size], place + size
-            if place > len(content):
+            value, offset = content[offset : offset + size], offset + size
+            if offset > len(content):
                 raise ValueError("ends too early")
         yield tag >> 3, value
 
 
-def _whole(content: bytes, place: int) -> tuple[int, int]:
+def _whole(content: bytes, offset: int) -> tuple[int, int]:
     value, shift = 0, 0
     while True:
-        if place >= len(content) or shift > 63:
+        if offset >= len(content) or shift > 63:
             raise ValueError("ends too early")
-        byte = content[place]
+        byte = content[offset]
         value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 128:
-            return value, place
+            return value, offset
 
 
 def _bytes(value: Any) -> bytes:

@@ -31,9 +31,9 @@ _LLM_REMEDY = "give the folder of the language model's tokenizer, with tokenizer
 _REMEDIES = {"clip": _CLIP_REMEDY, "t5": _T5_REMEDY, "llm": _LLM_REMEDY}
 
 
-def mask_name(texts: Sequence[Text], place: int) -> str:
+def mask_name(texts: Sequence[Text], position: int) -> str:
     """Return what the mask of a text encoder is called among features; places count from 1."""
-    return texts[place - 1].mask or f"mask_{place}"
+    return texts[position - 1].mask or f"mask_{position}"
 
 
 def vocabularies(
@@ -45,8 +45,8 @@ def vocabularies(
     """
     made: list[Any] = []
     problems: list[Fault] = []
-    for place, text in enumerate(texts, start=1):
-        where, size = f"--tokenizer{place}_path", sizes[text.part]
+    for position, text in enumerate(texts, start=1):
+        where, size = f"--tokenizer{position}_path", sizes[text.part]
         size = size.get("text_config") or size
         try:
             vocabulary, misfits = _vocabulary(text, dirs.get(text.tokenizer), size, where)
@@ -114,55 +114,59 @@ class Tokenize:
         import torch
 
         made: dict[str, Tensor] = {}
-        for place, (text, vocabulary, length) in enumerate(zip(self.texts, self.vocabularies, self.kept), start=1):
+        for position, (text, vocabulary, length) in enumerate(zip(self.texts, self.vocabularies, self.kept), start=1):
             if text.kind == "clip":
-                made[f"input_ids_{place}"] = self._backend(place)(captions)["input_ids_1"][:, 0]
+                made[f"input_ids_{position}"] = self._backend(position)(captions)["input_ids_1"][:, 0]
                 continue
             ids = np.full((len(captions), length + text.drop), vocabulary.pad_id, dtype=np.int64)
             mask = np.zeros(ids.shape, dtype=bool)
             for row, caption in enumerate(captions):
-                numbers = self._ids(place, caption, ids.shape[1])
+                numbers = self._ids(position, caption, ids.shape[1])
                 ids[row, : len(numbers)], mask[row, : len(numbers)] = numbers, True
-            made[f"input_ids_{place}"] = torch.from_numpy(ids)
+            made[f"input_ids_{position}"] = torch.from_numpy(ids)
             if text.masked:
-                made[mask_name(self.texts, place)] = torch.from_numpy(mask)
+                made[mask_name(self.texts, position)] = torch.from_numpy(mask)
         return made
 
-    def _ids(self, place: int, caption: str, limit: int) -> list[int]:
-        text, whole = self.texts[place - 1], _plain(caption)
+    def _ids(self, position: int, caption: str, limit: int) -> list[int]:
+        text, plain = self.texts[position - 1], _plain(caption)
         if text.kind == "t5":
-            ids = self._backend(place).encode(whole, add_special_tokens=False).ids
-            return [*ids[: limit - 1], self.vocabularies[place - 1].eos_id]
-        return list(self._backend(place).encode(text.template.replace("{}", whole)).ids[:limit])
+            ids = self._backend(position).encode(plain, add_special_tokens=False).ids
+            return [*ids[: limit - 1], self.vocabularies[position - 1].eos_id]
+        return list(self._backend(position).encode(text.template.replace("{}", plain)).ids[:limit])
 
-    def _backend(self, place: int) -> Any:
-        if place not in self._backends:
-            vocabulary, is_clip = self.vocabularies[place - 1], self.texts[place - 1].kind == "clip"
-            self._backends[place] = ClipTokenize((vocabulary, vocabulary)) if is_clip else vocabulary.backend()
-        return self._backends[place]
+    def _backend(self, position: int) -> Any:
+        if position not in self._backends:
+            vocabulary, is_clip = self.vocabularies[position - 1], self.texts[position - 1].kind == "clip"
+            self._backends[position] = ClipTokenize((vocabulary, vocabulary)) if is_clip else vocabulary.backend()
+        return self._backends[position]
 
     @functools.cached_property
     def identity(self) -> str:
         """Return what tells it from others: all that decides the ids of a caption."""
-        parts = [self.describe(place) for place in range(1, len(self.texts) + 1)]
+        parts = [self.describe(position) for position in range(1, len(self.texts) + 1)]
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
-    def describe(self, place: int) -> str:
+    def describe(self, position: int) -> str:
         """Return what decides the ids of one encoder, in words."""
-        text, vocabulary = self.texts[place - 1], self.vocabularies[place - 1]
+        text, vocabulary = self.texts[position - 1], self.vocabularies[position - 1]
         if text.kind == "clip":
-            clips = [each for kind, each in zip(self.texts, self.vocabularies, strict=True) if kind.kind == "clip"]
+            clips = [
+                vocabulary
+                for kind, vocabulary in zip(self.texts, self.vocabularies, strict=True)
+                if kind.kind == "clip"
+            ]
             pair = (clips[0], clips[1]) if len(clips) == 2 else (vocabulary, vocabulary)  # two are told together
             return f"tokens {ClipTokenize(pair).identity}"
         read = "read with their mask" if text.masked and text.reads_mask else "read with the padding"
         template = "" if text.template == "{}" else f" in {text.template!r}"
-        return f"tokens {vocabulary.digest}{template} up to {self.kept[place - 1]}, {read}"
+        return f"tokens {vocabulary.digest}{template} up to {self.kept[position - 1]}, {read}"
 
     @property
     def _longest(self) -> int:
         """Return the place of the encoder that reads furthest: CLIP only where there is no other."""
-        others = [place for place, text in enumerate(self.texts, start=1) if text.kind != "clip"]
-        return max(others or range(1, len(self.texts) + 1), key=lambda place: (self.kept[place - 1], -place))
+        later = [position for position, text in enumerate(self.texts, start=1) if text.kind != "clip"]
+        return max(later or range(1, len(self.texts) + 1), key=lambda position: (self.kept[position - 1], -position))
 
     @property
     def limit(self) -> int:
@@ -177,7 +181,7 @@ class Tokenize:
         if self.texts[self._longest - 1].kind == "clip":
             return list(backend.lengths(captions))
         encoded = backend.encode_batch([_plain(text) for text in captions], add_special_tokens=False)
-        return [len(each.ids) for each in encoded]
+        return [len(encoding.ids) for encoding in encoded]
 
 
 def _plain(text: str) -> str:

@@ -199,9 +199,9 @@ def psnr(vae: Any, pictures: Tensor) -> float:
     return psnr_of(vae.decode(vae.encode(x).latent_dist.mean, return_dict=False)[0].clamp(-1, 1), x)
 
 
-def psnr_of(found: Tensor, wanted: Tensor) -> float:
+def psnr_of(image: Tensor, wanted: Tensor) -> float:
     """Return the mean over pictures of 10 log10(4 / mean squared error) for values in [-1, 1], in dB."""
-    return float(10 * torch.log10(4 / (found - wanted).square().flatten(1).mean(1)).mean().detach())
+    return float(10 * torch.log10(4 / (image - wanted).square().flatten(1).mean(1)).mean().detach())
 
 
 # --- Make tiny_vae.safetensors, the VAE of the size `tiny`: `python -m difftrain.models.vae.fit FILE`

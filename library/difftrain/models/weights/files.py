@@ -203,11 +203,11 @@ def find_weights(folder: Path, stems: Sequence[str], flag: str) -> list[Path]:
     """
     kinds = [(stem, variant, end) for variant in ("", ".fp16") for end in (".safetensors", ".bin") for stem in stems]
     for stem, variant, end in kinds:
-        whole = folder / f"{stem}{variant}{end}"
-        if whole.is_file():
-            return [whole]
+        file = folder / f"{stem}{variant}{end}"
+        if file.is_file():
+            return [file]
         # diffusers and transformers put a variant behind "index"
-        for index in (whole.with_name(f"{whole.name}.index.json"), folder / f"{stem}{end}.index{variant}.json"):
+        for index in (file.with_name(f"{file.name}.index.json"), folder / f"{stem}{end}.index{variant}.json"):
             if index.is_file():
                 return _shards(index, flag)
     names = ", ".join("".join(kind) for kind in kinds)

@@ -100,9 +100,9 @@ def file_name(kind: str, name: str) -> str:
 
 def stored_name(kind: str, name: str, keys: Collection[str]) -> str:
     """Return under which of its names a tensor lies in files that hold these keys."""
-    second = next((first for other, first in _TIED.get(kind.partition(":")[2], ()) if other == name), name)
+    second = next((first for second_name, first in _TIED.get(kind.partition(":")[2], ()) if second_name == name), name)
     candidates = (file_name(kind, name), name, file_name(kind, second), second, *_other_names(kind, name))
-    return next((each for each in candidates if each in keys), candidates[0])
+    return next((candidate for candidate in candidates if candidate in keys), candidates[0])
 
 
 def tied(kind: str) -> tuple[tuple[str, str], ...]:
@@ -112,11 +112,11 @@ def tied(kind: str) -> tuple[tuple[str, str], ...]:
 
 def is_second_name(kind: str, name: str) -> bool:
     """Tell a name that a tensor has beside its first: it is neither written nor drawn."""
-    return any(other == name for other, _ in tied(kind))
+    return any(second_name == name for second_name, _ in tied(kind))
 
 
 def _other_names(kind: str, name: str) -> tuple[str, ...]:
     """Return the second and the former names of a tensor: some files hold nothing but those."""
     known = kind.partition(":")[2]
     old = [name.replace(piece, before) for piece, before in _OLD.get(known, ()) if piece in name]
-    return (*(other for other, first in _TIED.get(known, ()) if first == name), *old)
+    return (*(second_name for second_name, first in _TIED.get(known, ()) if first == name), *old)

@@ -121,17 +121,17 @@ def looks_like(shapes: Shapes) -> str:
     return f"no model known here; its first keys are {', '.join(sorted(shapes)[:3])}"
 
 
-def differences(wanted: Shapes, found: Shapes, limit: int = 5) -> list[str]:
+def differences(wanted: Shapes, actual: Shapes, limit: int = 5) -> list[str]:
     """Describe missing, unexpected and differently shaped tensors, the first few of each by name."""
     lines = []
-    missing = [key for key in wanted if key not in found]
-    unknown = [key for key in found if key not in wanted]
-    other = [
-        f"{key} {found[key]} instead of {shape}"
+    missing = [key for key in wanted if key not in actual]
+    unknown = [key for key in actual if key not in wanted]
+    others_left = [
+        f"{key} {actual[key]} instead of {shape}"
         for key, shape in wanted.items()
-        if key in found and found[key] != shape
+        if key in actual and actual[key] != shape
     ]
-    for title, names in (("missing", missing), ("unexpected", unknown), ("of another shape", other)):
+    for title, names in (("missing", missing), ("unexpected", unknown), ("of another shape", others_left)):
         if names:
             more = f" and {len(names) - limit} more" if len(names) > limit else ""
             lines.append(f"{len(names)} {title}: {', '.join(names[:limit])}{more}")

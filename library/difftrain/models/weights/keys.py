@@ -59,18 +59,18 @@ Rule = Callable[[str], KeyPiece]  # our name -> where it lies
 
 def table_rule(table: str, shapes: Shapes) -> Rule:
     """Return the rule that a table is, for tensors of these shapes. The rule raises KeyError for what no row names."""
-    places = {name: (row, place) for row in rows(table) for place, name in enumerate(row.ours)}
+    places = {name: (row, index) for row in rows(table) for index, name in enumerate(row.ours)}
 
     def rule(name: str) -> KeyPiece:
         owner, _, leaf = name.rpartition(".")
-        for whole, ending in ((name, ""), (owner, leaf)):
-            for pattern, number in _patterns(whole):
+        for owner_name, ending in ((name, ""), (owner, leaf)):
+            for pattern, number in _patterns(owner_name):
                 if pattern in places:
-                    row, place = places[pattern]
+                    row, index = places[pattern]
                     theirs = row.theirs.replace("{}", number)
                     key = f"{theirs}.{row.leaf if ending == 'weight' else ending}" if ending else theirs
-                    before = (each.replace("{}", number) for each in row.ours[:place])
-                    start = sum(shapes[f"{each}.{ending}" if ending else each][0] for each in before)
+                    before = (pattern.replace("{}", number) for pattern in row.ours[:index])
+                    start = sum(shapes[f"{pattern}.{ending}" if ending else pattern][0] for pattern in before)
                     return KeyPiece(key, start, row.halves)
         raise KeyError(f"no row of the table names {name}")
 
@@ -100,12 +100,12 @@ class KeyMap:
         for names in self.members.values():
             names.sort(key=lambda name: self.pieces[name].start)
 
-    def restored(self, name: str, whole: Tensor) -> Tensor:
+    def restored(self, name: str, tensor: Tensor) -> Tensor:
         """Take a tensor of ours out of theirs."""
         piece, shape = self.pieces[name], self.shapes[name]
-        value = whole
+        value = tensor
         if len(self.members[piece.key]) > 1:
-            value = whole[piece.start : piece.start + _stored_shape(piece, shape)[0]]
+            value = tensor[piece.start : piece.start + _stored_shape(piece, shape)[0]]
         if piece.form == "conv":
             value = value.reshape(shape)
         return _swapped(value.T if piece.form == "transposed" else value, piece.halves)
@@ -117,9 +117,9 @@ class KeyMap:
         if len(members) == 1:
             return self.joined(key, {name: value})
         waiting[name] = value.detach().to("cpu", copy=True)  # whoever gives it may write over it
-        if any(each not in waiting for each in members):
+        if any(member not in waiting for member in members):
             return None
-        return self.joined(key, {each: waiting.pop(each) for each in members})
+        return self.joined(key, {member: waiting.pop(member) for member in members})
 
     def joined(self, key: str, ours: Mapping[str, Tensor]) -> Tensor:
         """Make a tensor of theirs of all of ours that it holds, by our names."""
@@ -226,15 +226,15 @@ def vae_rule(vae: Any) -> Rule:
             coder, kind, number, inner = middle.groups()
             if kind == "resnets":
                 return KeyPiece(f"{coder}.mid.block_{int(number) + 1}.{inner}")
-            ours = next(each for each in _VAE_ATTENTION if inner.startswith(f"{each}."))
+            ours = next(prefix for prefix in _VAE_ATTENTION if inner.startswith(f"{prefix}."))
             is_linear = inner.endswith("weight") and ours != "group_norm"
             theirs = f"{coder}.mid.attn_1.{_VAE_ATTENTION[ours]}{inner.removeprefix(ours)}"
             return KeyPiece(theirs, form="conv" if is_linear else "same")
         block = re.fullmatch(r"(encoder|decoder)\.(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)", name)
         if not block:
             return KeyPiece(name)
-        coder, side, place, kind, number, inner = block.groups()
-        level = int(place) if side == "down" else num_blocks - 1 - int(place)
+        coder, side, index, kind, number, inner = block.groups()
+        level = int(index) if side == "down" else num_blocks - 1 - int(index)
         body = f"block.{number}" if kind == "resnets" else f"{side}sample"
         return KeyPiece(f"{coder}.{side}.{level}.{body}.{inner}")
 

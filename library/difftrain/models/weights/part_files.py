@@ -89,7 +89,7 @@ class PartFiles:
         """Map every tensor, without the prefix of a whole model, to its file and its key there."""
         keys = {key: file for _, file in self._opened for key in file.shapes()}
         known = VAE_PREFIXES if "Autoencoder" in self.kind else PREFIXES
-        prefix = next((each for each in known if any(key.startswith(each) for key in keys)), "")
+        prefix = next((prefix for prefix in known if any(key.startswith(prefix) for key in keys)), "")
         prefix = "" if self.path.is_dir() else prefix
         located = {key[len(prefix) :]: (file, key) for key, file in keys.items() if key.startswith(prefix)}
         for second, first in tied(self.kind):  # some files hold a table under nothing but its second name
@@ -100,8 +100,8 @@ class PartFiles:
     @cached_property
     def shapes(self) -> Shapes:
         """Give the shapes of the part's tensors, without what lies beside it."""
-        whole = {id(file): file.shapes() for file, _ in self._located.values()}
-        return {name: whole[id(file)][key] for name, (file, key) in self._located.items() if not self._is_beside(name)}
+        shapes = {id(file): file.shapes() for file, _ in self._located.values()}
+        return {name: shapes[id(file)][key] for name, (file, key) in self._located.items() if not self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
         return is_extra(name) or name.startswith(_BESIDE.get(self.kind.partition(":")[2], ("loss.", "model_ema.")))
@@ -188,7 +188,7 @@ class PartFiles:
     @property
     def _since(self) -> list[Stamp] | None:
         """Return what the files were when they were opened, where they are open."""
-        return [told for told, _ in self._opened] if "_opened" in self.__dict__ else None
+        return [known for known, _ in self._opened] if "_opened" in self.__dict__ else None
 
     def reusable_files(self, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
         """Name the files that readers of a folder take as they are; None: something in them is not as it must be.
@@ -262,13 +262,13 @@ class SingleFile:
             for reader, module in parts.values()
             for key, shape in reader.key_map(module).stored.items()
         }
-        others = tuple(prefix for part, prefix in self.facts.prefixes.items() if part not in parts)
-        found = {
+        foreign = tuple(prefix for part, prefix in self.facts.prefixes.items() if part not in parts)
+        actual = {
             key: shape
             for key, shape in self.shapes.items()
-            if key not in self.facts.beside and not (others and key.startswith(others))
+            if key not in self.facts.beside and not (foreign and key.startswith(foreign))
         }
-        lines = differences(wanted, found)
+        lines = differences(wanted, actual)
         if not lines:
             return []
         what = f"{self.path} looks like {looks_like(self.shapes)}; tensors {'; '.join(lines)}"
@@ -279,10 +279,10 @@ class PartInFile(PartFiles):
     """One part of such a file."""
 
     def __init__(
-        self, whole: SingleFile, part: str, kind: str, *, rule: Callable[[nn.Module], Rule] | None = None
+        self, source: SingleFile, part: str, kind: str, *, rule: Callable[[nn.Module], Rule] | None = None
     ) -> None:
-        super().__init__(whole.path, kind, whole.flag, mmap=whole.mmap, rule=rule)
-        self.single_file, self.part, self.prefix = whole, part, whole.facts.prefixes[part]
+        super().__init__(source.path, kind, source.flag, mmap=source.mmap, rule=rule)
+        self.single_file, self.part, self.prefix = source, part, source.facts.prefixes[part]
 
     @cached_property
     def _opened(self) -> list[tuple[Stamp, WeightFile]]:

@@ -72,7 +72,7 @@ class WeightSource:
                 return t5(self.sizes[part])
         if part in self.readers:
             return self.readers[part].count()
-        return sum(each.numel() for each in self.build(part).parameters())
+        return sum(param.numel() for param in self.build(part).parameters())
 
     def decisive(self, part: str) -> dict[str, Any]:
         """Return what decides, weights aside, what an encoder makes."""
