@@ -48,7 +48,7 @@ def want(folder: CacheFolder, name: str, numbers: Iterable[int], *, whole: bool 
     rows["key"] = rows["address"] = [address(number) for number in numbers]
     references.write(folder, name, {"of": name}, {"latents": rows})
     if whole:
-        references.mark_whole(folder, name)
+        references.mark_complete(folder, name)
 
 
 def make(path: Path, segments: int = 3, entries: int = 6) -> CacheFolder:

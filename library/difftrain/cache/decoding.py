@@ -191,7 +191,7 @@ class DecodingDataset(Dataset[Any]):
         address: what its bytes must lead to; None: any. Raises: Unusable, OSError.
         """
         source = record.media.source
-        recipe, window = self._plain[source], self._transforms.place(source, record.size_hw)
+        recipe, window = self._plain[source], self._transforms.crop_window(source, record.size_hw)
         masks = recipe.masks if self._masks else None
         path = _mask_path(record, masks) if masks else None
         data = path.read_bytes() if path else self._index.read(record.media)

@@ -76,7 +76,7 @@ class DiskCache:
         trusted is of other encoders.
         """
         use = self._known()
-        if self.section.trust and use is not None and use.whole and self.database.exists():
+        if self.section.trust and use is not None and use.complete and self.database.exists():
             log.info("--trust_cache: everything was there when this cache was built; it is not looked through")
             references.touch(self.folder, self.use)
             return self.database, {
@@ -103,7 +103,7 @@ class DiskCache:
         # say what is missing, and why
         incomplete = [manifest for manifest in self.manifests if missing[manifest.request.name].any()]
         if incomplete and self.writable:
-            references.mark_whole(self.folder, self.use, whole=False)
+            references.mark_complete(self.folder, self.use, complete=False)
         for manifest in incomplete:
             self._say_why(manifest)
         return self.database, missing
@@ -152,7 +152,7 @@ class DiskCache:
         if not self.writable:
             what = f"{self.name} cannot be written to, so nothing in it can be encoded anew"
             raise ConfigFault([Fault("--regenerate_cache", what, "leave it out, or name another --cache_dir")])
-        if use is not None and not use.whole and use.facts.get(REGENERATING):
+        if use is not None and not use.complete and use.facts.get(REGENERATING):
             log.info("--regenerate_cache: the build that was interrupted goes on")
             return
         metadata, count = Metadata(self.database), 0
@@ -225,7 +225,7 @@ class DiskCache:
         rivals = [
             (manifest, use)
             for manifest in self.manifests
-            if (use := self._of_another(manifest)) is not None and use.whole
+            if (use := self._of_another(manifest)) is not None and use.complete
         ]
         if not rivals:
             return
@@ -295,7 +295,7 @@ class DiskCache:
         if (use := self._known()) is not None and use.facts.get(REGENERATING):
             self._write_use(self.facts)  # it is over: the next --regenerate_cache is another wish
         if not passed:
-            references.mark_whole(self.folder, self.use)
+            references.mark_complete(self.folder, self.use)
         return count
 
     # --- once it is whole ---

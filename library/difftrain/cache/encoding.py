@@ -230,7 +230,7 @@ class BuildProgress:
 
     def __init__(self, name: str, total: int, tally: Callable[[int], int]) -> None:
         self._name, self._total, self._tally = name, total, tally
-        self._began = self._said = time.monotonic()
+        self._began = self._reported_at = time.monotonic()
         self._waited = 0.0
         self.done = 0  # of this rank
         self.passed = 0  # of them, what could not be read now
@@ -249,9 +249,9 @@ class BuildProgress:
         """Count entries that are written."""
         self.done += count
         done, now = self._tally(count), time.monotonic()
-        if now - self._said < LOG_EVERY_S:
+        if now - self._reported_at < LOG_EVERY_S:
             return
-        self._said, rate = now, done / (now - self._began)
+        self._reported_at, rate = now, done / (now - self._began)
         left = duration_text((self._total - done) / rate) if rate else "?"
         log.info(
             "cache of %s: %s of %s, %.1f a second, %s left", self._name, f"{done:,}", f"{self._total:,}", rate, left

@@ -47,7 +47,7 @@ class RemoteSegments:
     def __init__(self, url: str, patience: RetryPolicy, copies: LocalCopies, state: Path) -> None:
         """Prepare. state: the folder of the state that is read, which must not be removed meanwhile."""
         self._store, self._copies, self._state = ObjectStore(url, patience), copies, state
-        self._held: dict[
+        self._cached_pieces: dict[
             str, tuple[list[int], list[OpenCopy | memoryview]]
         ] = {}  # segment -> starts, ascending; contents
         self._names: dict[str, str] = {}
@@ -66,10 +66,10 @@ class RemoteSegments:
         for span in ranges:
             for piece, least in _pieces(*span):
                 wanted[piece] = max(least, wanted.get(piece, 0))
-        self._held = {}
+        self._cached_pieces = {}
         copies = self._bring(wanted)
         for piece in sorted(copies):
-            starts, contents = self._held.setdefault(piece.segment, ([], []))
+            starts, contents = self._cached_pieces.setdefault(piece.segment, ([], []))
             starts.append(piece.start)
             contents.append(copies[piece])
 
@@ -77,7 +77,7 @@ class RemoteSegments:
         """Fill buffers one after another with the bytes from an offset on. Raises TrainingFault."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         length = sum(map(len, views))
-        starts, contents = self._held.get(segment, ([], []))
+        starts, contents = self._cached_pieces.get(segment, ([], []))
         which = bisect_right(starts, offset) - 1
         if which >= 0 and _fill(contents[which], offset - starts[which], views, length):
             return
@@ -97,7 +97,7 @@ class RemoteSegments:
     def _joined(self, segment: str, offset: int, length: int) -> memoryview:
         """Return bytes of several blocks: of a small entry, or of nobody knows which."""
         wanted = dict(_blocks(segment, offset, length))
-        starts, contents = self._held.get(segment, ([], []))
+        starts, contents = self._cached_pieces.get(segment, ([], []))
         cached = {piece: contents[starts.index(piece.start)] for piece in wanted if piece.start in starts}
         copies = cached | self._bring({piece: least for piece, least in wanted.items() if piece not in cached})
         joined = bytearray(sum(wanted.values()))
@@ -250,13 +250,13 @@ def fetch_cache(
 def _look(store: ObjectStore) -> list[File]:
     """Return what is to be fetched. Raises DataFault."""
     return [
-        *(_found(store, name) for name in _NEEDED),
+        *(_needed_file(store, name) for name in _NEEDED),
         *(file for file in store.files("uses") if file.name.endswith(".json")),
         *(file for file in store.files("drops") if file.name.endswith(".rows")),
     ]
 
 
-def _found(store: ObjectStore, name: str) -> File:
+def _needed_file(store: ObjectStore, name: str) -> File:
     try:
         return store.file(name)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

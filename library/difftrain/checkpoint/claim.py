@@ -98,7 +98,7 @@ class Claim:
             if holder is not None and holder.run == me.run and not holder.released:
                 return cls(folder, number, me, owned=False)
             if number and not _may_be_taken(folder, number, holder):
-                raise ConfigFault([_held(output_dir, holder or _read(folder, number))])
+                raise ConfigFault([_in_use(output_dir, holder or _read(folder, number))])
             if holder is not None and not holder.released and say is not None:
                 say(f"taking over {output_dir}: {holder} held it and is gone")
             if _create(folder, number + 1, me):
@@ -188,7 +188,7 @@ def _may_be_taken(folder: Path, number: int, holder: Holder | None) -> bool:
         time.sleep(min(1.0, HEARTBEAT_S / 5))
 
 
-def _held(output_dir: Path, holder: Holder | None) -> Fault:
+def _in_use(output_dir: Path, holder: Holder | None) -> Fault:
     who = str(holder) if holder is not None else "a process that is just starting"
     return Fault(
         "--output_dir", f"{output_dir} is in use by another run: {who}", "give another folder, or end that run"

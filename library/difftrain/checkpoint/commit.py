@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from difftrain.contracts import TrainingFault
-from difftrain.io.files import MANIFEST, FileEntry, entries, fsync_file, fsync_folder, remove, write_json
+from difftrain.io.files import FileEntry, entries, fsync_file, fsync_folder, write_json
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
 
 
 T = TypeVar("T")
+MANIFEST = "manifest.json"  # written last: a folder without it is not a checkpoint
 WORK = "tmp-"  # + 32 hex digits: being written
 OLD = "-old"  # + WORK name: whole, pushed aside by a newer checkpoint of the same name
 TRASH = "trash-"  # + 32 hex digits: being deleted
@@ -168,6 +170,15 @@ def _publish(work: Path, final: Path) -> None:
     if old.exists():
         with contextlib.suppress(OSError):
             remove(old)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with its manifest first: what is left after a crash never looks whole."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 # --- The manifest: the file that is written last and makes a checkpoint whole

@@ -10,9 +10,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from difftrain.checkpoint.commit import OLD, TRASH, WORK, Manifest, Torn, verify
+from difftrain.checkpoint.commit import MANIFEST, OLD, TRASH, WORK, Manifest, Torn, remove, verify
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.io.files import MANIFEST, fsync_folder, remove
+from difftrain.io.files import fsync_folder
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import SaveSection
@@ -137,7 +137,7 @@ def clean_exports(parent: Path, naming: Naming, say: Say | None = None) -> None:
 
 
 def _put_away(path: Path) -> str:
-    manifest = _whole(path)
+    manifest = _verified_manifest(path)
     if manifest is not None and not (path.parent / manifest.name).exists():
         path.rename(path.parent / manifest.name)
         fsync_folder(path.parent)
@@ -158,7 +158,7 @@ def _put_away_export(path: Path) -> str:
     return f"{path.name}, left by a run that ended while it was exporting, is removed"
 
 
-def _whole(path: Path) -> Manifest | None:
+def _verified_manifest(path: Path) -> Manifest | None:
     if path.name.startswith(TRASH):
         return None
     try:

@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.checkpoint.commit import TRASH, Manifest, Torn, verify
+from difftrain.checkpoint.commit import TRASH, Manifest, Torn, remove, verify
 from difftrain.checkpoint.find import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, Say, parse, parse_export
-from difftrain.io.files import remove
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import SaveSection
 
 ALWAYS_KEPT = 2
-Held = Callable[[Path], bool]  # says what must not be deleted now, whatever the flags say
+IsProtected = Callable[[Path], bool]  # says what must not be deleted now, whatever the flags say
 _read_before: set[str] = set()  # digests of manifests whose files this process has read once
 
 
@@ -70,7 +69,7 @@ def retain_states(
     save: SaveSection,
     step: int,
     say: Say | None = None,
-    protected: Held = nothing_in_use,
+    protected: IsProtected = nothing_in_use,
 ) -> list[str]:
     """Delete checkpoints that the flags no longer keep, after a save at `step`; return the names of the deleted.
 
@@ -96,7 +95,7 @@ def retain_exports(
     save: SaveSection,
     step: int,
     say: Say | None = None,
-    protected: Held = nothing_in_use,
+    protected: IsProtected = nothing_in_use,
 ) -> list[str]:
     """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
     saves: dict[SaveName, list[Path]] = {}
@@ -108,10 +107,10 @@ def retain_exports(
     def age(name: SaveName) -> tuple[int, str]:
         return max(path.stat().st_mtime_ns for path in saves[name]), ""
 
-    def whole(name: SaveName) -> bool:
+    def is_whole(name: SaveName) -> bool:
         return all(export_is_whole(path) for path in saves[name])
 
-    return _retain(saves, Window.of_exports(save), step, age, whole, say, protected)
+    return _retain(saves, Window.of_exports(save), step, age, is_whole, say, protected)
 
 
 def _is_beyond(name: SaveName, step: int) -> bool:
@@ -125,7 +124,7 @@ def _retain(
     age: Callable[[SaveName], tuple[int, str]],
     is_whole: Callable[[SaveName], bool],
     say: Say | None,
-    protected: Held,
+    protected: IsProtected,
 ) -> list[str]:
     gone = window.outside(list(saves), step)
     if not gone:

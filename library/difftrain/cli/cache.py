@@ -157,16 +157,16 @@ class ProgressLine:
 
     def __init__(self, *, quiet: bool) -> None:
         """Begin now. quiet: say nothing."""
-        self.began = self.said = time.monotonic()
+        self.began = self.reported_at = time.monotonic()
         self.every_s = 5.0 if sys.stderr.isatty() else 15.0
         self.quiet = quiet
 
     def __call__(self, done: int, total: int) -> None:
         """Take note of bytes that are done, of all."""
         now = time.monotonic()
-        if self.quiet or now - self.said < self.every_s or not done:
+        if self.quiet or now - self.reported_at < self.every_s or not done:
             return
-        self.said, rate = now, done / (now - self.began)
+        self.reported_at, rate = now, done / (now - self.began)
         left = max(total - done, 0) / rate
         print(
             f"{done / 2**30:,.1f} of {total / 2**30:,.1f} GiB, {rate / 2**20:,.0f} MiB/s, {_clock(left)} left",

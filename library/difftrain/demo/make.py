@@ -44,7 +44,7 @@ class DemoRequest(NamedTuple):
 
 def wished(argv: Sequence[str]) -> DemoRequest | None:
     """Return what a command line's recipe asks for and is not there; nothing for any other command line."""
-    flags = _given(argv)
+    flags = _flags_of(argv)
     tables = _tables(flags.get("config"))
     table = tables.get("demo")
     table = dict(table) if isinstance(table, dict) else {}
@@ -61,7 +61,7 @@ def wished(argv: Sequence[str]) -> DemoRequest | None:
         for part, keys in _PATHS.items()
     }
     parts = tuple(part for part, values in named.items() if any(_inside(value, home) for value in values))
-    absent = tuple(part for part in parts if not _there(home, part))
+    absent = tuple(part for part in parts if not _exists(home, part))
     family = flags.get("model.type") or _at(tables, "model.type") or _at(tables, "type")
     return DemoRequest(demo.make, home, absent, str(family or DEFAULT_FAMILY)) if absent else None
 
@@ -113,7 +113,7 @@ def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
 
 
-def _given(argv: Sequence[str]) -> dict[str, str]:
+def _flags_of(argv: Sequence[str]) -> dict[str, str]:
     flags: dict[str, str] = {}
     for word, after in zip(argv, [*argv[1:], "--"]):
         if word.startswith("--"):
@@ -140,13 +140,13 @@ def _inside(value: object, home: Path) -> bool:
     return isinstance(value, str) and bool(value) and Path(value).parent == home
 
 
-def _there(home: Path, part: str) -> bool:
+def _exists(home: Path, part: str) -> bool:
     return (home / MODEL).is_dir() if part == MODEL else (home / f"{TRAIN}.toml").is_file()
 
 
 def _wait(wish: DemoRequest) -> int:
     until = time.monotonic() + _WAIT_S
-    while not all(_there(wish.folder, part) for part in wish.parts):
+    while not all(_exists(wish.folder, part) for part in wish.parts):
         if time.monotonic() > until:
             print(f"{wish.folder}: not made within {_WAIT_S:.0f} s by the first process here", file=sys.stderr)
             return 2

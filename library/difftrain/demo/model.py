@@ -106,7 +106,7 @@ def fit_text(
 
     # a linear head reads it from the encoders' outputs, and all of them are trained
     with torch.no_grad():
-        width = _said(encoders, [tokens[:1] for tokens in ids]).shape[1]
+        width = _outputs_of(encoders, [tokens[:1] for tokens in ids]).shape[1]
     head = torch.nn.Linear(width, wanted.shape[1])
     torch.nn.init.normal_(head.weight, std=head.in_features**-0.5, generator=rng)
     torch.nn.init.zeros_(head.bias)
@@ -120,7 +120,9 @@ def fit_text(
     for step in range(steps):
         rows = seen[torch.randint(len(seen), (BATCH,), generator=rng)]
         optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
-        outputs = _said(encoders, [_fewer(encoder.config, tokens[rows], rng) for encoder, tokens in zip(encoders, ids)])
+        outputs = _outputs_of(
+            encoders, [_fewer(encoder.config, tokens[rows], rng) for encoder, tokens in zip(encoders, ids)]
+        )
         loss = (head(outputs) - wanted[rows] / scale).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -131,7 +133,7 @@ def fit_text(
     for weight, before in zip(weights, asked):
         weight.requires_grad_(before)
     with torch.no_grad():
-        left = (head(_said(encoders, [tokens[few] for tokens in ids])) * scale - wanted[few]).square().sum()
+        left = (head(_outputs_of(encoders, [tokens[few] for tokens in ids])) * scale - wanted[few]).square().sum()
     explained = 1 - float(left / (wanted[few] - wanted[seen].mean(0)).square().sum())
     say(
         f"text encoders fitted to them in {time.monotonic() - started:.0f} s: "
@@ -139,7 +141,7 @@ def fit_text(
     )
 
 
-def _said(encoders: Sequence[Any], ids: Sequence[Tensor]) -> Tensor:
+def _outputs_of(encoders: Sequence[Any], ids: Sequence[Tensor]) -> Tensor:
     outputs = [encoder(tokens) for encoder, tokens in zip(encoders, ids)]
     return torch.cat([out.text_embeds if "text_embeds" in out else out.pooler_output for out in outputs], dim=-1)
 

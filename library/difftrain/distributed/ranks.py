@@ -130,7 +130,7 @@ class Ranks:
         return box
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
-        return _told(self.rank, _ENDED)
+        return _as_fault(self.rank, _ENDED)
 
     def counter(self, name: str) -> Callable[[], int]:
         """Return what hands out 0, 1, 2, ... to whichever rank asks next: each number once, and nobody waits for another.
@@ -258,7 +258,7 @@ def _noticed(say: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(rank: int, what: str) -> Iterator[None]:
+def _as_fault(rank: int, what: str) -> Iterator[None]:
     """Turn what the network says when a rank is lost into one line that a user can read."""
     try:
         yield

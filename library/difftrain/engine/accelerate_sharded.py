@@ -76,7 +76,7 @@ class ShardedMasterWeights(MasterWeights):
     def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
         """Learn which parameters are this rank's."""
         self._optimizer, self._ranks = optimizer, ranks
-        self._mine = [param for group in inner(optimizer).param_groups for param in group["params"]]
+        self._own_params = [param for group in inner(optimizer).param_groups for param in group["params"]]
 
     def for_scaler(self, optimizer: Optimizer) -> Any:
         """Return the inner optimizer, which holds this rank's parameters alone."""
@@ -85,7 +85,7 @@ class ShardedMasterWeights(MasterWeights):
     def gradients(self, names: Iterable[str] | None = None) -> list[Tensor]:
         """Return the reduced gradients that this rank updates with."""
         assert names is None, "all at once"
-        return [weight.grad for weight in self._mine if weight.grad is not None]
+        return [weight.grad for weight in self._own_params if weight.grad is not None]
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all ranks: of the norms of their shares."""
@@ -98,7 +98,7 @@ class ShardedMasterWeights(MasterWeights):
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale this rank's gradients down where the norm of all is above max_norm."""
-        clip_grads_with_norm_(self._mine, max_norm, norm)
+        clip_grads_with_norm_(self._own_params, max_norm, norm)
 
     def missing_gradients(self) -> list[str]:
         """Name the weights that no backward has reached; asked once, after the first step."""

@@ -58,7 +58,7 @@ def _fetch_all(
 
     def work() -> None:
         places.update(
-            _each(requests, lambda request: _place(cfg, request, taken.get(request.pin), request.pin in pins))
+            _for_all(requests, lambda request: _fetch_one(cfg, request, taken.get(request.pin), request.pin in pins))
         )
 
     run_on(ranks, ranks.local_rank == 0, work)
@@ -70,18 +70,18 @@ def _commits(cfg: TrainConfig, requests: Sequence[HubRequest], pins: Mapping[str
     """Settle the commit of every id that is to be fetched; parts of one repository are of one commit."""
     known = dict(pins)
 
-    def settle(request: HubRequest) -> str | None:
+    def commit_of(request: HubRequest) -> str | None:
         if request.pin not in known:
-            if _given_here(cfg, request):
+            if _local_path(cfg, request):
                 return None
             known[request.pin] = Repository.find(request.id.repo, request.kind, request.id.revision).commit
         return known[request.pin]
 
-    commits = _each(requests, settle)
+    commits = _for_all(requests, commit_of)
     return {request.pin: commits[request.slot] for request in requests if request.slot in commits}
 
 
-def _each(requests: Sequence[HubRequest], action: Callable[[HubRequest], T | None]) -> dict[Slot, T]:
+def _for_all(requests: Sequence[HubRequest], action: Callable[[HubRequest], T | None]) -> dict[Slot, T]:
     """Do something for every id; return what it gave, by its place. Raises ConfigFault with the faults of all."""
     results: dict[Slot, T] = {}
     faults = []
@@ -100,7 +100,7 @@ def _each(requests: Sequence[HubRequest], action: Callable[[HubRequest], T | Non
     return results
 
 
-def _given_here(cfg: TrainConfig, request: HubRequest) -> str | None:
+def _local_path(cfg: TrainConfig, request: HubRequest) -> str | None:
     """Return the path of what lies here already: one of that name, or a tokenizer in the cache of tokenizers."""
     if hub_ids.lies_here(request.text):
         return request.text
@@ -117,9 +117,9 @@ def _kept_tokenizer(cfg: TrainConfig, request: HubRequest) -> Path | None:
     return Path(cfg.model.tokenizer_cache_dir).expanduser() / str(request.id).replace("/", "_")
 
 
-def _place(cfg: TrainConfig, request: HubRequest, commit: str | None, pinned: bool) -> str:
+def _fetch_one(cfg: TrainConfig, request: HubRequest, commit: str | None, pinned: bool) -> str:
     """Return the path of what an id stands for, fetched where it is missing. pinned: the commit is an earlier one."""
-    here = _given_here(cfg, request)
+    here = _local_path(cfg, request)
     if here is not None:
         return here
     name = "" if pinned or is_commit(request.id.revision) else request.id.revision or DEFAULT
@@ -175,7 +175,7 @@ def _look(cfg: TrainConfig, requests: Sequence[HubRequest], places: Places) -> l
 
 
 def _in_cache(cfg: TrainConfig, request: HubRequest) -> str | None:
-    here = _given_here(cfg, request)
+    here = _local_path(cfg, request)
     if here is not None:
         return here
     try:
@@ -219,7 +219,7 @@ def fetch_state(cfg: TrainConfig, ranks: Ranks) -> str | None:
             raise NotFetched(client.Trouble(f"{repository} has no folder {id.path}"))
         return str(repository.fetch(inside, sum(sizes[file] for file in inside)) / id.path)
 
-    def told(action: Callable[[], str]) -> str:
+    def as_fault(action: Callable[[], str]) -> str:
         try:
             return action()
         except NotFetched as error:
@@ -227,7 +227,7 @@ def fetch_state(cfg: TrainConfig, ranks: Ranks) -> str | None:
             remedy = where if error.trouble.away else error.trouble.remedy
             raise ConfigFault([Fault(option("save.resume"), f"{resume}: {error.trouble.what}", remedy)]) from error
 
-    commit = run_on(ranks, ranks.is_logger, lambda: told(find))
-    errors: list[str] = []
-    run_on(ranks, ranks.local_rank == 0, lambda: errors.append(told(lambda: bring(commit))))
-    return str(ranks.gather(errors)[ranks.rank - ranks.local_rank][0])
+    commit = run_on(ranks, ranks.is_logger, lambda: as_fault(find))
+    paths: list[str] = []
+    run_on(ranks, ranks.local_rank == 0, lambda: paths.append(as_fault(lambda: bring(commit))))
+    return str(ranks.gather(paths)[ranks.rank - ranks.local_rank][0])

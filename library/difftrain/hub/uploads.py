@@ -36,7 +36,7 @@ class Uploads:
         self.sent: list[str] = []
         self.failed: list[str] = []
         self._background = background
-        self._held: list[Path] = []
+        self._pending: list[Path] = []
         self._jobs: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
         self._done = threading.Condition()
@@ -47,7 +47,7 @@ class Uploads:
         if self.target is None:
             return
         with self._done:
-            self._held.append(path)
+            self._pending.append(path)
         if not self._background:
             self._finish(path, message)
             return
@@ -59,7 +59,7 @@ class Uploads:
     def holds(self, path: Path) -> bool:
         """Tell whether a file or folder waits to be sent, or is being sent."""
         with self._done:
-            return path in self._held
+            return path in self._pending
 
     def __enter__(self) -> Uploads:
         return self
@@ -76,12 +76,14 @@ class Uploads:
         end = time.monotonic() + limit_s
         try:
             with self._done:
-                while self._held:
+                while self._pending:
                     left = end - time.monotonic()
                     if left <= 0:
                         break
-                    log.info("waiting up to %.0f s for uploads: %s", left, ", ".join(path.name for path in self._held))
-                    self._done.wait_for(lambda: not self._held, min(left, SAY_EVERY_S))
+                    log.info(
+                        "waiting up to %.0f s for uploads: %s", left, ", ".join(path.name for path in self._pending)
+                    )
+                    self._done.wait_for(lambda: not self._pending, min(left, SAY_EVERY_S))
         finally:
             self._give_up("the run ended before it was sent")
 
@@ -89,7 +91,7 @@ class Uploads:
         self._given_up.set()
         self._jobs.put(None)
         with self._done:
-            late, self._held = self._held, []
+            late, self._pending = self._pending, []
         for path in late:
             self._name_failure(path, why)
 
@@ -112,8 +114,8 @@ class Uploads:
             self._fail(path, client.trouble(error, path.name) or client.Trouble(f"{type(error).__name__}: {error}"))
         finally:
             with self._done:
-                if path in self._held:
-                    self._held.remove(path)
+                if path in self._pending:
+                    self._pending.remove(path)
                 self._done.notify_all()
 
     def _send(self, path: Path, message: str) -> None:

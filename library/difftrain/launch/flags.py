@@ -48,7 +48,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 @dataclass
-class Given:
+class LaunchFlags:
     """What the user asked for, and what was wrong with it.
 
     values: by the first name of each owned flag. origins: the flag or variable a value came from. rest: words for the
@@ -74,9 +74,9 @@ class Given:
         return {word[2:].split("=")[0] for word in self.rest if word.startswith("--")}
 
 
-def read(argv: list[str], environ: Mapping[str, str]) -> Given:
+def read(argv: list[str], environ: Mapping[str, str]) -> LaunchFlags:
     """Sort a command line into owned flags and the rest; add shell variables of the same names."""
-    flags = Given()
+    flags = LaunchFlags()
     at = 0
     while at < len(argv):
         word, at = argv[at], at + 1
@@ -98,7 +98,7 @@ def read(argv: list[str], environ: Mapping[str, str]) -> Given:
     return flags
 
 
-def _take(flags: Given, flag: Owned, text: str, origin: str) -> None:
+def _take(flags: LaunchFlags, flag: Owned, text: str, origin: str) -> None:
     name, text = flag.names[0], text.strip()
     value: str | int | bool = text
     if flag.kind == "switch":
@@ -118,7 +118,7 @@ def _take(flags: Given, flag: Owned, text: str, origin: str) -> None:
     flags.origins[name] = origin
 
 
-def to_door(flags: Given) -> list[str]:
+def to_door(flags: LaunchFlags) -> list[str]:
     """Return the owned flags that were given, in the training script's spelling."""
     words = []
     for flag in OWNED:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import OWNED, Given
+from difftrain.launch.flags import OWNED, LaunchFlags
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, Recipe
 
@@ -47,7 +47,7 @@ class LightRecipe(Recipe):
 
     home: Path | None = None
 
-    def line(self, flags: Given, output: Path) -> list[str]:
+    def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
         dry = ["--dry_run"] if flags.values.get("dry_run") else []
         output_words = [f"--output.output_dir={output}", "--save.run_dirs=false", "--save.resume=auto"]
@@ -100,7 +100,7 @@ def _without_model(words: list[str], folder: Path) -> list[str]:
     return [f"--config={copy}", *rest]
 
 
-def choose(name: str, flags: Given, where: Where) -> LightRecipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> LightRecipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     stage = ["--cache_only"] if name == "sd3_light_cache" else []
     asked, own = flags.text("dataset_name"), flags.names_rest()
@@ -124,14 +124,14 @@ def choose(name: str, flags: Given, where: Where) -> LightRecipe:
     return LightRecipe(DOOR, [*stage, *words], notes, faults)
 
 
-def _real(name: str, flags: Given, where: Where, faults: list[str]) -> tuple[list[str], list[str]]:
+def _real(name: str, flags: LaunchFlags, where: Where, faults: list[str]) -> tuple[list[str], list[str]]:
     words, notes = [f"--config={CONFIGS / RECIPES[name]}"], [f"recipe: configs/sd3_light/{RECIPES[name]}"]
     speed = bool(flags.values.get("performance")) or flags.number("max_train_epoch", EPOCHS) < EPOCHS
     words.append(f"--training.epochs={EPOCHS_OF_A_SPEED_RUN if speed else EPOCHS}")
     if speed:
         words += [f"--save.save_every_n_steps={NEVER}", f"--save.checkpoint_every_n_minutes={NEVER}"]
         notes.append("a speed run: nothing is saved on the way")
-    if where.found.kind == "cpu":
+    if where.devices.kind == "cpu":
         words.append(f"--data.num_dataloader_workers={max(1, min(8, cores() // where.processes))}")
         words.append("--model.dtype=float32")
         if "mixed_precision" not in flags.values:
@@ -144,7 +144,7 @@ def _real(name: str, flags: Given, where: Where, faults: list[str]) -> tuple[lis
     return words, notes
 
 
-def _file_for(folder: str, flags: Given, faults: list[str]) -> str:
+def _file_for(folder: str, flags: LaunchFlags, faults: list[str]) -> str:
     """Write the data set file of a folder into the user's cache, and return its path."""
     from difftrain.config.paths import user_cache
 
@@ -164,7 +164,7 @@ def _data_set(folder: Path, resolution: int | str) -> str:
     return f'resolutions = [{resolution}]\n{buckets}\n[[directory]]\npath = "{folder}"\n'
 
 
-def _demo(dataset: str, flags_given: Given, where: Where, stage: list[str]) -> LightRecipe:
+def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]) -> LightRecipe:
     from difftrain.demo import make
 
     faults = []
@@ -184,7 +184,7 @@ def _demo(dataset: str, flags_given: Given, where: Where, stage: list[str]) -> L
         )
         scale = 1.0
     flags_given.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
-    plan = make.plan(dataset, where.found.kind, where.world_size, scale)
+    plan = make.plan(dataset, where.devices.kind, where.world_size, scale)
     flags = dict(plan.flags)
     if "max_train_epoch" in flags_given.values:
         flags.pop("training.max_steps")
@@ -192,7 +192,7 @@ def _demo(dataset: str, flags_given: Given, where: Where, stage: list[str]) -> L
     return LightRecipe(DOOR, [*stage, *words], list(plan.notes), faults, plan.preparation, make.folder(dataset, scale))
 
 
-def _owned(flags: Given) -> list[str]:
+def _owned(flags: LaunchFlags) -> list[str]:
     """Return the owned flags that were given, in the training script's spelling."""
     words = []
     for flag in OWNED:

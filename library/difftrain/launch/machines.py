@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from difftrain.device.choice import ONE_CARD, VISIBLE
-from difftrain.launch.flags import Given
+from difftrain.launch.flags import LaunchFlags
 
 LIBRARY = Path(__file__).resolve().parents[2]
 PORT = 8989
@@ -34,7 +34,7 @@ class Devices:
 class Where:
     """Processes of one launch."""
 
-    found: Devices
+    devices: Devices
     nodes: int
     node_rank: int
     processes: int  # on this machine
@@ -53,8 +53,8 @@ class Where:
     @property
     def threads(self) -> int:
         """Return the CPU threads of one process."""
-        if self.found.kind == "cpu":
-            return min(self.found.count, 8) if self.processes == 1 else 1
+        if self.devices.kind == "cpu":
+            return min(self.devices.count, 8) if self.processes == 1 else 1
         return max(1, min(8, cores() // self.processes))
 
     def torchrun(self) -> list[str]:
@@ -82,7 +82,7 @@ class Where:
         kept.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         kept["PYTHONUNBUFFERED"] = "1"
         if self.device_id is not None and self.processes == 1:
-            kept[ONE_CARD[self.found.kind]] = str(self.device_id)
+            kept[ONE_CARD[self.devices.kind]] = str(self.device_id)
         return kept
 
     def dry_environment(self) -> dict[str, str]:
@@ -108,7 +108,7 @@ def with_library(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def found() -> Devices:
+def find_devices() -> Devices:
     """Ask the device room what this machine can train on."""
     environ = with_library(os.environ)
     done = subprocess.run([sys.executable, "-m", "difftrain.device"], capture_output=True, text=True, env=environ)
@@ -124,7 +124,7 @@ def device_index(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def where(layout: str, cards: int | None, flags: Given, device: Devices, environ: Mapping[str, str]) -> Where:
+def where(layout: str, cards: int | None, flags: LaunchFlags, device: Devices, environ: Mapping[str, str]) -> Where:
     """Place the processes. Faults are collected in the answer."""
     faults: list[str] = []
 
@@ -179,7 +179,7 @@ def _number(text: str) -> int:
     return int(text) if text.strip().isdecimal() else 0
 
 
-def _machines(flags: Given, environ: Mapping[str, str], faults: list[str]) -> tuple[int, int, str]:
+def _machines(flags: LaunchFlags, environ: Mapping[str, str], faults: list[str]) -> tuple[int, int, str]:
     """Return number of machines, rank of this one, master address; clusters set PET_* in every pod."""
     values = {}
     for name, variable, default in (("nnodes", "PET_NNODES", 1), ("node_rank", "PET_NODE_RANK", 0)):
@@ -216,7 +216,7 @@ def own_address() -> str:
 
 
 def _device_id(
-    flags: Given, device: Devices, processes: int, environ: Mapping[str, str], faults: list[str]
+    flags: LaunchFlags, device: Devices, processes: int, environ: Mapping[str, str], faults: list[str]
 ) -> int | None:
     """Return the card that a one-card run was told to take; where several are visible, it must be one of them."""
     if "device_id" not in flags.values or device.kind == "cpu" or processes != 1:
@@ -231,7 +231,9 @@ def _device_id(
     return wanted
 
 
-def _sentence(device: Devices, nodes: int, rank: int, processes: int, master: str, port: int, flags: Given) -> str:
+def _sentence(
+    device: Devices, nodes: int, rank: int, processes: int, master: str, port: int, flags: LaunchFlags
+) -> str:
     count = "1 process" if processes == 1 else f"{processes} processes"
     on = f"the CPU ({device.count} cores)" if device.kind == "cpu" else f"{device.kind} ({device.count} found)"
     text = f"{count} on {on}"

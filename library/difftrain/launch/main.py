@@ -20,14 +20,14 @@ sys.path[0] = str(ROOT / "library")  # this file runs as a script
 from difftrain.config import TrainConfig  # noqa: E402
 from difftrain.config.digest import digest  # noqa: E402
 from difftrain.launch import flags, light, machines, occupant, recipes  # noqa: E402
-from difftrain.launch.flags import Given  # noqa: E402
+from difftrain.launch.flags import LaunchFlags  # noqa: E402
 from difftrain.launch.machines import Where  # noqa: E402
 
 LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None, "1m_np": None}  # cards of each machine; None: those that are found
 CACHES = {"sd3_light_cache"}  # recipes that train nothing; their folder must not be in the way of those that do
 
 
-def choose(name: str, flags: Given, where: Where) -> recipes.Recipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> recipes.Recipe:
     """Return the job of a recipe: kohya's command line, or train.py's files."""
     return recipes.choose(name, flags, where) if name in recipes.RECIPES else light.choose(name, flags, where)
 
@@ -63,13 +63,13 @@ class Launch:
         return self.output / f"train_{self.index}.log"
 
 
-def decide(recipe_name: str, layout: str, flags: Given, environ: dict[str, str]) -> Launch:
+def decide(recipe_name: str, layout: str, flags: LaunchFlags, environ: dict[str, str]) -> Launch:
     """Work out everything before anything is done.
 
     Raises: Refused with every fault of the launcher's flags and of the training script's.
     """
     index = flags.number("device_id", machines.device_index(environ))
-    devices = machines.found()
+    devices = machines.find_devices()
     where = machines.where(layout, LAYOUTS[layout], flags, devices, environ)
     recipe = choose(recipe_name, flags, where)
     output = ROOT / "test" / "output" / (f"cache_{index}" if recipe_name in CACHES else str(index))
@@ -84,7 +84,7 @@ def decide(recipe_name: str, layout: str, flags: Given, environ: dict[str, str])
     return Launch(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
 
 
-def sentences(launch: Launch, flags: Given) -> list[str]:
+def sentences(launch: Launch, flags: LaunchFlags) -> list[str]:
     """Return what was chosen and why."""
     from_elsewhere = [(name, origin) for name, origin in flags.origins.items() if not origin.startswith("--")]
     return [

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import Given
+from difftrain.launch.flags import LaunchFlags
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Recipe:
     faults: list[str] = field(default_factory=list)
     demo: list[str] = field(default_factory=list)  # arguments of the demo's preparation; empty: no demo
 
-    def line(self, flags: Given, output: Path) -> list[str]:
+    def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
         return [*self.words, *_owned_words(flags), *flags.rest, f"--output_dir={output}"]
 
@@ -102,7 +102,7 @@ SDXL = {
 RECIPES = {"sdxl": ("sdxl_pretrain.py", SDXL)}
 
 
-def choose(name: str, flags: Given, where: Where) -> Recipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> Recipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     door, defaults = RECIPES[name]
     asked = flags.text("dataset_name")
@@ -125,7 +125,7 @@ def choose(name: str, flags: Given, where: Where) -> Recipe:
     return Recipe(door, words, notes, faults)
 
 
-def _real(defaults: dict[str, object], flags_given: Given, where: Where) -> tuple[list[str], list[str]]:
+def _real(defaults: dict[str, object], flags_given: LaunchFlags, where: Where) -> tuple[list[str], list[str]]:
     own = flags_given.names_rest()
     common = _own_or({"resume": "auto"}, own)
     if own & SELF_CONTAINED:
@@ -139,7 +139,7 @@ def _real(defaults: dict[str, object], flags_given: Given, where: Where) -> tupl
         notes.append("a speed run: nothing is saved on the way")
     if "max_train_steps" in own:
         del flags["max_train_epochs"]
-    if where.found.kind == "cpu":
+    if where.devices.kind == "cpu":
         flags["max_data_loader_n_workers"] = max(1, min(8, cores() // where.processes))
         if "mixed_precision" not in flags_given.values:
             flags["mixed_precision"] = "no"
@@ -148,7 +148,7 @@ def _real(defaults: dict[str, object], flags_given: Given, where: Where) -> tupl
     return [*_own_or({k: v for k, v in flags.items() if k not in taken}, own), *common], notes
 
 
-def _owned_words(flags: Given) -> list[str]:
+def _owned_words(flags: LaunchFlags) -> list[str]:
     from difftrain.launch.flags import to_door
 
     return to_door(flags)
@@ -163,7 +163,7 @@ def _own_or(defaults: dict[str, object], own: set[str]) -> list[str]:
     ]
 
 
-def _demo(door: str, dataset: str, flags: Given, where: Where) -> Recipe:
+def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> Recipe:
     from difftrain.demo import recipe as demo
 
     faults = []
@@ -176,7 +176,7 @@ def _demo(door: str, dataset: str, flags: Given, where: Where) -> Recipe:
     if not 0 < scale <= 1:
         faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
         scale = 1.0
-    plan = demo.plan(dataset, where.found.kind, where.world_size, scale)
+    plan = demo.plan(dataset, where.devices.kind, where.world_size, scale)
     own, taken = flags.names_rest(), {flag.split("=")[0][2:] for flag in _owned_words(flags)}
     if taken & {"max_train_epochs"} or own & {"max_train_epochs", "max_train_epoch"}:
         taken.add("max_train_steps")

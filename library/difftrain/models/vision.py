@@ -57,14 +57,14 @@ class VisionFolder:
         return cls(Path(expanded(text)))
 
     @cached_property
-    def whole(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Any]:
         return read_json(self.path / "config.json")
 
     @property
     def config(self) -> dict[str, Any]:
         """Return the sizes; a folder of pictures and texts has them one level down."""
-        nested = self.whole.get("vision_config")
-        return nested if isinstance(nested, dict) else self.whole
+        nested = self.contents.get("vision_config")
+        return nested if isinstance(nested, dict) else self.contents
 
     @cached_property
     def scaling(self) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class VisionFolder:
 
     def faults(self) -> list[Fault]:
         """Say what the folder lacks."""
-        kind, sizes = self.whole.get("model_type"), ("hidden_size", "patch_size", "image_size")
-        if not self.whole:
+        kind, sizes = self.contents.get("model_type"), ("hidden_size", "patch_size", "image_size")
+        if not self.contents:
             return [Fault(FLAG, f"{self.path} has no config.json", "give the folder of a transformers vision model")]
         if kind not in KINDS:
             return [Fault(FLAG, f"{self.path} holds a model of type {kind!r}", f"one of {', '.join(KINDS)}")]
@@ -128,7 +128,7 @@ class VisionFolder:
         """Load the encoder on the host. Raises ConfigFault where weights are missing."""
         import transformers
 
-        name, more, unused = KINDS[self.whole["model_type"]]
+        name, more, unused = KINDS[self.contents["model_type"]]
         with quiet_imports(), _no_bars():
             module, info = getattr(transformers, name).from_pretrained(
                 str(self.path), local_files_only=True, dtype=dtype, output_loading_info=True, **more
@@ -158,7 +158,7 @@ def tokens_of(folder: VisionFolder, module: nn.Module, pixels: Tensor, factor: i
     """Encode pictures. Shapes: pixels (B, 3, H, W) uint8 -> (B, E, H / factor, W / factor) bf16."""
     size = pixels.shape[-2] // factor, pixels.shape[-1] // factor
     rows, columns = folder.grid(*size)
-    mean, std = (_held(tuple(folder.scaling[name]), pixels.device) for name in ("image_mean", "image_std"))
+    mean, std = (_on_device(tuple(folder.scaling[name]), pixels.device) for name in ("image_mean", "image_std"))
     picture = (pixels.float() / 255.0 - mean[:, None, None]) / std[:, None, None]
     wanted = rows * folder.patch, columns * folder.patch
     if tuple(picture.shape[-2:]) != wanted:
@@ -172,7 +172,7 @@ def tokens_of(folder: VisionFolder, module: nn.Module, pixels: Tensor, factor: i
 
 
 @functools.lru_cache(maxsize=16)
-def _held(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Bring numbers to a device once: the host waits for each such copy."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 

@@ -30,7 +30,7 @@ def _settings(order: OptimizerOrder) -> dict[str, Any]:
 
     The fused one takes found_inf and the loss scale on the device: a skipped update costs no host wait.
     """
-    chosen = not {"fused", "foreach"} & order.given.keys()
+    chosen = not {"fused", "foreach"} & order.arguments.keys()
     return {**_DEFAULTS, **({"fused": True} if order.fused_ok and chosen else {})}
 
 
@@ -56,7 +56,7 @@ def make_oss(order: OptimizerOrder) -> Optimizer:
         return unsharded
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(order.tables, AdamW, lr=order.lr, **(_settings(order) | order.given))
+    return ZeroRedundancyOptimizer(order.tables, AdamW, lr=order.lr, **(_settings(order) | order.arguments))
 
 
 def make_sgd_nesterov(order: OptimizerOrder) -> Optimizer:
@@ -72,7 +72,7 @@ def make_npu_adamw(order: OptimizerOrder) -> Optimizer:
 
     Where arguments are only checked, or state only counted, no NPU is at hand: torch's AdamW stands in, which has both.
     """
-    wrong = [name for name in order.given if name not in NPU_FUSED_ADAMW]
+    wrong = [name for name in order.arguments if name not in NPU_FUSED_ADAMW]
     if wrong:
         remedy = f"it takes {', '.join(NPU_FUSED_ADAMW)}"
         raise ConfigFault([Fault(ARGS, f"{order.name} takes no {', '.join(wrong)} here", remedy)])
@@ -112,10 +112,10 @@ def make_adafactor(order: OptimizerOrder) -> Optimizer:
     """Make Adafactor. As kohya: it computes its own rate unless relative_step=False, and warmup_init forces that."""
     from transformers.optimization import Adafactor
 
-    relative = order.given.get("relative_step", True) or order.given.get("warmup_init", False)
+    relative = order.arguments.get("relative_step", True) or order.arguments.get("warmup_init", False)
     if not relative:
         return _waiting_less(construct(order, Adafactor))
-    settings = {**order.given, "relative_step": True}
+    settings = {**order.arguments, "relative_step": True}
     tables = [{key: value for key, value in table.items() if key != "lr"} for table in order.tables]
     return _waiting_less(construct(OptimizerOrder(order.name, tables, order.lr, settings), Adafactor, {"lr": None}))
 

@@ -44,7 +44,7 @@ def make(order: OptimizerOrder) -> Optimizer:
     if order.trial and not any(table["matrix"] for table in tables):
         what = f"{order.name} is for matrices within blocks, and none of what is trained is one"
         raise ConfigFault([Fault(TYPE, what, "--optimizer_type=AdamW")])
-    return construct(OptimizerOrder(order.name, tables, order.lr, order.given), Muon, fused=order.fused_ok)
+    return construct(OptimizerOrder(order.name, tables, order.lr, order.arguments), Muon, fused=order.fused_ok)
 
 
 def _cut(group: Group) -> Iterator[dict[str, Any]]:

@@ -84,7 +84,7 @@ IDLE: dict[str, tuple[str, str]] = {
 }
 
 
-def _whole(low: int, high: int) -> Callable[[Any], Any]:
+def _integer_between(low: int, high: int) -> Callable[[Any], Any]:
     def check(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"must be a whole number, got {value!r}")
@@ -136,10 +136,10 @@ def _any(value: Any) -> Any:
 FIELDS: dict[str, Callable[[Any], Any]] = {
     "prompt": _text,
     "negative_prompt": _text,
-    "width": _whole(1, MAX_SIDE),
-    "height": _whole(1, MAX_SIDE),
-    "seed": _whole(0, 2**64 - 1),
-    "sample_steps": _whole(1, MAX_STEPS),
+    "width": _integer_between(1, MAX_SIDE),
+    "height": _integer_between(1, MAX_SIDE),
+    "seed": _integer_between(0, 2**64 - 1),
+    "sample_steps": _integer_between(1, MAX_STEPS),
     "scale": _number,
     "sample_sampler": _sampler,
     **dict.fromkeys(IDLE, _any),

@@ -285,7 +285,7 @@ def test_a_build_that_was_interrupted_goes_on_and_a_whole_one_wakes_nothing(
     opened(cfg, parts)
     assert not seen and not any(map(parts.is_loaded, FROZEN))
     (use,) = all_references(CacheFolder.open(pictures.parent / "cache"))
-    assert use.whole and len(use.rows("reader")) == total
+    assert use.complete and len(use.rows("reader")) == total
 
 
 def test_what_is_foreseen_is_what_is_wanted(pictures: Path) -> None:

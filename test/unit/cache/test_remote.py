@@ -164,7 +164,7 @@ def test_more_copies_than_are_held_open_are_read_at_once(cache, monkeypatch) -> 
         read(remote)
     segments = remote.segments
     segments.want([(row.segment, row.offset, row.length) for row in rows(remote)])
-    held = [type(each).__name__ for _, contents in segments._held.values() for each in contents]
+    held = [type(each).__name__ for _, contents in segments._cached_pieces.values() for each in contents]
     assert held.count("OpenCopy") == 2 and "memoryview" in held
 
 

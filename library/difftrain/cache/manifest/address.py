@@ -132,11 +132,11 @@ class MediaTransforms:
         if state is None:
             if len(self._states) >= _MAX_STATES:
                 self._states.clear()
-            cut = self._cut(self.recipes[source], self.place(source, size_hw), size_hw, flip)
+            cut = self._cut(self.recipes[source], self.crop_window(source, size_hw), size_hw, flip)
             state = self._states[asked] = media_state(cut, self._fingerprint, self._storage)
         return state
 
-    def place(self, source: int, size_hw: tuple[int, int]) -> CropWindow:
+    def crop_window(self, source: int, size_hw: tuple[int, int]) -> CropWindow:
         """Say where a picture of a source is cut. Raises ValueError where no bucket fits."""
         record = Record(0, b"", MediaRef(source, ""), (), size_hw)
         return crop_window(self.recipes[source], record, Draw(0, b"", 0), 0)

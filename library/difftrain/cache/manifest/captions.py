@@ -79,8 +79,8 @@ def write_captions(
     data: Data, ids: np.ndarray, writers: Sequence[ManifestWriter], tokenize: Tokenize, say: Say
 ) -> None:
     """List every caption that records can be drawn with, and "". ids: of the records, ascending."""
-    index, excluded = data.index, held_out(data)
-    caption_state = _caption_state(data, excluded)[ids]
+    index, is_held_out = data.index, held_out(data)
+    caption_state = _caption_state(data, is_held_out)[ids]
     earlier = _PreviousManifests.of(
         writers, index.folder.parent, [caption_kind(writer.request, tokenize) for writer in writers]
     )
@@ -90,7 +90,7 @@ def write_captions(
         asides = [writer.open_aside() for writer in writers]
         files = [(aside / "rows.bin").open("wb") for aside in asides]
         for pieces in _rows(
-            data, ids, excluded, caption_state, earlier, [writer.request for writer in writers], tokenize, say
+            data, ids, is_held_out, caption_state, earlier, [writer.request for writer in writers], tokenize, say
         ):
             for file, piece in zip(files, pieces, strict=True):
                 file.write(piece.tobytes())
@@ -109,13 +109,13 @@ def write_captions(
 
 def held_out(data: Data) -> np.ndarray:
     """Tell of each record whether it is kept for validation, and so drawn as it is written. Shape: (N,) bool."""
-    excluded = np.zeros(data.index.count, dtype=bool)
+    is_held_out = np.zeros(data.index.count, dtype=bool)
     for rows in data.tables.validation:
-        excluded[data.tables.ids()[rows.first : rows.first + rows.records]] = True
-    return excluded
+        is_held_out[data.tables.ids()[rows.first : rows.first + rows.records]] = True
+    return is_held_out
 
 
-def _caption_state(data: Data, excluded: np.ndarray) -> np.ndarray:
+def _caption_state(data: Data, is_held_out: np.ndarray) -> np.ndarray:
     """Hash what decides the captions of each record: what is written, and how they are drawn. Shape: (N, 16) uint8."""
     index = data.index
     rows = np.asarray(index.columns().row)
@@ -132,7 +132,7 @@ def _caption_state(data: Data, excluded: np.ndarray) -> np.ndarray:
     with contextlib.closing(connect(index.folder / DATABASE)) as database:
         for row, captions, source in database.execute(_CAPTIONS):
             record_id = int(ids[row])
-            state = ways[int(excluded[record_id])][source].copy()
+            state = ways[int(is_held_out[record_id])][source].copy()
             state.update(captions.encode("utf-8", "surrogatepass"))
             caption_state[record_id] = np.frombuffer(state.digest(), np.uint8)
     return caption_state
@@ -171,14 +171,14 @@ class _PreviousManifests:
         same = (self._keys[index] == keys).all(axis=1) & (self._caption_state[index] == caption_state).all(axis=1)
         return np.where(same, index, -1)
 
-    def rows(self, which: int, positions: np.ndarray, ids: np.ndarray, excluded: np.ndarray) -> np.ndarray:
+    def rows(self, which: int, positions: np.ndarray, ids: np.ndarray, is_held_out: np.ndarray) -> np.ndarray:
         """Return the rows of records that are as they were, under their new ids. Shape: (M,) ROW."""
         counts = self._ends[positions] - self._starts[positions]
         firsts = np.repeat(self._starts[positions] - np.cumsum(counts) + counts, counts)
         references = self._references[which][firsts + np.arange(counts.sum())]
         rows = np.zeros(len(references), dtype=ROW)
         rows["address"], rows["variant"] = references["address"], references["variant"]
-        rows["record"], rows["plain"] = np.repeat(ids, counts), np.repeat(excluded[ids], counts)
+        rows["record"], rows["plain"] = np.repeat(ids, counts), np.repeat(is_held_out[ids], counts)
         return rows
 
 
@@ -196,7 +196,7 @@ def _first_word(keys: np.ndarray) -> np.ndarray:
 def _rows(
     data: Data,
     ids: np.ndarray,
-    excluded: np.ndarray,
+    is_held_out: np.ndarray,
     caption_state: np.ndarray,
     earlier: _PreviousManifests | None,
     requests: Sequence[ManifestRequest],
@@ -216,11 +216,11 @@ def _rows(
         # records that are as they were keep their rows
         old, kept = positions >= 0, [np.empty(0, ROW) for _ in requests]
         if earlier is not None and old.any():
-            kept = [earlier.rows(which, positions[old], some[old], excluded) for which in range(len(requests))]
+            kept = [earlier.rows(which, positions[old], some[old], is_held_out) for which in range(len(requests))]
 
         # all others are tokenised
         fresh: list[list[np.ndarray]] = []
-        for done, (facts, captions) in _drawn_captions(data, some[~old].tolist(), excluded):
+        for done, (facts, captions) in _drawn_captions(data, some[~old].tolist(), is_held_out):
             fresh.append(_tokenised(facts, captions, requests, tokenize))
             if (now := time.monotonic()) - reported > _SAY_EVERY_S:
                 reported, count = now, start + done
@@ -231,14 +231,14 @@ def _rows(
 
 
 def _drawn_captions(
-    data: Data, ids: Sequence[int], excluded: np.ndarray
+    data: Data, ids: Sequence[int], is_held_out: np.ndarray
 ) -> Iterator[tuple[int, tuple[list[tuple[Any, ...]], list[str]]]]:
     """Yield how many records are done, rows without addresses, and their captions."""
     recipes = [data.recipes, without_augmentation(data.recipes)]
     facts: list[tuple[Any, ...]] = []
     captions: list[str] = []
     for done, record_id in enumerate(ids, start=1):
-        record, as_written = data.index.record(record_id), bool(excluded[record_id])
+        record, as_written = data.index.record(record_id), bool(is_held_out[record_id])
         for variant, caption in enumerate(captions_of(record, recipes[as_written][record.media.source])):
             facts.append((b"", record_id, variant, as_written, 0))
             captions.append(caption)

@@ -315,7 +315,7 @@ class _HashProgress:
 
     def __init__(self, count: int, say: Say) -> None:
         self._count, self._say, self._began = count, say, time.monotonic()
-        self._said, self._done, self._bytes = self._began, 0, 0
+        self._reported_at, self._done, self._bytes = self._began, 0, 0
 
     def known(self, count: int) -> None:
         self._count -= count
@@ -323,9 +323,9 @@ class _HashProgress:
     def add(self, size: int) -> None:
         self._done, self._bytes = self._done + 1, self._bytes + size
         now = time.monotonic()
-        if now - self._said < _SAY_EVERY_S:
+        if now - self._reported_at < _SAY_EVERY_S:
             return
-        self._said, took = now, now - self._began
+        self._reported_at, took = now, now - self._began
         left = (self._count - self._done) * took / self._done
         self._say(
             f"cache: {self._done:,} of {self._count:,} files are read once to know their content, "

@@ -256,11 +256,11 @@ class _PairRows:
             raise DataFault(
                 f"{name} has {self._count.max():,} captions; with a picture at most {_MAX_VARIANT // 2 - 1:,}"
             )
-        self._held = held_out(data)
+        self._is_held_out = held_out(data)
         sources = np.asarray(data.index.columns().source)
         drops = [may_drop(recipe.captions) for recipe in data.recipes]
-        self._drops = np.array(drops)[sources] & ~self._held
-        self._flips = pictures.flips & ~self._held
+        self._drops = np.array(drops)[sources] & ~self._is_held_out
+        self._flips = pictures.flips & ~self._is_held_out
 
     def rows(self, ids: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the rows of records in their order, the pairs of each together. Shapes: ids (n,) -> pieces (m,) ROW."""
@@ -290,7 +290,7 @@ class _PairRows:
         readable = np.array([address != UNREAD for address in alone], dtype=bool)
         texts = [address.tobytes() for address in self._references["address"][at]]
         rows = np.zeros(len(row), dtype=ROW)
-        rows["record"], rows["variant"], rows["plain"] = ids[row], 2 * number + flip, self._held[ids[row]]
+        rows["record"], rows["variant"], rows["plain"] = ids[row], 2 * number + flip, self._is_held_out[ids[row]]
         rows["address"] = as_array([joined_address(pair) for pair in zip(alone, texts, strict=True)])
         return rows[readable]
 

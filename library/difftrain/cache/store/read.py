@@ -171,11 +171,11 @@ class Reader:
         self._made_as = {name: memory_dtype(feature.dtype) for name, feature in features.items()}
         self._cache = cache
         self._files = source if isinstance(source, SegmentFiles) else None
-        self._found: dict[bytes, EntryRow] = {}
+        self._remembered: dict[bytes, EntryRow] = {}
         self._kinds: dict[
             int, PayloadLayout
         ] = {}  # by the size of an entry: entries of one size are most likely of one kind
-        self._settled = False
+        self._is_verified_current = False
 
     def reject(self, address: bytes) -> str | None:
         """Return why an encoder could make nothing of what has this address; None where it could, or did not try.
@@ -210,8 +210,8 @@ class Reader:
             raise damage(self._cache, error.row, error) from error
 
     def _read(self, rows: Sequence[EntryRow]) -> dict[str, Tensor]:
-        if not self._settled:
-            self._settle()
+        if not self._is_verified_current:
+            self._check_generation()
         if self._files is None:
             self._source.want([(row.segment, row.offset, row.length) for row in rows])
         out = BatchBuffers(len(rows), self._made_as)
@@ -230,22 +230,22 @@ class Reader:
                 raise damage(self._cache, row, error) from error
         return out.tensors
 
-    def _settle(self) -> None:
+    def _check_generation(self) -> None:
         """Make sure, once a process, that what was checked is numbered as the index is: it may be a newer one."""
         if self._verified is not None and self._verified.generation != self._entries.generation:
             self._verified = _NoneVerified()
-        self._settled = True
+        self._is_verified_current = True
 
     def _look_again(self) -> None:
         """Open the index anew: `difftrain cache gc` moves entries to other segments while they are read."""
         self._entries = copy.copy(self._entries)
-        self._found.clear()
-        self._settled = False
+        self._remembered.clear()
+        self._is_verified_current = False
 
     def _rows(self, addresses: Sequence[bytes]) -> list[EntryRow]:
         rows, missing = [], []
         for address in addresses:
-            row = self._found.get(address) or self._find(address)
+            row = self._remembered.get(address) or self._find(address)
             if row is None:
                 missing.append(address.hex())
             else:
@@ -259,11 +259,11 @@ class Reader:
         return rows
 
     def _find(self, address: bytes) -> EntryRow | None:
-        row = self._found.get(address)
+        row = self._remembered.get(address)
         if row is None and (row := self._entries.lookup(address)) is not None:
-            if len(self._found) >= _REMEMBERED:
-                self._found.clear()
-            self._found[address] = row
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            self._remembered[address] = row
         return row
 
     def _straight(self, kind: PayloadLayout, row: EntryRow, out: BatchBuffers, number: int, check: bool) -> bool:
@@ -335,7 +335,7 @@ class Reader:
         return payload
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_found": {}, "_settled": False}
+        return self.__dict__ | {"_remembered": {}, "_is_verified_current": False}
 
 
 def _crc(buffers: Sequence[Any]) -> int:

@@ -34,7 +34,7 @@ class Reference:
 
     id: str
     facts: Mapping[str, Any]
-    whole: bool  # everything that it wants was there
+    complete: bool  # everything that it wants was there
     used_at: float  # when a run last said so, in seconds since the epoch by the clock of the file system
     encoders: tuple[str, ...]
     folder: Path
@@ -87,12 +87,12 @@ def write(folder: CacheFolder, use: str, facts: Mapping[str, Any], rows: Mapping
             path.unlink(missing_ok=True)
 
 
-def mark_whole(folder: CacheFolder, use: str, whole: bool = True) -> None:
+def mark_complete(folder: CacheFolder, use: str, complete: bool = True) -> None:
     """Say whether everything a configuration wants is there. Raises TrainingFault, DataFault, FileNotFoundError."""
     with disk_faults(folder.path):
         facts = _facts(folder.references_dir / f"{use}.json")
-        if facts["whole"] != whole:
-            _write_facts(folder, use, {**facts, "whole": whole})
+        if facts["whole"] != complete:
+            _write_facts(folder, use, {**facts, "whole": complete})
 
 
 def all_references(folder: CacheFolder) -> list[Reference]:
@@ -100,11 +100,11 @@ def all_references(folder: CacheFolder) -> list[Reference]:
     references = []
     for path in sorted(folder.references_dir.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            references.append(one(folder, path.stem))
+            references.append(reference_of(folder, path.stem))
     return references
 
 
-def one(folder: CacheFolder, use: str) -> Reference:
+def reference_of(folder: CacheFolder, use: str) -> Reference:
     """Return a use. Raises DataFault, FileNotFoundError."""
     path = folder.references_dir / f"{use}.json"
     facts = _facts(path)

@@ -54,14 +54,15 @@ def choose_reference(folder: CacheFolder, use: str | None, *, dated: bool) -> tu
     """
     known = references.all_references(folder)
     complete = sorted(
-        (reference for reference in known if reference.whole), key=lambda reference: (reference.used_at, reference.id)
+        (reference for reference in known if reference.complete),
+        key=lambda reference: (reference.used_at, reference.id),
     )
     if use is not None:
         reference = next((reference for reference in known if reference.id == use), None)
         if reference is None:
             remedy = did_you_mean(use, [reference.id for reference in known]) or "`difftrain cache info` lists them"
             raise ConfigFault([Fault("--use", f"{use!r} is no configuration that this cache knows", remedy)])
-        if not reference.whole:
+        if not reference.complete:
             what = f"{use!r} was not built to its end"
             raise ConfigFault([Fault("--use", what, "build it first, or leave this out to get what others have built")])
         return reference, ""

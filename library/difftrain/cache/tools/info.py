@@ -168,7 +168,7 @@ def _segments(folder: CacheFolder, known: Metadata | None) -> dict[str, Any]:
 def _use(use: references.Reference) -> dict[str, Any]:
     return {
         "id": use.id,
-        "whole": use.whole,
+        "whole": use.complete,
         "used_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(use.used_at)),
         "wants": {encoder: len(use.rows(encoder)) for encoder in use.encoders},
         "facts": dict(use.facts),

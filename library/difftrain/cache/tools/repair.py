@@ -58,9 +58,9 @@ def _unmark(folder: CacheFolder) -> None:
     """Let no configuration be trusted to have all of its entries that has not."""
     known = Metadata(folder.database)
     for use in references.all_references(folder):
-        if use.whole and any(lacks(use, known).values()):
+        if use.complete and any(lacks(use, known).values()):
             with suppress(FileNotFoundError):  # forgotten meanwhile
-                references.mark_whole(folder, use.id, whole=False)
+                references.mark_complete(folder, use.id, complete=False)
 
 
 def _lists(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterator[str]:

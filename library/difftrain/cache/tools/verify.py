@@ -333,7 +333,7 @@ def _uses(folder: CacheFolder, known: Metadata | None, report: VerifyReport) -> 
             report.uses.append(name)
             report.damages.append(SegmentDamage("uses", f"uses/{file}", str(fault)))
             continue
-        if use.whole and any(missing.values()):
+        if use.complete and any(missing.values()):
             which = ", ".join(f"{count:,} of {encoder}" for encoder, count in missing.items() if count)
             says = f"a configuration is marked as whole and lacks entries: {which}"
             report.damages.append(SegmentDamage("missing", f"uses/{file}", says, entries=sum(missing.values())))
@@ -343,7 +343,7 @@ def _read_use(folder: CacheFolder, name: str, known: Metadata | None) -> tuple[r
     """Read a use through, and count what it lacks. Raises DataFault, FileNotFoundError where it is gone."""
     for tries in (2, 1, 0):
         try:
-            use = references.one(folder, name)
+            use = references.reference_of(folder, name)
             for encoder in use.encoders:
                 use.check(encoder)
             return use, lacks(use, known) if known is not None else {}

@@ -34,7 +34,7 @@ def check(context: Context) -> Iterator[Finding]:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="doctor-ranks-") as folder:
         codes = _run(device.kind, size, Path(folder))
-        reports = [_told(Path(folder), rank) for rank in range(size)]
+        reports = [_report_of(Path(folder), rank) for rank in range(size)]
         words = [_last_words(Path(folder), rank) for rank in range(size)]
 
     # a rank that fails keeps the others waiting: one that ended by itself is named before them
@@ -99,7 +99,7 @@ def _run(kind: str, size: int, folder: Path) -> list[int | None]:
     return codes
 
 
-def _told(folder: Path, rank: int) -> dict[str, Any] | None:
+def _report_of(folder: Path, rank: int) -> dict[str, Any] | None:
     for line in reversed((folder / f"{rank}.out").read_text(errors="replace").splitlines()):
         with contextlib.suppress(json.JSONDecodeError):
             report = json.loads(line)

@@ -290,7 +290,7 @@ class Index:
         return [path for (path,) in rows] if self.summary.shards[source] else []
 
     def _connection(self) -> sqlite3.Connection:
-        connection = getattr(self._local, "held", None)
+        connection = getattr(self._local, "connection", None)
         if connection is None or connection[0] != os.getpid():  # SQLite must not be carried across a fork
-            self._local.held = connection = (os.getpid(), connect(self.folder / DATABASE))
+            self._local.connection = connection = (os.getpid(), connect(self.folder / DATABASE))
         return connection[1]

@@ -103,7 +103,7 @@ class Header(NamedTuple):
 
     size_wh: tuple[int, int]
     format: str
-    whole: bool  # the end of the file is where it should be; False: only decoding can tell
+    is_complete: bool  # the end of the file is where it should be; False: only decoding can tell
 
 
 class Decoded(NamedTuple):

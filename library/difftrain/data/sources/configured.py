@@ -89,7 +89,7 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
     return made
 
 
-def _place(path_text: str) -> Path:
+def _absolute(path_text: str) -> Path:
     """Return the absolute path; a file that is a link keeps its name, which says what it is."""
     path = Path(path_text).expanduser()
     return path.parent.resolve() / path.name if path.is_file() else path.resolve()
@@ -120,8 +120,8 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
     of_file: dict[str, Any] = {"captions_file": subset.captions_file} if subset.captions_file else {}
     if of_file:
         suffixes = ()  # caption files beside it are passed over
-    known["masks"] = str(_place(subset.conditioning_dir)) if subset.conditioning_dir else ""
-    known["default_mask"] = str(_mask(_place(subset.default_mask))) if subset.default_mask else ""
+    known["masks"] = str(_absolute(subset.conditioning_dir)) if subset.conditioning_dir else ""
+    known["default_mask"] = str(_mask(_absolute(subset.default_mask))) if subset.default_mask else ""
     known |= {"masks_optional": subset.masks_optional, "share": subset.share}
     known |= {"allow_empty": subset.captions.allow_empty, "whole_text": subset.captions.dialect == "diffusion_pipe"}
 
@@ -130,16 +130,16 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         made.infos.append(SourceInfo(**(known | facts | more)))  # type: ignore[arg-type]
 
     if subset.dataset_class:
-        add("class", subset.dataset_class, only=str(_place(subset.image_dir)) if subset.image_dir else "")
+        add("class", subset.dataset_class, only=str(_absolute(subset.image_dir)) if subset.image_dir else "")
         made.notes.append(f"{subset.dataset_class}: pictures as the class hands them out")
         return
     if subset.metadata_file:
-        file = _place(subset.metadata_file)
-        image_dir = _place(subset.image_dir) if subset.image_dir else file.parent
+        file = _absolute(subset.metadata_file)
+        image_dir = _absolute(subset.image_dir) if subset.image_dir else file.parent
         add("metadata", image_dir, only=os.path.relpath(file, image_dir), separator=subset.captions.separator)
         made.notes.append(f"{image_dir}: pictures and captions as {file.name} names them")
         return
-    image_dir = _place(subset.image_dir or "")
+    image_dir = _absolute(subset.image_dir or "")
     columns: dict[str, Any] = {"image_column": data.image_column or "", "caption_column": data.caption_column or ""}
     if image_dir.is_file() and image_dir.suffix.lower() in _SHARDS:
         kind = _SHARDS[image_dir.suffix.lower()]

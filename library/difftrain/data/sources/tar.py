@@ -39,17 +39,17 @@ class Descriptors:
     def __init__(self, limit: int = _OPEN_FILES) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._held: OrderedDict[Path, io.FileIO] = OrderedDict()
+        self._open_files: OrderedDict[Path, io.FileIO] = OrderedDict()
 
     def get(self, path: Path) -> io.FileIO:
         """Return an unbuffered open file; it closes when nobody holds it any more."""
         with self._lock:
-            file = self._held.pop(path, None)
+            file = self._open_files.pop(path, None)
             if file is None:
                 file = io.FileIO(path)
-            self._held[path] = file
-            while len(self._held) > self._limit:
-                self._held.popitem(last=False)
+            self._open_files[path] = file
+            while len(self._open_files) > self._limit:
+                self._open_files.popitem(last=False)
             return file
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -150,7 +150,7 @@ def check_memory(context: Context) -> Iterator[Finding]:
         return
     health = npu_health() if device.kind == "npu" else {}
     for index in range(device.count):
-        yield _one(device.module, device.kind, index)
+        yield _memory_of(device.module, device.kind, index)
     for card, state in health.items():
         if state.upper() != "OK":
             yield Finding(
@@ -158,7 +158,7 @@ def check_memory(context: Context) -> Iterator[Finding]:
             )
 
 
-def _one(module: Any, kind: str, index: int) -> Finding:
+def _memory_of(module: Any, kind: str, index: int) -> Finding:
     import torch
 
     name, about = module.get_device_name(index), f"{kind}_{index}"

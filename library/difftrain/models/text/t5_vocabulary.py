@@ -247,14 +247,14 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of a message: whole numbers, or bytes of texts, messages and numbers of fixed width."""
     offset = 0
     while offset < len(content):
-        tag, offset = _whole(content, offset)
+        tag, offset = _varint(content, offset)
         kind = tag & 7
         if kind == 0:
             value: Any
-            value, offset = _whole(content, offset)
+            value, offset = _varint(content, offset)
         else:
             if kind == 2:
-                size, offset = _whole(content, offset)
+                size, offset = _varint(content, offset)
             elif kind in (1, 5):
                 size = 8 if kind == 1 else 4
             else:
@@ -265,7 +265,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
         yield tag >> 3, value
 
 
-def _whole(content: bytes, offset: int) -> tuple[int, int]:
+def _varint(content: bytes, offset: int) -> tuple[int, int]:
     value, shift = 0, 0
     while True:
         if offset >= len(content) or shift > 63:

@@ -136,7 +136,7 @@ class VaeClass:
     samples: bool = True
 
 
-def _says(name: str, usual: int) -> Callable[[Config], int]:
+def _configured(name: str, usual: int) -> Callable[[Config], int]:
     return lambda config: int(config.get(name) or usual)
 
 
@@ -145,26 +145,26 @@ def _by_downsampling(config: Config) -> int:
 
 
 _HUNYUAN = VaeClass(
-    factor=_says("spatial_compression_ratio", 8), frames=_says("temporal_compression_ratio", 4), clips=True
+    factor=_configured("spatial_compression_ratio", 8), frames=_configured("temporal_compression_ratio", 4), clips=True
 )
 _LTX = VaeClass(
-    factor=_says("spatial_compression_ratio", 32),
-    frames=_says("temporal_compression_ratio", 8),
+    factor=_configured("spatial_compression_ratio", 32),
+    frames=_configured("temporal_compression_ratio", 8),
     clips=True,
     stored=("latents_mean", "latents_std"),
 )
 CLASSES: dict[str, VaeClass] = {
     "AutoencoderKL": VaeClass(),
     "AutoencoderKLWan": VaeClass(
-        "z_dim", _says("scale_factor_spatial", 8), _says("scale_factor_temporal", 4), clips=True
+        "z_dim", _configured("scale_factor_spatial", 8), _configured("scale_factor_temporal", 4), clips=True
     ),
     "AutoencoderKLQwenImage": VaeClass("z_dim", _by_downsampling, lambda config: 4, clips=True),
     "AutoencoderKLHunyuanVideo": _HUNYUAN,
     "AutoencoderKLHunyuanVideo15": _HUNYUAN,
-    "AutoencoderKLHunyuanImage": VaeClass(factor=_says("spatial_compression_ratio", 32)),
+    "AutoencoderKLHunyuanImage": VaeClass(factor=_configured("spatial_compression_ratio", 32)),
     "AutoencoderKLCosmos": VaeClass(
-        factor=_says("spatial_compression_ratio", 8),
-        frames=_says("temporal_compression_ratio", 8),
+        factor=_configured("spatial_compression_ratio", 8),
+        frames=_configured("temporal_compression_ratio", 8),
         clips=True,
         samples=False,
     ),

@@ -93,7 +93,7 @@ class _ReadSafetensors:
                 header = json.loads(file.read(length))
             self._start = 8 + length
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self._places = {key: _place(entry, size - self._start) for key, entry in header.items()}
+            self._places = {key: _entry_of(entry, size - self._start) for key, entry in header.items()}
             if not all(isinstance(text, str) for text in self.metadata.values()):
                 raise UnreadableWeights("is not a whole safetensors file: its metadata are no texts")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -116,7 +116,7 @@ class _ReadSafetensors:
         return value
 
 
-def _place(entry: dict[str, Any], size: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _entry_of(entry: dict[str, Any], size: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Return dtype, shape, start and stop of a tensor. Raises ValueError where they do not fit together."""
     dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(side) is not int or side < 0 for side in shape):
