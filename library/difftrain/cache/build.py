@@ -209,8 +209,10 @@ class _Build:
         )
         if not ranks.any(bool(len(job.todo))):
             return
+        # a name that no earlier build of this run has used: counters of the store are never reset
         events, token = Events(), ranks.broadcast(uuid.uuid4().hex)
         of_group = f"cache/{token}/{location.group.leader}"
+        # ranks draw batch numbers from one counter, so that a fast rank does more and none waits
         batch_queue = BatchQueue(job.todo, ranks.counter(f"{of_group}/next"), events.stop)
         progress = BuildProgress(
             encoder_manifest.request.name, int(np.count_nonzero(job.missing)), ranks.tally(f"{of_group}/done")

@@ -98,6 +98,7 @@ def feature_store(
     pairs: list[PairEncoderCache] = []
     masks = None
     for manifest in manifests:
+        # captions are looked up by their tokens; pictures and pairs by record
         reader, encoder = readers[manifest.request.name], manifest.request.encoder
         if "caption" in encoder.source:
             texts = CaptionLookup(encoder.inputs, manifest.fingerprint, manifest.request.storage)

@@ -255,6 +255,7 @@ def data_loader(
             "timeout": _LOOK_S if watched else 0,
         }
         if not forks:
+            # threads of a tokenizer or a store do not survive a fork
             more["multiprocessing_context"] = "spawn"
 
     # an item is whole when it comes from the dataset: the loader puts nothing together

@@ -178,6 +178,7 @@ class AttentionProcessor:
     ) -> Tensor:
         """Attend over (B, L, C), or (B, C, H, W) with its positions as the sequence."""
         residual = hidden_states
+        # the order of norms, masks and projections is that of diffusers' AttnProcessor
         if attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)
         if residual.ndim == 4:
@@ -201,6 +202,7 @@ class AttentionProcessor:
             k = attn.norm_k(k)
         out = attention(q, k, v, keep, fused=self.fused).transpose(1, 2).flatten(2).to(q.dtype)
 
+        # to_out holds the projection and its dropout
         out = attn.to_out[1](attn.to_out[0](out))
         if residual.ndim == 4:
             out = out.transpose(1, 2).reshape(residual.shape)

@@ -29,6 +29,7 @@ class Average:
         for part in _parts(named):
             offset += len(part)
             averages = [self.weights[name] for name, _ in part]
+            # ema <- ema + share (weights - ema), in one launch for many tensors
             torch._foreach_lerp_(averages, [_fp32(tensor) for _, tensor in part], share)
         if offset != len(self.weights):
             raise ValueError(f"the average holds {len(self.weights)} tensors, but {offset} were given")
@@ -129,6 +130,7 @@ class PowerEma(Average):
 
 def newest_share(gamma: float, t: int) -> float:
     """Return 1 - (1 - 1/t)^(gamma + 1), the share of the weights of update t, with all digits for large t."""
+    # 1 - (1 - 1/t)^n as -expm1(n log1p(-1/t)): the difference of two numbers near 1 would lose digits
     return 1.0 if t == 1 else -math.expm1((gamma + 1.0) * math.log1p(-1.0 / t))
 
 
@@ -145,6 +147,7 @@ def exponent(width: float) -> float:
     """
     if not 0.0 < width <= WIDEST:
         raise ValueError(f"a relative width lies above 0 and is at most {WIDEST:.4f}, got {width}")
+    # the cubic with its square term removed, solved by Viete: three real roots are three cosines of one angle
     s = width**-2
     p, q = -(s + 1.0 / 3.0), 2.0 / 27.0 + 4.0 * s / 3.0
     radius = math.sqrt(-p / 3.0)
@@ -154,9 +157,9 @@ def exponent(width: float) -> float:
 
 def overlap(a: Profile, b: Profile) -> float:
     """Return the inner product of two densities, each zero beyond its own t: the integral up to the smaller one."""
-    first, second = sorted(
-        (a, b), key=lambda profile: profile.t
-    )  # the longer one counts only as far as the shorter goes
+    # the longer one counts only as far as the shorter goes
+    first, second = sorted((a, b), key=lambda profile: profile.t)
+    # integral of tau^(a + b) up to the smaller t, over the norms t^(gamma + 1) / (gamma + 1) of both
     scale = (a.gamma + 1.0) * (b.gamma + 1.0) / (a.gamma + b.gamma + 1.0)
     return scale * (first.t / second.t) ** second.gamma / second.t
 
@@ -181,12 +184,15 @@ def combine(stored: Sequence[Profile], wanted: Profile) -> Combination:
     if wanted in stored:
         index = stored.index(wanted)
         return Combination([float(i == index) for i in range(len(stored))], 0.0)
+    # densities at unit length, and what the wanted one has along each
     length = np.array([math.sqrt(overlap(profile, profile)) for profile in stored])
     among = np.array([[overlap(a, b) for b in stored] for a in stored]) / np.outer(length, length)
     own = math.sqrt(overlap(wanted, wanted))
     toward = np.array([overlap(profile, wanted) for profile in stored]) / (length * own)
+    # least squares with the shares summing to 1: the free solution, moved along its Lagrange direction
     unit = own / length
     free, pull = np.linalg.lstsq(among, np.stack([toward, unit], axis=1), rcond=1e-12)[0].T
     shares = free + pull * (1.0 - unit @ free) / (unit @ pull)
+    # the squared norm of what is left over, as 1 - 2 b x + x A x
     left = 1.0 - 2.0 * float(toward @ shares) + float(shares @ among @ shares)
     return Combination((shares * unit).tolist(), math.sqrt(max(0.0, left)))

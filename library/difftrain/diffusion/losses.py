@@ -31,6 +31,7 @@ def threshold(table: DdpmTables, t: Tensor, schedule: str, c: float, scale: floa
     if schedule == "exponential":
         return torch.exp(t * (math.log(c) / STEPS)) * scale
     if schedule == "snr":
+        # sigma / alpha of the timestep, from the product of 1 - beta
         left = table.alphas_cumprod[t]
         return (1.0 - c) / (1.0 + ((1.0 - left) / left).sqrt()).square() + c
     raise ValueError(f"a threshold's schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
@@ -55,8 +56,10 @@ def elementwise(prediction: Tensor, target: Tensor, kind: str, c: Tensor | None 
     c = c.view(-1, *(1,) * (error.ndim - 1))
     if kind in ("huber_delta", "smooth_l1_beta"):
         size = error.abs()
+        # a parabola up to the threshold, from there the line that touches it
         straight = torch.where(size < c, 0.5 * error.square(), c * (size - 0.5 * c))
         return straight if kind == "huber_delta" else straight / c
+    # pseudo-Huber: a hyperbola, smooth at the threshold
     bent = (error.square() + c.square()).sqrt() - c
     return bent if kind == "pseudo_huber" else 2.0 * c * bent if kind == "huber" else 2.0 * bent
 
@@ -70,6 +73,7 @@ def per_sample(loss: Tensor, mask: Tensor | None = None, over: str = "mask") -> 
     """
     if mask is None:
         return loss.flatten(1).mean(1)
+    # channels first: a mask has one, and counts cells
     weighed = loss.mean(1, keepdim=True) * mask
     if over == "all":
         return weighed.flatten(1).mean(1)

@@ -35,11 +35,13 @@ def heartbeat(ranks: Ranks, worker: bool, events: Events | None = None) -> Itera
     if ranks.size == 1:
         yield
         return
+    # --- who waits: answers each sign of life until no worker is left
     if not worker:
         yield
         while _exchange(ranks, False, events):
             pass
         return
+    # --- who works: a thread gives the signs, since the work itself may hold this one for minutes
     done = threading.Event()
     lost: list[Exception] = []
 

@@ -99,6 +99,7 @@ def make_accelerator(section: TrainingSection, device: Device, root: nn.Module, 
         AcceleratorState._reset_state(reset_partial_state=True)  # there may have been an engine before this one
         GradientState._reset_state()
 
+        # accelerate makes DDP from this object; what its dataclass has no field for goes in by to_kwargs
         class Wrapping(DistributedDataParallelKwargs):  # type: ignore[misc]
             """What DDP is told, with what accelerate has no field for."""
 

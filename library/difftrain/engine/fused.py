@@ -81,8 +81,10 @@ class DuringBackward:
         self._sum(gradients)
         norms_of_parts = norms(gradients)
         part_norms = torch.stack(norms_of_parts)
+        # the global norm is known when all parts are done: it is reported, not clipped by
         self._squares.append(part_norms.square().sum())
         assert self._skipped is not None
+        # one bad part stops the parts that come after it
         self._skipped = torch.maximum(self._skipped, torch.isfinite(part_norms).all().logical_not().float())
         if self._max_norm > 0:
             for name, factor in zip(names, (self._max_norm / (part_norms + 1e-6)).clamp(max=1.0).unbind()):

@@ -131,8 +131,10 @@ def split(value: Tensor, high: Tensor, low: Tensor) -> None:
     Shapes: all alike; dtypes fp32, bf16, int16. Halfway cases go away from zero, so that `low` always fits.
     """
     bits = value.view(torch.int32)
+    # to nearest by integer arithmetic, which every device does alike
     upper = (bits + _HALF) >> 16
     high.view(torch.int16).copy_(upper)
+    # between -2^15 and 2^15 - 1, since upper is the nearest
     low.copy_(bits - (upper << 16))
 
 
@@ -159,6 +161,7 @@ def by_chance(value: Tensor, out: Tensor, seed: int, step: int, name: str, offse
 
     offset: of the first element in the whole parameter, so that a shard draws what the whole would.
     """
+    # add 16 random bits below the last place of bf16, then cut: the carry comes with the right probability
     flat = value.contiguous().view(torch.int32).reshape(-1)
     bits = random_bits(seed, step, name, offset, len(flat), value.device).bitwise_and_(~_HIGH)
     rounded = bits.add_(flat).bitwise_and_(_HIGH).view(torch.float32)

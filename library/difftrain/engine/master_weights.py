@@ -39,6 +39,7 @@ class ShardedState:
         """Send the tensors of some parameters from their owners to all: one message an owner, bytes as they are."""
         for rank in sorted({self._owner[name] for name in names}):
             tensors = [tensor for name in names if self._owner[name] == rank for tensor in tensors_of(name)]
+            # bytes, so that one message carries several dtypes
             message = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
             dist.broadcast(message, src=rank)
             if rank == self._rank:
@@ -72,6 +73,7 @@ def only(optimizer: Optimizer, parameters: Container[int]) -> Iterator[Optimizer
     """
     every_group = optimizer.param_groups
     chosen = ((group, [param for param in group["params"] if id(param) in parameters]) for group in every_group)
+    # copies of the groups: a rate that a schedule sets counts, what the step writes does not
     optimizer.param_groups = [{**group, "params": params} for group, params in chosen if params]
     try:
         yield optimizer
@@ -234,6 +236,7 @@ class HalfPrecisionWeights(MasterWeights):
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale gradients down when they are taken, in fp32."""
+        # half gradients scaled in their dtype would lose digits or underflow
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
         self._factors = dict.fromkeys(self.weights, factor)
 

@@ -59,7 +59,9 @@ class AfterBackward:
         master_weights, scaler = self._master_weights, self._scaler
         gradients = master_weights.gradients()
         if gradients:  # sharded ones may all be elsewhere
+            # a finite loss adds 0; any other makes the norm non-finite, and no host had to look
             _poison(gradients[0], loss())
+        # the scaler finds gradients through groups: of half weights they are not the optimizer's own
         seen = master_weights.for_scaler(self._optimizer)
         if scaler is not None:
             scaler.unscale_(seen)
@@ -68,6 +70,7 @@ class AfterBackward:
             master_weights.clip(self._max_norm, norm)
 
         # --- step, or leave everything as it is
+        # 1.0 or 0.0 on the device, which a fused optimizer reads there
         skipped = torch.isfinite(norm).logical_not().float()
         if scaler is not None:
             skipped = torch.maximum(skipped, overflow(scaler, seen).to(skipped.device))
@@ -81,6 +84,7 @@ class AfterBackward:
 
 def _poison(gradient: Tensor, loss: Tensor) -> None:
     """Carry a loss that is not finite into the gradients, where the scaler and the norm see it: x + 0 else."""
+    # inf * 0 and nan * 0 are nan
     gradient[(0,) * gradient.ndim].add_(loss * 0.0)
 
 
@@ -147,6 +151,7 @@ class LossTerms:
 
     def vector(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Return the sums in the order of names, fp32: one tensor to be reduced."""
+        # one all-reduce of a vector in place of one for each term
         return torch.stack([terms[name].detach().float() for name in self.names])
 
     def sums(self, vector: Tensor) -> dict[str, Tensor]:

@@ -146,6 +146,7 @@ def fill(
         kind = value.dtype
         if value.is_floating_point():
             kind = dtype if isinstance(dtype, torch.dtype) else dtype(name)
+        # a view of the file's map costs no memory that something else needs
         stays = mapped(name) and value.dtype == kind and value.is_contiguous()
         _assign(module, alike, value if stays else value.to(kind, copy=True).contiguous())
         for layer in alike:

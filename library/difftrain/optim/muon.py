@@ -123,6 +123,7 @@ class Muon(Optimizer):
                 for weight in group["params"]:
                     if weight.grad is not None:
                         self._update(weight, group, skipped)
+        # groups and state are shared, so that schedules and checkpoints see one optimizer
         self._adamw.param_groups = [group for group in self.param_groups if not group["matrix"]]
         self._adamw.state = self.state
         if skipped is not None:
@@ -146,6 +147,7 @@ class Muon(Optimizer):
             counts = 1 - skipped.to(weight.device, weight.dtype)
             gradient = torch.where(counts > 0, gradient, 0)
             kept.lerp_(gradient, (1 - mu) * counts)
+        # Nesterov: look ahead along the momentum before it is orthogonalised
         direction = orthogonalised(gradient.lerp(kept, mu) if group["nesterov"] else kept, group["ns_steps"])
         size = rate * _size(weight.shape, group["adjust_lr"])
         if skipped is None:
@@ -162,9 +164,12 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
+    # gram = x x^T is the smaller of the two products this way round
     x = x.T if tall else x
+    # the Frobenius norm bounds the largest singular value, which must not exceed 1 here
     x = x / x.norm().clamp(min=_TINY)
     for _ in range(steps):
+        # x <- a x + (b A + c A^2) x with A = x x^T
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x

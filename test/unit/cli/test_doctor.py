@@ -202,7 +202,7 @@ def test_one_json_document_and_nothing_else(examined: list[DoctorReport], capsys
 def test_packages_that_are_missing_old_or_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"torch": None, "numpy": "1.20", "torchvision": "0.1"}
     monkeypatch.setattr(machine, "installed", lambda name: there.get(name, "9999.0"))
-    found = by_name(machine.check(Context()))
+    found = by_name(machine.check_packages(Context()))
     assert found["torch"].verdict == "wrong" and "not installed" in found["torch"].found
     assert found["numpy"].found == "numpy 1.20 is older than 1.26"
     assert found["torchvision"].verdict == "note" and "pip uninstall torchvision" in found["torchvision"].remedy
@@ -413,12 +413,12 @@ def test_versions_of_an_installation(
     wrong: set[str],
 ) -> None:
     monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(install.ascend_packages, "version", {"torch_npu": torch_npu, "torch": "2.13.0+cpu"}.get)
+    monkeypatch.setattr(install.ascend, "version", {"torch_npu": torch_npu, "torch": "2.13.0+cpu"}.get)
     monkeypatch.setattr(install.host, "cann_version", lambda: cann)
     monkeypatch.setattr(install.host, "npu_driver", lambda: driver)
     monkeypatch.setattr(install.host, "npu_firmware", lambda: "7.5.0.1.129")
-    monkeypatch.setattr(install.ascend_packages, "found_apex", lambda: True)
-    monkeypatch.setattr(install.ascend_packages, "found_torchvision_npu", lambda: False)
+    monkeypatch.setattr(install.ascend, "found_apex", lambda: True)
+    monkeypatch.setattr(install.ascend, "found_torchvision_npu", lambda: False)
     found = by_name(install.check(Context()))
     assert {about for about, one in found.items() if one.verdict == "wrong"} == wrong
     assert "7.5.0.1.129" in found["firmware"].found and found["rights"].verdict == "ok"
@@ -545,5 +545,5 @@ def test_precisions_and_small_facts() -> None:
     assert {one.verdict for one in numerics.precision(Context("cpu"))} == {"ok"}
     assert [one.verdict for one in machine.noise(Context("cpu"))] == ["ok"]
     assert len(list(machine.compiler(Context("cpu")))) == 1
-    assert {one.about for one in install.check(Context("cpu"))} == {"npu", "cuda", "cpu", "chosen"}
+    assert {one.about for one in install.check_devices(Context("cpu"))} == {"npu", "cuda", "cpu", "chosen"}
     assert {one.about for one in install.check_memory(Context("cpu"))} == {"memory"}

@@ -146,6 +146,7 @@ class EpochPlan:
 
     def served(self, epoch: int) -> np.ndarray:
         """Return how many batches of each bucket come before an epoch."""
+        # uses of full passes over batch size: what is left over begins the next epoch's first batch
         uses = epoch * self._even_uses
         for bucket in self._fractional:
             uses[bucket] = self._repeats[bucket].before(epoch)
@@ -187,6 +188,7 @@ class EpochPlan:
         served = self.served(epoch)
         counts = self.served(epoch + 1) - served
         bucket, k = self.arrangement.pick(epoch, index, counts)
+        # the stream of a bucket is endless: this epoch begins where the last one's full batches ended
         first = int(served[bucket]) * int(self._batches[bucket])
         positions = self.arrangement.positions(bucket, k, first, int(counts[bucket]))[part]
 
@@ -233,6 +235,7 @@ class EpochPlan:
             "global_batch": self.global_batches[0] if self._single else list(self.global_batches),
             **self._settings,
             "records": sum(rows.records for rows in self.buckets),
+            # by name and not in order, so that a checkpoint tells which bucket changed
             "buckets": {
                 self.tables.name(rows): {"records": rows.records, "uses": rows.uses, "digest": rows.digest}
                 for rows in self.buckets

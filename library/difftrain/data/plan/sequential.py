@@ -24,6 +24,7 @@ def with_plain_shards(index: Index, size: int) -> IndexColumns:
     id_of[rows] = np.arange(len(rows))
     for info in index.sources:
         if not open_source(info).sharded:
+            # by path, so that a shard holds neighbours on the disk
             named = sorted((path, row) for row, _, path, _ in index.places([info.ordinal]))
             ids = id_of[np.fromiter((row for _, row in named), np.int64, len(named))]
             shard[ids] = np.arange(len(ids)) // size
@@ -50,6 +51,7 @@ class Slots(NamedTuple):
     @classmethod
     def of(cls, global_batch: int, most: int) -> Slots:
         """Take the largest number of streams, at most `most`, that divides a global batch."""
+        # a stream must serve the same number of rows in every batch
         streams = max(s for s in range(1, min(most, global_batch) + 1) if global_batch % s == 0)
         slots = np.arange(global_batch)
         return cls(streams, global_batch // streams, slots % streams, slots // streams)
@@ -79,6 +81,7 @@ class SequentialOrder:
         """Return the positions of the endless stream that batch k of an epoch's `count` batches takes; the epoch begins at `first`."""
         slots = self.slots[bucket]
         g = slots.rows_per_stream
+        # stream s reads the s-th of equal stretches of the epoch, g rows a batch
         positions: np.ndarray = first + slots.stream * (count * g) + k * g + slots.row
         return positions
 
@@ -150,8 +153,10 @@ def merged(index: int, counts: np.ndarray) -> tuple[int, int]:
     the items around that share need sorting. The share is one correctly rounded division, the same on every machine.
     """
     total, slack = int(counts.sum()), len(counts)
+    # counts of shares below are off by less than one a bucket, so the item lies between these two
     first = _below((index - slack) / total, counts)
     after = _below((index + slack + 1) / total, counts)
+    # the few candidates, each bucket's k from its first
     number = after - first
     bucket = np.repeat(np.arange(len(counts)), number)
     k = np.arange(len(bucket)) - np.repeat(np.cumsum(number) - number - first, number)
@@ -239,9 +244,11 @@ class RepeatSegments:
         segment = np.searchsorted(starts, uses, side="right") - 1
         use, repeats = uses - starts[segment], self._repeats[segment]
         if self.even:
+            # whole repeats: record after record, each `repeats` times in a row
             row, repeat = np.divmod(use, repeats)
             return self._first[segment] + row, pass_ * repeats + repeat
         records, gone = self._records[segment], self.extras(pass_)[segment]
+        # fractions: after the whole repeats, `extra` of the records once more, in turn from pass to pass
         extra = use - records * repeats
         row, repeat = np.divmod(use, np.maximum(repeats, 1))
         row, repeat = np.where(extra < 0, row, (gone + extra) % records), np.where(extra < 0, repeat, repeats)
@@ -260,6 +267,7 @@ class BucketRepeats:
         pieces = np.unique(rows.segments[["extra", "of"]]) if self.fractional else ()
         self.rate = Fraction(int((rows.segments["records"] * rows.segments["repeats"]).sum()))
         for extra, of in (map(int, piece) for piece in pieces):
+            # summed as fractions, so that the rate is exact
             own = (rows.segments["extra"] == extra) & (rows.segments["of"] == of)
             self.rate += int(rows.segments["records"][own].sum()) * Fraction(extra, of)
 

@@ -129,6 +129,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         facts = {"ordinal": len(made.infos), "kind": kind, "root": str(root), "repeats": repeats(subset.repeats, times)}
         made.infos.append(SourceInfo(**(known | facts | more)))  # type: ignore[arg-type]
 
+    # --- a class of the user's, or a metadata file: they name their pictures themselves
     if subset.dataset_class:
         add("class", subset.dataset_class, only=str(_absolute(subset.image_dir)) if subset.image_dir else "")
         made.notes.append(f"{subset.dataset_class}: pictures as the class hands them out")
@@ -139,12 +140,14 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         add("metadata", image_dir, only=os.path.relpath(file, image_dir), separator=subset.captions.separator)
         made.notes.append(f"{image_dir}: pictures and captions as {file.name} names them")
         return
+    # --- one tar or parquet file
     image_dir = _absolute(subset.image_dir or "")
     columns: dict[str, Any] = {"image_column": data.image_column or "", "caption_column": data.caption_column or ""}
     if image_dir.is_file() and image_dir.suffix.lower() in _SHARDS:
         kind = _SHARDS[image_dir.suffix.lower()]
         add(kind, image_dir.parent, only=image_dir.name, **(columns if kind == "parquet" else {}))
         return
+    # --- a folder, whose kind is read from what is in it
     kind, depth = made.kind(image_dir, 0 if subset.flat else None)
     made.notes.append(f"{image_dir}: {_SENTENCES[kind]}")
     folders = kohya_folders(image_dir) if kind == "folder" and depth == 1 else []
