@@ -216,7 +216,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Hash everything, so that a damaged manifest is known as one."""
-        return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         """Write manifest.json in one piece and flush it."""
@@ -242,10 +242,6 @@ class Manifest:
         if manifest.digest != digest:
             raise Torn(f"{MANIFEST} is damaged: its own checksum differs")
         return manifest
-
-
-def _canonical(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
 def verify(folder: Path, *, deep: bool = True) -> Manifest:

@@ -176,7 +176,7 @@ class Ranks:
             return
         self.abort()
         if error is not None and self.size > 1 and lost(error):
-            raise _lost_fault(self.rank, error) from error
+            raise TrainingFault(f"rank {self.rank}: {_ENDED} ({_first_line(error)})") from error
 
     def abort(self) -> None:
         """Leave without waiting: the control group's sockets close, and ranks that wait for this one fail at once.
@@ -264,10 +264,6 @@ def _as_fault(rank: int, what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise TrainingFault(f"rank {rank}: {what} ({_first_line(error)})") from error
-
-
-def _lost_fault(rank: int, error: BaseException) -> TrainingFault:
-    return TrainingFault(f"rank {rank}: {_ENDED} ({_first_line(error)})")
 
 
 def _first_line(error: BaseException) -> str:

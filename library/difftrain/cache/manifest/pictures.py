@@ -53,7 +53,7 @@ from difftrain.data.media.media import Unusable
 
 if TYPE_CHECKING:
     from difftrain.data.index.index import Index
-    from difftrain.data.plan.tables import BucketRows, PlanTables
+    from difftrain.data.plan.tables import PlanTables
     from difftrain.data.prepare import Data
     from difftrain.data.recipe import Recipe
 
@@ -149,12 +149,8 @@ def bucket_by_record(tables: PlanTables, count: int) -> tuple[list[Bucket], np.n
     buckets = sorted({rows.bucket for rows in runs})
     bucket_of = np.full(count, -1, dtype=np.int32)
     for rows in runs:
-        bucket_of[_ids(tables, rows)] = buckets.index(rows.bucket)
+        bucket_of[np.array(tables.ids()[rows.first : rows.first + rows.records])] = buckets.index(rows.bucket)
     return buckets, bucket_of
-
-
-def _ids(tables: PlanTables, rows: BucketRows) -> np.ndarray:
-    return np.array(tables.ids()[rows.first : rows.first + rows.records])
 
 
 def _addresses(

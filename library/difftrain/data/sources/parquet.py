@@ -54,7 +54,7 @@ class ParquetSource(DataSource):
             return ""  # a damaged file is listed when it is read
         image, _ = self._columns(file, path)
         largest = max((file.metadata.row_group(g).total_byte_size for g in range(file.num_row_groups)), default=0) >> 20
-        if largest <= _LARGE_GROUP_MIB or _holds_paths(file.schema_arrow.field(image).type):
+        if largest <= _LARGE_GROUP_MIB or _is_text(file.schema_arrow.field(image).type):
             return ""
         return (
             f"{path}: row groups of {largest} MiB; a picture drawn at random reads a whole one. "
@@ -174,10 +174,6 @@ def _can_be_picture(kind: Any) -> bool:
     if pyarrow.types.is_struct(kind):
         return {kind.field(i).name for i in range(kind.num_fields)} & {"bytes", "path"} != set()
     return _is_binary(kind) or _is_text(kind)
-
-
-def _holds_paths(kind: Any) -> bool:
-    return _is_text(kind)
 
 
 def _can_be_caption(kind: Any) -> bool:

@@ -98,16 +98,12 @@ def posterior(vae: Any, pixels: Tensor, *, fp32: bool, batch_size: int | None) -
     with torch.autocast(pixels.device.type, enabled=False):
         dtype = torch.float32 if fp32 else next(vae.parameters()).dtype
         pieces = pixels.split(batch_size or len(pixels))
-        moments = torch.cat([_moments(vae, pixels_to_unit(piece).to(dtype)) for piece in pieces])
+        moments = torch.cat([vae.encode(pixels_to_unit(piece).to(dtype)).latent_dist.parameters for piece in pieces])
     if row is not None and not row.samples:
         mean = moments.float()
         return mean, torch.zeros_like(mean)
     mean, logvar = moments.float().chunk(2, dim=1)
     return mean, logvar.clamp(-30.0, 20.0).mul(0.5).exp()
-
-
-def _moments(vae: Any, x: Tensor) -> Tensor:
-    return vae.encode(x).latent_dist.parameters
 
 
 # --- One row a class of VAE: how its configuration says channels and factors, and how latents are brought to the denoiser
