@@ -274,6 +274,7 @@ def _rejects(
                         f"{count:,} of {of:,} pictures cannot be encoded "
                         f"(--max_rejected_share={cfg.data.max_rejected_share:g}){such}"
                     )
+        # one rank of a machine says it; all get the list
         for reject in list(rejects.values())[:_NAMED]:
             log.warning("%s: %s; it is not in the cache", reject.path, reject.reason)
         if len(rejects) > _NAMED:

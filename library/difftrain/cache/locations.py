@@ -67,6 +67,7 @@ def folder_groups(ranks: Ranks, folder: Path) -> BuildGroup:
 
     run_on(ranks, ranks.leads_node, leave)
     try:
+        # whose probe a machine sees shares its folder with it
         seen = ranks.gather(_seen(machines, probe) if ranks.leads_node else frozenset())
     finally:
         if ranks.leads_node:
@@ -74,6 +75,7 @@ def folder_groups(ranks: Ranks, folder: Path) -> BuildGroup:
                 probe(ranks.rank).unlink()
     home = {}
     for own_machine in set(machines):
+        # seen from both sides: a mount that one of them lost does not count as shared
         home[own_machine] = min(
             neighbour
             for neighbour in {own_machine, *seen[own_machine]}

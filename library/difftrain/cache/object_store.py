@@ -300,6 +300,7 @@ class ObjectStore:
         for attempt in range(1, attempts + 1):
             try:
                 return _within(limit_s, call)
+            # asking again does not bring what is not there
             except (*GONE, TrainingFault):
                 raise
             except TimeoutError as error:

@@ -173,6 +173,7 @@ def work(parsed: Parsed) -> int:
     cfg = _fetched(parsed)
     dtypes = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     family = make_family(cfg)
+    # on the meta device: weights are streamed, one tensor in memory at a time
     parts = family.load(meta=True)
     weights = family.stream(parts)
     if "ema_width" in parsed.bare:

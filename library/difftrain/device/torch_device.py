@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch
-from difftrain.device import fused_layers, host, memory, overflow, patches
+from difftrain.device import fused_layers, host, memory, npu_settings, patches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class Device:
         if self.module is not None:
             self.module.set_device(index)
         if kind == "npu":
-            overflow.check_mode()
+            npu_settings.check_mode()
             patches.apply("torch_npu")
 
     def __repr__(self) -> str:
@@ -86,8 +86,8 @@ class Device:
         if precision != "fp16":
             return None
         if self.kind == "npu":
-            overflow.check_environment()
-            overflow.check_device(self.torch_device)
+            npu_settings.check_environment()
+            npu_settings.check_device(self.torch_device)
         kind = HalfGradScaler if half_gradients else torch.amp.GradScaler
         return kind(self.kind, init_scale=_START_SCALE[self.kind])
 
@@ -129,7 +129,7 @@ class Device:
 
         timeout_min: as asked for, or None. Returns the sentence to say where a variable of the user's was overruled.
         """
-        return overflow.agree_on_waiting(timeout_min) if self.kind == "npu" else ""
+        return npu_settings.agree_on_waiting(timeout_min) if self.kind == "npu" else ""
 
     def memory(self) -> memory.Memory | None:
         """Say how the device's memory is used; None for the CPU."""

@@ -227,6 +227,7 @@ def fetch_state(cfg: TrainConfig, ranks: Ranks) -> str | None:
             remedy = where if error.trouble.away else error.trouble.remedy
             raise ConfigFault([Fault(option("save.resume"), f"{resume}: {error.trouble.what}", remedy)]) from error
 
+    # one rank settles the commit, so that all machines fetch the same; one of each machine fetches
     commit = run_on(ranks, ranks.is_logger, lambda: as_fault(find))
     paths: list[str] = []
     run_on(ranks, ranks.local_rank == 0, lambda: paths.append(as_fault(lambda: bring(commit))))

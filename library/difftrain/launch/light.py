@@ -108,6 +108,7 @@ def choose(name: str, flags: LaunchFlags, where: Where) -> LightRecipe:
     has_data = bool(asked) or bool(own & DATA)
     if "config" in own:
         return LightRecipe(DOOR, stage, ["--config says what is trained: the recipe's own file is left out"])
+    # with nothing of the user's own, the embedded demo
     if asked in DEMOS or not (has_model or has_data):
         return _demo(asked or "shapes", flags, where, stage)
     faults = []

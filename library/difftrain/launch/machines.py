@@ -197,6 +197,7 @@ def _machines(flags: LaunchFlags, environ: Mapping[str, str], faults: list[str])
         faults.append(f"{flags.origins['nnodes']}: must be at least 1, got {nodes}")
     elif rank >= nodes:
         faults.append(f"{flags.origins['node_rank']}: must be below the number of machines, {nodes}, got {rank}")
+    # machine 0 may ask itself; the others have to be told
     master = flags.text("master_ip") or environ.get("MASTER_ADDR", "").strip()
     if not master and rank == 0:
         master = own_address()

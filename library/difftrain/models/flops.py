@@ -82,6 +82,7 @@ def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
         inputs.conditions[KEEP] = inputs.conditions[KEEP].new_zeros((1, kept))
     net = root.denoiser
     lists = {name: list(net.get_submodule(name)) for name in family.blocks}
+    # blocks of one list cost the same, so three stand for many; not where a pass looks at some of them
     whole_passes = root.span is not None or root.target_layer is not None or hasattr(root, "projector")
     whole_passes = whole_passes or any(len({_design(block) for block in blocks[1:-1]}) > 1 for blocks in lists.values())
 
@@ -98,6 +99,7 @@ def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
 
     total = base = count()
     if not whole_passes:
+        # the cost of one block more of each list, times how many were left out
         total += sum((len(blocks) - 3) * (count(name) - base) for name, blocks in lists.items() if len(blocks) >= _FEW)
     for name, blocks in lists.items():
         owner, _, leaf = name.rpartition(".")
@@ -139,6 +141,7 @@ def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch
     conditions = family.conditions(made, drawn)
     draws = family.features.draws
     if KEEP in draws:
+        # which tokens are kept has no bearing on the count, only how many
         conditions[KEEP] = torch.zeros((batch, *draws[KEEP].shape(bucket)), dtype=torch.int64, device=device)
     x = blank(*draws["noise"].shape(bucket))
     targets = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}

@@ -153,8 +153,10 @@ def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -
     """Draw one prompt. The caller may hold autocast: the VAE is decoded outside of it, in its own dtype."""
     chosen = prompt.seed if prompt.seed is not None else (seed or 0)
     size = drawn_size(model, prompt)
+    # on the host, so that every device draws the same noise
     generator = torch.Generator("cpu").manual_seed(chosen)
     noise = torch.randn((1, *model.latent_shape(size)), generator=generator)
+    # without guidance the unconditional pass is not needed
     negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
     name = prompt.sample_sampler or sampler
     stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift)

@@ -537,7 +537,7 @@ def test_overflow_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(device: object) -> None:
         raise ConfigFault([Fault("--mixed_precision=fp16", "it saturates", "bf16")])
 
-    monkeypatch.setattr("difftrain.device.overflow.check_device", refuse)
+    monkeypatch.setattr("difftrain.device.npu_settings.check_device", refuse)
     assert next(iter(numerics.overflow(Context("cpu")))).verdict == "wrong"
 
 

@@ -92,7 +92,9 @@ def _attention_error(context: Context, case: _Case, dtype: Any, seed: int) -> tu
     mask = None
     if case.masked:
         mask = torch.rand(2, 1, case.queries, case.keys, generator=generator) > 0.3
+        # a row without any key has no softmax
         mask[..., 0] = True
+    # fp64 on the host, from operands that the tested dtype holds exactly
     exact = _with_gradients(lambda q, k, v: reference(q, k, v, mask, case.causal), operands, upstream)
     device = context.device.torch_device
     operands_there = tuple(tensor.to(device, dtype) for tensor in (*operands, upstream))
@@ -165,6 +167,7 @@ def _kernel_error(context: Context, name: str, dtype: Any) -> float:
         "geglu": (x,),
     }
     settings = {"interleaved": True} if name == "rotary" else {}
+    # the plain formula in fp64 on the host
     exact = table.REGISTRY[name].plain(*operands[name], **settings)
     operands_there = [
         tensor.to(context.device.torch_device, dtype) if isinstance(tensor, torch.Tensor) else tensor
@@ -207,7 +210,7 @@ def overflow(context: Context) -> Iterator[Finding]:
     """Look whether fp16 overflows to INF and an impossible result is NaN, which loss scaling depends on."""
     import torch
 
-    from difftrain.device.overflow import check_device
+    from difftrain.device.npu_settings import check_device
 
     at = context.device.torch_device
     try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from difftrain.contracts import ConfigFault
-from difftrain.device import ascend, choice, overflow
+from difftrain.device import ascend, choice, npu_settings
 from difftrain.device.health import Context, Finding
 
 SENSIBLE_S = 300  # below it, a rank that compiles or saves is taken for lost
@@ -42,7 +42,7 @@ def _cuda() -> Iterator[Finding]:
 def _waiting() -> Iterator[Finding]:
     """Judge HCCL's time-outs: how long ranks try to connect, and how long a collective waits for one."""
     name, text = "HCCL_CONNECT_TIMEOUT", _get("HCCL_CONNECT_TIMEOUT")
-    low, high = overflow.CONNECT_RANGE_S
+    low, high = npu_settings.CONNECT_RANGE_S
     if text and not (text.isdecimal() and low <= int(text) <= high):
         yield Finding("wrong", f"{name}={text}: HCCL takes {low} to {high} (seconds)", f"export {name}=1800", name)
     elif text and int(text) < SENSIBLE_S:
@@ -124,7 +124,7 @@ def _devices() -> Iterator[Finding]:
 
 def _overflow() -> Iterator[Finding]:
     try:
-        overflow.check_environment()
+        npu_settings.check_environment()
     except ConfigFault as error:
         for fault in error.faults:
             name = fault.where.removeprefix("environment ")

@@ -186,6 +186,7 @@ def unet_rule(unet: Any) -> Rule:
     stride, up_types = unet.config.layers_per_block + 1, unet.config.up_block_types
 
     def rule(name: str) -> KeyPiece:
+        # the layers before and after all blocks
         for ours, theirs in _UNET_ENDS.items():
             if name.startswith(ours + "."):
                 return KeyPiece(theirs + name.removeprefix(ours))
@@ -195,11 +196,13 @@ def unet_rule(unet: Any) -> Rule:
             middle = f"1.{inner}" if kind == "attentions" else f"{2 * int(j)}.{renamed(inner, _RESNET)}"
             return KeyPiece(f"middle_block.{middle}")
         i, kind, j, inner = rest.split(".", 3)
+        # input_blocks and output_blocks are one flat list over all levels; input block 0 is conv_in
         down, block = side == "down_blocks", int(i)
         flat = "input_blocks" if down else "output_blocks"
         if kind == "downsamplers":
             return KeyPiece(f"{flat}.{(block + 1) * stride}.0.op{inner.removeprefix('conv')}")
         if kind == "upsamplers":
+            # an upsampler is the last part of its output block, after resnet and perhaps attention
             position = 2 if "CrossAttn" in up_types[block] else 1
             return KeyPiece(f"{flat}.{block * stride + stride - 1}.{position}.{inner}")
         number = block * stride + int(j) + (1 if down else 0)
@@ -234,6 +237,7 @@ def vae_rule(vae: Any) -> Rule:
         if not block:
             return KeyPiece(name)
         coder, side, index, kind, number, inner = block.groups()
+        # the original numbers the decoder's levels by resolution, diffusers in the order they run
         level = int(index) if side == "down" else num_blocks - 1 - int(index)
         body = f"block.{number}" if kind == "resnets" else f"{side}sample"
         return KeyPiece(f"{coder}.{side}.{level}.{body}.{inner}")

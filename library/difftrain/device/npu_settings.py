@@ -1,4 +1,6 @@
-"""Whether an fp16 overflow can be seen: loss scaling depends on it, and an NPU may be set to saturate instead."""
+"""Settings of an NPU that training depends on: whether an fp16 overflow can be seen, and how long a group waits.
+
+An NPU may be set to saturate instead of overflowing; loss scaling would then never see an overflow."""
 
 from __future__ import annotations
 
