@@ -40,7 +40,7 @@ def end_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-class Claim:
+class FolderClaim:
     """The right to build, taken by `turn`. left_behind: a builder before this one did not come to its end."""
 
     def __init__(self, folder: Path) -> None:
@@ -116,9 +116,9 @@ class Claim:
 
 
 @contextmanager
-def turn(folder: Path, say: Callable[[str], None], *, fails_whole: type[Exception]) -> Iterator[Claim]:
+def turn(folder: Path, say: Callable[[str], None], *, fails_whole: type[Exception]) -> Iterator[FolderClaim]:
     """Wait for the right to build, and hold it. A build that ends by any error but `fails_whole` counts as half-made."""
-    claim = Claim(folder)
+    claim = FolderClaim(folder)
     announced, seen, since = False, "", time.monotonic()
     while not claim.take():
         token, pid, host = claim.owner()

@@ -33,11 +33,11 @@ _ABOVE = "DIFFTRAIN_VENV_STAGE"  # "look" or "install": set while the packages o
 _LACKING = 3  # the exit code of a look that found something missing
 
 
-class Unusable(Exception):
+class EnvironmentUnusable(Exception):
     """Say why training cannot start here, in the user's words."""
 
 
-class Failed(Unusable):
+class Failed(EnvironmentUnusable):
     """Say that a step ended by itself with an error, which it has told: nothing is left half-made."""
 
 
@@ -111,14 +111,14 @@ def _meets(have: tuple[int, ...], clause: str) -> bool:
 def missing(wanted: list[Requirement]) -> list[Requirement]:
     """Return what this interpreter lacks. A torch that is there is never in the list.
 
-    Raises: Unusable where torch is older than what the package runs on.
+    Raises: EnvironmentUnusable where torch is older than what the package runs on.
     """
     lacking = []
     for requirement in wanted:
         version = installed(requirement.name)
         if requirement.name == "torch" and version is not None:
             if numbers(version)[:2] < TORCH_NEEDED:
-                raise Unusable(
+                raise EnvironmentUnusable(
                     f"needs Python 3.11 / torch {_dotted(TORCH_NEEDED)}, found torch {version} in {sys.prefix}; "
                     "it is left as it is: install a newer one, or give another Python as PYTHON=…"
                 )
@@ -188,7 +188,9 @@ def install(lacking: list[Requirement]) -> None:
     )
     if done.returncode:
         say(done.stdout)
-        raise Unusable(f"pip could not install what is missing (exit code {done.returncode}); its output is above")
+        raise EnvironmentUnusable(
+            f"pip could not install what is missing (exit code {done.returncode}); its output is above"
+        )
 
 
 def main() -> str:
@@ -230,7 +232,7 @@ def main() -> str:
                 python = make_venv(venv)
             return _again(python, "install")
     except OSError as error:
-        raise Unusable(f"{venv} cannot be made: {error}") from error
+        raise EnvironmentUnusable(f"{venv} cannot be made: {error}") from error
 
 
 def _again(python: Path, stage: str) -> str:
@@ -250,7 +252,7 @@ def _again(python: Path, stage: str) -> str:
 if __name__ == "__main__":
     try:
         print(main())
-    except Unusable as error:
+    except EnvironmentUnusable as error:
         if str(error):  # else the process within .venv has said it
             say(str(error))
         sys.exit(2)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from difftrain.launch.flags import OWNED, LaunchFlags
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
-from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, Recipe
+from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, LaunchRecipe
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -42,7 +42,7 @@ WEIGHTS = {"model.diffusers_path", "model.pretrained", "model.init_from_config"}
 
 
 @dataclass(frozen=True)
-class LightRecipe(Recipe):
+class LightRecipe(LaunchRecipe):
     """A recipe whose door reads TOML. home: the demo's folder, made in prepare."""
 
     home: Path | None = None

@@ -27,7 +27,7 @@ LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None, "1m_np": None}  # cards of eac
 CACHES = {"sd3_light_cache"}  # recipes that train nothing; their folder must not be in the way of those that do
 
 
-def choose(name: str, flags: LaunchFlags, where: Where) -> recipes.Recipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> recipes.LaunchRecipe:
     """Return the job of a recipe: kohya's command line, or train.py's files."""
     return recipes.choose(name, flags, where) if name in recipes.RECIPES else light.choose(name, flags, where)
 
@@ -39,7 +39,7 @@ def script(recipe_name: str, layout: str) -> str:
     return f"pretrain_full_{layout}_{recipe_name}.sh"
 
 
-class Refused(Exception):
+class LaunchRefused(Exception):
     """Carry every fault of a launch; exit code 2."""
 
     def __init__(self, faults: list[str]) -> None:
@@ -47,11 +47,11 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchPlan:
     """One launch, decided: where it runs, what it runs, where its files go."""
 
     where: Where
-    recipe: recipes.Recipe
+    recipe: recipes.LaunchRecipe
     output: Path
     index: int
     door: Path
@@ -63,10 +63,10 @@ class Launch:
         return self.output / f"train_{self.index}.log"
 
 
-def decide(recipe_name: str, layout: str, flags: LaunchFlags, environ: dict[str, str]) -> Launch:
+def decide(recipe_name: str, layout: str, flags: LaunchFlags, environ: dict[str, str]) -> LaunchPlan:
     """Work out everything before anything is done.
 
-    Raises: Refused with every fault of the launcher's flags and of the training script's.
+    Raises: LaunchRefused with every fault of the launcher's flags and of the training script's.
     """
     index = flags.number("device_id", machines.device_index(environ))
     devices = machines.find_devices()
@@ -80,11 +80,11 @@ def decide(recipe_name: str, layout: str, flags: LaunchFlags, environ: dict[str,
     if not recipe.faults:
         faults += recipe.door_faults(recipe.checkable(words))
     if faults:
-        raise Refused(faults)
-    return Launch(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
+        raise LaunchRefused(faults)
+    return LaunchPlan(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
 
 
-def sentences(launch: Launch, flags: LaunchFlags) -> list[str]:
+def sentences(launch: LaunchPlan, flags: LaunchFlags) -> list[str]:
     """Return what was chosen and why."""
     from_elsewhere = [(name, origin) for name, origin in flags.origins.items() if not origin.startswith("--")]
     return [
@@ -99,7 +99,7 @@ def sentences(launch: Launch, flags: LaunchFlags) -> list[str]:
     ]
 
 
-def dry_run(launch: Launch) -> int:
+def dry_run(launch: LaunchPlan) -> int:
     """Let the training script print its plan, for as many processes as the launch would start."""
     code = launch.recipe.prepare(dry=True)
     if code:
@@ -109,14 +109,14 @@ def dry_run(launch: Launch) -> int:
     return subprocess.run([sys.executable, str(launch.door), *words], env=environ).returncode
 
 
-def clear_the_way(launch: Launch, cfg: TrainConfig) -> None:
+def clear_the_way(launch: LaunchPlan, cfg: TrainConfig) -> None:
     """Keep an unfinished run of this configuration; move a finished or different one aside.
 
-    Raises: Refused where another process is training in the folder.
+    Raises: LaunchRefused where another process is training in the folder.
     """
     occupied = occupant.look(launch.output, cfg, launch.where.world_size)
     if occupied.running:
-        raise Refused([f"{occupied.sentence} (stop it, or give another --device_id)"])
+        raise LaunchRefused([f"{occupied.sentence} (stop it, or give another --device_id)"])
     if not occupied.in_the_way:
         if occupied.sentence:
             print(f"{launch.output} {occupied.sentence}", flush=True)
@@ -148,14 +148,14 @@ def main(argv: list[str]) -> int:
             return code
         cfg = launch.recipe.parse(launch.words)
         clear_the_way(launch, cfg)
-    except Refused as refused:
+    except LaunchRefused as refused:
         print(f"cannot start:\n{refused}", file=sys.stderr)
         return 2
     start(launch, digest(cfg, launch.where.world_size), lines)
     return 0
 
 
-def start(launch: Launch, config_digest: str, lines: list[str]) -> None:
+def start(launch: LaunchPlan, config_digest: str, lines: list[str]) -> None:
     """Become the process that starts the ranks; what was said so far opens the log."""
     launch.output.mkdir(parents=True, exist_ok=True)
     occupant.write_note(launch.output, config_digest, finished=False)

@@ -23,7 +23,7 @@ WEIGHTS = {"pretrained_model_name_or_path", "init_from_config"}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LaunchRecipe:
     """The training script of a recipe, its flags where the user gave none, and what is made before training."""
 
     door: str
@@ -102,7 +102,7 @@ SDXL = {
 RECIPES = {"sdxl": ("sdxl_pretrain.py", SDXL)}
 
 
-def choose(name: str, flags: LaunchFlags, where: Where) -> Recipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     door, defaults = RECIPES[name]
     asked = flags.text("dataset_name")
@@ -122,7 +122,7 @@ def choose(name: str, flags: LaunchFlags, where: Where) -> Recipe:
     if "demo_scale" in flags.values:
         faults.append(f"{flags.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
     words, notes = _real(defaults, flags, where)
-    return Recipe(door, words, notes, faults)
+    return LaunchRecipe(door, words, notes, faults)
 
 
 def _real(defaults: dict[str, object], flags_given: LaunchFlags, where: Where) -> tuple[list[str], list[str]]:
@@ -163,7 +163,7 @@ def _own_or(defaults: dict[str, object], own: set[str]) -> list[str]:
     ]
 
 
-def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> Recipe:
+def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:
     from difftrain.demo import recipe as demo
 
     faults = []
@@ -184,4 +184,4 @@ def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> Recipe:
         flags.values.pop("dataset_name", None)
         taken.discard("train_data_dir")
     words = _own_or({k: v for k, v in plan.flags.items() if k not in taken}, own)
-    return Recipe(door, words, list(plan.notes), faults, plan.preparation)
+    return LaunchRecipe(door, words, list(plan.notes), faults, plan.preparation)

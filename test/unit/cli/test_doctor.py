@@ -18,7 +18,7 @@ from difftrain.cli.doctor.runner import CHECKS, Check, DoctorReport
 from difftrain.cli.doctor.worker import findings
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device import ascend
-from difftrain.device.health import Context, Finding, install, numerics, variables
+from difftrain.device.health import Context, HealthFinding, install, numerics, variables
 
 ASCEND = (
     "ASCEND_DEVICE_ID", "ASCEND_GLOBAL_LOG_LEVEL", "ASCEND_HOME_PATH", "ASCEND_LAUNCH_BLOCKING", "ASCEND_OPP_PATH",
@@ -28,7 +28,7 @@ ASCEND = (
 )  # fmt: skip
 
 
-def by_name(found: Iterable[Finding]) -> dict[str, Finding]:
+def by_name(found: Iterable[HealthFinding]) -> dict[str, HealthFinding]:
     """Return the findings by what they are about; every one that is not fine says what to do."""
     out = {one.about: one for one in found}
     assert all(one.remedy for one in out.values() if one.verdict == "wrong"), out
@@ -40,14 +40,14 @@ def by_name(found: Iterable[Finding]) -> dict[str, Finding]:
 STRANGE = """
 import ctypes, os, time
 from difftrain.contracts.errors import ConfigFault, Fault
-from difftrain.device.health import Finding
+from difftrain.device.health import HealthFinding
 
 def fine(context):
-    yield Finding("ok", f"asked for {context.kind}", about="one")
-    yield Finding("note", "beside", "nothing", "two")
+    yield HealthFinding("ok", f"asked for {context.kind}", about="one")
+    yield HealthFinding("note", "beside", "nothing", "two")
 
 def raises(context):
-    yield Finding("ok", "so far")
+    yield HealthFinding("ok", "so far")
     raise RuntimeError("the card is gone\\nand more")
 
 def refuses(context):

@@ -13,10 +13,10 @@ CPU, CUDA = Devices("cpu", 2), Devices("cuda", 8)
 CARDS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None}
 
 
-def choose(*argv: str, device: Devices = CUDA, layout: str = "1m_8p") -> recipes.Recipe:
+def choose(*argv: str, device: Devices = CUDA, layout: str = "1m_8p") -> recipes.LaunchRecipe:
     given = flags.read(list(argv), {})
     recipe = recipes.choose("sdxl", given, machines.where(layout, CARDS[layout], given, device, {}))
-    return recipes.Recipe(
+    return recipes.LaunchRecipe(
         recipe.door, [*recipe.words, *flags.to_door(given), *given.rest], recipe.notes, recipe.faults, recipe.demo
     )
 

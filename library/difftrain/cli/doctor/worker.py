@@ -14,7 +14,7 @@ from typing import Any
 
 from difftrain.contracts.errors import ConfigFault, DifftrainError
 from difftrain.device.choice import hold_autoload
-from difftrain.device.health import Context, Finding
+from difftrain.device.health import Context, HealthFinding
 
 
 def main(pipe: int, order: dict[str, Any]) -> None:
@@ -35,22 +35,22 @@ def main(pipe: int, order: dict[str, Any]) -> None:
             print(json.dumps(message), file=out, flush=True)
 
 
-def findings(name: str, target: str, context: Context) -> list[Finding]:
+def findings(name: str, target: str, context: Context) -> list[HealthFinding]:
     """Do one check; what it raises is its finding, after what it found before."""
-    results: list[Finding] = []
+    results: list[HealthFinding] = []
     try:
         module, _, function = target.partition(":")
         results.extend(getattr(import_module(module), function)(context))
     except ConfigFault as error:
         results += [
-            Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy or "mend it") for fault in error.faults
+            HealthFinding("wrong", f"{fault.where}: {fault.what}", fault.remedy or "mend it") for fault in error.faults
         ]
     except DifftrainError as error:
-        results.append(Finding("wrong", f"{name}: {error}", "the sentence names it"))
+        results.append(HealthFinding("wrong", f"{name}: {error}", "the sentence names it"))
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")
         results.append(
-            Finding(
+            HealthFinding(
                 "wrong", f"{name}: {type(error).__name__}: {text}", "report it, with the output of --json beside it"
             )
         )

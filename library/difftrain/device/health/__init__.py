@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Verdict = Literal["ok", "note", "wrong"]
 
 
-class Finding(NamedTuple):
+class HealthFinding(NamedTuple):
     """One finding. remedy: what to do; empty only where nothing is to be done. about: which of several things."""
 
     verdict: Verdict
@@ -43,7 +43,7 @@ class Context:
         return choose(self.kind)
 
 
-def of_judgement(judged: Judgement, about: str = "") -> Finding:
+def of_judgement(judged: Judgement, about: str = "") -> HealthFinding:
     """Turn a judgement of versions into a finding: what no table knows is a note."""
     verdict: Verdict = "ok" if judged.fits else "wrong" if judged.fits is False else "note"
-    return Finding(verdict, judged.found, judged.remedy, about)
+    return HealthFinding(verdict, judged.found, judged.remedy, about)

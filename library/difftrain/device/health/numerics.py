@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from difftrain.contracts import ConfigFault
-from difftrain.device.health import Context, Finding, Verdict
+from difftrain.device.health import Context, HealthFinding, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ _CASES = (
 )
 
 
-def attention(context: Context) -> Iterator[Finding]:
+def attention(context: Context) -> Iterator[HealthFinding]:
     """Compare the attention that training uses, forwards and backwards, in each precision."""
     for name, dtype in _dtypes().items():
         errors, ways = {}, set()
@@ -46,27 +46,29 @@ def attention(context: Context) -> Iterator[Finding]:
                 errors[case.name], way = _attention_error(context, case, dtype, seed=number)
             except (RuntimeError, NotImplementedError) as error:
                 text = next(iter(str(error).splitlines()), type(error).__name__)
-                yield Finding("wrong", f"attention in {name}, {case.name}: {text}", _REPORT, name)
+                yield HealthFinding("wrong", f"attention in {name}, {case.name}: {text}", _REPORT, name)
                 break
             ways.add(way)
         else:
             yield _attention_finding(context, name, dtype, errors, ways)
 
 
-def _attention_finding(context: Context, name: str, dtype: Any, errors: dict[str, float], ways: set[str]) -> Finding:
+def _attention_finding(
+    context: Context, name: str, dtype: Any, errors: dict[str, float], ways: set[str]
+) -> HealthFinding:
     text = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
     text = f"attention in {name}, {' and '.join(sorted(ways))}: off fp64 by {text}"
     if not all(error < BOUNDS[name] for error in errors.values()):  # a NaN is off too
-        return Finding("wrong", f"{text}; {BOUNDS[name]:.0e} is its rounding", _REPORT, name)
+        return HealthFinding("wrong", f"{text}; {BOUNDS[name]:.0e} is its rounding", _REPORT, name)
     if name == "fp32" and max(errors.values()) > _REAL_FP32:
-        return Finding(
+        return HealthFinding(
             "note", f"{text}: TF32 or HF32, not fp32", "torch.set_float32_matmul_precision, if that matters", name
         )
     if context.device.kind == "npu" and ways != {"fused"}:
-        return Finding(
+        return HealthFinding(
             "note", f"{text}; not fused, because {_why_not_fused(context, dtype)}", "train in bf16 or fp16", name
         )
-    return Finding("ok", text, about=name)
+    return HealthFinding("ok", text, about=name)
 
 
 def _dtypes() -> dict[str, Any]:
@@ -135,7 +137,7 @@ def _why_not_fused(context: Context, dtype: Any) -> str:
     return why_not_fused(query, query, query) or "some of its cases are outside the operator's limits"
 
 
-def kernels(context: Context) -> Iterator[Finding]:
+def kernels(context: Context) -> Iterator[HealthFinding]:
     """Compare every fused kernel with its plain version in fp64 on the host."""
     from difftrain.device import counters
     from difftrain.device import fused_layers as table
@@ -147,9 +149,9 @@ def kernels(context: Context) -> Iterator[Finding]:
             way = "fused" if ways[f"{name} fused"] else "plain"
             text, about = f"{name} in {precision}, {way}: off fp64 by {error:.1e}", f"{name}_{precision}"
             if error < BOUNDS[precision]:
-                yield Finding("ok", text, about=about)
+                yield HealthFinding("ok", text, about=about)
             else:
-                yield Finding("wrong", f"{text}; {BOUNDS[precision]:.0e} is its rounding", _REPORT, about)
+                yield HealthFinding("wrong", f"{text}; {BOUNDS[precision]:.0e} is its rounding", _REPORT, about)
 
 
 def _kernel_error(context: Context, name: str, dtype: Any) -> float:
@@ -206,7 +208,7 @@ def _adamw_error(context: Context, dtype: Any) -> float:
     return float((update(skipped=False).double() - exact).abs().max())
 
 
-def overflow(context: Context) -> Iterator[Finding]:
+def overflow(context: Context) -> Iterator[HealthFinding]:
     """Look whether fp16 overflows to INF and an impossible result is NaN, which loss scaling depends on."""
     import torch
 
@@ -217,18 +219,18 @@ def overflow(context: Context) -> Iterator[Finding]:
         check_device(at)
     except ConfigFault as error:
         for fault in error.faults:
-            yield Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy)
+            yield HealthFinding("wrong", f"{fault.where}: {fault.what}", fault.remedy)
         return
     seen = torch.tensor([12.0, -1.0], dtype=torch.float16, device=at)
     large, impossible = float(seen.exp()[0]), float(seen.sqrt()[1])
     if large != float("inf") or impossible == impossible:
         what = f"in fp16, exp(12) is {large:g} and sqrt(-1) is {impossible:g}, not inf and nan"
-        yield Finding("wrong", what, "unset INF_NAN_MODE_ENABLE and INF_NAN_MODE_FORCE_DISABLE, or train in bf16")
+        yield HealthFinding("wrong", what, "unset INF_NAN_MODE_ENABLE and INF_NAN_MODE_FORCE_DISABLE, or train in bf16")
     else:
-        yield Finding("ok", "fp16 overflows to inf, and what cannot be computed is nan: loss scaling sees it")
+        yield HealthFinding("ok", "fp16 overflows to inf, and what cannot be computed is nan: loss scaling sees it")
 
 
-def precision(context: Context) -> Iterator[Finding]:
+def precision(context: Context) -> Iterator[HealthFinding]:
     """Take a gradient in each mixed precision, with the loss scaling that training uses."""
     import torch
 
@@ -243,9 +245,9 @@ def precision(context: Context) -> Iterator[Finding]:
             fine = weight.grad is not None and bool(torch.isfinite(weight.grad).all())
         except (RuntimeError, NotImplementedError) as error:
             text = next(iter(str(error).splitlines()), type(error).__name__)
-            yield Finding(verdict, f"--mixed_precision={name}: {text}", remedy, name)
+            yield HealthFinding(verdict, f"--mixed_precision={name}: {text}", remedy, name)
             continue
         if fine:
-            yield Finding("ok", f"--mixed_precision={name} gives finite gradients", about=name)
+            yield HealthFinding("ok", f"--mixed_precision={name} gives finite gradients", about=name)
         else:
-            yield Finding(verdict, f"--mixed_precision={name} gives gradients that are no numbers", remedy, name)
+            yield HealthFinding(verdict, f"--mixed_precision={name} gives gradients that are no numbers", remedy, name)
