@@ -42,7 +42,7 @@ class RemoteRange(NamedTuple):
 
 
 class RemoteSegments:
-    """Read segments as reader.py wants to: whole entries are asked for, then read in parts. Picklable."""
+    """Read segments as store/read.py wants to: whole entries are asked for, then read in parts. Picklable."""
 
     def __init__(self, url: str, patience: RetryPolicy, copies: LocalCopies, state: Path) -> None:
         """Prepare. state: the folder of the state that is read, which must not be removed meanwhile."""

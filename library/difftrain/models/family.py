@@ -121,7 +121,7 @@ class ModelFamily(BaseFamily):
         return export(self, weights, parts, layout, path, dtype=dtype, metadata=metadata or {})
 
     def drawer(self, parts: Parts) -> FamilyDrawer:
-        """Return what draws with the very modules of parts, as training sees captions and pictures (see drawer.py)."""
+        """Return what draws with the very modules of parts, as training sees captions and pictures."""
         return FamilyDrawer(self, parts)
 
     def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]:
