@@ -36,6 +36,7 @@ def _table() -> np.ndarray:
     Rounding to a fixed-point grid hides the last bits of the machine's libm; the hash proves that it did.
     """
     inverse = statistics.NormalDist().inv_cdf
+    # the upper half; the lower is its mirror, so that the mean is 0 exactly
     upper = [inverse((_BINS + 2 * i + 1) / (2 * _BINS)) for i in range(_BINS // 2)]
     scale = math.sqrt(0.5 / (math.fsum(x * x for x in upper) * 2 / _BINS))
     half = np.rint(np.array(upper) * (scale * _GRID)) / _GRID
@@ -56,6 +57,7 @@ def normal(seed: int, key: bytes, occurrence: int, purpose: str, shape: Sequence
     """
     count = math.prod(shape)
     bits = np.random.Philox(key=np.frombuffer(key_of(seed, key, occurrence, purpose), dtype="<u8").astype(np.uint64))
+    # four 16-bit words of each raw one, two for an element
     raw = bits.random_raw(count + 1 >> 1)
     words = raw.astype("<u8", copy=False).view("<u2")
     table, out = _table(), np.empty(count, dtype=np.float32)
@@ -120,6 +122,7 @@ def choice(seed: int, key: bytes, occurrence: int, purpose: str, places: int, ke
     if not 0 <= kept <= places:
         raise ValueError(f"{kept} of {places} places cannot be chosen")
     bits = np.random.Philox(key=np.frombuffer(key_of(seed, key, occurrence, purpose), dtype="<u8").astype(np.uint64))
+    # stable, so that equal words keep the order of their places everywhere
     order = np.argsort(bits.random_raw(places), kind="stable")
     return np.sort(order[:kept]).astype(np.int64)
 

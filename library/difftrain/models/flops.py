@@ -241,6 +241,7 @@ def flops_without_input_gradient(
     """Count the forward pass of the UNet's layers whose inputs need no gradient."""
     widths, layers = config["block_out_channels"], config["layers_per_block"]
     total = _conv(*size_hw, config["in_channels"], widths[0], 3) + _linear(1, widths[0], 4 * widths[0])
+    # a layer whose input needs no gradient saves one of the three products of a step
     if "text_encoder_2" not in trained:  # whose pooled state goes in here
         total += _linear(1, config["projection_class_embeddings_input_dim"], 4 * widths[0])
     if set(trained) & {"text_encoder_1", "text_encoder_2"}:

@@ -124,6 +124,7 @@ def merge(folder: CacheFolder, target: Path | None = None) -> MergeResult:
             building.publish(path)
         finally:
             building.close()
+        # what killed processes left behind
         clean(path.parent)
         added, notes = base.numbers - before, tuple(news.notes)
         return MergeResult(path, base.numbers, added, base.rejects, len(base.segments), True, why, notes)

@@ -83,6 +83,7 @@ class Metadata:
     def has_many(self, addresses: np.ndarray) -> np.ndarray:
         """Tell which entries are there. Shapes: addresses (N,) V16 or (N, 16) uint8, result (N,) bool. Raises DataFault."""
         words = np.ascontiguousarray(addresses).view(np.uint8).reshape(-1, 16).view(">u8").astype(np.uint64)
+        # sorted, so that the database is walked along its own order
         order = order_of(words[:, 0], words[:, 1])
         ordered = words[order]
         present = self._scan(ordered) if len(ordered) * _SCAN > self.count else self._ask(ordered)
@@ -116,6 +117,7 @@ class Metadata:
             while rows := cursor.fetchmany(_FETCHED):
                 some = np.frombuffer(b"".join(row[0] for row in rows), ">u8").astype(np.uint64).reshape(-1, 2)
                 last = some[-1]
+                # merge of two sorted lists, a fetched piece at a time
                 stop = start + int(np.searchsorted(ordered[start:, 0], last[0], side="right"))
                 present[start:stop] |= _in_sorted(ordered[start:stop], some)
                 start += int(np.searchsorted(ordered[start:stop, 0], last[0], side="left"))  # the rest of an equal half

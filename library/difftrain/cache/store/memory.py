@@ -286,6 +286,7 @@ def preload(
     # in the order of the files
     segments = list(names)
     by_name = np.empty(len(segments), np.int64)
+    # rank of each segment by name: disks are read front to back
     by_name[sorted(range(len(segments)), key=segments.__getitem__)] = np.arange(len(segments))
     wanted = wanted[np.lexsort((wanted["offset"], by_name[wanted["segment"]] if segments else wanted["segment"]))]
 

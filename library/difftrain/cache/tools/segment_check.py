@@ -163,6 +163,7 @@ def _head_of_file(path: Path) -> bytes:
 
 def _size_by_rows(content: bytes) -> int | None:
     """Find where the rows begin behind a header that is broken."""
+    # headers end on a multiple of ALIGN, and a row proves itself by its checksum
     for size in range(0, min(len(content), _MOST_HEADER), ALIGN):
         head = content[size : size + 8 * ROW.itemsize]
         if len(head) >= ROW.itemsize and any(head) and whole_rows(head)[1].any():

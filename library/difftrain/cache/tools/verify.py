@@ -188,6 +188,7 @@ def _segments(
     tasks = ((folder, name, dropped.get(name, nothing), compare) for name in names)
     count = min(workers or _MOST_WORKERS, len(names) or 1)
     if workers is None:
+        # a process takes longer to start than a small cache to read
         count = min(count, os.cpu_count() or 1, 1 + total // _SMALL)
     for findings in _in_processes(tasks, count) if count > 1 else map(_task, tasks):
         done += sizes[findings.checked.name]

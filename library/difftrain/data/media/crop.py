@@ -101,6 +101,7 @@ def _around(face: Face, recipe: CropSettings, fit: Fit, flip: bool, stream: Stre
     least, most = recipe.face_crop_range
     (width, height), bucket = fit.original_wh, fit.bucket
     side = min(bucket.height, bucket.width)
+    # the zoom at which the picture just fills the frame
     cover = max(bucket.height / height, bucket.width / width)
     low = max(cover, min(1.0, side / (face.size * most)))
     high = max(low, min(1.0, side / (face.size * least)))
@@ -108,6 +109,7 @@ def _around(face: Face, recipe: CropSettings, fit: Fit, flip: bool, stream: Stre
     resized_wh = int(width * scale + 0.5), int(height * scale + 0.5)
 
     # where the frame lies, along each axis
+    # a face that is small in the frame need not sit in its middle
     drifts = not recipe.random_crop and least != most and face.size > side // 10 and face.size >= _SMALL_FACE
     starts = []
     for center, length, wanted in zip((face.y, face.x), resized_wh[::-1], (bucket.height, bucket.width), strict=True):

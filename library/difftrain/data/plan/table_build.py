@@ -174,6 +174,7 @@ def _dataset_buckets(
     """
     datasets = 1 + max(source.dataset for source in sources)
     dataset_buckets = sorted({DatasetBucket(dataset, bucket) for dataset in range(datasets) for bucket in buckets})
+    # the last column answers for the ordinal -1: no bucket fits
     rank_of = {pair: rank for rank, pair in enumerate(dataset_buckets)}
     ranks = np.array([[rank_of[DatasetBucket(d, b)] for b in buckets] + [-1] for d in range(datasets)], dtype=np.int64)
     dataset = np.array([source.dataset for source in sources])
@@ -194,6 +195,7 @@ def _arrange(
     for number, source in enumerate(sources):
         if source.share < 1:
             own = np.flatnonzero(np.asarray(columns.source) == number)
+            # the records that a subset's share leaves out are drawn like held-out ones, by key
             part[own[~HeldOutSplit(source.share, 0).held_out(columns.keys[own], "subsample")]] = LEFT_OUT
     part[rank < 0] = UNPLACED
 

@@ -74,6 +74,7 @@ def noise_of(section: NoiseSection, batch: Batch, latents: Tensor) -> Tensor:
     strength = strength + (section.adaptive_scale or 0.0) * latents.mean(dim=(2, 3), keepdim=True).abs()
     noise = noise + strength.clamp(min=0.0) * batch.draws[OFFSET]
     if section.multires_iterations:
+        # levels and offset together make the deviation larger than 1
         noise = noise / noise.flatten(1).std(1).view(-1, 1, 1, 1)
     return noise
 
@@ -148,6 +149,7 @@ class DdpmObjective:
         section, t = self.cfg.noise, batch.draws["timestep"].long()
         noise, table = noise_of(section, batch, latents), table_of(section, latents.device)
         target = ddpm.target(table, latents, noise, t, self.cfg.model.prediction_type)
+        # the input sees perturbed noise, the target the plain one
         x_t = ddpm.add_noise(table, latents, perturbed(section, batch, noise), t)
         return Inputs(x_t, t, conditions, target, weight_of(self.cfg, batch, t), mask_of(batch, latents))
 

@@ -71,6 +71,7 @@ def mask_of(batch: Batch, latents: Tensor) -> Tensor | None:
     if batch.loss_mask is None:
         return None
     height, width = latents.shape[-2:]
+    # nearest, so that a mask stays what it is and no cell counts in part
     mask = losses.mask_nearest(batch.loss_mask, (height, width))
     return mask if latents.ndim == 4 else mask.unsqueeze(2)
 

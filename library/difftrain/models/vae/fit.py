@@ -44,6 +44,7 @@ def principal(x: Tensor, num: int) -> tuple[Tensor, Tensor]:
     flat = x.movedim(1, -1).flatten(0, -2).double()
     centred = flat - flat.mean(0)
     variances, directions = torch.linalg.eigh(centred.T @ centred / len(centred))
+    # signs are free in an eigenbasis: the largest entry is made positive
     order = variances.argsort(descending=True)[:num]
     basis = directions[:, order].T
     largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))
@@ -66,6 +67,7 @@ def closed_form_encoder(vae: Any, pictures: Tensor, *, whiten: float = 1.0) -> N
     _copy_channels(encoder.conv_in, 3)
     for i, block in enumerate(encoder.down_blocks[:-1]):
         _pass_on(block.resnets[0], x.shape[1])
+        # the last level keeps what becomes latents, the others what the next one has room for
         room = vae.config.latent_channels if i == len(widths) - 2 else min(widths[i], widths[i + 1])
         basis, _ = principal(patches(x), min(4 * x.shape[1], room))
         _place_strided(block.downsamplers[0].conv, basis)
@@ -121,10 +123,12 @@ def _finish(vae: Any, plan: list[list[int]], scale: Tensor, shift: Tensor) -> No
         if not members:
             continue
         start, reference = g * size, g * size + 2
+        # two huge constants fix the deviation of a group, so that its norm is a known factor
         bias[start], bias[start + 1] = BIG, -BIG
         for row, channel in enumerate(members, start=reference + 1):
             spread[row, channel], bias[row] = scale[channel], shift[channel]
             out.weight[channel, row, 1, 1] = 2 * BIG * (2 / size) ** 0.5
+            # an empty channel beside them takes the norm's and SiLU's offset away again
             out.weight[channel, reference, 1, 1] = -out.weight[channel, row, 1, 1]
     _place_last(vae, spread, bias)
     norm.weight.fill_(1.0)
