@@ -49,7 +49,7 @@ class PromptEntry:
     notes: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
-    def settle(self, *, flow: bool, guided: bool = False) -> None:
+    def set_aside_idle(self, *, flow: bool, guided: bool = False) -> None:
         """Set the fields aside that mean something to other models only.
 
         flow: whether the model learns a flow. guided: whether it is told a guidance.
@@ -189,7 +189,7 @@ def _take(entry: PromptEntry, name: str, value: str) -> None:
     behind = value[match.end() :]
     if behind.strip():  # kohya reads the number in "512px" too
         entry.notes.append(f"--{name} takes {match[0]!r}; {behind!r} behind it is left out")
-    _settle(entry, target, converted, f"--{name}")
+    _set_field(entry, target, converted, f"--{name}")
 
 
 def parse_table(table: Mapping[str, Any]) -> PromptEntry:
@@ -197,7 +197,7 @@ def parse_table(table: Mapping[str, Any]) -> PromptEntry:
     entry = PromptEntry()
     for name, value in table.items():
         if name in FIELDS:
-            _settle(entry, name, value, name)
+            _set_field(entry, name, value, name)
         else:
             near = get_close_matches(name, FIELDS, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
@@ -205,7 +205,7 @@ def parse_table(table: Mapping[str, Any]) -> PromptEntry:
     return entry
 
 
-def _settle(entry: PromptEntry, name: str, value: Any, called: str) -> None:
+def _set_field(entry: PromptEntry, name: str, value: Any, called: str) -> None:
     try:
         entry.fields[name] = FIELDS[name](value)
     except ValueError as error:
@@ -245,7 +245,7 @@ def read_prompts(path: Path, sampler: str = "ddim", *, flow: bool = False, guide
     """
     entries, faults = _entries(path)
     for _, entry in entries:
-        entry.settle(flow=flow, guided=guided)
+        entry.set_aside_idle(flow=flow, guided=guided)
     faults += [Fault(where, what) for where, entry in entries for what in entry.faults]
     if not entries and not faults:
         faults.append(Fault(FLAG, f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))
