@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 import numpy as np
 
-from difftrain.cache.store import database
+from difftrain.cache.store import journals
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.format import PackedEntry, StoredFeature, crc32c, pack, reject
 from difftrain.cache.store.index import Metadata, merge
@@ -187,7 +187,7 @@ class Drill:
     def check(self, folder: CacheFolder) -> str:
         """Compare what is served with what was written, and with what was said to be committed."""
         if folder.database.exists():
-            database.check(folder.database)  # as a launch was killed at it
+            journals.check(folder.database)  # as a launch was killed at it
         merged = merge(folder)
         if merged.notes or merged.rebuilt:
             return f"the index says: {merged.rebuilt} {' '.join(merged.notes)}"

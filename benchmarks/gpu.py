@@ -32,9 +32,9 @@ from torch import Tensor
 
 from difftrain.contracts import Batch, Bucket, Parts
 from difftrain.device import Device, attention, choose
+from difftrain.models.flops import unet_flops
 from difftrain.models.root import DenoiserRoot
-from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.unet_flops import unet_flops
+from difftrain.models.sdxl import SDXLFamily
 from difftrain.report.environment import code_version, versions
 
 TEXT_TOKENS, LIGHT_SIDE = 77, 256

@@ -23,8 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from difftrain.models.build import build, class_of, is_transformers
-from difftrain.models.materialise import fill
-from difftrain.models.weights.file_names import file_name, is_second_name
+from difftrain.models.placeholder import fill
+from difftrain.models.weights.folder_export import file_name, is_second_name
 from difftrain.models.weights.initial import by_fan_in, initial_weights
 from difftrain.models.weights.keys import KeyMap, table_rule
 

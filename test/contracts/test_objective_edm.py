@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from difftrain.contracts import Batch, Bucket, DrawSpec
-from difftrain.models.objective.edm import Edm, EdmSigma
+from difftrain.models.objective.flow import Edm, EdmSigma
 
 BUCKET = Bucket(64, 64)
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from difftrain.contracts import Bucket, Feature
-from difftrain.models import sizes
+from difftrain.models import build as sizes
 from difftrain.models.build import build
-from difftrain.models.vae.adapters import CLASSES, Latents, decode
-from difftrain.models.vae.posterior import posterior
+from difftrain.models.vae.latents import CLASSES, Latents, decode, posterior
 
 GIVEN: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {

@@ -48,7 +48,7 @@ FAULTS = (
     ),
     PlantedFault(
         "the loss is divided by the samples of one rank's count only",
-        "engine/loss_terms.py", "terms[name] / counts.get(name, counts[COUNT])", "terms[name] / 1.0",
+        "engine/update.py", "terms[name] / counts.get(name, counts[COUNT])", "terms[name] / 1.0",
         ("contracts/test_engine.py",),
     ),
     PlantedFault(
@@ -58,7 +58,7 @@ FAULTS = (
     ),
     PlantedFault(
         "off by one in the uses of a pass",
-        "data/plan/repeats.py", "segment = np.searchsorted(starts, uses, side=\"right\") - 1",
+        "data/plan/sequential.py", "segment = np.searchsorted(starts, uses, side=\"right\") - 1",
         "segment = np.searchsorted(starts, uses, side=\"left\") - 1",
         ("unit/data/test_repeats.py", "unit/data/test_plan.py"),
     ),
@@ -80,7 +80,7 @@ FAULTS = (
     ),
     PlantedFault(
         "a mirrored picture shares the entry of the picture as it is",
-        "cache/manifest/transforms.py", "*shape, bool(flip), recipe.interpolation", "*shape, False, recipe.interpolation",
+        "cache/manifest/address.py", "*shape, bool(flip), recipe.interpolation", "*shape, False, recipe.interpolation",
         ("unit/cache/test_manifest.py", "unit/cache/test_address.py"),
     ),
     PlantedFault(
@@ -95,12 +95,12 @@ FAULTS = (
     ),
     PlantedFault(
         "a checkpoint's checksum is not compared",
-        "checkpoint/manifest.py", "if entry != manifest.files[name]:", "if False:",
+        "checkpoint/commit.py", "if entry != manifest.files[name]:", "if False:",
         ("unit/checkpoint",),
     ),
     PlantedFault(
         "a manifest that was changed counts as whole",
-        "checkpoint/manifest.py", "if manifest.digest !=", "if False and manifest.digest !=",
+        "checkpoint/commit.py", "if manifest.digest !=", "if False and manifest.digest !=",
         ("unit/checkpoint",),
     ),
     PlantedFault(
@@ -125,12 +125,12 @@ FAULTS = (
     ),
     PlantedFault(
         "latents are shifted after they are scaled",
-        "models/vae/adapters.py", "return (raw - shift) * self._scale", "return raw * self._scale - shift",
+        "models/vae/latents.py", "return (raw - shift) * self._scale", "return raw * self._scale - shift",
         ("contracts/test_vae_classes.py",),
     ),
     PlantedFault(
         "linear schedules end early",
-        "optim/schedules.py", "return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)))", "return _warmed(w, lambda s: max(0.0, 1.0 - 1.1 * _progress(s, w, n)))",
+        "optim/schedule.py", "return _warmed(w, lambda s: max(0.0, 1.0 - _progress(s, w, n)))", "return _warmed(w, lambda s: max(0.0, 1.0 - 1.1 * _progress(s, w, n)))",
         ("unit/optim/test_schedules.py", "contracts/test_schedule.py"),
     ),
     PlantedFault(

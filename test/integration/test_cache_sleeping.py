@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from sdxl import config, loaded
 
 from difftrain.config.parse_flags import parse
-from difftrain.models import loading, placeholder
+from difftrain.models import family as loading
+from difftrain.models import placeholder
 from difftrain.models.weights import fingerprints
 from difftrain.models.weights.source import WeightSource
 from difftrain.train import dry_run, finalize

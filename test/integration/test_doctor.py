@@ -45,7 +45,7 @@ def test_a_machine_that_can_train(tmp_path: Path) -> None:
     (tmp_path / "data" / "a.png").write_bytes(b"x")
     folders = [f"--{name}={tmp_path / place}" for name, place in (("train_data_dir", "data"), ("output_dir", "out"))]
     left_out = ("speed", "imports")
-    from difftrain.cli.doctor.checks import CHECKS
+    from difftrain.cli.doctor.runner import CHECKS
 
     wanted = ",".join(name for name in CHECKS if name not in left_out)
     read = document("--device=cpu", f"--checks={wanted}", *folders)

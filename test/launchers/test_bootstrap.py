@@ -127,12 +127,12 @@ def take_turn(folder: Path) -> bool:
 
 def test_of_several_who_find_an_owner_dead_one_follows(tmp_path: Path) -> None:
     signed(tmp_path / "claim", "token 1 elsewhere/boot/space")
-    several = [claim.BuildClaim(tmp_path / "claim") for _ in range(5)]
+    several = [claim.FolderClaim(tmp_path / "claim") for _ in range(5)]
     assert [one.take_over("token") for one in several] == [True, False, False, False, False]
     several[0].release()
     assert not several[1].take_over("token") and several[1].take()
     assert not several[2].take_over("token")  # of an owner who has long been followed
-    assert several[1].owner() == claim.BuildClaim(tmp_path / "claim").owner()
+    assert several[1].owner() == claim.FolderClaim(tmp_path / "claim").owner()
     several[1].release()
 
 

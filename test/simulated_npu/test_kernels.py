@@ -5,7 +5,7 @@ import simulator
 import torch
 from diffusers.models import activations, embeddings, normalization
 
-from difftrain.device import counters, kernels, patches
+from difftrain.device import counters, fused_layers, patches
 
 NPU = "npu:0"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,13 +41,13 @@ def assert_alike(function, inputs, dtype, name):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_geglu_is_exact(dtype):
-    ran = assert_alike(kernels.geglu, [drawn(2, 5, 64, dtype=dtype)], dtype, "geglu")
+    ran = assert_alike(fused_layers.geglu, [drawn(2, 5, 64, dtype=dtype)], dtype, "geglu")
     assert ran["npu::npu_geglu"] == ran["npu::npu_geglu_grad"] == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu(dtype):
-    ran = assert_alike(kernels.swiglu, [drawn(2, 5, 64, dtype=dtype)], dtype, "swiglu")
+    ran = assert_alike(fused_layers.swiglu, [drawn(2, 5, 64, dtype=dtype)], dtype, "swiglu")
     assert ran["npu::npu_swiglu"] == ran["npu::npu_swiglu_backward"] == 1
 
 
@@ -56,7 +56,7 @@ def test_swiglu(dtype):
 def test_rms_norm_of_any_pair_of_dtypes(dtype, weight_dtype):
     inputs = [drawn(2, 5, 32, dtype=dtype), 1 + 0.1 * drawn(32, dtype=weight_dtype, seed=1)]
     coarse = max(dtype, weight_dtype, key=TOLERANCE.__getitem__)
-    ran = assert_alike(lambda x, w: kernels.rms_norm(x, w, 1e-5), inputs, coarse, "rms_norm")
+    ran = assert_alike(lambda x, w: fused_layers.rms_norm(x, w, 1e-5), inputs, coarse, "rms_norm")
     assert ran["npu::npu_rms_norm"] == ran["npu::npu_rms_norm_backward"] == 1
 
 
@@ -68,7 +68,7 @@ def test_rotary(shape, interleaved, dtype):
 
     def function(x):
         cos, sin = (table.to(x.device) for table in (angles.cos(), angles.sin()))
-        return kernels.rotary(x, cos, sin, interleaved=interleaved)
+        return fused_layers.rotary(x, cos, sin, interleaved=interleaved)
 
     ran = assert_alike(function, [drawn(2, 3, 7, 16, dtype=dtype)], dtype, "rotary")
     assert ran["npu::npu_rotary_mul"] == ran["npu::npu_rotary_mul_backward"] == 1
@@ -78,8 +78,8 @@ def test_nothing_waits_for_the_host():
     x, angles = drawn(2, 3, 8, 16).to(NPU), drawn(1, 1, 8, 16, seed=1).to(NPU)
     weight = torch.ones(16, device=NPU)
     with simulator.counting() as ran:
-        kernels.geglu(x), kernels.swiglu(x), kernels.rms_norm(x, weight)
-        kernels.rotary(x, angles.cos(), angles.sin(), interleaved=True)
+        fused_layers.geglu(x), fused_layers.swiglu(x), fused_layers.rms_norm(x, weight)
+        fused_layers.rotary(x, angles.cos(), angles.sin(), interleaved=True)
     assert not simulator.host_syncs(ran)
 
 
@@ -116,4 +116,4 @@ def test_limits_are_those_that_the_device_refuses():
     ):
         with pytest.raises(simulator.Refused):
             call()
-    assert kernels.rotary(x, *tables, interleaved=True).shape == x.shape
+    assert fused_layers.rotary(x, *tables, interleaved=True).shape == x.shape

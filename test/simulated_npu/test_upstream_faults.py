@@ -16,9 +16,9 @@ from support.sdxl import source
 from torch import nn
 
 from difftrain.config.schema.sections import TrainingSection
-from difftrain.device import choose, counters, kernels, patches
+from difftrain.device import choose, counters, fused_layers, patches
 from difftrain.engine import ddp, update
-from difftrain.models.vae.posterior import posterior
+from difftrain.models.vae.latents import posterior
 from difftrain.testing.family import tiny_step
 from difftrain.testing.spawn import free_port
 
@@ -145,7 +145,7 @@ def test_npu_apply_adam_w_is_the_same_update():
 
     ours, theirs = ([drawn(6, seed=i).abs().to(NPU) for i in range(4)] for _ in range(2))
     lr, beta1, beta2, eps, decay, t = 0.1, 0.9, 0.99, 1e-8, 0.1, 3
-    kernels.adamw(
+    fused_layers.adamw(
         *[[each] for each in ours], [], [torch.tensor(float(t), device=NPU)], lr=lr, beta1=beta1, beta2=beta2,
         weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from difftrain.cache.store import database, references
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.format import PackedEntry, StoredFeature, pack, reject
 from difftrain.cache.store.index import merge
@@ -48,7 +48,7 @@ def want(folder: CacheFolder, name: str, numbers: Iterable[int], *, whole: bool 
     rows["key"] = rows["address"] = [address(number) for number in numbers]
     references.write(folder, name, {"of": name}, {"latents": rows})
     if whole:
-        references.mark_whole(folder, name)
+        references.mark_complete(folder, name)
 
 
 def make(path: Path, segments: int = 3, entries: int = 6) -> CacheFolder:
@@ -82,7 +82,7 @@ def served(folder: CacheFolder) -> dict[bytes, bytes]:
     """Return the payloads that metadata.db names and files hold, by address, unchecked."""
     found = {}
     named = "SELECT address, name, offset, length FROM entries JOIN segments ON id = segment"
-    with closing(database.connect(folder.database)) as db:
+    with closing(journals.connect(folder.database)) as db:
         for each, segment, offset, length in db.execute(named):
             if folder.exists(segment, BIN):
                 with folder.open_file(segment, BIN) as file:

@@ -8,6 +8,6 @@ The way of a feature:
  5. encoding.py    the device encodes them; a thread appends what was made to a segment
  6. store/         segments, their journals, the index over all of them, and what reads an entry
  7. serve.py       hands readers to the data room: from then on a sample takes its features from here
-build.py calls them in this order. remote/ reads a cache on an object store; tools/ look at, check, repair, shrink and
+build.py calls them in this order. remote.py reads a cache on an object store; tools/ look at, check, repair, shrink and
 export one.
 """

@@ -16,11 +16,11 @@ from difftrain.cache.decoding import BatchQueue, DecodingDataset
 from difftrain.cache.disk import EncoderManifest
 from difftrain.cache.encoding import BuildJob, BuildProgress
 from difftrain.cache.locations import CacheLocation, DiskLocation, MemoryLocation
-from difftrain.cache.manifest.make import build_manifests
 from difftrain.cache.manifest.manifest import CacheManifest
 from difftrain.cache.request import (
     CacheRequest,
     StorageEstimate,
+    build_manifests,
     bytes_text,
     cache_requests,
     caches_anything,
@@ -76,17 +76,19 @@ def with_cache(
     # encode it, one encoder after another
     work = _Build(cfg, encoding_device(cfg, device, ranks), ranks, family, parts, data, tokenize)
     for location in locations:
-        for each in location.manifests:
-            work.encode(each, location)
+        for manifest in location.manifests:
+            work.encode(manifest, location)
         location.finish()
 
     # from now on it is read
-    readers = {each.request.name: location.reader(each) for location in locations for each in location.manifests}
+    readers = {
+        manifest.request.name: location.reader(manifest) for location in locations for manifest in location.manifests
+    }
     passed = {address: why for location in locations for address, why in location.passed.items()}
     rejects = _rejects(cfg, ranks, data, locations, readers)
     _let_rest(parts, requests)
-    others = (each for name, each in encoders_of(family, parts, trains=trains).items() if name not in readers)
-    needs_pixels = any("pixels" in each.source for each in others)
+    uncached = (encoder for name, encoder in encoders_of(family, parts, trains=trains).items() if name not in readers)
+    needs_pixels = any("pixels" in encoder.source for encoder in uncached)
     store = feature_store(manifests, readers, passed, needs_pixels=needs_pixels)
     return CachedData(dataclasses.replace(data, store=store), rejects)
 
@@ -100,12 +102,12 @@ def encoding_device(cfg: TrainConfig, device: Device, ranks: Ranks) -> Device:
     if kind is None or kind == device.kind:
         return device
     try:
-        found = choose(kind, ranks.local_rank, ranks.local_size)
+        chosen = choose(kind, ranks.local_rank, ranks.local_size)
     except ConfigFault as fault:
         remedy = "leave it out: the device of training encodes"
-        raise ConfigFault([Fault("--cache.device", each.what, remedy) for each in fault.faults]) from None
-    log.info("what is cached is encoded on %s, training is on %s", found.kind, device.kind)
-    return found
+        raise ConfigFault([Fault("--cache.device", problem.what, remedy) for problem in fault.faults]) from None
+    log.info("what is cached is encoded on %s, training is on %s", chosen.kind, device.kind)
+    return chosen
 
 
 def on_device(parts: Parts, device: Device) -> AbstractContextManager[None]:
@@ -127,7 +129,7 @@ def _manifests(
     """Tell each encoder by its fingerprint, and list what is wanted of it; one process a machine does it."""
     fingerprints = on_each_machine(ranks, lambda: {request.name: request.encoder.fingerprint() for request in requests})
     for request in requests:
-        if len({each[request.name] for each in ranks.gather(fingerprints)}) > 1:
+        if len({by_encoder[request.name] for by_encoder in ranks.gather(fingerprints)}) > 1:
             raise DataFault(
                 f"the machines have different weights of {request.name} (or other versions of this program)"
             )
@@ -148,7 +150,9 @@ def _manifests(
 
 def _locations(cfg: TrainConfig, ranks: Ranks, data: Data, manifests: Sequence[EncoderManifest]) -> list[CacheLocation]:
     """Open where the features lie, and find out what is missing there."""
-    disk, memory = ([each for each in manifests if each.request.to_disk is to_disk] for to_disk in (True, False))
+    disk, memory = (
+        [manifest for manifest in manifests if manifest.request.to_disk is to_disk] for to_disk in (True, False)
+    )
     locations: list[CacheLocation] = []
     if disk:
         facts = {
@@ -165,8 +169,8 @@ def _locations(cfg: TrainConfig, ranks: Ranks, data: Data, manifests: Sequence[E
 
 def cache_path(cfg: TrainConfig) -> str:
     """Return the folder of the cache, or its URL."""
-    given = cfg.data.cache_dir
-    return str(user_cache()) if not given else given if is_url(given) else expanded(given)
+    folder = cfg.data.cache_dir
+    return str(user_cache()) if not folder else folder if is_url(folder) else expanded(folder)
 
 
 def _check_room(ranks: Ranks, locations: Sequence[CacheLocation]) -> None:
@@ -174,15 +178,15 @@ def _check_room(ranks: Ranks, locations: Sequence[CacheLocation]) -> None:
     faults = []
     for location in locations:
         estimates = [
-            StorageEstimate.of(each.request, each.manifest.buckets(), location.missing[each.request.name])
-            for each in location.manifests
+            StorageEstimate.of(manifest.request, manifest.manifest.buckets(), location.missing[manifest.request.name])
+            for manifest in location.manifests
         ]
         for estimate in estimates:
             log.info(estimate.sentence())
         faults += list(location.shortage(estimates, log.info))
-    found = [fault for each in ranks.gather(faults) for fault in each]
-    if found:
-        raise ConfigFault(dict.fromkeys(found))
+    problems = [fault for rank_fault in ranks.gather(faults) for fault in rank_fault]
+    if problems:
+        raise ConfigFault(dict.fromkeys(problems))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +209,10 @@ class _Build:
         )
         if not ranks.any(bool(len(job.todo))):
             return
+        # a name that no earlier build of this run has used: counters of the store are never reset
         events, token = Events(), ranks.broadcast(uuid.uuid4().hex)
         of_group = f"cache/{token}/{location.group.leader}"
+        # ranks draw batch numbers from one counter, so that a fast rank does more and none waits
         batch_queue = BatchQueue(job.todo, ranks.counter(f"{of_group}/next"), events.stop)
         progress = BuildProgress(
             encoder_manifest.request.name, int(np.count_nonzero(job.missing)), ranks.tally(f"{of_group}/done")
@@ -246,30 +252,36 @@ def _rejects(
     cfg: TrainConfig, ranks: Ranks, data: Data, locations: Sequence[CacheLocation], readers: Mapping[str, Reader]
 ) -> list[Reject]:
     """Name what of this run's records nothing could be made of. Raises DataFault where that is too much."""
-    found: dict[str, Reject] = {}
+    rejects: dict[str, Reject] = {}
 
     def look() -> None:
         for location in locations:
-            for each in location.manifests:
+            for manifest in location.manifests:
                 bad = list(
-                    rejected_records(each, location.rejects(), readers[each.request.name], data, location.passed)
+                    rejected_records(
+                        manifest, location.rejects(), readers[manifest.request.name], data, location.passed
+                    )
                 )
-                found.update((reject.path, reject) for reject in bad)
-                found.update((reject.path, reject) for reject in each.manifest.passed)
-                count, of = len({reject.path for reject in bad}) + each.manifest.num_passed, data.index.count
+                rejects.update((reject.path, reject) for reject in bad)
+                rejects.update((reject.path, reject) for reject in manifest.manifest.passed)
+                count, of = len({reject.path for reject in bad}) + manifest.manifest.num_passed, data.index.count
                 if count > cfg.data.max_rejected_share * of or (count and count == of):
-                    such = next((f", such as {one.path}: {one.reason}" for one in (*bad, *each.manifest.passed)), "")
+                    such = next(
+                        (f", such as {reject.path}: {reject.reason}" for reject in (*bad, *manifest.manifest.passed)),
+                        "",
+                    )
                     raise DataFault(
                         f"{count:,} of {of:,} pictures cannot be encoded "
                         f"({option('data.max_rejected_share')}={cfg.data.max_rejected_share:g}){such}"
                     )
-        for reject in list(found.values())[:_NAMED]:
+        # one rank of a machine says it; all get the list
+        for reject in list(rejects.values())[:_NAMED]:
             log.warning("%s: %s; it is not in the cache", reject.path, reject.reason)
-        if len(found) > _NAMED:
-            log.warning("and %s more; rejected.jsonl names them all", f"{len(found) - _NAMED:,}")
+        if len(rejects) > _NAMED:
+            log.warning("and %s more; rejected.jsonl names them all", f"{len(rejects) - _NAMED:,}")
 
     run_on(ranks, ranks.leads_node, look)
-    return sorted(found.values(), key=lambda reject: reject.path)
+    return sorted(rejects.values(), key=lambda reject: reject.path)
 
 
 def _let_rest(parts: Parts, requests: Sequence[CacheRequest]) -> None:
@@ -279,7 +291,7 @@ def _let_rest(parts: Parts, requests: Sequence[CacheRequest]) -> None:
         return
     parts.offloaded |= fresh
     names = sorted(parts.offloaded)
-    size = sum(each.numel() * each.element_size() for name in names for each in parts.frozen[name].parameters())
+    size = sum(param.numel() * param.element_size() for name in names for param in parts.frozen[name].parameters())
     deferred = [name for name in names if not parts.is_loaded(name)]
     where = "are not loaded" if deferred == names else "stay on the host"
     parts.notes.append(

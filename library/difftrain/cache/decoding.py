@@ -15,12 +15,17 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from difftrain.cache.manifest.address import joined_address, text_addresses
+from difftrain.cache.manifest.address import (
+    MASKS,
+    MediaTransforms,
+    joined_address,
+    text_addresses,
+    without_augmentation,
+)
 from difftrain.cache.manifest.captions import NO_BUCKET
 from difftrain.cache.manifest.content_hash import UNREADABLE
 from difftrain.cache.manifest.manifest import NO_RECORD, AddressByRecord, CacheManifest
 from difftrain.cache.manifest.pictures import DROPPED, caption_and_flip
-from difftrain.cache.manifest.transforms import MASKS, MediaTransforms, without_augmentation
 from difftrain.contracts import CAPTION, PAIR, Batch, Bucket, DataFault, Record, Reject, Tokenize
 from difftrain.data.index.inspection import PASSING, content_of
 from difftrain.data.index.worker_pool import Heartbeat, PoolJob, run_jobs
@@ -57,13 +62,13 @@ class DecodedBatch:
     passed: tuple[Reject, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = [getattr(self, each.name) for each in dataclasses.fields(self)]
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         if self.batch is not None:
             fields[2] = replace(
                 self.batch,
                 record_id=_to_message(self.batch.record_id),
                 occurrence=_to_message(self.batch.occurrence),
-                features={name: _to_message(each) for name, each in self.batch.features.items()},
+                features={name: _to_message(feature) for name, feature in self.batch.features.items()},
             )
         return _from_message, tuple(fields)
 
@@ -77,7 +82,7 @@ def _from_message(*fields: Any) -> DecodedBatch:
     piece = DecodedBatch(*fields)
     if (batch := piece.batch) is not None:
         batch.record_id, batch.occurrence = torch.as_tensor(batch.record_id), torch.as_tensor(batch.occurrence)
-        batch.features = {name: torch.as_tensor(each) for name, each in batch.features.items()}
+        batch.features = {name: torch.as_tensor(feature) for name, feature in batch.features.items()}
     return piece
 
 
@@ -106,7 +111,9 @@ class DecodingDataset(Dataset[Any]):
             return []
         rows = (self._manifest.take(self._manifest.rows(n))[0] for n in batches)
         return [
-            each for each in dict.fromkeys(int(one) for some in rows for one in some["record"]) if each not in self._bad
+            index
+            for index in dict.fromkeys(int(index) for some in rows for index in some["record"])
+            if index not in self._bad
         ]
 
     def try_picture(self, record_id: int) -> None:
@@ -142,14 +149,14 @@ class DecodingDataset(Dataset[Any]):
         alone = addresses if self._pairs is None else self._pairs.addresses(entries["record"].tolist(), flips)
 
         # decode each picture once; its mirror image is its neighbour
-        for place, (row, flip) in enumerate(zip(batch_rows, flips, strict=True)):
-            record = self._index.record(int(entries["record"][place]))
+        for position, (row, flip) in enumerate(zip(batch_rows, flips, strict=True)):
+            record = self._index.record(int(entries["record"][position]))
             if record.id in self._bad:
                 passed[record.id] = Reject(self._index.path(record), self._bad[record.id])
                 continue
             try:
                 if record.id not in decoded:
-                    decoded[record.id] = self._decoded(record, flip, alone[place])
+                    decoded[record.id] = self._decoded(record, flip, alone[position])
             except (Unusable, OSError) as error:
                 if isinstance(error, Unusable) and error.kind not in _RETRIED:
                     rejected[row] = (record.name, str(error))
@@ -159,8 +166,8 @@ class DecodingDataset(Dataset[Any]):
                 continue
             pixels = decoded[record.id]
             rows.append(row)
-            kept.append(place)
-            keys.append((record.id, addresses[place]))
+            kept.append(position)
+            keys.append((record.id, addresses[position]))
             made.append(pixels[..., ::-1] if flip else pixels)
             metas.append({"name": record.name})
 
@@ -171,7 +178,9 @@ class DecodingDataset(Dataset[Any]):
         if self._pairs is not None:
             captions = self._drawn(entries[kept])
             metas = [{**meta, "caption": caption} for meta, caption in zip(metas, captions, strict=True)]
-            features |= self._tokens(captions, [addresses[place] for place in kept], [alone[place] for place in kept])
+            features |= self._tokens(
+                captions, [addresses[position] for position in kept], [alone[position] for position in kept]
+            )
         return DecodedBatch(
             n, tuple(rows), _batch(self._manifest.bucket(n), keys, features), metas, rejected, tuple(passed.values())
         )
@@ -182,18 +191,18 @@ class DecodingDataset(Dataset[Any]):
         address: what its bytes must lead to; None: any. Raises: Unusable, OSError.
         """
         source = record.media.source
-        recipe, place = self._plain[source], self._transforms.place(source, record.size_hw)
+        recipe, window = self._plain[source], self._transforms.crop_window(source, record.size_hw)
         masks = recipe.masks if self._masks else None
         path = _mask_path(record, masks) if masks else None
         data = path.read_bytes() if path else self._index.read(record.media)
         if address is not None and self._transforms.address(source, record.size_hw, flip, content_of(data)) != address:
             raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when it was indexed")
         if path and masks:
-            return cut_mask(masks.decode(path, data, record.size_hw), place, recipe.interpolation)
-        layers = decode_layers(record, recipe, place, data)
+            return cut_mask(masks.decode(path, data, record.size_hw), window, recipe.interpolation)
+        layers = decode_layers(record, recipe, window, data)
         if self._masks:
-            return cut_mask(layers[..., 3], place, recipe.interpolation)
-        return cut_pixels(layers, recipe, place)
+            return cut_mask(layers[..., 3], window, recipe.interpolation)
+        return cut_pixels(layers, recipe, window)
 
     def _texts(self, n: int) -> DecodedBatch:
         """Read and tokenise some captions. Raises DataFault where they are not those that were listed."""
@@ -210,17 +219,17 @@ class DecodingDataset(Dataset[Any]):
     ) -> dict[str, torch.Tensor]:
         """Tokenise captions. pictures: what stands beside them has these addresses alone. Raises DataFault."""
         tokens, manifest = self._tokenize(captions), self._manifest
-        found = text_addresses(tokens, manifest.inputs, manifest.fingerprint, manifest.storage)
+        actual = text_addresses(tokens, manifest.inputs, manifest.fingerprint, manifest.storage)
         if pictures:
-            found = [joined_address(each) for each in zip(pictures, found, strict=True)]  # type: ignore[arg-type]
-        if found != list(addresses):
+            actual = [joined_address(pair) for pair in zip(pictures, actual, strict=True)]  # type: ignore[arg-type]
+        if actual != list(addresses):
             raise DataFault(f"{manifest.folder}: a list of captions that were made otherwise; remove this folder")
         return tokens
 
     def _drawn(self, entries: np.ndarray) -> list[str]:
         """Make the captions of entries. The variants of a record are neighbours: they are made once."""
         captions_by_key: dict[tuple[int, bool], list[str]] = {(NO_RECORD, False): [""]}
-        found = []
+        captions = []
         for entry in entries:
             caption_key = int(entry["record"]), bool(entry["plain"])
             if caption_key not in captions_by_key:
@@ -230,10 +239,10 @@ class DecodingDataset(Dataset[Any]):
             variant = int(entry["variant"])
             if self._pairs is not None:
                 number, _ = caption_and_flip(variant)
-                found.append("" if number == DROPPED else captions_by_key[caption_key][number - 1])
+                captions.append("" if number == DROPPED else captions_by_key[caption_key][number - 1])
             else:
-                found.append(captions_by_key[caption_key][variant])
-        return found
+                captions.append(captions_by_key[caption_key][variant])
+        return captions
 
 
 def _batch(bucket: Bucket, keys: Sequence[tuple[int, bytes]], features: dict[str, torch.Tensor]) -> Batch:
@@ -244,12 +253,12 @@ def _batch(bucket: Bucket, keys: Sequence[tuple[int, bytes]], features: dict[str
 
 def _mask_path(record: Record, masks: Masks) -> Path:
     try:
-        found = masks.find(picture_name(record))
+        mask = masks.find(picture_name(record))
     except Unusable as error:  # it was there when its address was made
         raise Unusable(UNREADABLE, str(error)) from None
-    if found is None:
+    if mask is None:
         raise Unusable(UNREADABLE, "its mask is gone")
-    return found
+    return mask
 
 
 log = logging.getLogger("difftrain")
@@ -271,8 +280,8 @@ class BatchQueue(Iterable[int]):
         while not self._stop.is_set():
             if self._again:
                 number = self._again.pop(0)
-            elif (place := self._following()) < len(self._todo):
-                number = int(self._todo[place])
+            elif (index := self._following()) < len(self._todo):
+                number = int(self._todo[index])
             else:
                 return
             self._out[number] = None

@@ -15,7 +15,7 @@ import numpy as np
 
 from difftrain.cache.manifest.manifest import CacheManifest
 from difftrain.cache.request import CacheRequest
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.compaction import merge
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.index import Metadata
@@ -59,11 +59,12 @@ class DiskCache:
         self.folder, self.section, self.manifests = folder, section, manifests
         self.name, self.remote = url or str(folder.path), bool(url)
         self.writable = not url and folder.writable
-        told = {
-            each.request.name: {"fingerprint": each.fingerprint, "storage": each.request.storage} for each in manifests
+        built = {
+            manifest.request.name: {"fingerprint": manifest.fingerprint, "storage": manifest.request.storage}
+            for manifest in manifests
         }
-        self.facts = {**facts, "encoders": told}
-        state = [told, *(each.manifest.folder.name for each in manifests), facts.get("index")]
+        self.facts = {**facts, "encoders": built}
+        state = [built, *(manifest.manifest.folder.name for manifest in manifests), facts.get("index")]
         self.use = hashlib.blake2b(json.dumps(state).encode(), digest_size=12).hexdigest()
         self.database = folder.database
 
@@ -76,12 +77,14 @@ class DiskCache:
         trusted is of other encoders.
         """
         use = self._known()
-        if self.section.trust and use is not None and use.whole and self.database.exists():
+        if self.section.trust and use is not None and use.complete and self.database.exists():
             log.info(
                 f"{option('cache.trust', True)}: everything was there when this cache was built; it is not looked through"
             )
             references.touch(self.folder, self.use)
-            return self.database, {each.request.name: np.zeros(each.manifest.count, bool) for each in self.manifests}
+            return self.database, {
+                manifest.request.name: np.zeros(manifest.manifest.count, bool) for manifest in self.manifests
+            }
         if self.section.trust and use is None:
             self._refuse_others()
 
@@ -94,25 +97,25 @@ class DiskCache:
             self._forget(use)
 
         # look again where a build may have been interrupted before its entries came into the database
-        found = self._missing()
-        lacking = any(map(np.any, found.values()))
+        missing = self._missing()
+        lacking = any(map(np.any, missing.values()))
         if lacking and not (self.writable or self.remote) and self.database == self.folder.database:
             self._merge()
-            found = self._missing()
+            missing = self._missing()
 
         # say what is missing, and why
-        incomplete = [each for each in self.manifests if found[each.request.name].any()]
+        incomplete = [manifest for manifest in self.manifests if missing[manifest.request.name].any()]
         if incomplete and self.writable:
-            references.mark_whole(self.folder, self.use, whole=False)
-        for each in incomplete:
-            self._say_why(each)
-        return self.database, found
+            references.mark_complete(self.folder, self.use, complete=False)
+        for manifest in incomplete:
+            self._say_why(manifest)
+        return self.database, missing
 
     def _missing(self) -> dict[str, np.ndarray]:
         metadata = Metadata(self.database)
         if not (self.section.skip_check or self.remote):
             self._check_segments(metadata)
-        return {each.request.name: each.manifest.missing(metadata.has_many) for each in self.manifests}
+        return {manifest.request.name: manifest.manifest.missing(metadata.has_many) for manifest in self.manifests}
 
     def _known(self) -> Reference | None:
         return next((use for use in references.all_references(self.folder) if use.id == self.use), None)
@@ -126,7 +129,10 @@ class DiskCache:
 
     def _write_use(self, facts: Mapping[str, Any]) -> None:
         references.write(
-            self.folder, self.use, facts, {each.request.name: each.manifest.references for each in self.manifests}
+            self.folder,
+            self.use,
+            facts,
+            {manifest.request.name: manifest.manifest.references for manifest in self.manifests},
         )
 
     def _merge(self) -> int:
@@ -157,15 +163,15 @@ class DiskCache:
                     )
                 ]
             )
-        if use is not None and not use.whole and use.facts.get(REGENERATING):
+        if use is not None and not use.complete and use.facts.get(REGENERATING):
             log.info(f"{option('cache.regenerate', True)}: the build that was interrupted goes on")
             return
         metadata, count = Metadata(self.database), 0
-        for each in self.manifests:
-            for start in range(0, each.manifest.count, _CHUNK):
-                rows = metadata.rows(np.array(each.manifest.addresses[start : start + _CHUNK]))
+        for manifest in self.manifests:
+            for start in range(0, manifest.manifest.count, _CHUNK):
+                rows = metadata.rows(np.array(manifest.manifest.addresses[start : start + _CHUNK]))
                 places = [(row.segment, row.offset) for row in rows if row is not None]
-                tombstones.add(self.folder, places)
+                references.add(self.folder, places)
                 count += len(places)
         self._write_use({**self.facts, REGENERATING: True})
         log.info(f"{option('cache.regenerate', True)}: %s entries are encoded anew", f"{count:,}")
@@ -188,8 +194,8 @@ class DiskCache:
 
         # damage counts where an entry of this run lies in it
         hit = dict.fromkeys(bad, 0)
-        for each in self.manifests:
-            for row in metadata.rows(each.manifest.addresses):
+        for manifest in self.manifests:
+            for row in metadata.rows(manifest.manifest.addresses):
                 if row is not None and row.segment in hit and row.offset + row.length > ends[row.segment]:
                     hit[row.segment] += 1  # what was repaired has no row any more
         if any(hit.values()):
@@ -227,20 +233,24 @@ class DiskCache:
 
     def _refuse_others(self) -> None:
         """Refuse to trust a cache that has these data by another encoder and nothing by this one. Raises ConfigFault."""
-        others = [(each, use) for each in self.manifests if (use := self._of_another(each)) is not None and use.whole]
-        if not others:
+        rivals = [
+            (manifest, use)
+            for manifest in self.manifests
+            if (use := self._of_another(manifest)) is not None and use.complete
+        ]
+        if not rivals:
             return
         if self.writable or not (self.remote or self.database.exists()):
             self._merge()
         metadata, faults = Metadata(self.database), []
-        for each, use in others:
-            if each.manifest.missing(metadata.has_many).all():
-                name, now = each.request.name, self.facts.get("model")
+        for rival, use in rivals:
+            if rival.manifest.missing(metadata.has_many).all():
+                name, now = rival.request.name, self.facts.get("model")
                 then, model = use.facts["encoders"][name]["fingerprint"], use.facts.get("model")
                 what = (
                     f"{self.name} has {name} of these data by another encoder (fingerprint {then[:12]}"
                     f"{f' of {model}' if model else ''}) and nothing by the one that is asked for "
-                    f"(fingerprint {each.fingerprint[:12]}{f' of {now}' if now else ''})"
+                    f"(fingerprint {rival.fingerprint[:12]}{f' of {now}' if now else ''})"
                 )
                 remedy = (
                     "name the model that it was built with, or leave this out to encode anew beside the old entries"
@@ -253,12 +263,12 @@ class DiskCache:
         """Say how many entries are missing where none can be added. Raises ConfigFault."""
         if self.writable:
             return
-        counts = {name: int(np.count_nonzero(each)) for name, each in missing.items()}
+        counts = {name: int(np.count_nonzero(rows)) for name, rows in missing.items()}
         if any(counts.values()):
-            total = {each.request.name: each.manifest.count for each in self.manifests}
-            told = ", ".join(f"{count:,} of {total[name]:,} of {name}" for name, count in counts.items() if count)
+            total = {manifest.request.name: manifest.manifest.count for manifest in self.manifests}
+            shortages = ", ".join(f"{count:,} of {total[name]:,} of {name}" for name, count in counts.items() if count)
             why = "is read only, on an object store" if self.remote else "cannot be written to"
-            what = f"{self.name} {why}, and entries that this run wants are missing: {told}"
+            what = f"{self.name} {why}, and entries that this run wants are missing: {shortages}"
             remedy = f"build it where it can be written, with the same settings and {option('cache.only', True)}, or name another folder"
             raise ConfigFault([Fault(option("data.cache_dir"), what, remedy)])
 
@@ -281,22 +291,22 @@ class DiskCache:
         """
         count = self._merge()
         metadata = Metadata(self.database)
-        for each in self.manifests:
+        for manifest in self.manifests:
             lacking = 0
-            for start in range(0, each.manifest.count, _CHUNK):
-                mine = missing[each.request.name][start : start + _CHUNK]
-                made = np.array(each.manifest.addresses[start : start + _CHUNK])[mine]
+            for start in range(0, manifest.manifest.count, _CHUNK):
+                chunk = missing[manifest.request.name][start : start + _CHUNK]
+                made = np.array(manifest.manifest.addresses[start : start + _CHUNK])[chunk]
                 absent = made[~metadata.has_many(made)]
                 lacking += sum(address.tobytes() not in passed for address in absent)
             if lacking:
                 raise TrainingFault(
-                    f"{self.folder.path}: {lacking:,} entries of {each.request.name} were just encoded and do not "
+                    f"{self.folder.path}: {lacking:,} entries of {manifest.request.name} were just encoded and do not "
                     "count: was the cache cleaned or repaired meanwhile? Start again"
                 )
         if (use := self._known()) is not None and use.facts.get(REGENERATING):
             self._write_use(self.facts)  # it is over: the next --regenerate_cache is another wish
         if not passed:
-            references.mark_whole(self.folder, self.use)
+            references.mark_complete(self.folder, self.use)
         return count
 
     # --- once it is whole ---

@@ -53,14 +53,14 @@ class BuildJob:
     @classmethod
     def of(cls, request: CacheRequest, manifest: CacheManifest, missing: np.ndarray) -> BuildJob:
         """Find the batches that are to be encoded."""
-        size, found, first, start = manifest.batch_size, [np.zeros(0, np.int64)], 0, 0
+        size, counts, first, start = manifest.batch_size, [np.zeros(0, np.int64)], 0, 0
         for _, count in manifest.buckets():
             batches = -(-count // size)
             cells = np.zeros(batches * size, dtype=bool)
             cells[:count] = missing[start : start + count]
-            found.append(first + np.flatnonzero(cells.reshape(batches, size).any(axis=1)))
+            counts.append(first + np.flatnonzero(cells.reshape(batches, size).any(axis=1)))
             first, start = first + batches, start + count
-        return cls(request, manifest, missing, np.concatenate(found))
+        return cls(request, manifest, missing, np.concatenate(counts))
 
 
 def encode(
@@ -97,9 +97,9 @@ def encode(
                 return
             made: dict[str, Tensor] = {}
             if piece.batch is not None:
-                found = encoder.encode(device.to_device(piece.batch))
-                names = {*encoder.features, *(mask for mask in encoder.masks.values() if mask in found)}
-                made = {name: found[name].detach().cpu() for name in names}
+                encoded = encoder.encode(device.to_device(piece.batch))
+                names = {*encoder.features, *(mask for mask in encoder.masks.values() if mask in encoded)}
+                made = {name: encoded[name].detach().cpu() for name in names}
                 _check_shapes(job, piece, made)
             passed = _unread_of(job, piece)
             job.passed |= passed
@@ -112,8 +112,8 @@ def _write_batch(
 ) -> None:
     """Write those entries of a batch that are missing. A redo encodes the same batch, so it writes the same bytes."""
     items = [
-        _entry(job, piece, place, row, made)
-        for place, row in enumerate(piece.rows if piece.batch is not None else ())
+        _entry(job, piece, position, row, made)
+        for position, row in enumerate(piece.rows if piece.batch is not None else ())
         if job.missing[row]
     ]
     for row, (name, reason) in piece.rejected.items():
@@ -125,19 +125,19 @@ def _write_batch(
     progress.add(int(job.missing[rows.start : rows.stop].sum()))
 
 
-def _entry(job: BuildJob, piece: DecodedBatch, place: int, row: int, made: dict[str, Tensor]) -> PackedEntry:
+def _entry(job: BuildJob, piece: DecodedBatch, position: int, row: int, made: dict[str, Tensor]) -> PackedEntry:
     """Pack what was made of one sample; what no dtype can hold is rejected where it is of a picture."""
-    request, meta, batch = job.request, piece.metas[place], piece.batch
+    request, meta, batch = job.request, piece.metas[position], piece.batch
     assert batch is not None
     try:
         features = []
         for name, dtype in request.dtypes.items():
             by = request.encoder.masks.get(name, "")
             mask = made[by] if by in made else batch.features.get(by)  # of what came out, where the encoder says it
-            rows = None if mask is None else kept_rows(mask[place])
-            features.append(stored(name, made[name][place], dtype, rows))
+            rows = None if mask is None else kept_rows(mask[position])
+            features.append(stored(name, made[name][position], dtype, rows))
     except Unstorable as error:
-        finite = all(bool(torch.isfinite(each[place]).all()) for each in made.values())
+        finite = all(bool(torch.isfinite(tensor[position]).all()) for tensor in made.values())
         if finite or request.encoder.source == CAPTION:
             what = meta.get("name") or meta.get("caption")
             raise TrainingFault(f"cache of {request.name}: {what}: {error}") from None
@@ -155,7 +155,7 @@ def _unread_of(job: BuildJob, piece: DecodedBatch) -> dict[bytes, str]:
         return {}
     left = [row for row in job.manifest.rows(piece.number) if row not in piece.rows and row not in piece.rejected]
     records = dict.fromkeys(int(job.manifest.entries[row]["record"]) for row in left)
-    reasons = dict(zip(records, (each.reason for each in piece.passed), strict=True))
+    reasons = dict(zip(records, (reject.reason for reject in piece.passed), strict=True))
     return {_address(job, row): reasons[int(job.manifest.entries[row]["record"])] for row in left}
 
 
@@ -230,7 +230,7 @@ class BuildProgress:
 
     def __init__(self, name: str, total: int, tally: Callable[[int], int]) -> None:
         self._name, self._total, self._tally = name, total, tally
-        self._began = self._said = time.monotonic()
+        self._began = self._reported_at = time.monotonic()
         self._waited = 0.0
         self.done = 0  # of this rank
         self.passed = 0  # of them, what could not be read now
@@ -249,9 +249,9 @@ class BuildProgress:
         """Count entries that are written."""
         self.done += count
         done, now = self._tally(count), time.monotonic()
-        if now - self._said < LOG_EVERY_S:
+        if now - self._reported_at < LOG_EVERY_S:
             return
-        self._said, rate = now, done / (now - self._began)
+        self._reported_at, rate = now, done / (now - self._began)
         left = duration_text((self._total - done) / rate) if rate else "?"
         log.info(
             "cache of %s: %s of %s, %.1f a second, %s left", self._name, f"{done:,}", f"{self._total:,}", rate, left

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from difftrain.cache.disk import DiskCache, EncoderManifest, Say
-from difftrain.cache.remote.remote import RemoteCache, fetch_cache
+from difftrain.cache.remote import RemoteCache, fetch_cache
 from difftrain.cache.request import StorageEstimate, disk_shortage, memory_shortage
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.memory import MemoryEntries, MemorySink, Verified, preload
@@ -46,7 +46,7 @@ class BuildGroup:
 
 def machine_groups(ranks: Ranks) -> BuildGroup:
     """Return the ranks of this machine: they share its memory, if nothing else. Every rank calls it."""
-    return _group(ranks, {each: each for each in _machines(ranks)})
+    return _group(ranks, {machine: machine for machine in _machines(ranks)})
 
 
 def folder_groups(ranks: Ranks, folder: Path) -> BuildGroup:
@@ -68,14 +68,20 @@ def folder_groups(ranks: Ranks, folder: Path) -> BuildGroup:
 
     run_on(ranks, ranks.leads_node, leave)
     try:
+        # whose probe a machine sees shares its folder with it
         seen = ranks.gather(_seen(machines, probe) if ranks.leads_node else frozenset())
     finally:
         if ranks.leads_node:
             with contextlib.suppress(OSError):
                 probe(ranks.rank).unlink()
     home = {}
-    for each in set(machines):
-        home[each] = min(other for other in {each, *seen[each]} if other == each or each in seen[other])
+    for own_machine in set(machines):
+        # seen from both sides: a mount that one of them lost does not count as shared
+        home[own_machine] = min(
+            neighbour
+            for neighbour in {own_machine, *seen[own_machine]}
+            if neighbour == own_machine or own_machine in seen[neighbour]
+        )
     return _group(ranks, home)
 
 
@@ -83,9 +89,9 @@ def _seen(machines: list[int], probe: Callable[[int], Path]) -> frozenset[int]:
     """Look for the files of all machines; a network disk may show them late."""
     end = time.monotonic() + _PROBE_S
     while True:
-        found = frozenset(each for each in machines if probe(each).exists())
-        if len(found) == len(set(machines)) or time.monotonic() > end:
-            return found
+        visible = frozenset(machine for machine in machines if probe(machine).exists())
+        if len(visible) == len(set(machines)) or time.monotonic() > end:
+            return visible
         time.sleep(0.1)
 
 
@@ -98,7 +104,7 @@ def _group(ranks: Ranks, home: dict[int, int]) -> BuildGroup:
     """Put together the ranks whose machines have one home."""
     homes = [home[machine] for machine in _machines(ranks)]
     leader = homes[ranks.rank]
-    members = tuple(rank for rank, each in enumerate(homes) if each == leader)
+    members = tuple(rank for rank, home in enumerate(homes) if home == leader)
     return BuildGroup(leader, members, tuple(sorted(set(homes))))
 
 
@@ -163,7 +169,7 @@ class DiskLocation:
 
     @property
     def _incomplete(self) -> bool:
-        return any(bool(each.any()) for each in self.missing.values())
+        return any(bool(rows.any()) for rows in self.missing.values())
 
     def _looked(self) -> tuple[Path, dict[str, np.ndarray]]:
         database, missing = self._disk.look()
@@ -193,7 +199,7 @@ class DiskLocation:
         self._source = self._remote.segments if self._remote else SegmentFiles(self.folder)
         self._entries = metadata
         if self._section.preload and not self._section.only:
-            addresses = np.concatenate([np.asarray(each.manifest.addresses) for each in self.manifests])
+            addresses = np.concatenate([np.asarray(manifest.manifest.addresses) for manifest in self.manifests])
             where = on_each_machine(
                 self._ranks,
                 lambda: preload(metadata, self._source, addresses, host.available_bytes(), self._disk.name),
@@ -224,7 +230,7 @@ class MemoryLocation:
         """Begin with nothing."""
         self.manifests, self._ranks = manifests, ranks
         self.group = machine_groups(ranks)
-        self.missing = {each.request.name: np.ones(each.manifest.count, bool) for each in manifests}
+        self.missing = {manifest.request.name: np.ones(manifest.manifest.count, bool) for manifest in manifests}
         self.passed: dict[bytes, str] = {}
         self._sink = MemorySink()
 
@@ -260,12 +266,12 @@ class MemoryLocation:
 
 def _from_leader(ranks: Ranks, group: BuildGroup, value: Any) -> Any:
     """Return what the leader of this rank's group gave."""
-    found = None
+    shared_store = None
     for leader in group.leaders:
         shared = ranks.broadcast(value if ranks.rank == leader else None, source=leader)
         if leader == group.leader:
-            found = shared
-    return found
+            shared_store = shared
+    return shared_store
 
 
 def _union(ranks: Ranks, group: BuildGroup, own: dict[bytes, str]) -> dict[bytes, str]:

@@ -7,23 +7,45 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from difftrain.cache.manifest.make import mask_encoder
-from difftrain.cache.manifest.manifest import ManifestRequest
-from difftrain.cache.manifest.transforms import MASKS
+from difftrain.cache.manifest.address import MASK_VERSION, MASKS
+from difftrain.cache.manifest.captions import caption_settings, tokenizer_identity, write_captions
+from difftrain.cache.manifest.content_hash import Say
+from difftrain.cache.manifest.manifest import CacheManifest, ManifestRequest, ManifestWriter
+from difftrain.cache.manifest.pictures import (
+    PictureEntries,
+    bucket_by_record,
+    caption_request,
+    write_pairs,
+    write_pictures,
+)
 from difftrain.cache.store.format import ALIGN, ROW
 from difftrain.cache.store.storage import CHOICES, nbytes_of
 from difftrain.config import TrainConfig
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import CAPTION, PAIR, Bucket, ConfigFault, Encoder, Family, Fault, Parts
+from difftrain.contracts import (
+    CAPTION,
+    PAIR,
+    PIXELS,
+    Bucket,
+    ConfigFault,
+    Encoder,
+    Family,
+    Fault,
+    Feature,
+    Parts,
+    Tokenize,
+)
 from difftrain.data.captions import may_drop
 from difftrain.device import host
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
+    from difftrain.data.recipe import Recipe
+
 
 _HEAD = 2 * ALIGN  # of a payload: what its features are, and the name of the record
 _INDEXED = 200  # bytes an entry takes in metadata.db, while a new one lies beside the old one
@@ -82,7 +104,7 @@ def cache_requests(
     trains: these data are trained on; else what only training needs is left out. Raises: ConfigFault where an encoder
     of captions sees pictures that are cut or coloured anew at every use.
     """
-    found = []
+    requests = []
     described = encoders_of(family, parts, trains=trains) if caches_anything(cfg) else {}
     for reads_captions, memory, disk in _SOURCES:
         to_disk = bool(getattr(cfg.cache, disk))
@@ -93,21 +115,25 @@ def cache_requests(
             if ("caption" in encoder.source) == reads_captions:
                 if encoder.source == PAIR and data is not None:
                     _refuse_random_crops(name, f"cache.{memory}", data)
-                found.append(
+                requests.append(
                     CacheRequest(name, f"cache.{memory}", to_disk, encoder, storage_dtypes(cfg, encoder), size)
                 )
         masks = mask_encoder(data.recipes) if not reads_captions and data is not None else None
         if masks is not None:
-            found.append(
+            requests.append(
                 CacheRequest(MASKS, f"cache.{memory}", to_disk, masks, dict.fromkeys(masks.features, "uint8"), size)
             )
-    return found
+    return requests
 
 
 def encoders_of(family: Family, parts: Parts, *, trains: bool) -> dict[str, Encoder]:
     """Return the encoders that data are for. trains: they are trained on; else those of training alone are left out."""
     every = family.encoders(parts)
-    return {name: each for name, each in every.items() if trains or not parts.training_only.issuperset(each.modules)}
+    return {
+        name: encoder
+        for name, encoder in every.items()
+        if trains or not parts.training_only.issuperset(encoder.modules)
+    }
 
 
 def _refuse_random_crops(name: str, field: str, data: Data) -> None:
@@ -118,7 +144,7 @@ def _refuse_random_crops(name: str, field: str, data: Data) -> None:
         option("data.face_crop_range"): any(recipe.face_crop_range for recipe in data.recipes),
     }
     what = f"contradicts {option(field, True)}: {name} sees the picture beside its caption, and each use has another"
-    if faults := [Fault(given, what, "give one of them") for given, is_on in each_use.items() if is_on]:
+    if faults := [Fault(flag, what, "give one of them") for flag, is_on in each_use.items() if is_on]:
         raise ConfigFault(faults)
 
 
@@ -128,7 +154,7 @@ def storage_dtypes(cfg: TrainConfig, encoder: Encoder) -> dict[str, str]:
     of_pictures = section.latents_dtype if encoder.modules == ("vae",) else "auto"
     general = section.text_dtype if "caption" in encoder.source else of_pictures
     asked = {name: section.dtypes.get(name, general) for name in encoder.features}
-    kept = {name: CHOICES.get(asked[name], each.dtype) for name, each in encoder.features.items()}
+    kept = {name: CHOICES.get(asked[name], feature.dtype) for name, feature in encoder.features.items()}
     return {name: "uint8" if encoder.features[name].dtype == "uint8" else dtype for name, dtype in kept.items()}
 
 
@@ -150,8 +176,8 @@ class StorageEstimate:
         features = dict.fromkeys(request.dtypes, 0.0)
         for bucket, count in buckets:
             here = int(np.count_nonzero(missing[start : start + count]))
-            each = request.entry_bytes(bucket)
-            total, lacking, start = total + count * each, lacking + here * each, start + count
+            entry_bytes = request.entry_bytes(bucket)
+            total, lacking, start = total + count * entry_bytes, lacking + here * entry_bytes, start + count
             for name in features:
                 features[name] += count * request.feature_bytes(name, bucket)
         mean = {name: size / max(start, 1) for name, size in features.items()}
@@ -161,18 +187,20 @@ class StorageEstimate:
         """Say how large it is and what of it is missing."""
         todo = "all are there"
         if self.missing:
-            there = self.entries - self.missing
-            todo = f"{there:,} are there, {self.missing:,} to be encoded, {self._most}{bytes_text(self.missing_bytes)}"
+            present = self.entries - self.missing
+            todo = (
+                f"{present:,} are there, {self.missing:,} to be encoded, {self._most}{bytes_text(self.missing_bytes)}"
+            )
         return f"{self.size_sentence()}; {todo}"
 
     def size_sentence(self) -> str:
         """Say how large it is."""
-        each = ", ".join(
+        per_entry = ", ".join(
             f"{name} {bytes_text(size)} in {self.request.dtypes[name]}" for name, size in self.features.items()
         )
         mean = bytes_text(self.total_bytes / max(self.entries, 1))
         return (
-            f"cache of {self.request.name}: {self.entries:,} entries of {self._most}{mean} on average ({each}), "
+            f"cache of {self.request.name}: {self.entries:,} entries of {self._most}{mean} on average ({per_entry}), "
             f"{self._most}{bytes_text(self.total_bytes)} in all"
         )
 
@@ -245,3 +273,78 @@ def bytes_text(size: float) -> str:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
+
+
+# --- What is to be encoded: the pictures of every bucket, their masks, every caption that training can draw, and pairs
+
+
+def mask_encoder(recipes: Sequence[Recipe]) -> Encoder | None:
+    """Return what makes masks of the loss: workers do, nothing is left to a device. None where no picture has one."""
+    if not any(recipe.has_masks for recipe in recipes):
+        return None
+    return Encoder(
+        source=PIXELS,
+        features={"mask": Feature(1, factor=1, dtype="uint8")},
+        modules=(),
+        settings="",
+        encode=lambda batch: {"mask": batch.features["mask"]},
+        fingerprint=lambda: f"masks {MASK_VERSION}",
+    )
+
+
+def build_manifests(
+    data: Data, requests: Sequence[ManifestRequest], tokenize: Tokenize, *, look: bool = True, say: Say = print
+) -> dict[str, Path]:
+    """List what is wanted of each encoder, and return the folder of each list (see CacheManifest). One process a machine.
+
+    look: hash pictures and masks whose content is not known; else they are left out, and CacheManifest.passed names them.
+    Raises: TrainingFault where the disk is full.
+    """
+    settings = _caption_settings(data, tokenize)
+    of_pictures: list[ManifestWriter] = []
+    of_captions: list[ManifestWriter] = []
+    pairs: list[_PairJob] = []
+
+    # pictures and masks; pairs wait for their captions
+    for request in requests:
+        if request.encoder.source == CAPTION:
+            of_captions.append(ManifestWriter(data.index, request, settings))
+            continue
+        pictures = PictureEntries.of(data, request, look=look, say=say)
+        is_pair = request.encoder.source == PAIR
+        writer = ManifestWriter(data.index, request, [*pictures.settings, *(settings if is_pair else ())])
+        of_pictures.append(writer)
+        if writer.exists:
+            continue
+        if is_pair:
+            pairs.append(_PairJob(writer, pictures, ManifestWriter(data.index, caption_request(request), settings)))
+        else:
+            write_pictures(writer, pictures)
+
+    # captions, tokenised once for all encoders
+    captions = [*of_captions, *(pair.captions for pair in pairs)]
+    if absent := [writer for writer in captions if not writer.exists]:
+        ids = np.flatnonzero(bucket_by_record(data.tables, data.index.count)[1] >= 0)
+        write_captions(data, ids, absent, tokenize, say)
+
+    # pairs of both
+    for pair in pairs:
+        write_pairs(data, pair.writer, pair.pictures, CacheManifest(pair.captions.folder))
+    return {writer.request.name: writer.folder for writer in (*of_pictures, *of_captions)}
+
+
+class _PairJob(NamedTuple):
+    """A manifest of pairs that is to be written, and what it is made of."""
+
+    writer: ManifestWriter
+    pictures: PictureEntries
+    captions: ManifestWriter
+
+
+def _caption_settings(data: Data, tokenize: Tokenize) -> list[Any]:
+    """Return all that decides the captions and their tokens."""
+    return [
+        data.tables.folder.name,
+        [caption_settings(recipe) for recipe in data.recipes],
+        tokenizer_identity(tokenize),
+    ]

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from difftrain.cache.disk import EncoderManifest
-from difftrain.cache.manifest.address import joined_address, text_addresses
+from difftrain.cache.manifest.address import MASKS, joined_address, text_addresses
 from difftrain.cache.manifest.manifest import AddressByRecord
-from difftrain.cache.manifest.transforms import MASKS
 from difftrain.cache.store.read import Reader
 from difftrain.contracts import CAPTION, Reject
 from difftrain.data.features import (
@@ -43,9 +42,9 @@ class PictureLookup:
 
     def __call__(self, record_ids: Sequence[int], flips: Sequence[bool]) -> list[bytes | None]:
         """Return an address each, None where nothing is made of a record. Raises Unusable."""
-        found = self.address_by_record.addresses(record_ids, flips)
-        _refuse_unread(found, self.passed)
-        return found
+        addresses = self.address_by_record.addresses(record_ids, flips)
+        _refuse_unread(addresses, self.passed)
+        return addresses
 
 
 @dataclass(frozen=True)
@@ -71,17 +70,17 @@ class PairLookup:
 
     def __call__(self, record_ids: Sequence[int], flips: Sequence[bool], tokens: Mapping[str, Tensor]) -> list[bytes]:
         """Return an address each. Raises Unusable."""
-        found = []
+        addresses = []
         for picture, text in zip(self.address_by_record.addresses(record_ids, flips), self.texts(tokens), strict=True):
             if picture is None:
                 raise Unusable("not cached", "it could not be read when the cache was built")
-            found.append(joined_address((picture, text)))
-        _refuse_unread(found, self.passed)
-        return found
+            addresses.append(joined_address((picture, text)))
+        _refuse_unread(addresses, self.passed)
+        return addresses
 
 
-def _refuse_unread(found: Sequence[bytes | None], passed: Mapping[bytes, str]) -> None:
-    for address in found if passed else ():
+def _refuse_unread(addresses: Sequence[bytes | None], passed: Mapping[bytes, str]) -> None:
+    for address in addresses if passed else ():
         if address is not None and address in passed:
             raise Unusable("not cached", f"{passed[address]}; the next start tries again")
 
@@ -98,22 +97,25 @@ def feature_store(
     captions: list[CaptionEncoderCache] = []
     pairs: list[PairEncoderCache] = []
     masks = None
-    for each in manifests:
-        reader, encoder = readers[each.request.name], each.request.encoder
+    for manifest in manifests:
+        # captions are looked up by their tokens; pictures and pairs by record
+        reader, encoder = readers[manifest.request.name], manifest.request.encoder
         if "caption" in encoder.source:
-            texts = CaptionLookup(encoder.inputs, each.fingerprint, each.request.storage)
+            texts = CaptionLookup(encoder.inputs, manifest.fingerprint, manifest.request.storage)
             if encoder.source == CAPTION:
                 captions.append(CaptionEncoderCache(reader, texts))
             else:
-                pairs.append(PairEncoderCache(reader, PairLookup(AddressByRecord(each.manifest.folder), texts, passed)))
+                pairs.append(
+                    PairEncoderCache(reader, PairLookup(AddressByRecord(manifest.manifest.folder), texts, passed))
+                )
             continue
 
         # pictures, and masks among them
-        found = PictureEncoderCache(reader, PictureLookup(AddressByRecord(each.manifest.folder), passed))
-        if each.request.name == MASKS:
-            masks = CachedMasks(found)
+        encoder_cache = PictureEncoderCache(reader, PictureLookup(AddressByRecord(manifest.manifest.folder), passed))
+        if manifest.request.name == MASKS:
+            masks = CachedMasks(encoder_cache)
         else:
-            pictures.append(found)
+            pictures.append(encoder_cache)
     return FeatureStore(
         CachedPictures(tuple(pictures)) if pictures else None,
         CachedCaptions(tuple(captions)) if captions else None,
@@ -127,15 +129,15 @@ def rejected_records(
     encoder_manifest: EncoderManifest, bad: Sequence[bytes], reader: Reader, data: Data, passed: Mapping[bytes, str]
 ) -> Iterator[Reject]:
     """Name the records of an encoder that nothing could be made of. bad: addresses of rejected entries of the cache."""
-    told = frozenset((*bad, *passed))
-    if not told:
+    rejected = frozenset((*bad, *passed))
+    if not rejected:
         return
-    halves = np.unique(np.frombuffer(b"".join(told), "<u8")[::2])
+    halves = np.unique(np.frombuffer(b"".join(rejected), "<u8")[::2])
     addresses = encoder_manifest.manifest.addresses
     for start in range(0, len(addresses), _CHUNK):
         own = np.array(addresses[start : start + _CHUNK])
         for row in np.flatnonzero(np.isin(own.view("<u8")[::2], halves)).tolist():
             address = own[row].tobytes()
-            if address in told:
+            if address in rejected:
                 record = data.index.record(int(encoder_manifest.manifest.entries[start + row]["record"]))
                 yield Reject(data.index.path(record), passed.get(address) or reader.reject(address) or "")

@@ -1,10 +1,18 @@
 """Checkpoints: whole or absent. The commit, finding the newest whole one, retention, and one run a folder."""
 
 from difftrain.checkpoint.claim import Claim, claim_together
-from difftrain.checkpoint.commit import SaveFault, commit
-from difftrain.checkpoint.find import clean, clean_exports, fault_of, newest, open_given
-from difftrain.checkpoint.manifest import Manifest, Torn, load_meta, verify
-from difftrain.checkpoint.names import STEPS, Naming, SaveName, naming_of
+from difftrain.checkpoint.commit import Manifest, SaveFault, Torn, commit, load_meta, verify
+from difftrain.checkpoint.find import (
+    STEPS,
+    Naming,
+    SaveName,
+    clean,
+    clean_exports,
+    fault_of,
+    naming_of,
+    newest,
+    open_given,
+)
 from difftrain.checkpoint.record import (
     Empty,
     Finished,

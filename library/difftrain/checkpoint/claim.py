@@ -99,7 +99,7 @@ class Claim:
             if holder is not None and holder.run == me.run and not holder.released:
                 return cls(folder, number, me, owned=False)
             if number and not _may_be_taken(folder, number, holder):
-                raise ConfigFault([_held(output_dir, holder or _read(folder, number))])
+                raise ConfigFault([_in_use(output_dir, holder or _read(folder, number))])
             if holder is not None and not holder.released and say is not None:
                 say(f"taking over {output_dir}: {holder} held it and is gone")
             if _create(folder, number + 1, me):
@@ -148,27 +148,27 @@ class Claim:
 def claim_together(output_dir: Path, config_digest: str, ranks: Ranks, say: Say | None = None) -> Claim:
     """Claim the folder for all ranks, once a disk; every rank calls it, and all succeed or all raise."""
     run = ranks.broadcast(uuid.uuid4().hex)
-    mine: Claim | None = None
+    claim: Claim | None = None
     for turn in (True, False) if ranks.size > 1 else (True,):
         fault: ConfigFault | None = None
         if (ranks.rank == 0) == turn and ranks.local_rank == 0:
             try:
-                mine = Claim.acquire(output_dir, config_digest, run=run, say=say)
+                claim = Claim.acquire(output_dir, config_digest, run=run, say=say)
             except ConfigFault as error:
                 fault = error
             except OSError as error:
                 fault = ConfigFault(
                     [Fault(option("save.output_dir"), f"{output_dir}: {error}", "give a folder to write to")]
                 )
-        faults = [each for each in ranks.gather(fault) if each is not None]
+        faults = [problem for problem in ranks.gather(fault) if problem is not None]
         if faults:
-            if mine is not None:
-                mine.release()
+            if claim is not None:
+                claim.release()
             raise fault or ConfigFault(faults[0].faults)
-    if mine is None:
+    if claim is None:
         holder = Holder.me(run, config_digest)
-        mine = Claim(output_dir / FOLDER, 0, holder, owned=False)
-    return mine
+        claim = Claim(output_dir / FOLDER, 0, holder, owned=False)
+    return claim
 
 
 def _may_be_taken(folder: Path, number: int, holder: Holder | None) -> bool:
@@ -191,7 +191,7 @@ def _may_be_taken(folder: Path, number: int, holder: Holder | None) -> bool:
         time.sleep(min(1.0, HEARTBEAT_S / 5))
 
 
-def _held(output_dir: Path, holder: Holder | None) -> Fault:
+def _in_use(output_dir: Path, holder: Holder | None) -> Fault:
     who = str(holder) if holder is not None else "a process that is just starting"
     return Fault(
         option("save.output_dir"),

@@ -7,20 +7,25 @@ rank is told to all of them, and leaves every earlier checkpoint as it was.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from difftrain.checkpoint.manifest import Manifest
 from difftrain.contracts import TrainingFault
-from difftrain.io.files import FileEntry, entries, fsync_file, fsync_folder, remove
+from difftrain.io.files import FileEntry, entries, fsync_file, fsync_folder, write_json
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
 
+
 T = TypeVar("T")
+MANIFEST = "manifest.json"  # written last: a folder without it is not a checkpoint
 WORK = "tmp-"  # + 32 hex digits: being written
 OLD = "-old"  # + WORK name: whole, pushed aside by a newer checkpoint of the same name
 TRASH = "trash-"  # + 32 hex digits: being deleted
@@ -50,12 +55,12 @@ def commit(
     try:
         _make(work, ranks, made)
         owner = bool(made)
-        told = _together(ranks, "write its part of", lambda: _write(work, write_rank))
+        lists = _together(ranks, "write its part of", lambda: _write(work, write_rank))
 
         # each disk's owner lists what lies there: a file on no disk is a failed save
-        files = _one_list(told)
-        mine = _claim(work, owner, files, ranks)
-        owners = sum(any_owned for any_owned, _ in mine)
+        files = _one_list(lists)
+        own = _claim(work, owner, files, ranks)
+        owners = sum(any_owned for any_owned, _ in own)
 
         # sealed on every disk before it is named on any
         manifest = Manifest(
@@ -64,7 +69,7 @@ def commit(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             world_size=ranks.size,
             meta=dict(meta),
-            files={path: files[path] for path in mine[ranks.rank][1]},
+            files={path: files[path] for path in own[ranks.rank][1]},
             spread=owners > 1,
         )
         _together(ranks, "seal", lambda: manifest.write(work) if owner else None)
@@ -79,18 +84,18 @@ def commit(
 
 def _together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
     """Run an action on every rank and return all results everywhere; one failure is everybody's SaveFault."""
-    mine: T | None = None
+    result: T | None = None
     fault = ""
     try:
-        mine = action()
+        result = action()
     except Exception as error:
         fault = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    told = ranks.gather((mine, fault))
-    faults = [f"rank {rank} could not {what} it: {fault}" for rank, (_, fault) in enumerate(told) if fault]
+    results = ranks.gather((result, fault))
+    faults = [f"rank {rank} could not {what} it: {fault}" for rank, (_, fault) in enumerate(results) if fault]
     if faults:
         more = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
         raise SaveFault("; ".join(faults[:3]) + more)
-    return [result for result, _ in told]
+    return [result for result, _ in results]
 
 
 def _make(work: Path, ranks: Ranks, made: list[Path]) -> None:
@@ -119,9 +124,9 @@ def _write(work: Path, write_rank: Callable[[Path], list[Path]]) -> dict[str, Fi
     return entries(work, names)
 
 
-def _one_list(told: list[dict[str, FileEntry]]) -> dict[str, FileEntry]:
+def _one_list(lists: list[dict[str, FileEntry]]) -> dict[str, FileEntry]:
     files: dict[str, FileEntry] = {}
-    for rank, its in enumerate(told):
+    for rank, its in enumerate(lists):
         twice = sorted(files.keys() & its.keys())
         assert not twice, f"rank {rank} wrote {twice}, which another rank has written too"
         files |= its
@@ -139,12 +144,12 @@ def _claim(work: Path, owner: bool, files: Mapping[str, FileEntry], ranks: Ranks
             fsync_folder(folder)
         return True, sorted(here)
 
-    told = _together(ranks, "list", look)
-    found = {name for _, names in told for name in names}
-    lost = sorted(files.keys() - found)
+    names_by_rank = _together(ranks, "list", look)
+    names = {name for _, names in names_by_rank for name in names}
+    lost = sorted(files.keys() - names)
     if lost:
         raise SaveFault(f"files were written and are not there: {', '.join(lost[:5])}")
-    return told
+    return names_by_rank
 
 
 def _has(path: Path, entry: FileEntry) -> bool:
@@ -165,3 +170,101 @@ def _publish(work: Path, final: Path) -> None:
     if old.exists():
         with contextlib.suppress(OSError):
             remove(old)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with its manifest first: what is left after a crash never looks whole."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+# --- The manifest: the file that is written last and makes a checkpoint whole
+
+
+FORMAT = 1
+
+
+class Torn(Exception):
+    """Say why a folder is not a whole checkpoint."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """List one disk's files of a checkpoint.
+
+    commit: the same on every disk that this checkpoint was written to. meta: the caller's words; "step" is among
+    them. spread: there are other disks, with files of their own.
+    """
+
+    commit: str
+    name: str
+    created: str  # UTC, ISO 8601
+    world_size: int
+    meta: dict[str, Any]
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    spread: bool = False
+    format: int = FORMAT
+
+    @property
+    def step(self) -> int:
+        """Return the number of updates done."""
+        return int(self.meta["step"])
+
+    @property
+    def digest(self) -> str:
+        """Hash everything, so that a damaged manifest is known as one."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json in one piece and flush it."""
+        write_json(folder / MANIFEST, {**asdict(self), "digest": self.digest})
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read and check the manifest of a folder. Raises Torn."""
+        try:
+            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise Torn(f"no {MANIFEST}: it was not written to its end") from None
+        except (OSError, ValueError) as error:
+            raise Torn(f"{MANIFEST} cannot be read: {error}") from None
+        try:
+            if content["format"] > FORMAT:
+                raise Torn(f"written by a later version: format {content['format']}, known are those up to {FORMAT}")
+            digest = content.pop("digest")
+            files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
+            manifest = cls(**content, files=files)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Torn(f"{MANIFEST} is not one of a checkpoint: {error!r}") from None
+        if manifest.digest != digest:
+            raise Torn(f"{MANIFEST} is damaged: its own checksum differs")
+        return manifest
+
+
+def verify(folder: Path, *, deep: bool = True) -> Manifest:
+    """Check that a checkpoint is whole and return its manifest; deep reads every byte. Raises Torn."""
+    manifest = Manifest.read(folder)
+    for name, entry in sorted(manifest.files.items()):
+        path = folder / name
+        if not path.is_file():
+            raise Torn(f"{name} is missing")
+        size = path.stat().st_size
+        if size != entry.size:
+            raise Torn(f"{name} has {size} bytes, not {entry.size}")
+    if deep:
+        try:
+            actual = entries(folder, sorted(manifest.files))
+        except OSError as error:
+            raise Torn(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from None
+        for name, entry in actual.items():
+            if entry != manifest.files[name]:
+                raise Torn(f"{name} is damaged: its checksum differs")
+    return manifest
+
+
+def load_meta(folder: Path) -> dict[str, Any]:
+    """Return what was said of a checkpoint when it was committed. Raises Torn."""
+    return dict(Manifest.read(folder).meta)

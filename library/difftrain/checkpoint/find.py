@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from difftrain.checkpoint.commit import OLD, TRASH, WORK
-from difftrain.checkpoint.manifest import Manifest, Torn, verify
-from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
+from difftrain.checkpoint.commit import MANIFEST, OLD, TRASH, WORK, Manifest, Torn, remove, verify
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.io.files import MANIFEST, fsync_folder, remove
+from difftrain.io.files import fsync_folder
+
+if TYPE_CHECKING:
+    from difftrain.config.schema.sections import SaveSection
+
 
 Say = Callable[[str], None]
 _LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
@@ -35,7 +39,7 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
     manifest.
     say: is told of folders that are named like checkpoints and have no good manifest.
     """
-    found = []
+    checkpoints = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         if not path.is_dir() or _LEFT_BEHIND.fullmatch(path.name):
             continue
@@ -45,11 +49,15 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
         elif parse(path.name, output_name, state=True) is None:
             continue
         try:
-            found.append(Candidate(path, Manifest.read(path)))
+            checkpoints.append(Candidate(path, Manifest.read(path)))
         except Torn as torn:
             if say is not None:
                 say(f"checkpoint {path.name} is passed over: {torn}")
-    return sorted(found, key=lambda each: (each.manifest.step, each.manifest.created, each.path.name), reverse=True)
+    return sorted(
+        checkpoints,
+        key=lambda checkpoint: (checkpoint.manifest.step, checkpoint.manifest.created, checkpoint.path.name),
+        reverse=True,
+    )
 
 
 def newest(
@@ -92,10 +100,10 @@ def open_given(path: Path, flag: str = "", fault: Callable[[Path], str] = fault_
         raise ConfigFault(
             [Fault(flag or option("save.resume"), f"{path} is not a checkpoint: it has no {MANIFEST}", remedy)]
         )
-    if said := fault(path):
-        others = [each.path.name for each in candidates(path.parent) if each.path.name != path.name]
-        remedy = f"others beside it: {', '.join(others[:3])}" if others else "there is no other beside it"
-        raise ConfigFault([Fault(flag or option("save.resume"), f"{path} is not whole: {said}", remedy)])
+    if problem := fault(path):
+        siblings = [candidate.path.name for candidate in candidates(path.parent) if candidate.path.name != path.name]
+        remedy = f"others beside it: {', '.join(siblings[:3])}" if siblings else "there is no other beside it"
+        raise ConfigFault([Fault(flag or option("save.resume"), f"{path} is not whole: {problem}", remedy)])
     return path
 
 
@@ -110,7 +118,10 @@ def clean(parent: Path, say: Say | None = None) -> None:
     checkpoints = [path for path in parent.iterdir() if path.is_dir() and _LEFT_BEHIND.fullmatch(path.name)]
     exports = [path for path in parent.iterdir() if _EXPORT_LEFT.fullmatch(path.name)]
     # A newer checkpoint of the same name comes before the one that it pushed aside.
-    for path in [*sorted(checkpoints, key=lambda each: (each.name.endswith(OLD), each.name)), *sorted(exports)]:
+    for path in [
+        *sorted(checkpoints, key=lambda checkpoint: (checkpoint.name.endswith(OLD), checkpoint.name)),
+        *sorted(exports),
+    ]:
         try:
             message = _put_away(path) if path in checkpoints else _put_away_export(path)
         except FileNotFoundError:
@@ -131,7 +142,7 @@ def clean_exports(parent: Path, naming: Naming, say: Say | None = None) -> None:
 
 
 def _put_away(path: Path) -> str:
-    manifest = _whole(path)
+    manifest = _verified_manifest(path)
     if manifest is not None and not (path.parent / manifest.name).exists():
         path.rename(path.parent / manifest.name)
         fsync_folder(path.parent)
@@ -141,10 +152,10 @@ def _put_away(path: Path) -> str:
 
 
 def _put_away_export(path: Path) -> str:
-    found = _EXPORT_LEFT.fullmatch(path.name)
-    assert found is not None, path
-    final = path.with_name(found["name"])
-    if found["kind"] == "old" and not final.exists():
+    match = _EXPORT_LEFT.fullmatch(path.name)
+    assert match is not None, path
+    final = path.with_name(match["name"])
+    if match["kind"] == "old" and not final.exists():
         path.rename(final)
         fsync_folder(path.parent)
         return f"export {final.name}, pushed aside by one that was never finished, is put back"
@@ -152,10 +163,96 @@ def _put_away_export(path: Path) -> str:
     return f"{path.name}, left by a run that ended while it was exporting, is removed"
 
 
-def _whole(path: Path) -> Manifest | None:
+def _verified_manifest(path: Path) -> Manifest | None:
     if path.name.startswith(TRASH):
         return None
     try:
         return verify(path)
     except Torn:
         return None
+
+
+# --- Names of saves, in two ways
+# kohya's begin with the run's output name: NAME-step00000004, NAME-000001, NAME; a checkpoint's folder ends in "-state".
+# Those by step are the same in every run: exports are folders step4 and epoch1, checkpoints are folders global_step4.
+
+
+class Own(Enum):
+    """Stand for names that hold nothing of a run's own name."""
+
+    STEPS = "steps"
+
+
+STEPS = Own.STEPS
+Naming = str | Own  # kohya's with this output name, or by step
+STATE = "-state"
+GLOBAL_STEP = "global_step"
+ONE_FILE = "model"  # by step, a layout that is one file lies as this in the folder of its name
+_AVERAGED = "-ema"  # the averaged weights of a save come and go with it
+EXPORT_SUFFIXES = (".safetensors", ".ckpt")  # of files; the other layouts are folders and have none
+
+
+def naming_of(save: SaveSection) -> Naming:
+    """Return how saves are called."""
+    return STEPS if save.naming == STEPS.value else save.output_name
+
+
+@dataclass(frozen=True, order=True)
+class SaveName:
+    """Say which save a name stands for: kind "step", "epoch" or "end", and its number (0 for the end).
+
+    By step no save is called the end, and the number of a checkpoint is its step whatever it was made for.
+    """
+
+    kind: str
+    number: int = 0
+
+    def of(self, output_name: Naming, *, state: bool = False) -> str:
+        """Spell it."""
+        if isinstance(output_name, Own):
+            return f"{GLOBAL_STEP if state else self.kind}{self.number}"
+        middle = {"step": f"-step{self.number:08d}", "epoch": f"-{self.number:06d}", "end": ""}[self.kind]
+        return f"{output_name}{middle}{STATE if state else ''}"
+
+
+_NUMBERED = re.compile(r"-step(\d{8,})|-(\d{6,})")
+_BY_STEP = re.compile(r"(step|epoch)(0|[1-9]\d*)")
+_STATE_BY_STEP = re.compile(rf"{GLOBAL_STEP}(0|[1-9]\d*)")
+
+
+def parse(name: str, output_name: Naming, *, state: bool = False) -> SaveName | None:
+    """Read a name back, without its suffix; None where it is not a save of output_name."""
+    if isinstance(output_name, Own):
+        if state:
+            return SaveName("step", int(by_step[1])) if (by_step := _STATE_BY_STEP.fullmatch(name)) else None
+        return SaveName(by_step[1], int(by_step[2])) if (by_step := _BY_STEP.fullmatch(name)) else None
+    if state:
+        if not name.endswith(STATE):
+            return None
+        name = name[: -len(STATE)]
+    if not name.startswith(output_name):
+        return None
+    rest = name[len(output_name) :]
+    if not rest:
+        return SaveName("end")
+    match = _NUMBERED.fullmatch(rest)
+    if not match:
+        return None
+    step, epoch = match.groups()
+    return SaveName("step", int(step)) if step else SaveName("epoch", int(epoch))
+
+
+def parse_export(path: Path, output_name: Naming) -> SaveName | None:
+    """Read the name of an export in any layout, averaged or not; None where the path is none of output_name's.
+
+    Only the suffixes of layouts are taken off: what follows another dot belongs to the name.
+    """
+    name = path.name
+    if not path.is_dir():
+        if isinstance(output_name, Own):  # always a folder: a layout that is one file lies in it
+            return None
+        suffix = next((export_suffix for export_suffix in EXPORT_SUFFIXES if name.endswith(export_suffix)), None)
+        if suffix is None:
+            return None
+        name = name.removesuffix(suffix)
+    return parse(name, output_name) or parse(name.removesuffix(_AVERAGED), output_name)

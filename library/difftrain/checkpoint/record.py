@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from difftrain.checkpoint.find import Say, newest
-from difftrain.checkpoint.names import STEPS, Naming, parse, parse_export
+from difftrain.checkpoint.find import STEPS, Naming, Say, newest, parse, parse_export
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import write_json
@@ -67,7 +66,7 @@ class RunRecord:
         path = output_dir / RUN_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            known = {each.name for each in fields(cls)}
+            known = {field.name for field in fields(cls)}
             record = cls(**{key: value for key, value in content.items() if key in known})
         except FileNotFoundError:
             return None
@@ -117,8 +116,8 @@ def inspect(output_dir: Path, output_name: Naming, say: Say | None = None, *, de
     if record is None:
         files = tuple(_files_of_a_run(output_dir, output_name))
         return Foreign(files, newest(output_dir, output_name, say, deep=deep)) if files else Empty()
-    found = newest(output_dir, record.names, say, deep=deep)
-    return Unfinished(record, found) if record.finished_step is None else Finished(record, found)
+    checkpoint = newest(output_dir, record.names, say, deep=deep)
+    return Unfinished(record, checkpoint) if record.finished_step is None else Finished(record, checkpoint)
 
 
 def _files_of_a_run(output_dir: Path, output_name: Naming) -> list[str]:
@@ -136,11 +135,11 @@ def choose_start(state: State, resume: str | None, config_digest: str, output_di
 
     resume: the flag: None, "auto", or a folder, which open_given() has found to be whole.
     """
-    given = Path(resume) if resume and resume != "auto" else None
+    path = Path(resume) if resume and resume != "auto" else None
     if isinstance(state, Empty):
-        return given
-    if given is not None and given.resolve().parent == output_dir.resolve():
-        return given  # one of this folder's own, older than the newest perhaps
+        return path
+    if path is not None and path.resolve().parent == output_dir.resolve():
+        return path  # one of this folder's own, older than the newest perhaps
     if isinstance(state, Foreign):
         if resume == "auto" and state.newest is not None:
             return state.newest

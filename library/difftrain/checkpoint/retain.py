@@ -19,17 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.checkpoint.commit import TRASH
-from difftrain.checkpoint.find import Say
-from difftrain.checkpoint.manifest import Manifest, Torn, verify
-from difftrain.checkpoint.names import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, parse, parse_export
-from difftrain.io.files import remove
+from difftrain.checkpoint.commit import TRASH, Manifest, Torn, remove, verify
+from difftrain.checkpoint.find import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, Say, parse, parse_export
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import SaveSection
 
 ALWAYS_KEPT = 2
-Held = Callable[[Path], bool]  # says what must not be deleted now, whatever the flags say
+IsProtected = Callable[[Path], bool]  # says what must not be deleted now, whatever the flags say
 _read_before: set[str] = set()  # digests of manifests whose files this process has read once
 
 
@@ -59,15 +56,20 @@ class Window:
         """Return which saves may go after a save at `step`."""
         gone: set[SaveName] = set()
         if self.last_n_steps is not None:
-            gone |= {each for each in saves if each.kind == "step" and each.number < step - self.last_n_steps}
+            gone |= {save for save in saves if save.kind == "step" and save.number < step - self.last_n_steps}
         if self.last_n_epochs is not None:
-            epochs = sorted(each for each in saves if each.kind == "epoch")
+            epochs = sorted(save for save in saves if save.kind == "epoch")
             gone |= set(epochs[: max(0, len(epochs) - self.last_n_epochs)])
         return gone
 
 
 def retain_states(
-    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_in_use
+    parent: Path,
+    output_name: Naming,
+    save: SaveSection,
+    step: int,
+    say: Say | None = None,
+    protected: IsProtected = nothing_in_use,
 ) -> list[str]:
     """Delete checkpoints that the flags no longer keep, after a save at `step`; return the names of the deleted.
 
@@ -84,11 +86,16 @@ def retain_states(
         manifest = _manifest(saves[name][0])
         return (manifest.step, manifest.created) if manifest else (-1, "")
 
-    return _retain(saves, Window.of_states(save), step, age, lambda name: _whole_state(saves[name][0]), say, held)
+    return _retain(saves, Window.of_states(save), step, age, lambda name: _whole_state(saves[name][0]), say, protected)
 
 
 def retain_exports(
-    parent: Path, output_name: Naming, save: SaveSection, step: int, say: Say | None = None, held: Held = nothing_in_use
+    parent: Path,
+    output_name: Naming,
+    save: SaveSection,
+    step: int,
+    say: Say | None = None,
+    protected: IsProtected = nothing_in_use,
 ) -> list[str]:
     """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
     saves: dict[SaveName, list[Path]] = {}
@@ -100,10 +107,10 @@ def retain_exports(
     def age(name: SaveName) -> tuple[int, str]:
         return max(path.stat().st_mtime_ns for path in saves[name]), ""
 
-    def whole(name: SaveName) -> bool:
+    def is_whole(name: SaveName) -> bool:
         return all(export_is_whole(path) for path in saves[name])
 
-    return _retain(saves, Window.of_exports(save), step, age, whole, say, held)
+    return _retain(saves, Window.of_exports(save), step, age, is_whole, say, protected)
 
 
 def _is_beyond(name: SaveName, step: int) -> bool:
@@ -115,9 +122,9 @@ def _retain(
     window: Window,
     step: int,
     age: Callable[[SaveName], tuple[int, str]],
-    whole: Callable[[SaveName], bool],
+    is_whole: Callable[[SaveName], bool],
     say: Say | None,
-    held: Held,
+    protected: IsProtected,
 ) -> list[str]:
     gone = window.outside(list(saves), step)
     if not gone:
@@ -126,7 +133,7 @@ def _retain(
     # the newest saves that can be shown to be whole stay, whatever the window says
     good: list[SaveName] = []
     for name in sorted(saves, key=age, reverse=True):
-        if len(good) < ALWAYS_KEPT and whole(name):
+        if len(good) < ALWAYS_KEPT and is_whole(name):
             good.append(name)
     if not good or (len(good) < ALWAYS_KEPT and len(saves) > len(good)):
         if say is not None:
@@ -137,7 +144,7 @@ def _retain(
     deleted = []
     for name in sorted(gone - set(good)):
         for path in saves[name]:
-            if held(path):  # goes after a later save
+            if protected(path):  # goes after a later save
                 continue
             _delete(path)
             deleted.append(path.name)
@@ -179,9 +186,9 @@ def _whole_state(path: Path) -> bool:
 def export_is_whole(path: Path) -> bool:
     """Tell whether an export has all the bytes that its own header promises."""
     if path.is_dir():
-        weights = [each for each in path.rglob("*") if each.suffix in (".safetensors", ".bin", ".ckpt")]
-        told = ["model_index.json", *(f"{ONE_FILE}{suffix}" for suffix in EXPORT_SUFFIXES)]
-        return any((path / name).is_file() for name in told) and bool(weights) and all(map(export_is_whole, weights))
+        weights = [file for file in path.rglob("*") if file.suffix in (".safetensors", ".bin", ".ckpt")]
+        names = ["model_index.json", *(f"{ONE_FILE}{suffix}" for suffix in EXPORT_SUFFIXES)]
+        return any((path / name).is_file() for name in names) and bool(weights) and all(map(export_is_whole, weights))
     try:
         if path.suffix == ".safetensors":
             return _safetensors_is_whole(path)

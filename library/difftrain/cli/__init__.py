@@ -19,9 +19,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("difftrain.cli.export:main", "write weights in another layout or precision, or random ones"),
     "dataset": ("difftrain.cli.dataset:main", "inspect: a page of a data set as training will see it"),
     "cache": ("difftrain.cli.cache:main", "build, info, verify, repair, gc, export: what was encoded once"),
-    "families": ("difftrain.cli.families:main", "list the families of models: parts, tasks, sizes, what each trains"),
-    "report": ("difftrain.cli.report:main", "RUN_DIR: build report.html anew from the files of a run"),
-    "schema": ("difftrain.cli.schema:main", "print the JSON schema of the TOML, for editors"),
+    "families": (
+        "difftrain.cli.documents:print_families",
+        "list the families of models: parts, tasks, sizes, what each trains",
+    ),
+    "report": ("difftrain.cli.documents:build_report", "RUN_DIR: build report.html anew from the files of a run"),
+    "schema": ("difftrain.cli.documents:print_schema", "print the JSON schema of the TOML, for editors"),
     "doctor": ("difftrain.cli.doctor:main", "say what is installed, which devices are there, and check them"),
 }
 LATER = ("generate", "compare")

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 def usage() -> str:
     """Return the help of all commands together."""
-    says = {"build": cache_build.SAYS, **{name: each.says for name, each in COMMANDS.items()}}
+    says = {"build": cache_build.SAYS, **{name: command.says for name, command in COMMANDS.items()}}
     lines = [f"usage: {PROG} COMMAND ...", "", *(f"  {name:<7} {text}" for name, text in says.items())]
     return "\n".join([*lines, "", f"{PROG} COMMAND --help says more; docs/cached_features.md has the rest"])
 
@@ -97,8 +97,8 @@ def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     """Read the words after a command: the folder or URL, and its flags. Raises: ConfigFault with every fault."""
     table = {flag.name: flag for flag in COMMANDS[name].flags}
     folders, rest = _positional(argv, table)
-    found = scan(rest, table)
-    faults = [*found.faults, *_misfits(found.words, table)]
+    scanned = scan(rest, table)
+    faults = [*scanned.faults, *_misfits(scanned.words, table)]
     faults += [Fault(repr(word), f"is a word too many for {PROG} {name}") for word in folders[1:]]
     url = bool(folders) and is_url(folders[0])
     if url and not COMMANDS[name].urls:
@@ -107,16 +107,16 @@ def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     if faults:
         raise ConfigFault(faults)
     if folders:
-        return folders[0] if url else Path(expanded(folders[0])), found.words
-    return user_cache(), found.words
+        return folders[0] if url else Path(expanded(folders[0])), scanned.words
+    return user_cache(), scanned.words
 
 
 def _positional(argv: list[str], table: Mapping[str, Row]) -> tuple[list[str], list[str]]:
     """Part the words that are no flags, and no value of the flag before them, from the others."""
     folders: list[str] = []
     rest: list[str] = []
-    for place, word in enumerate(argv):
-        before = argv[place - 1] if place else ""
+    for position, word in enumerate(argv):
+        before = argv[position - 1] if position else ""
         flag = table.get(before[2:]) if before.startswith("--") else None
         taken = flag is not None and flag.kind != "switch"
         (rest if word.startswith("-") or taken else folders).append(word)
@@ -157,16 +157,16 @@ class ProgressLine:
 
     def __init__(self, *, quiet: bool) -> None:
         """Begin now. quiet: say nothing."""
-        self.began = self.said = time.monotonic()
+        self.began = self.reported_at = time.monotonic()
         self.every_s = 5.0 if sys.stderr.isatty() else 15.0
         self.quiet = quiet
 
     def __call__(self, done: int, total: int) -> None:
         """Take note of bytes that are done, of all."""
         now = time.monotonic()
-        if self.quiet or now - self.said < self.every_s or not done:
+        if self.quiet or now - self.reported_at < self.every_s or not done:
             return
-        self.said, rate = now, done / (now - self.began)
+        self.reported_at, rate = now, done / (now - self.began)
         left = max(total - done, 0) / rate
         print(
             f"{done / 2**30:,.1f} of {total / 2**30:,.1f} GiB, {rate / 2**20:,.0f} MiB/s, {_clock(left)} left",

@@ -55,7 +55,7 @@ def _lenient(rule: Rule) -> Rule:
         return rule
 
     def kept(cfg: TrainConfig, asked: set[str]) -> Iterable[Finding]:
-        return (one for one in rule(cfg, asked) if one.about[0] != "save.output_dir")
+        return (problem for problem in rule(cfg, asked) if problem.about[0] != "save.output_dir")
 
     return kept
 

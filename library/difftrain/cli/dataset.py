@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from difftrain.cli.writing import writing
+from difftrain.cli.words import writing
 from difftrain.config import parse_flags
 from difftrain.config.door import enter, guard
 from difftrain.config.parse_flags import Parsed, resolve
@@ -68,7 +68,11 @@ def _lenient(rule: Rule) -> Rule:
         return rule
 
     def kept(cfg: TrainConfig, asked: set[str]) -> Iterable[Finding]:
-        return (one for one in rule(cfg, asked) if not (one.about[0] in _UNNEEDED and one.what == "is missing"))
+        return (
+            problem
+            for problem in rule(cfg, asked)
+            if not (problem.about[0] in _UNNEEDED and problem.what == "is missing")
+        )
 
     return kept
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.cli.words import run_folder as run_folder_of
-from difftrain.cli.writing import writing
+from difftrain.cli.words import writing
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
@@ -64,17 +64,17 @@ def read(argv: list[str]) -> Parsed:
     Raises: ConfigFault with every fault.
     """
     faults: list[Fault] = []
-    given = {word.partition("=")[0] for word in argv}
-    if OUTPUT.option not in given:
+    names = {word.partition("=")[0] for word in argv}
+    if OUTPUT.option not in names:
         faults.append(Fault(OUTPUT.option, "is missing", OUTPUT.help))
     table, folder = TABLE, None
-    if WIDTH.option in given:
+    if WIDTH.option in names:
         folder, argv = run_folder(argv)
         faults += _run_faults(folder)
     if folder is not None and not faults:
         table = TABLE | {"config": FLAGS["config"]}
         argv = [f"--config={folder / RUN_CONFIG}", *argv]
-    judged = () if faults and WIDTH.option in given else (run.model,)  # a run's own configuration names its model
+    judged = () if faults and WIDTH.option in names else (run.model,)  # a run's own configuration names its model
     try:
         parsed = resolve(argv, table, (*judged, run.no_metadata, objective.layout, paths.weights, paths.size))
     except ConfigFault as error:
@@ -87,11 +87,11 @@ def read(argv: list[str]) -> Parsed:
 
 def run_folder(argv: list[str]) -> tuple[Path | None, list[str]]:
     """Take RUN_FOLDER out of a command line: the word that is no flag, and no value of the flag before it."""
-    for place, word in enumerate(argv):
-        before = argv[place - 1] if place else "="
+    for position, word in enumerate(argv):
+        before = argv[position - 1] if position else "="
         takes = before.startswith("--") and "=" not in before and TABLE.get(before[2:], WIDTH).kind != "switch"
         if not word.startswith("--") and not takes:
-            return Path(word), argv[:place] + argv[place + 1 :]
+            return Path(word), argv[:position] + argv[position + 1 :]
     return None, argv
 
 
@@ -126,8 +126,8 @@ def width_of(parsed: Parsed) -> float:
 
 def layout_of(parsed: Parsed) -> str:
     """Return the layout that is asked for; safetensors where none is."""
-    given = parsed.config.save.model_as or row_of(parsed.config).defaults.get("save.model_as") or "safetensors"
-    return "diffusers_safetensors" if row_of(parsed.config).folder_only and given != "ckpt" else given
+    layout = parsed.config.save.model_as or row_of(parsed.config).defaults.get("save.model_as") or "safetensors"
+    return "diffusers_safetensors" if row_of(parsed.config).folder_only and layout != "ckpt" else layout
 
 
 def _stem(parsed: Parsed) -> Path:
@@ -140,9 +140,13 @@ def _target_faults(parsed: Parsed) -> Iterator[Fault]:
     """Never replace a folder that is no model, and write no layout under another one's suffix."""
     output, layout = Path(parsed.bare["output"]), layout_of(parsed)
     suffix = SUFFIXES[layout]
-    other = [name for name, ending in SUFFIXES.items() if ending and ending != suffix and output.name.endswith(ending)]
-    if other:
-        yield Fault("--output", f"{str(output)!r} is named as {other[0]}, and would be {layout}", "see --save_model_as")
+    endings = [
+        name for name, ending in SUFFIXES.items() if ending and ending != suffix and output.name.endswith(ending)
+    ]
+    if endings:
+        yield Fault(
+            "--output", f"{str(output)!r} is named as {endings[0]}, and would be {layout}", "see --save_model_as"
+        )
     target = _stem(parsed).with_name(_stem(parsed).name + suffix)
     if suffix and target.is_dir():
         yield Fault("--output", f"{str(target)!r} is a folder", f"{layout} is one file")
@@ -171,6 +175,7 @@ def work(parsed: Parsed) -> int:
     cfg = _fetched(parsed)
     dtypes = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     family = make_family(cfg)
+    # on the meta device: weights are streamed, one tensor in memory at a time
     parts = family.load(meta=True)
     weights = family.stream(parts)
     if "ema_width" in parsed.bare:
@@ -209,10 +214,10 @@ def _averaged(parsed: Parsed, weights: Iterator[tuple[str, Tensor]]) -> Iterator
     from difftrain.train.averages import Reconstruction, snapshots_of
 
     stored = snapshots_of(Path(parsed.bare["config"]).parent)
-    found = Reconstruction(stored, width_of(parsed))
-    says = f"width {width_of(parsed):g} after {found.updates} updates from {len(stored)} snapshots"
-    print(f"{says}: its profile is met to {found.error:.2%}", file=sys.stderr)
-    return found.put_into(weights)
+    average = Reconstruction(stored, width_of(parsed))
+    says = f"width {width_of(parsed):g} after {average.updates} updates from {len(stored)} snapshots"
+    print(f"{says}: its profile is met to {average.error:.2%}", file=sys.stderr)
+    return average.put_into(weights)
 
 
 def _help(prog: str) -> str:

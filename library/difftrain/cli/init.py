@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.cli.export import T5
-from difftrain.cli.writing import writing
+from difftrain.cli.words import writing
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
@@ -149,7 +149,7 @@ def _export(family: Any, cfg: TrainConfig, path: Path) -> Path:
     parts = family.load(meta=True)
     for note in parts.notes:
         print(f"difftrain init: {note}", file=sys.stderr)
-    count = sum(each.numel() for each in parts.root.parameters())
+    count = sum(param.numel() for param in parts.root.parameters())
     print(f"difftrain init: {count:,} parameters to be trained, seed {cfg.training.seed or 0}", file=sys.stderr)
     return Path(
         family.export(family.stream(parts), parts, "diffusers_safetensors", path, dtype=dtypes.get(cfg.save.precision))

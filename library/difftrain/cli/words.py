@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from difftrain.contracts.errors import ConfigFault, Fault
+from difftrain.contracts.errors import ConfigFault, DifftrainError, Fault
+from difftrain.io.files import DISK_ERRORS
 
 
 def asks_for_help(argv: list[str]) -> bool:
@@ -26,12 +29,12 @@ def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
     return words
 
 
-def run_folder(given: str | Path, wanted: str) -> Path:
+def run_folder(path: str | Path, wanted: str) -> Path:
     """Return a run's folder, which holds a file; of a folder of run directories those that hold it are named.
 
     Raises: ConfigFault where it is one of those.
     """
-    folder = Path(given)
+    folder = Path(path)
     if (folder / wanted).is_file() or not folder.is_dir():
         return folder
     from difftrain.train.run_dir import run_dirs
@@ -41,3 +44,24 @@ def run_folder(given: str | Path, wanted: str) -> Path:
         what = f"{str(folder)!r} holds run directories and is none"
         raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, {folder / runs[0]} is the newest")])
     return folder
+
+
+# --- What a command says where its output cannot be written: a full disk, a folder that is closed or cannot be made
+
+
+@contextmanager
+def writing(*outputs: Path) -> Iterator[None]:
+    """Turn an error of a disk, or one beside these files or above them, into a sentence; others are not its business.
+
+    Raises: DifftrainError.
+    """
+    try:
+        yield
+    except OSError as error:
+        at = Path(error.filename or outputs[0]).absolute()
+        above = {folder for output in outputs for folder in output.absolute().parents}
+        beside = at.parent in {output.absolute().parent for output in outputs}
+        if error.errno not in DISK_ERRORS and at not in above and not beside:
+            raise
+        why = "it is a file, not a folder" if at in above and at.is_file() else error.strerror
+        raise DifftrainError(f"{error.filename or outputs[0]} cannot be written: {why}") from error

@@ -176,7 +176,7 @@ def schedule_takes(section: OptimizerSection) -> Taken:
         path = section.scheduler_type
         return _takes(path if "." in path else f"{_TORCH}.lr_scheduler.{path}", ("optimizer", "last_epoch"))
     name = schedule_name(section)
-    found = signature(f"difftrain.optim.schedules.{name}") if name in names.SCHEDULERS and name != ADAFACTOR else None
+    found = signature(f"difftrain.optim.schedule.{name}") if name in names.SCHEDULERS and name != ADAFACTOR else None
     return found and found.by_name
 
 

@@ -69,7 +69,7 @@ def variant_of(
 
 def written(record: Record, stream: CaptionDraws, section: CaptionSection) -> list[str]:
     """Make the caption of each one that is written for a record, where these do not vary."""
-    return [variant_of(replace(record, captions=(each,)), stream, section) for each in record.captions]
+    return [variant_of(replace(record, captions=(caption,)), stream, section) for caption in record.captions]
 
 
 def _chosen(record: Record, stream: CaptionDraws) -> str:
@@ -115,10 +115,10 @@ def _one_line(caption: str, stream: CaptionDraws, section: CaptionSection) -> st
         return lines[0]
     line = lines[stream.integer(len(lines)) if len(lines) > 1 else 0]
 
-    def chosen(found: re.Match[str]) -> str:
-        if found[1] is None:
-            return found[0][0]
-        words = found[1].split("|")
+    def chosen(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0][0]
+        words = match[1].split("|")
         return words[stream.integer(len(words))].replace("{{", "{").replace("}}", "}")
 
     # behind the last brace that can close a choice none begins: looked for there, it would cost the line's length squared

@@ -216,16 +216,19 @@ def open_set(cfg: TrainConfig, section: EvalSetSection, log: Say) -> EvaluationS
     return EvaluationSet(section.name, here, data, SEED)
 
 
-def common_records(trained: Index, held: Index) -> int:
+def common_records(trained: Index, validation: Index) -> int:
     """Count the records of a set whose pictures are trained on, too.
 
     By their bytes where both indexes know all of them, else by their places in folders that both have.
     """
     alike = [
-        (one.ordinal, other.ordinal) for one in held.sources for other in trained.sources if one.root == other.root
+        (source.ordinal, source.ordinal)
+        for source in validation.sources
+        for source in trained.sources
+        if source.root == source.root
     ]
-    by_bytes = trained.summary.verify == held.summary.verify == "full"
-    with contextlib.closing(connect(held.folder / DATABASE)) as database:
+    by_bytes = trained.summary.verify == validation.summary.verify == "full"
+    with contextlib.closing(connect(validation.folder / DATABASE)) as database:
         location = quote(str((trained.folder / DATABASE).absolute()))
         database.execute("ATTACH DATABASE ? AS trained", (f"file:{location}?mode=ro&immutable=1",))
         if by_bytes:

@@ -38,10 +38,10 @@ class PictureEncoderCache:
 
     def read(self, record_ids: Sequence[int], flips: Sequence[bool]) -> dict[str, Tensor]:
         """Return features of records of one bucket. Shapes: (B, ...) of each. Raises as EntryReader.read."""
-        found = self.addresses(record_ids, flips)
-        addresses = [address for address in found if address is not None]
-        if len(addresses) < len(found):
-            without = [str(number) for number, address in zip(record_ids, found, strict=True) if address is None]
+        entries = self.addresses(record_ids, flips)
+        addresses = [address for address in entries if address is not None]
+        if len(addresses) < len(entries):
+            without = [str(number) for number, address in zip(record_ids, entries, strict=True) if address is None]
             raise ValueError(f"records {', '.join(without)} have no address; `check` says so before they are read")
         return self.reader.read(addresses)
 
@@ -88,14 +88,14 @@ class CachedMasks:
 
         Shapes: (B, 1, H, W) fp32 in 0..1. Raises: TrainingFault where an entry is missing or damaged.
         """
-        found = self.encoder.addresses(record_ids, flips)
-        rows = [row for row, address in enumerate(found) if address is not None]
+        addresses = self.encoder.addresses(record_ids, flips)
+        rows = [row for row, address in enumerate(addresses) if address is not None]
         if not rows:
             return None
-        (masks,) = self.encoder.reader.read([address for address in found if address is not None]).values()
-        whole = torch.ones((len(found), *masks.shape[1:]), dtype=torch.float32)
-        whole[rows] = masks.float() / 255
-        return whole
+        (masks,) = self.encoder.reader.read([address for address in addresses if address is not None]).values()
+        masks_out = torch.ones((len(addresses), *masks.shape[1:]), dtype=torch.float32)
+        masks_out[rows] = masks.float() / 255
+        return masks_out
 
 
 @dataclass(frozen=True)

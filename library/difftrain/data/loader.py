@@ -28,8 +28,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from difftrain.config import TrainConfig
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
-from difftrain.data.plan.length import total_steps
-from difftrain.data.plan.plan import EpochPlan, Uses
+from difftrain.data.plan.plan import EpochPlan, Uses, total_steps
 from difftrain.data.plan.readahead import Readahead
 from difftrain.data.plan.tables import PlanTables
 from difftrain.data.recipe import recipes_of
@@ -257,6 +256,7 @@ def data_loader(
             "timeout": _LOOK_S if watched else 0,
         }
         if not forks:
+            # threads of a tokenizer or a store do not survive a fork
             more["multiprocessing_context"] = "spawn"
 
     # an item is whole when it comes from the dataset: the loader puts nothing together

@@ -62,7 +62,7 @@ class Recipe:
 
     def plain(self) -> Recipe:
         """Return the recipe of validation: no augmentation, and the caption as it stands."""
-        told = {
+        options = {
             "shuffle": False,
             "dropout_rate": 0.0,
             "dropout_every_n_epochs": 0,
@@ -70,7 +70,7 @@ class Recipe:
             "token_warmup_step": 0,
             "shuffle_capitalization": False,
         }
-        captions = self.captions.model_copy(update=told)
+        captions = self.captions.model_copy(update=options)
         return replace(
             self,
             captions=captions,
@@ -92,8 +92,8 @@ def recipes_of(cfg: TrainConfig, sources: Sequence[SourceInfo]) -> tuple[Recipe,
     )
 
 
-def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: BucketTable, place: int) -> Recipe:
-    subset = dataset.subsets[place]
+def _recipe(cfg: TrainConfig, ordinal: int, dataset: DatasetSection, buckets: BucketTable, position: int) -> Recipe:
+    subset = dataset.subsets[position]
     return Recipe(
         captions=subset.captions,
         buckets=buckets,

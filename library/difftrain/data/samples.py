@@ -15,14 +15,12 @@ import torch
 from difftrain.contracts import Batch, Bucket, DataFault, Draw, DrawSpec, FeatureSpec, Record, Reject, Tokenize
 from difftrain.data.captions import caption_of, is_dropped, variant_of, varies, written
 from difftrain.data.features import NOTHING_CACHED, FeatureStore
-from difftrain.data.media.augment import recoloured
-from difftrain.data.media.crop import CropWindow, crop_window
+from difftrain.data.media.crop import CropWindow, crop_window, recoloured
 from difftrain.data.media.decoders import HOST
 from difftrain.data.media.masks import fit_mask
 from difftrain.data.media.media import Unusable, decode_for, decode_rgba, fit
 from difftrain.data.recipe import Recipe
-from difftrain.diffusion.draws import Stream, choice, integer, normal, uniform
-from difftrain.diffusion.noise import mixed
+from difftrain.diffusion.draws import Stream, choice, integer, mixed, normal, uniform
 
 if TYPE_CHECKING:
     from difftrain.data.index.index import Index

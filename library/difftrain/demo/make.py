@@ -7,17 +7,19 @@ those who read them in earnest. Imports no torch.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from difftrain.config.paths import PendingFiles
-from difftrain.demo.recipe import SIDE
+from difftrain.demo.recipe import GLOBAL_BATCH, SIDE, DemoPlan, cache_root, ema_decay
 from difftrain.models.registry import FAMILIES
 
 MODEL, TRAIN, UNSEEN = "model", "train", "unseen"
@@ -42,12 +44,12 @@ class DemoRequest(NamedTuple):
 
 def wished(argv: Sequence[str]) -> DemoRequest | None:
     """Return what a command line's recipe asks for and is not there; nothing for any other command line."""
-    given = _given(argv)
-    tables = _tables(given.get("config"))
-    told = tables.get("demo")
-    told = dict(told) if isinstance(told, dict) else {}
-    asked = {name: given.get(f"demo.{name}", told.get(name)) for name in ("make", "folder")}
-    if asked["make"] not in KINDS or not isinstance(asked["folder"], str) or {"help", "h"} & set(given):
+    flags = _flags_of(argv)
+    tables = _tables(flags.get("config"))
+    table = tables.get("demo")
+    table = dict(table) if isinstance(table, dict) else {}
+    asked = {name: flags.get(f"demo.{name}", table.get(name)) for name in ("make", "folder")}
+    if asked["make"] not in KINDS or not isinstance(asked["folder"], str) or {"help", "h"} & set(flags):
         return None
     from difftrain.config import DemoSection
 
@@ -55,12 +57,12 @@ def wished(argv: Sequence[str]) -> DemoRequest | None:
     assert demo.make is not None and demo.folder is not None
     home = Path(demo.folder)
     named: dict[str, list[object]] = {
-        part: [*(given[key] for key in keys if key in given)] or [_at(tables, key) for key in keys]
+        part: [*(flags[key] for key in keys if key in flags)] or [_at(tables, key) for key in keys]
         for part, keys in _PATHS.items()
     }
     parts = tuple(part for part, values in named.items() if any(_inside(value, home) for value in values))
-    absent = tuple(part for part in parts if not _there(home, part))
-    family = given.get("model.type") or _at(tables, "model.type") or _at(tables, "type")
+    absent = tuple(part for part in parts if not _exists(home, part))
+    family = flags.get("model.type") or _at(tables, "model.type") or _at(tables, "type")
     return DemoRequest(demo.make, home, absent, str(family or DEFAULT_FAMILY)) if absent else None
 
 
@@ -79,16 +81,16 @@ def data_text(pictures: Path) -> str:
 
 
 def _files(wish: DemoRequest) -> dict[Path, str | None]:
-    home, found = wish.folder, dict[Path, str | None]()
+    home, files = wish.folder, dict[Path, str | None]()
     if MODEL in wish.parts:
-        found[home / MODEL] = None
+        files[home / MODEL] = None
     if "data" in wish.parts:
         for name in (TRAIN, UNSEEN) if wish.kind in WITH_UNSEEN else (TRAIN,):
             pictures = home / "pictures" / name
-            found |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures)}
+            files |= {pictures.resolve(): None, home / f"{name}.toml": data_text(pictures)}
         if wish.kind in WITH_UNSEEN:
-            found[home / "prompts.txt"] = ""
-    return found
+            files[home / "prompts.txt"] = ""
+    return files
 
 
 def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
@@ -111,13 +113,13 @@ def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
 
 
-def _given(argv: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _flags_of(argv: Sequence[str]) -> dict[str, str]:
+    flags: dict[str, str] = {}
     for word, after in zip(argv, [*argv[1:], "--"]):
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
-            found[name] = text if equals else "" if after.startswith("--") else after
-    return {name: text.strip("\"'") for name, text in found.items()}
+            flags[name] = text if equals else "" if after.startswith("--") else after
+    return {name: text.strip("\"'") for name, text in flags.items()}
 
 
 def _tables(path: str | None) -> Mapping[str, Any]:
@@ -138,15 +140,86 @@ def _inside(value: object, home: Path) -> bool:
     return isinstance(value, str) and bool(value) and Path(value).parent == home
 
 
-def _there(home: Path, part: str) -> bool:
+def _exists(home: Path, part: str) -> bool:
     return (home / MODEL).is_dir() if part == MODEL else (home / f"{TRAIN}.toml").is_file()
 
 
 def _wait(wish: DemoRequest) -> int:
     until = time.monotonic() + _WAIT_S
-    while not all(_there(wish.folder, part) for part in wish.parts):
+    while not all(_exists(wish.folder, part) for part in wish.parts):
         if time.monotonic() > until:
             print(f"{wish.folder}: not made within {_WAIT_S:.0f} s by the first process here", file=sys.stderr)
             return 2
         time.sleep(0.2)
     return 0
+
+
+# --- How SD3-Light's demos run on the device at hand: over configs/sd3_light/shapes.toml or emoji.toml
+# Imports no torch: launchers ask it before anything is started.
+
+
+_PARTS_OF_KEY = (
+    "datasets.py", "model.py", "prepare.py", "splits.py"
+)  # fmt: skip
+STEPS = {"shapes": 600, "emoji": 3600}  # as their files say
+STEPS_BY_MANY = {"shapes": 400, "emoji": 2400}  # where several processes share a CPU
+_WHAT = {
+    "shapes": "coloured shapes on white, drawn here, so that nothing is downloaded",
+    "emoji": "3372 emoji in all skin tones with their names, fetched through npm at first use",
+}
+
+
+def folder(dataset: str, scale: float) -> Path:
+    """Return where a demo's data and model are kept; another version of the code has another folder."""
+    key = hashlib.blake2b(digest_size=6)
+    for name in _PARTS_OF_KEY:
+        key.update(resources.files(__package__).joinpath(name).read_bytes())
+    return cache_root() / "demo" / f"sd3_light-{dataset}-{scale:g}-{key.hexdigest()}"
+
+
+def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> DemoPlan:
+    """Choose precision, batch and steps for the device at hand.
+
+    kind: of device, as the device room names it. processes: ranks over all machines. scale: share of the full demo.
+    """
+    home, cpu = folder(dataset, scale), kind == "cpu"
+    crowded = cpu and processes > 1
+    batch = max(1, GLOBAL_BATCH // processes)
+    steps = max(2, round((STEPS_BY_MANY if crowded else STEPS)[dataset] * scale))
+    third = max(1, steps // 3)
+
+    # the flags of the run
+    unseen = f'[{{name = "{UNSEEN}", config = "{home / f"{UNSEEN}.toml"}"}}]'
+    flags: dict[str, object] = {
+        "demo.folder": home,
+        "model.diffusers_path": home / MODEL,
+        "output.dataset": home / f"{TRAIN}.toml",
+        "eval.eval_datasets": unseen,
+        "sample.prompts": home / "prompts.txt",
+        "data.cache_dir": home / "cache",
+        "save.output_name": dataset,
+        "model.dtype": "float32" if cpu else "bfloat16",
+        "training.micro_batch_size_per_gpu": batch,
+        "training.max_steps": steps,
+        "training.warmup_steps": max(1, steps // 10),
+        "ema.decay": ema_decay(steps),
+        "eval.eval_every_n_steps": third,
+        "sample.every_n_steps": third,
+        "save.save_every_n_steps": third,
+        "data.num_dataloader_workers": 0 if crowded else 1 if cpu else 4,
+        "monitoring.logging_steps": 10 if steps >= 100 else 1,
+    }
+    if dataset == "emoji":
+        flags["eval.kid_every_n_steps"] = third
+
+    # what is said of them at the start
+    notes = (
+        f"the embedded demo: {_WHAT[dataset]}, a small SD3-Light from random weights"
+        + (f", {scale:g} of its full length" if scale != 1 else ""),
+        f"  precision {'fp32: a CPU computes best in it' if cpu else 'bf16, with fp32 weights'}",
+        f"  batch {batch} x {processes} process{'es' if processes > 1 else ''} = {batch * processes}: "
+        "what the demo is tuned for"
+        + ("" if batch * processes == GLOBAL_BATCH else ", as near as the processes allow"),
+        f"  {steps} steps" + (": fewer than one process takes, since they share the cores" if crowded else ""),
+    )
+    return DemoPlan(flags, notes, [f"--make={dataset}", f"--folder={home}", f"--scale={scale:g}"])

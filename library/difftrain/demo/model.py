@@ -95,8 +95,8 @@ def fit_text(
     """
     started, rng = time.monotonic(), torch.Generator().manual_seed(recipe.SEED)
     order = torch.randperm(len(latents), generator=rng)
-    held = min(TEXT_HELD_OUT, len(order) // 8)
-    few, seen = order[:held], order[held:]
+    held_out = min(TEXT_HELD_OUT, len(order) // 8)
+    few, seen = order[:held_out], order[held_out:]
 
     # the target: the latents' principal components, centred
     x = latents.flatten(1).float()
@@ -106,7 +106,7 @@ def fit_text(
 
     # a linear head reads it from the encoders' outputs, and all of them are trained
     with torch.no_grad():
-        width = _said(encoders, [each[:1] for each in ids]).shape[1]
+        width = _outputs_of(encoders, [tokens[:1] for tokens in ids]).shape[1]
     head = torch.nn.Linear(width, wanted.shape[1])
     torch.nn.init.normal_(head.weight, std=head.in_features**-0.5, generator=rng)
     torch.nn.init.zeros_(head.bias)
@@ -120,8 +120,10 @@ def fit_text(
     for step in range(steps):
         rows = seen[torch.randint(len(seen), (BATCH,), generator=rng)]
         optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
-        said = _said(encoders, [_fewer(encoder.config, each[rows], rng) for encoder, each in zip(encoders, ids)])
-        loss = (head(said) - wanted[rows] / scale).square().mean()
+        outputs = _outputs_of(
+            encoders, [_fewer(encoder.config, tokens[rows], rng) for encoder, tokens in zip(encoders, ids)]
+        )
+        loss = (head(outputs) - wanted[rows] / scale).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -131,16 +133,16 @@ def fit_text(
     for weight, before in zip(weights, asked):
         weight.requires_grad_(before)
     with torch.no_grad():
-        left = (head(_said(encoders, [each[few] for each in ids])) * scale - wanted[few]).square().sum()
-    told = 1 - float(left / (wanted[few] - wanted[seen].mean(0)).square().sum())
+        left = (head(_outputs_of(encoders, [tokens[few] for tokens in ids])) * scale - wanted[few]).square().sum()
+    explained = 1 - float(left / (wanted[few] - wanted[seen].mean(0)).square().sum())
     say(
         f"text encoders fitted to them in {time.monotonic() - started:.0f} s: "
-        f"{100 * told:.0f} % of what pictures differ in is told from captions that they have not seen"
+        f"{100 * explained:.0f} % of what pictures differ in is told from captions that they have not seen"
     )
 
 
-def _said(encoders: Sequence[Any], ids: Sequence[Tensor]) -> Tensor:
-    outputs = [encoder(each) for encoder, each in zip(encoders, ids)]
+def _outputs_of(encoders: Sequence[Any], ids: Sequence[Tensor]) -> Tensor:
+    outputs = [encoder(tokens) for encoder, tokens in zip(encoders, ids)]
     return torch.cat([out.text_embeds if "text_embeds" in out else out.pooler_output for out in outputs], dim=-1)
 
 
@@ -167,37 +169,37 @@ def write_tiny(folder: Path, family: str) -> None:
 def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, say: Say, family: str) -> None:
     """Build a demo's model, fit VAE, vocabularies and CLIP to a folder of tars, and save all as a diffusers folder."""
     from difftrain.demo.model import fit_text, fit_vae, load_pictures
-    from difftrain.models.vae.posterior import posterior
+    from difftrain.models.vae.latents import posterior
     from difftrain.models.weights.find import shipped_sizes
 
     captions = list(splits.captions_of(data))
     described: Any = make_family(_config(family, "demo"))
     vocabularies = _vocabularies(captions, MERGES[dataset], described.texts)
     with tempfile.TemporaryDirectory() as aside:
-        sizes, given = Path(aside) / "sizes.json", {}
+        sizes, fields = Path(aside) / "sizes.json", {}
         content = _sizes(shipped_sizes(described, "demo"), described, vocabularies)
         sizes.write_text(json.dumps(content), encoding="utf-8")
-        for number, each in enumerate(vocabularies, 1):
-            each.save(Path(aside) / f"tokenizer_{number}")
-            given[f"tokenizer{number}"] = str(Path(aside) / f"tokenizer_{number}")
+        for number, vocabulary in enumerate(vocabularies, 1):
+            vocabulary.save(Path(aside) / f"tokenizer_{number}")
+            fields[f"tokenizer{number}"] = str(Path(aside) / f"tokenizer_{number}")
         vae_steps, text_steps = (max(2, round(steps[dataset] * scale**0.5)) for steps in (VAE_STEPS, TEXT_STEPS))
 
         def fit(model: Any, parts: Any) -> None:
             pictures, vae = load_pictures(data), parts.frozen["vae"]
             fit_vae(vae, pictures, vae_steps, say)
             ids = model.tokenizer(parts)(captions)
-            clips = [(place, text) for place, text in enumerate(model.texts, start=1) if text.kind == "clip"]
+            clips = [(position, text) for position, text in enumerate(model.texts, start=1) if text.kind == "clip"]
             encoders = [parts.frozen[text.part] for _, text in clips]
-            inputs = [ids[f"input_ids_{place}"] for place, _ in clips]
+            inputs = [ids[f"input_ids_{position}"] for position, _ in clips]
             latents, _ = posterior(vae, pictures, fp32=True, batch_size=64)
             fit_text(encoders, inputs, latents, text_steps, say)
 
-        _export(_config(family, str(sizes), **given), folder, fit)
+        _export(_config(family, str(sizes), **fields), folder, fit)
 
 
-def _config(family: str, sizes: str, **given: str) -> TrainConfig:
+def _config(family: str, sizes: str, **fields: str) -> TrainConfig:
     return TrainConfig(
-        model=ModelSection(family=family, init_from_config=sizes, **given),  # type: ignore[arg-type]
+        model=ModelSection(family=family, init_from_config=sizes, **fields),  # type: ignore[arg-type]
         training=TrainingSection(seed=recipe.SEED),
         loss=LossSection(),
     )
@@ -219,8 +221,8 @@ def _vocabularies(captions: Sequence[str], num_merges: int, texts: Sequence[Text
     spaced = re.sub(r"([^\w\s-])", r" \1 ", " ".join(captions))
     t5 = T5Vocabulary.learn(spaced, 3 + 95 + len(set(spaced.split())))
     return tuple(
-        t5 if each.kind == "t5" else ClipVocabulary.from_merges(merges, PAD_2 if each.pads_zero else PAD_1)
-        for each in texts
+        t5 if text.kind == "t5" else ClipVocabulary.from_merges(merges, PAD_2 if text.pads_zero else PAD_1)
+        for text in texts
     )
 
 

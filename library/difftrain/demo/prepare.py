@@ -37,11 +37,11 @@ def prepare(dataset: str, scale: float, *, data_only: bool = False, say: Say = p
     return home
 
 
-def make_once(place: Path, write: Callable[[Path], None]) -> None:
+def make_once(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a folder beside its place and rename it; another process may have been faster, and its folder stays."""
-    if place.is_dir():
+    if folder.is_dir():
         return
-    with atomic_folder(place) as aside:
+    with atomic_folder(folder) as aside:
         write(aside)
 
 
@@ -107,12 +107,12 @@ def _make_data(kind: str, home: Path, scale: float, say: Say) -> None:
         write_text(home / "prompts.txt", "\n".join(lines) + "\n")
 
 
-def _write_pictures(kind: str, place: Path, scale: float, aside: Path, say: Say) -> None:
+def _write_pictures(kind: str, folder: Path, scale: float, aside: Path, say: Say) -> None:
     started = time.monotonic()
     full = recipe.SIZES[kind].pictures if kind in recipe.SIZES else 0
     counts = splits.WRITERS[kind](aside, max(LEAST, round(full * scale)) if full else 0)
-    said = ", ".join(f"{count} in {name}" for name, count in counts.items())
-    say(f"captioned pictures: {said}, {time.monotonic() - started:.0f} s: {place}")
+    text = ", ".join(f"{count} in {name}" for name, count in counts.items())
+    say(f"captioned pictures: {text}, {time.monotonic() - started:.0f} s: {folder}")
 
 
 def _make_model(kind: str, family: str, home: Path, scale: float, aside: Path, say: Say) -> None:

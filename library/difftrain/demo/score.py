@@ -22,7 +22,7 @@ from difftrain.demo.judge import Wiener, obedience
 from difftrain.diffusion.draws import key_of, normal
 from difftrain.evaluation import validate
 from difftrain.report.report import ScoreTarget
-from difftrain.sampling.batch import draw_batch
+from difftrain.sampling.draw import draw_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,8 +91,8 @@ def _losses(run: Run) -> dict[str, float]:
 
 def _at_round(batch: Batch, number: int) -> Batch:
     """Spread the timesteps of the records evenly, other ones in every round: fewer records give a steady mean."""
-    place = (batch.record_id.double() * 0.6180339887498949 + number / ROUNDS) % 1.0
-    return dataclasses.replace(batch, draws={**batch.draws, "timestep": (place * 1000).long()})
+    position = (batch.record_id.double() * 0.6180339887498949 + number / ROUNDS) % 1.0
+    return dataclasses.replace(batch, draws={**batch.draws, "timestep": (position * 1000).long()})
 
 
 def _with_wrong_captions(batches: list[Batch]) -> Iterator[Batch]:
@@ -102,17 +102,17 @@ def _with_wrong_captions(batches: list[Batch]) -> Iterator[Batch]:
     first = 0
     for batch in batches:
         count = len(batch.record_id)
-        others = torch.tensor([_another(pool[names[0]], row) for row in range(first, first + count)])
+        wrong = torch.tensor([_another(pool[names[0]], row) for row in range(first, first + count)])
         first += count
-        swapped = {name: pool[name][others] for name in names}
+        swapped = {name: pool[name][wrong] for name in names}
         yield dataclasses.replace(batch, features={**batch.features, **swapped})
 
 
 def _another(ids: Tensor, row: int) -> int:
     for step in range(1, len(ids)):
-        other = (row + step) % len(ids)
-        if not torch.equal(ids[other], ids[row]):
-            return other
+        row_of_other = (row + step) % len(ids)
+        if not torch.equal(ids[row_of_other], ids[row]):
+            return row_of_other
     return row
 
 
@@ -152,9 +152,9 @@ def _moments(run: Run) -> tuple[int, Tensor, Tensor]:
 def _pictures(run: Run, dataset: str) -> dict[str, float]:
     """Draw captions and judge what came; leave the pictures as a grid."""
     captions = _captions(run, dataset)
-    mine = list(range(run.ranks.rank, len(captions), run.ranks.size))
+    own = list(range(run.ranks.rank, len(captions), run.ranks.size))
     with on_device(run.model.parts, run.device):
-        drawn = dict(zip(mine, draw(run, [captions[number] for number in mine], mine), strict=True))
+        drawn = dict(zip(own, draw(run, [captions[number] for number in own], own), strict=True))
     everyone: dict[int, NDArray[np.uint8]] = {}
     for share in run.ranks.gather(drawn):
         everyone |= share

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from difftrain.demo import datasets, recipe
-from difftrain.demo.baselines import words
 from difftrain.demo.datasets import DemoPicture
+from difftrain.demo.judge import words
 from difftrain.demo.make import TRAIN, UNSEEN
 
 LEAST = 3  # captions of the training set in which every word of a held-out one stands
@@ -27,10 +27,10 @@ class DemoSplit:
 
     def __init__(self, captions: Sequence[str]) -> None:
         self._words = [words(caption) for caption in captions]
-        self._left = Counter(word for each in self._words for word in each)
+        self._left = Counter(word for caption_words in self._words for word in caption_words)
         self._holders: dict[str, set[int]] = {}
-        for number, each in enumerate(self._words):
-            for word in each:
+        for number, caption_words in enumerate(self._words):
+            for word in caption_words:
                 self._holders.setdefault(word, set()).add(number)
         self.out: set[int] = set()
 
@@ -65,9 +65,9 @@ def unseen(labels: Sequence[str]) -> set[int]:
     toned = [bool(_TONE.search(label)) for label in labels]
     people = [bool(_WHO.match(label)) for label in labels]
     bases = [n for n in numbers if people[n] and not toned[n] and "," not in labels[n]]
-    whole = [[n for n in numbers if labels[n].partition(":")[0] == labels[base]] for base in bases]
+    siblings = [[n for n in numbers if labels[n].partition(":")[0] == labels[base]] for base in bases]
     kinds = (
-        (FAMILIES, whole),
+        (FAMILIES, siblings),
         (PEOPLE, [[n] for n in numbers if toned[n]]),
         (THINGS, [[n] for n in numbers if not toned[n] and not people[n]]),
     )
@@ -97,8 +97,8 @@ def write_shapes(folder: Path, count: int) -> dict[str, int]:
     out = shapes_held_out()
     every = (_picture(scene) for scene in datasets.scenes(_plenty(count, len(out)), recipe.SEED))
     kept = itertools.islice((picture for picture in every if picture.caption not in out), count)
-    each = max(FEWEST, round(OF_EACH_UNSEEN * count / recipe.SIZES["shapes"].pictures))
-    news = (_picture(scene) for scene in datasets.scenes(each * len(datasets.captions()), recipe.SEED + 1))
+    count_each = max(FEWEST, round(OF_EACH_UNSEEN * count / recipe.SIZES["shapes"].pictures))
+    news = (_picture(scene) for scene in datasets.scenes(count_each * len(datasets.captions()), recipe.SEED + 1))
     return _write(folder, kept, (picture for picture in news if picture.caption in out))
 
 
@@ -120,8 +120,8 @@ def write_emoji(folder: Path, count: int = 0) -> dict[str, int]:
     count: 0 is all; else so many of either set, evenly picked.
     """
     every = list(datasets.toned(recipe.cache_root() / "npm"))
-    out = unseen([each.caption for each in every])
-    kept = [each for number, each in enumerate(every) if number not in out]
+    out = unseen([picture.caption for picture in every])
+    kept = [picture for number, picture in enumerate(every) if number not in out]
     news = [every[number] for number in sorted(out)]
     return _write(folder, _some(kept, count), _some(news, count))
 
@@ -136,11 +136,11 @@ def _write(folder: Path, kept: Iterable[DemoPicture], news: Iterable[DemoPicture
 
 def write_few(folder: Path) -> dict[str, int]:
     """Write a few shapes as the plainest data set there is: pictures, each with a .txt of its name."""
-    place = folder / TRAIN
-    place.mkdir(parents=True)
-    for number, each in enumerate(datasets.shape_pictures(FEW, recipe.SIDE, recipe.SEED)):
-        (place / f"{number:03d}.png").write_bytes(each.content)
-        (place / f"{number:03d}.txt").write_text(each.caption + "\n", encoding="utf-8")
+    folder_path = folder / TRAIN
+    folder_path.mkdir(parents=True)
+    for number, picture in enumerate(datasets.shape_pictures(FEW, recipe.SIDE, recipe.SEED)):
+        (folder_path / f"{number:03d}.png").write_bytes(picture.content)
+        (folder_path / f"{number:03d}.txt").write_text(picture.caption + "\n", encoding="utf-8")
     return {TRAIN: FEW}
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from difftrain.device.attend import attention, why_not_fused
-    from difftrain.device.attention_calls import AttentionCalls
-    from difftrain.device.attention_choice import use_attention
+    from difftrain.device.attend import AttentionCalls, attention, why_not_fused
+    from difftrain.device.attention_modules import use_attention
     from difftrain.device.choice import calm_threads, choose, hold_autoload, probe
     from difftrain.device.counters import counting
     from difftrain.device.torch_device import Device
 
 # Modules are named unlike what they hold: importing a submodule binds its name here.
 _HOMES = {
-    "AttentionCalls": "attention_calls",
+    "AttentionCalls": "attend",
     "attention": "attend",
     "counting": "counters",
     "why_not_fused": "attend",
@@ -25,7 +24,7 @@ _HOMES = {
     "calm_threads": "choice",
     "hold_autoload": "choice",
     "probe": "choice",
-    "use_attention": "attention_choice",
+    "use_attention": "attention_modules",
     "Device": "torch_device",
 }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import os
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +40,7 @@ def set_env_script() -> Path | None:
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
     places = [Path(home) / "set_env.sh", Path(home).parent / "set_env.sh"] if home else []
     places += [root / script for root in ROOTS for script in _SCRIPTS]
-    return next((place for place in places if place.is_file()), None)
+    return next((path for path in places if path.is_file()), None)
 
 
 def source_cann() -> str:
@@ -51,15 +54,15 @@ def source_cann() -> str:
 def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> Why:
     """Say why `import torch_npu` failed. torch_npu: the version of its package, None where it has none."""
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
-    if found := _MISSING.search(str(error)):
-        library = found.group(1)
+    if match := _MISSING.search(str(error)):
+        library = match.group(1)
         if library.startswith(_OF_DRIVER):
             return Why(f"torch_npu cannot be loaded: {library}, of the Ascend driver, was not found", _driver_remedy())
         return Why(f"torch_npu cannot be loaded: {library}, of CANN, was not found", source_cann())
 
     # --- built for another torch or another CANN
-    if found := _SYMBOL.search(str(error)):
-        symbol = found.group(1)
+    if match := _SYMBOL.search(str(error)):
+        symbol = match.group(1)
         if symbol.startswith("_Z"):  # C++ names are torch's; what torch_npu takes of CANN is plain C
             wanted = (
                 f"pip install torch_npu=={versions.torch_npu_for(torch)}, and nothing else of that name on PYTHONPATH"
@@ -83,14 +86,14 @@ def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> W
 def why_none_seen() -> Why:
     """Say why torch_npu, which could be loaded, sees no device."""
     hidden = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-    there = nodes()
+    npus = nodes()
     if hidden is not None:
-        count = f"{len(there)} on this machine" if there else "none on this machine"
+        count = f"{len(npus)} on this machine" if npus else "none on this machine"
         return Why(
             f"torch_npu sees no NPU with ASCEND_RT_VISIBLE_DEVICES={hidden!r} ({count})",
             "unset it, or name devices that npu-smi info shows",
         )
-    if not there:
+    if not npus:
         flags = " ".join(f"--device=/dev/{name}" for name in ("davinci0", *COMPANIONS))
         return Why(
             "torch_npu sees no NPU: there is no /dev/davinci* here",
@@ -99,7 +102,7 @@ def why_none_seen() -> Why:
     if closed := without_right():
         return Why(f"torch_npu sees no NPU: no right to use {', '.join(closed)}", right_remedy())
     return Why(
-        f"torch_npu sees no NPU, though {len(there)} device files are there",
+        f"torch_npu sees no NPU, though {len(npus)} device files are there",
         "see npu-smi info for the health of the cards, and whether another container holds them",
     )
 
@@ -118,3 +121,42 @@ def right_remedy() -> str:
 def _driver_remedy() -> str:
     folder = "/usr/local/Ascend/driver/lib64"
     return f"install the driver; in a container mount {folder}, and keep it on LD_LIBRARY_PATH (set_env.sh does)"
+
+
+# --- Optional packages of Ascend's: whether they are there, without importing them
+# Both exist under names that other packages share, so each is known by a file that only Ascend's build has.
+
+
+_APEX_MARK = "optimizers/npu_fused_adamw.py"  # NVIDIA's apex has no such file
+_TORCHVISION_MARK = "io/_image.py"  # decoding from memory; older builds read files only
+
+
+def found_apex() -> bool:
+    """Tell whether Ascend's build of apex is installed, which brings NpuFusedAdamW."""
+    return _has("apex", _APEX_MARK)
+
+
+def found_torchvision_npu() -> bool:
+    """Tell whether torchvision_npu is installed beside torchvision, in a version that decodes JPEG from memory."""
+    return _has("torchvision_npu", _TORCHVISION_MARK) and _spec("torchvision") is not None
+
+
+def version(distribution: str) -> str | None:
+    """Return the version that is installed, None where none is."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _has(package: str, mark: str) -> bool:
+    spec = _spec(package)
+    places = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return any((Path(path) / mark).is_file() for path in places)
+
+
+def _spec(package: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # a module in sys.modules without a spec
+        return None

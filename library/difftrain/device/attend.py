@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from difftrain.device import attention_calls, host
+from difftrain.device import counters, host
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 768
@@ -61,7 +65,7 @@ def attention(
         return unfused(q, k, v, mask, causal, scale, why="as asked for")
 
     # all else is fused
-    attention_calls.count(None)
+    count(None)
     return run_fused(_npu_operator(), q, k, v, mask, causal, scale)
 
 
@@ -81,7 +85,7 @@ def unfused(
 
     mask: bool, True = keep; or float, added to the scores. formula: keep an NPU's SDPA from its own fused kernel.
     """
-    attention_calls.count(why)
+    count(why)
 
     # mask and heads, as the kernels behind SDPA take them
     if causal and mask is not None:  # SDPA takes one or the other
@@ -207,3 +211,69 @@ def _npu_operator() -> Callable[..., Any]:
     import torch_npu
 
     return torch_npu.npu_fusion_attention
+
+
+# --- Counts of attention calls: by the way each took, and why it was not fused
+
+
+_FUSED = "fused"
+_KIND = re.compile(r"(recomputed )?(?:fused|sdpa \((.*)\))")
+
+
+def count(why: str | None) -> None:
+    """Count a call: fused where nothing is said against it, else by torch's SDPA.
+
+    Apart where a backward pass computes it again, as gradient checkpointing does.
+    """
+    if not torch.compiler.is_compiling():  # in a graph nothing is counted, and what is asked below would break it
+        again = torch._C._current_graph_task_id() != -1  # as torch's own checkpointing asks
+        counters.count(("recomputed " if again else "") + (_FUSED if why is None else f"sdpa ({why})"))
+
+
+@dataclass
+class AttentionCalls:
+    """Sum up what was counted. why: of those by SDPA, how many for each reason; recomputed: in backward passes."""
+
+    fused: int = 0
+    sdpa: int = 0
+    recomputed: int = 0
+    why: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int]) -> AttentionCalls:
+        """Read a counter of `counting()`; what else it counts is left aside."""
+        sums = cls()
+        for kind, number in counts.items():
+            match = _KIND.fullmatch(kind)
+            if match is None:
+                continue
+            if match[1]:
+                sums.recomputed += number
+            elif match[2] is None:
+                sums.fused += number
+            else:
+                sums.sdpa += number
+                sums.why[match[2]] += number
+        return sums
+
+    @staticmethod
+    def counts(kind: str) -> bool:
+        """Tell whether a key of `counting()` is about attention."""
+        return _KIND.fullmatch(kind) is not None
+
+    def record(self) -> dict[str, Any]:
+        """Return it for report.json."""
+        return {"fused": self.fused, "sdpa": self.sdpa, "recomputed": self.recomputed, "why": dict(self.why)}
+
+    def sentence(self) -> str:
+        """Say it in one line."""
+        number = self.fused + self.sdpa
+        text = f"{number} calls, {self._share()} fused"
+        if self.why:
+            text += f" ({', '.join(f'{count} not: {why}' for why, count in self.why.most_common())})"
+        return f"{text}; {self.recomputed} more in the backward pass, computed again" if self.recomputed else text
+
+    def _share(self) -> str:
+        if not self.fused:
+            return "none"
+        return str(self.fused) if self.sdpa else "all"

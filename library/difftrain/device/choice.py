@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.device import ascend, ascend_packages, versions
+from difftrain.device import ascend, versions
 
 if TYPE_CHECKING:
     from difftrain.device.torch_device import Device
@@ -99,7 +99,7 @@ def _find_npu() -> ProbedDevice:
     hold_autoload()
     import torch
 
-    installed = ascend_packages.version("torch_npu")
+    installed = ascend.version("torch_npu")
     if installed is not None and not versions.same_torch(installed, torch.__version__):
         # imported all the same, it would fail on a symbol, or crash
         judged = versions.judge_torch(installed, torch.__version__)
@@ -124,12 +124,12 @@ def hide_unusable_npu(kind: str) -> None:
     global _hidden
     if "torch_npu" in sys.modules or importlib.util.find_spec("torch_npu") is None:  # too late, or nothing to hide
         return
-    found = ProbedDevice("npu", 0, f"{kind} was asked for") if kind in ("cuda", "cpu") else _find_npu()
-    if found.count:
+    probed = ProbedDevice("npu", 0, f"{kind} was asked for") if kind in ("cuda", "cpu") else _find_npu()
+    if probed.count:
         return
     if kind == "npu":
-        raise ConfigFault([_absent(found)])
-    _hidden = found
+        raise ConfigFault([_absent(probed)])
+    _hidden = probed
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch_npu"]:  # what a failed import left
         del sys.modules[name]
     sys.modules["torch_npu"] = None  # type: ignore[assignment]  # no spec is found, and an import is refused
@@ -153,9 +153,9 @@ def probe() -> str:
     """Return kind and count found, "npu 8"; imports torch only where an accelerator may be there."""
     for kind in KINDS[:-1]:
         if worth_asking(kind):
-            found = find(kind)
-            if found.count:
-                return f"{kind} {found.count}"
+            probed = find(kind)
+            if probed.count:
+                return f"{kind} {probed.count}"
     return "cpu 1"
 
 
@@ -167,28 +167,28 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
     if kind not in ("auto", *KINDS):
         raise ConfigFault([Fault(_option(), f"got {kind!r}", f"one of auto, {', '.join(KINDS)}")])
     if kind != "auto":
-        found = find(kind)
-        if not found.count:
-            raise ConfigFault([_absent(found)])
-        return _take(found, local_rank, local_size, "as asked for")
+        probed = find(kind)
+        if not probed.count:
+            raise ConfigFault([_absent(probed)])
+        return _take(probed, local_rank, local_size, "as asked for")
     missed = []
     for candidate in KINDS:
         if candidate != "cpu" and not worth_asking(candidate):
             if candidate == "npu" and (nodes("npu") or _hidden):
                 missed.append(_missed(_find_npu()))
             continue
-        found = find(candidate)
-        if found.count:
-            return _take(found, local_rank, local_size, "; ".join(missed) or _nothing_better(candidate))
-        missed.append(_missed(found))
+        probed = find(candidate)
+        if probed.count:
+            return _take(probed, local_rank, local_size, "; ".join(missed) or _nothing_better(candidate))
+        missed.append(_missed(probed))
     raise AssertionError("the CPU is always there")
 
 
-def _absent(found: ProbedDevice) -> Fault:
+def _absent(probed: ProbedDevice) -> Fault:
     remedy = f"or leave {_option()}=auto"
-    if found.remedy:
-        remedy = f"{found.remedy}; {remedy}"
-    return Fault(_option(), f"{found.kind} asked for, but {found.why_not}", remedy)
+    if probed.remedy:
+        remedy = f"{probed.remedy}; {remedy}"
+    return Fault(_option(), f"{probed.kind} asked for, but {probed.why_not}", remedy)
 
 
 def _option() -> str:
@@ -198,31 +198,31 @@ def _option() -> str:
     return option("training.device")
 
 
-def _missed(found: ProbedDevice) -> str:
-    return f"no {found.kind}: {found.why_not}" + (f" ({found.remedy})" if found.remedy else "")
+def _missed(probed: ProbedDevice) -> str:
+    return f"no {probed.kind}: {probed.why_not}" + (f" ({probed.remedy})" if probed.remedy else "")
 
 
 def _nothing_better(kind: str) -> str:
     return "no accelerator found" if kind == "cpu" else "the first kind found"
 
 
-def _take(found: ProbedDevice, local_rank: int, local_size: int, reason: str) -> Device:
+def _take(probed: ProbedDevice, local_rank: int, local_size: int, reason: str) -> Device:
     from difftrain.device.torch_device import Device
 
     index = local_rank
-    if found.kind == "npu" and local_size == 1 and local_rank == 0:
+    if probed.kind == "npu" and local_size == 1 and local_rank == 0:
         index = ascend_index()
-    if found.kind != "cpu" and max(index, local_size - 1) >= found.count:
+    if probed.kind != "cpu" and max(index, local_size - 1) >= probed.count:
         raise ConfigFault(
             [
                 Fault(
                     "--nproc_per_node",
-                    f"{max(index + 1, local_size)} {found.kind} devices wanted on this machine, {found.count} found",
-                    f"--nproc_per_node={found.count}, or let more be seen",
+                    f"{max(index + 1, local_size)} {probed.kind} devices wanted on this machine, {probed.count} found",
+                    f"--nproc_per_node={probed.count}, or let more be seen",
                 )
             ]
         )
-    return Device(found.kind, index if found.kind != "cpu" else 0, found.count, reason)
+    return Device(probed.kind, index if probed.kind != "cpu" else 0, probed.count, reason)
 
 
 def ascend_index() -> int:

@@ -31,11 +31,11 @@ _DTYPES = (torch.float32, torch.float16)
 
 def why_not(parameters: list[Tensor]) -> str:
     """Say why these cannot be updated so; empty where they can."""
-    for each in parameters:
-        if each.device.type != "npu":
-            return f"it updates on NPUs alone, and this run is on {each.device.type}"
-        if each.dtype not in _DTYPES:
-            return f"it takes fp32 and fp16, not {str(each.dtype).removeprefix('torch.')}"
+    for parameter in parameters:
+        if parameter.device.type != "npu":
+            return f"it updates on NPUs alone, and this run is on {parameter.device.type}"
+        if parameter.dtype not in _DTYPES:
+            return f"it takes fp32 and fp16, not {str(parameter.dtype).removeprefix('torch.')}"
     return ""
 
 
@@ -65,9 +65,11 @@ def load() -> type[Optimizer]:
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             """Update; every parameter has a gradient at every update, or never one."""
             if patches.on("npu_fused_adamw"):
+                # the class keeps views of the first gradients, so new ones must come in the same memory
                 self._take_gradients()
             for state in self.state.values():
                 state["step"] = int(state["step"])
+            # torch_npu flattens by storages of a kind that torch calls old
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
                 loss = super().step(closure)
@@ -92,6 +94,7 @@ def load() -> type[Optimizer]:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Take moments and counters back; they are combined anew at the next update."""
             super().load_state_dict(state_dict)
+            # what was combined is of the state before
             self.is_states_combined = False
 
     return CombinedAdamW

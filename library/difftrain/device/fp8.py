@@ -34,17 +34,17 @@ def why_not(kind: str) -> str:
 
 def store(module: nn.Module) -> list[str]:
     """Put the frozen linear and convolution layers inside a module into 8 bits, in place; return their names."""
-    found = [(name, layer) for name, layer in module.named_modules() if _fits(layer)]
-    for _, layer in found:
+    layers = [(name, layer) for name, layer in module.named_modules() if _fits(layer)]
+    for _, layer in layers:
         layer.__class__ = _KINDS[type(layer)]
         layer._hold()  # type: ignore[operator]
-    return [name for name, _ in found]
+    return [name for name, _ in layers]
 
 
 def release(module: nn.Module) -> None:
     """Undo `store`: give the layers inside a module back what they were made of."""
     for layer in module.modules():
-        if isinstance(layer, _Held):
+        if isinstance(layer, _Fp8Weight):
             layer.let_go()
             layer.__class__ = _PLAIN[type(layer)]  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ def release(module: nn.Module) -> None:
 def refresh(module: nn.Module) -> None:
     """Round anew what has been written into the state dict's tensors."""
     for layer in module.modules():
-        if isinstance(layer, _Held):
+        if isinstance(layer, _Fp8Weight):
             layer.round_again()
 
 
@@ -62,7 +62,7 @@ def stored_names(module: nn.Module) -> Iterator[str]:
 
 
 def _fits(layer: nn.Module) -> bool:
-    if type(layer) not in _KINDS or any(each.requires_grad for each in layer.parameters(recurse=False)):
+    if type(layer) not in _KINDS or any(param.requires_grad for param in layer.parameters(recurse=False)):
         return False
     plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(getattr(layer, "padding", 0), str)
     return plain and layer.weight[0].numel() >= FEWEST_INPUTS  # type: ignore[index, union-attr, operator]
@@ -81,7 +81,7 @@ def expand(small: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return small.to(dtype) * scale.to(dtype)
 
 
-class _Held(nn.Module):
+class _Fp8Weight(nn.Module):
     """What the two kinds of layers share."""
 
     weight: Any
@@ -121,7 +121,7 @@ class _Held(nn.Module):
         return x.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
 
-class Fp8Linear(_Held, nn.Linear):
+class Fp8Linear(_Fp8Weight, nn.Linear):
     """A frozen linear layer in 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Fp8Linear(_Held, nn.Linear):
         return _Linear.apply(x, self.weight, self.scale, bias)  # type: ignore[no-any-return]
 
 
-class Fp8Conv2d(_Held, nn.Conv2d):
+class Fp8Conv2d(_Fp8Weight, nn.Conv2d):
     """A frozen convolution in 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:

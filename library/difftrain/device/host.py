@@ -23,8 +23,8 @@ def _read(path: str | Path) -> str:
 @functools.cache
 def cpu_name() -> str:
     """Return the processor's name."""
-    found = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def cores() -> int:
@@ -52,8 +52,8 @@ def available_bytes() -> int | None:
 
     None where the system does not say.
     """
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
-    known = [int(found.group(1)) << 10] if found else []
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    known = [int(match.group(1)) << 10] if match else []
     for limit, used, cached in (
         ("memory.max", "memory.current", r"^inactive_file (\d+)"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", r"^total_inactive_file (\d+)"),
@@ -77,9 +77,9 @@ def peak_rss_bytes() -> int:
 
     VmHWM where there is /proc: getrusage keeps the peak of the process that exec'ed this one.
     """
-    found = re.search(r"^VmHWM:\s*(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
-    if found:
-        return int(found.group(1)) << 10
+    match = re.search(r"^VmHWM:\s*(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
+    if match:
+        return int(match.group(1)) << 10
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -94,20 +94,20 @@ def reset_peak_rss() -> None:
 
 def nvidia_driver() -> str | None:
     """Return the version of the loaded NVIDIA kernel driver."""
-    found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", _read("/proc/driver/nvidia/version"))
-    return found.group(1) if found else None
+    match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", _read("/proc/driver/nvidia/version"))
+    return match.group(1) if match else None
 
 
 def npu_driver() -> str | None:
     """Return the version of the Ascend driver, from where its installer writes it."""
-    found = re.search(r"^Version=(.+)$", _read("/usr/local/Ascend/driver/version.info"), re.MULTILINE)
-    return found.group(1).strip() if found else None
+    match = re.search(r"^Version=(.+)$", _read("/usr/local/Ascend/driver/version.info"), re.MULTILINE)
+    return match.group(1).strip() if match else None
 
 
 def npu_firmware() -> str | None:
     """Return the version of the Ascend firmware, from where its installer writes it."""
-    found = re.search(r"^Version=(.+)$", _read("/usr/local/Ascend/firmware/version.info"), re.MULTILINE)
-    return found.group(1).strip() if found else None
+    match = re.search(r"^Version=(.+)$", _read("/usr/local/Ascend/firmware/version.info"), re.MULTILINE)
+    return match.group(1).strip() if match else None
 
 
 @functools.cache
@@ -118,10 +118,10 @@ def cann_version() -> str | None:
     homes += ["/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/nnae/latest"]
     for home in filter(None, homes):
         places = [*sorted(Path(home).glob("*/ascend_*_install.info")), Path(home) / "version.cfg"]
-        for place in places:
-            found = re.search(
-                r"^version=(.+)$|^.*running_version=\[([^\]:]+:)?([\d.A-Za-z]+)", _read(place), re.MULTILINE
+        for folder in places:
+            match = re.search(
+                r"^version=(.+)$|^.*running_version=\[([^\]:]+:)?([\d.A-Za-z]+)", _read(folder), re.MULTILINE
             )
-            if found:
-                return (found.group(1) or found.group(3)).strip()
+            if match:
+                return (match.group(1) or match.group(3)).strip()
     return None

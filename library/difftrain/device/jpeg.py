@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from difftrain.device import ascend_packages
+from difftrain.device import ascend
 from difftrain.device.choice import ascend_index, load_npu
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def why_not(device: Device) -> str:
     """Say why pictures cannot be decoded on a device, after trying it; empty where they can."""
     if device.kind != "npu":
         return f"torchvision_npu decodes on an NPU, and this run is on {device.kind}"
-    if not ascend_packages.found_torchvision_npu():
+    if not ascend.found_torchvision_npu():
         return "torchvision_npu, in a version that decodes from memory, is not installed beside torchvision"
     try:
         off = difference()
@@ -58,9 +58,9 @@ def decode(data: bytes, grey: bool) -> np.ndarray:
     import numpy as np
     import torch
 
-    decoder, modes, place = _opened()
+    decoder, modes, device = _opened()
     coded = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-    picture = decoder(coded, mode=modes.GRAY if grey else modes.RGB, device=place)
+    picture = decoder(coded, mode=modes.GRAY if grey else modes.RGB, device=device)
     return picture.permute(1, 2, 0).contiguous().cpu().numpy()
 
 

@@ -68,8 +68,8 @@ def ran_out(error: BaseException) -> str | None:
 
 def wanted(error: BaseException) -> str:
     """Return how much the failed allocation asked for, as the allocator wrote it."""
-    found = _WANTED.search(str(error))
-    return found.group(1) if found else ""
+    match = _WANTED.search(str(error))
+    return match.group(1) if match else ""
 
 
 @dataclass(frozen=True)

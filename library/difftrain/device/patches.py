@@ -108,16 +108,16 @@ _off: set[str] = set()
 
 def rows(package: str) -> list[Patch]:
     """Return the patches of one package, in the order in which they are applied."""
-    return [each for each in PATCHES if each.package == package]
+    return [patch for patch in PATCHES if patch.package == package]
 
 
 def apply(package: str) -> None:
     """Patch a package that is about to be used; what is patched, or not needed, is left as it is."""
-    done = [each for each in rows(package) if each.patch and each.name not in _applied and _wanted(each)]
-    for each in done:
-        _applied[each.name] = _hook(each).put()
+    done = [row for row in rows(package) if row.patch and row.name not in _applied and _wanted(row)]
+    for patch in done:
+        _applied[patch.name] = _hook(patch).put()
     if done:
-        log.debug("patched in %s %s: %s", package, metadata.version(package), ", ".join(each.name for each in done))
+        log.debug("patched in %s %s: %s", package, metadata.version(package), ", ".join(patch.name for patch in done))
 
 
 def on(name: str) -> bool:
@@ -126,7 +126,7 @@ def on(name: str) -> bool:
     A torch_npu that a run on another device leaves alone does no harm. Nothing looks for such a fault, so a later
     version than those tested is taken to have it too.
     """
-    row = next(each for each in PATCHES if each.name == name)
+    row = next(patch for patch in PATCHES if patch.name == name)
     loaded = sys.modules.get(row.package) is not None
     return loaded and name not in _off and versions.numbers(row.versions[0]) <= _installed(row.package)
 
@@ -134,7 +134,7 @@ def on(name: str) -> bool:
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
     """Switch patches off for a while; for tests."""
-    unknown = set(names) - {each.name for each in PATCHES}
+    unknown = set(names) - {patch.name for patch in PATCHES}
     assert not unknown, f"no such patches: {sorted(unknown)}"
     before = set(_off)
     again = [name for name in names if name in _applied]
@@ -146,9 +146,9 @@ def without(*names: str) -> Iterator[None]:
     finally:
         _off.clear()
         _off.update(before)
-        for each in PATCHES:
-            if each.name in again:
-                _applied[each.name] = _hook(each).put()
+        for patch in PATCHES:
+            if patch.name in again:
+                _applied[patch.name] = _hook(patch).put()
 
 
 def faulty(row: Patch) -> bool:

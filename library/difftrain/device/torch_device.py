@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from difftrain.contracts import Batch
-from difftrain.device import adamw, compilers, groups, host, memory, overflow, patches
+from difftrain.device import fused_layers, host, memory, npu_settings, patches
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,7 +46,7 @@ class Device:
         if self.module is not None:
             self.module.set_device(index)
         if kind == "npu":
-            overflow.check_mode()
+            npu_settings.check_mode()
             patches.apply("torch_npu")
 
     def __repr__(self) -> str:
@@ -67,7 +70,7 @@ class Device:
     @property
     def adamw_choice(self) -> str:
         """Say which AdamW runs here, and why; empty where there is but one."""
-        return adamw.CHOICE if self.kind == "npu" else ""
+        return fused_layers.CHOICE if self.kind == "npu" else ""
 
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
         """Return the context of mixed precision: "no", "fp16" or "bf16"."""
@@ -83,26 +86,26 @@ class Device:
         if precision != "fp16":
             return None
         if self.kind == "npu":
-            overflow.check_environment()
-            overflow.check_device(self.torch_device)
+            npu_settings.check_environment()
+            npu_settings.check_device(self.torch_device)
         kind = HalfGradScaler if half_gradients else torch.amp.GradScaler
         return kind(self.kind, init_scale=_START_SCALE[self.kind])
 
     def why_not_compiled(self, backend: str) -> str:
         """Say why a compile backend cannot be used here; empty where it can."""
-        return compilers.why_not(backend, self.kind)
+        return why_not(backend, self.kind)
 
     def why_compile_is_off(self, backend: str) -> str:
         """Say why a compile backend is left out here though it was asked for; empty where it is used."""
-        return compilers.why_off(backend, self.kind)
+        return why_off(backend, self.kind)
 
     def sweep_compiled(self, backend: str) -> None:
         """Delete what a killed run left half made in a compiler's cache."""
-        compilers.sweep(backend, self.kind)
+        sweep(backend, self.kind)
 
     def compile_cost(self, backend: str) -> str:
         """Say what compiling takes here."""
-        return compilers.cost(backend, self.kind)
+        return cost(backend, self.kind)
 
     def synchronise(self) -> None:
         """Wait until the device has done all that was asked of it."""
@@ -126,7 +129,7 @@ class Device:
 
         timeout_min: as asked for, or None. Returns the sentence to say where a variable of the user's was overruled.
         """
-        return groups.agree_on_waiting(timeout_min) if self.kind == "npu" else ""
+        return npu_settings.agree_on_waiting(timeout_min) if self.kind == "npu" else ""
 
     def memory(self) -> memory.Memory | None:
         """Say how the device's memory is used; None for the CPU."""
@@ -201,3 +204,69 @@ class Device:
 
     def _name(self) -> str:
         return host.cpu_name() if self.module is None else str(self.module.get_device_name(self.index))
+
+
+# --- What compilers need of a device, and what they cost there
+
+
+_LINKING_S = 30.0  # far longer than a linker takes
+
+
+def why_not(backend: str, kind: str) -> str:
+    """Say why a compile backend cannot be used on a kind of device; empty where it can."""
+    if backend == "cudagraphs" and kind != "cuda":
+        return f"it records CUDA graphs, and this run is on {kind}"
+    if backend != "inductor" or why_off(backend, kind):
+        return ""
+    if kind == "cpu":
+        from torch._inductor import exc
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            return "on a CPU it needs a C++ compiler, and none is found (install g++, or name one in CXX)"
+        return ""
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else f"on {kind} it needs Triton, which is not there"
+
+
+def why_off(backend: str, kind: str) -> str:
+    """Say why a compile backend is left out on a kind of device though it was asked for; empty where it is used."""
+    if kind == "npu" and backend == "inductor":
+        return (
+            "what inductor makes for an NPU has not been shown to be right, nor fast; blocks run operator by operator"
+        )
+    return ""
+
+
+def cost(backend: str, kind: str) -> str:
+    """Say what compiling takes, as measured with torch 2.13 on blocks of SDXL."""
+    if backend == "inductor" and kind == "cpu":
+        return (
+            "a graph has about 7 kernels, each about 2 s of a C++ compiler on one core: minutes before the first step, "
+            "less where they are cached from an earlier run"
+        )
+    if backend == "inductor":
+        return "seconds a graph before the first step, less where they are cached from an earlier run"
+    return "about a second a graph before the first step"
+
+
+def sweep(backend: str, kind: str) -> int:
+    """Delete what a killed run left half made in inductor's cache, which no later run could load; return how many.
+
+    A library without content is one whose linker was killed: the cache takes it for finished.
+    """
+    if backend != "inductor" or kind != "cpu":
+        return 0
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    before, count = time.time() - _LINKING_S, 0
+    for path in Path(cache_dir()).glob("*/*.so"):
+        with contextlib.suppress(OSError):  # another process may sweep too
+            stat = path.stat()
+            if stat.st_size == 0 and stat.st_mtime < before:
+                path.unlink()
+                count += 1
+    return count

@@ -87,8 +87,8 @@ class Judgement:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the numbers at the start of a version, for comparing: "2.13.0+cpu" -> (2, 13, 0)."""
-    found = re.match(r"\d+(?:\.\d+)*", version.strip())
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version.strip())
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def series(version: str) -> str:

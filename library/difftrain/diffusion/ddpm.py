@@ -35,10 +35,12 @@ def kept(zero_terminal_snr: bool = False) -> np.ndarray:
 
     Source: Lin et al. 2024, "Common Diffusion Noise Schedules and Sample Steps are Flawed", algorithm 1.
     """
+    # scaled-linear: evenly spaced roots of beta, as Stable Diffusion was trained
     plain = np.cumprod(1.0 - np.linspace(BETA_START**0.5, BETA_END**0.5, STEPS) ** 2)
     if not zero_terminal_snr:
         return plain
     root = np.sqrt(plain)
+    # algorithm 1: move the root so that it ends at 0, stretch it so that it begins where it did
     return ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
 
 
@@ -53,6 +55,7 @@ def almost_zero_snr() -> list[float]:
     That is what diffusers' own schedulers put there, for the same reason.
     """
     left = kept(zero_terminal_snr=True)
+    # an exact 0 would be divided by in the first step of a sampler
     left[-1] = 2.0**-24
     return betas(left).tolist()
 
@@ -61,6 +64,7 @@ def almost_zero_snr() -> list[float]:
 def tables(device: torch.device | str = "cpu", zero_terminal_snr: bool = False) -> DdpmTables:
     """Return the tables on a device; copied there once, so that a step does not wait for them."""
     left = kept(zero_terminal_snr)
+    # fp64 until here: the difference 1 - left loses its digits in fp32 near t = 0
     exact = (left, np.sqrt(left), np.sqrt(1.0 - left), left / (1.0 - left))
     with torch.inference_mode(False):  # kept for ever, and training may be the second to ask
         return DdpmTables(*(torch.from_numpy(column.astype(np.float32)).to(device) for column in exact))

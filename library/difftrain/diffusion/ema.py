@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,13 +25,14 @@ class Average:
 
         Half weights are made wide a part at a time.
         """
-        given = 0
+        offset = 0
         for part in _parts(named):
-            given += len(part)
+            offset += len(part)
             averages = [self.weights[name] for name, _ in part]
+            # ema <- ema + share (weights - ema), in one launch for many tensors
             torch._foreach_lerp_(averages, [_fp32(tensor) for _, tensor in part], share)
-        if given != len(self.weights):
-            raise ValueError(f"the average holds {len(self.weights)} tensors, but {given} were given")
+        if offset != len(self.weights):
+            raise ValueError(f"the average holds {len(self.weights)} tensors, but {offset} were given")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name: the very tensors, to be copied before the next update."""
@@ -73,16 +77,122 @@ class Ema(Average):
 def _parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Cut into runs of about _PART elements."""
     part: list[tuple[str, Tensor]] = []
-    held = 0
+    elements = 0
     for name, tensor in named:
         part.append((name, tensor))
-        held += tensor.numel()
-        if held >= _PART:
+        elements += tensor.numel()
+        if elements >= _PART:
             yield part
-            part, held = [], 0
+            part, elements = [], 0
     if part:
         yield part
 
 
 def _fp32(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32)
+
+
+# --- Averages whose memory is a share of the run so far, and any other such average made from stored ones afterwards
+# The weights at update k count as the integral of tau^gamma over (k - 1, k], out of (0, t]: young weights ever more, and
+# the wider the average, the further back. Its relative width is the standard deviation of that density over t.
+# Source: Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", section 3 and
+# appendix C.
+
+
+WIDEST = 12.0**-0.5  # gamma = 0: the plain mean of all updates
+
+
+class Profile(NamedTuple):
+    """Say which average, and when: exponent gamma, after t updates."""
+
+    gamma: float
+    t: int
+
+
+class PowerEma(Average):
+    """Average weights with a relative width; after t updates the last one has the share 1 - (1 - 1/t)^(gamma + 1)."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], width: float) -> None:
+        super().__init__(named)
+        self.width, self.gamma = width, exponent(width)
+        self.updates = 0
+
+    def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Take in the weights after an update; the first one replaces what was there."""
+        self.updates += 1
+        self.blend(named, newest_share(self.gamma, self.updates))
+
+    @property
+    def profile(self) -> Profile:
+        """Return which average this is by now."""
+        return Profile(self.gamma, self.updates)
+
+
+def newest_share(gamma: float, t: int) -> float:
+    """Return 1 - (1 - 1/t)^(gamma + 1), the share of the weights of update t, with all digits for large t."""
+    # 1 - (1 - 1/t)^n as -expm1(n log1p(-1/t)): the difference of two numbers near 1 would lose digits
+    return 1.0 if t == 1 else -math.expm1((gamma + 1.0) * math.log1p(-1.0 / t))
+
+
+def relative_width(gamma: float) -> float:
+    """Return the standard deviation of the density (gamma + 1) tau^gamma on [0, 1]. Source: equation 123."""
+    return math.sqrt((gamma + 1.0) / (gamma + 3.0)) / (gamma + 2.0)
+
+
+def exponent(width: float) -> float:
+    """Return the gamma >= 0 of a relative width in (0, 0.2887].
+
+    With s = width^-2 it is the largest root of gamma^3 + 7 gamma^2 + (16 - s) gamma + 12 - s; x = gamma + 7/3 leaves
+    x^3 + p x + q, which has three real ones, so they are cosines.
+    """
+    if not 0.0 < width <= WIDEST:
+        raise ValueError(f"a relative width lies above 0 and is at most {WIDEST:.4f}, got {width}")
+    # the cubic with its square term removed, solved by Viete: three real roots are three cosines of one angle
+    s = width**-2
+    p, q = -(s + 1.0 / 3.0), 2.0 / 27.0 + 4.0 * s / 3.0
+    radius = math.sqrt(-p / 3.0)
+    angle = math.acos(max(-1.0, min(1.0, 1.5 * q / (p * radius)))) / 3.0
+    return max(0.0, 2.0 * radius * math.cos(angle) - 7.0 / 3.0)
+
+
+def overlap(a: Profile, b: Profile) -> float:
+    """Return the inner product of two densities, each zero beyond its own t: the integral up to the smaller one."""
+    # the longer one counts only as far as the shorter goes
+    first, second = sorted((a, b), key=lambda profile: profile.t)
+    # integral of tau^(a + b) up to the smaller t, over the norms t^(gamma + 1) / (gamma + 1) of both
+    scale = (a.gamma + 1.0) * (b.gamma + 1.0) / (a.gamma + b.gamma + 1.0)
+    return scale * (first.t / second.t) ** second.gamma / second.t
+
+
+class Combination(NamedTuple):
+    """Say how stored averages make another: their shares, and how far it is from it.
+
+    error: the norm of what is left of the wanted density, relative to its own.
+    """
+
+    shares: list[float]
+    error: float
+
+
+def combine(stored: Sequence[Profile], wanted: Profile) -> Combination:
+    """Make a profile from stored ones by least squares over their densities; a stored one is taken as it is.
+
+    The shares sum to 1, as the densities do: weights are large beside what training moves them by, and a sum a little
+    off would scale them all. Densities are brought to unit length first: those of early snapshots are large, and would
+    drown the others. Source: algorithm 3, which leaves the sum free.
+    """
+    if wanted in stored:
+        index = stored.index(wanted)
+        return Combination([float(i == index) for i in range(len(stored))], 0.0)
+    # densities at unit length, and what the wanted one has along each
+    length = np.array([math.sqrt(overlap(profile, profile)) for profile in stored])
+    among = np.array([[overlap(a, b) for b in stored] for a in stored]) / np.outer(length, length)
+    own = math.sqrt(overlap(wanted, wanted))
+    toward = np.array([overlap(profile, wanted) for profile in stored]) / (length * own)
+    # least squares with the shares summing to 1: the free solution, moved along its Lagrange direction
+    unit = own / length
+    free, pull = np.linalg.lstsq(among, np.stack([toward, unit], axis=1), rcond=1e-12)[0].T
+    shares = free + pull * (1.0 - unit @ free) / (unit @ pull)
+    # the squared norm of what is left over, as 1 - 2 b x + x A x
+    left = 1.0 - 2.0 * float(toward @ shares) + float(shares @ among @ shares)
+    return Combination((shares * unit).tolist(), math.sqrt(max(0.0, left)))

@@ -50,6 +50,7 @@ class FlowTime:
     def __call__(self, u: float, bucket: Bucket) -> float:
         """Return the quantile u, of a picture of a bucket's size."""
         s = self.shift_of(bucket)
+        # a truncated distribution: u goes to the quantiles between those of min_t and max_t
         low, high = _bounds(self, s)
         t = shifted(self._base(low + u * (high - low)), s)
         return _inside(min(max(t, self.min_t), self.max_t))  # far out in a tail quantiles are coarser than times
@@ -57,6 +58,7 @@ class FlowTime:
     def shift_of(self, bucket: Bucket) -> float:
         """Return s of a picture of a bucket's size; 1 is no shift."""
         if self.flux_shift:
+            # the first frame of a clip has a latent frame of its own, the others share one
             layers = (bucket.frames - 1) // self.frames + 1 if self.frames else 1
             return flux_shift(layers * (bucket.height // self.token) * (bucket.width // self.token), self.dynamic)
         return 1.0 if self.shift is None else self.shift
@@ -79,11 +81,13 @@ class FlowTime:
         """Return the distribution function at t, after a shift by s and before the cut."""
         if t <= 0.0 or t >= 1.0:
             return 0.0 if t <= 0.0 else 1.0
+        # undo the shift: the distribution functions below are of the plain time
         t = _inside(shifted(t, 1.0 / s))
         match self.method:
             case "uniform":
                 return t
             case "logit_normal":
+                # equation 19: the logit of t is normal
                 return _NORMAL.cdf(math.log(t / (1.0 - t)) / self.sigmoid_scale)
             case "cosmap":
                 return 2.0 / math.pi * math.atan2(t, 1.0 - t)
@@ -126,6 +130,7 @@ def _inside(u: float) -> float:
 
 
 def _sigmoid(x: float) -> float:
+    # both forms are equal; each overflows on the other side of 0
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0.0 else math.exp(x) / (1.0 + math.exp(x))
 
 
@@ -140,6 +145,7 @@ def _inverse(growing: Callable[[float], float], value: float) -> float:
 
 def add_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """Return x_t = (1 - t) x0 + t e. Shapes: x0, noise (B, ...), t (B,) in [0, 1]; of clips (B, C, F, H, W) also (B, F)."""
+    # a time of its own for each frame of a clip, or one for the sample
     t = t[:, None, :, None, None] if t.ndim == 2 else t.view(-1, *(1,) * (x0.ndim - 1))
     return (1.0 - t) * x0 + t * noise
 

@@ -31,6 +31,7 @@ def threshold(table: DdpmTables, t: Tensor, schedule: str, c: float, scale: floa
     if schedule == "exponential":
         return torch.exp(t * (math.log(c) / STEPS)) * scale
     if schedule == "snr":
+        # sigma / alpha of the timestep, from the product of 1 - beta
         left = table.alphas_cumprod[t]
         return (1.0 - c) / (1.0 + ((1.0 - left) / left).sqrt()).square() + c
     raise ValueError(f"a threshold's schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
@@ -55,8 +56,10 @@ def elementwise(prediction: Tensor, target: Tensor, kind: str, c: Tensor | None 
     c = c.view(-1, *(1,) * (error.ndim - 1))
     if kind in ("huber_delta", "smooth_l1_beta"):
         size = error.abs()
+        # a parabola up to the threshold, from there the line that touches it
         straight = torch.where(size < c, 0.5 * error.square(), c * (size - 0.5 * c))
         return straight if kind == "huber_delta" else straight / c
+    # pseudo-Huber: a hyperbola, smooth at the threshold
     bent = (error.square() + c.square()).sqrt() - c
     return bent if kind == "pseudo_huber" else 2.0 * c * bent if kind == "huber" else 2.0 * bent
 
@@ -70,6 +73,7 @@ def per_sample(loss: Tensor, mask: Tensor | None = None, over: str = "mask") -> 
     """
     if mask is None:
         return loss.flatten(1).mean(1)
+    # channels first: a mask has one, and counts cells
     weighed = loss.mean(1, keepdim=True) * mask
     if over == "all":
         return weighed.flatten(1).mean(1)
@@ -84,3 +88,40 @@ def mask_at(mask: Tensor, size_hw: tuple[int, int]) -> Tensor:
 def mask_nearest(mask: Tensor, size_hw: tuple[int, int]) -> Tensor:
     """Bring a mask to another size: the value at the middle of each cell. Shapes: (B, 1, H, W) -> (B, 1, h, w)."""
     return torch.nn.functional.interpolate(mask.float(), size=size_hw, mode="nearest-exact")
+
+
+# --- Weights of a sample's loss by its signal-to-noise ratio, as kohya has them. Shapes: all (B,) fp32, like the SNR
+# Every one is a factor; several together multiply. The SNR is that of the plain schedule, also where training uses zero
+# terminal SNR: there the ratio ends at 0, which most of these cannot take, and kohya weighs so too.
+
+
+HIGHEST_SNR = 1000.0  # kohya's: steps with less noise than this all weigh as if they had it
+
+
+def min_snr(snr: Tensor, gamma: float, prediction_type: str) -> Tensor:
+    """Return min(SNR, gamma) / SNR for epsilon, over SNR + 1 for v. Source: Hang et al. 2023, equation 6."""
+    clipped = snr.clamp(max=gamma)
+    return clipped / (snr if _is_epsilon(prediction_type) else snr + 1.0)
+
+
+def debiased(snr: Tensor, prediction_type: str) -> Tensor:
+    """Return 1 / sqrt(SNR) for epsilon, 1 / (SNR + 1) for v. Source: Yu et al. 2024, "Unmasking Bias in Diffusion"."""
+    snr = snr.clamp(max=HIGHEST_SNR)
+    return 1.0 / (snr.sqrt() if _is_epsilon(prediction_type) else snr + 1.0)
+
+
+def like_noise_prediction(snr: Tensor) -> Tensor:
+    """Return SNR / (SNR + 1): a velocity's squared error becomes about that of the noise it implies."""
+    snr = snr.clamp(max=HIGHEST_SNR)
+    return snr / (snr + 1.0)
+
+
+def plus_like_velocity(snr: Tensor, share: float) -> Tensor:
+    """Return 1 + share (SNR + 1) / SNR: the loss, and a share of what it would be as a velocity's."""
+    return 1.0 + share / like_noise_prediction(snr)
+
+
+def _is_epsilon(prediction_type: str) -> bool:
+    if prediction_type not in ("epsilon", "v_prediction"):
+        raise ValueError(f"prediction_type is epsilon or v_prediction, got {prediction_type!r}")
+    return prediction_type == "epsilon"

@@ -11,8 +11,7 @@ from typing import overload
 
 import numpy as np
 
-from difftrain.diffusion.draws import Stream
-from difftrain.diffusion.keys import key_of, words_of
+from difftrain.diffusion.draws import Stream, key_of, words_of
 
 _ROUNDS = 8
 _SMALL = 128  # below: one Fisher-Yates table; halves of a dozen values mix badly in a Feistel network
@@ -36,6 +35,7 @@ class Permutation:
         if n < _SMALL:
             self._table = np.array(Stream(0, key, 0, "order").permutation(n), dtype=np.int64)
             return
+        # a x b just above n: few values lie outside [0, n), so that few are walked again
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         self._keys = words_of(key, count=_ROUNDS)
@@ -63,6 +63,7 @@ class Permutation:
         a, b = self._a, self._b
         left, right = divmod(x, b)
         for r in range(0, _ROUNDS, 2):
+            # 32 random bits to [0, a) by multiply and shift; the sum is reduced without a division
             left += _mix(right ^ self._keys[r]) * a >> 32
             left -= a if left >= a else 0
             right += _mix(left ^ self._keys[r + 1]) * b >> 32
@@ -79,6 +80,7 @@ class Permutation:
         for start in range(0, out.size, _CHUNK):
             piece = out[start : start + _CHUNK]
             piece[:] = self._walk_many(piece)
+            # cycle walking: a permutation of [0, a b) followed until it comes back into [0, n)
             outside = np.flatnonzero(piece >= self.n)
             while outside.size:
                 piece[outside] = self._walk_many(piece[outside])

@@ -35,11 +35,13 @@ def heartbeat(ranks: Ranks, worker: bool, events: Events | None = None) -> Itera
     if ranks.size == 1:
         yield
         return
+    # --- who waits: answers each sign of life until no worker is left
     if not worker:
         yield
         while _exchange(ranks, False, events):
             pass
         return
+    # --- who works: a thread gives the signs, since the work itself may hold this one for minutes
     done = threading.Event()
     lost: list[Exception] = []
 
@@ -103,7 +105,7 @@ def run_on(ranks: Ranks, worker: bool, action: Callable[[], T], events: Events |
     answers = ranks.gather((worker, result, error if known else TrainingFault(f"rank {ranks.rank}: {error!r}")))
     if error is not None:
         raise error
-    for _, _, other in answers:
-        if other is not None:
-            raise other
+    for _, _, answer in answers:
+        if answer is not None:
+            raise answer
     return next(answer for was_worker, answer, _ in answers if was_worker)  # type: ignore[return-value]

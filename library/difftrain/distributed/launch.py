@@ -37,15 +37,15 @@ class Launch:
         Raises ConfigFault where some are set and others missing, or where a value makes no sense.
         """
         env = os.environ if environ is None else environ
-        found = {name: env[name].strip() for name in _NEEDED if env.get(name, "").strip()}
+        variables = {name: env[name].strip() for name in _NEEDED if env.get(name, "").strip()}
         # MASTER_* alone is what many clusters put into every pod; without RANK or WORLD_SIZE it starts nothing.
-        if not any(name in found for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        if not any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
             return cls()
-        missing = [name for name in _NEEDED if name not in found]
-        if missing == ["MASTER_ADDR", "MASTER_PORT"] and found["WORLD_SIZE"] == "1":
+        missing = [name for name in _NEEDED if name not in variables]
+        if missing == ["MASTER_ADDR", "MASTER_PORT"] and variables["WORLD_SIZE"] == "1":
             missing = []
         if missing:
-            have = ", ".join(f"{name}={value}" for name, value in found.items())
+            have = ", ".join(f"{name}={value}" for name, value in variables.items())
             raise ConfigFault(
                 [
                     Fault(
@@ -57,14 +57,14 @@ class Launch:
             )
         # LOCAL_SIZE is the deepspeed launcher's word for it.
         local_size = env.get("LOCAL_WORLD_SIZE", "").strip() or env.get("LOCAL_SIZE", "").strip()
-        return cls._checked({**found, "LOCAL_WORLD_SIZE": local_size})
+        return cls._checked({**variables, "LOCAL_WORLD_SIZE": local_size})
 
     @classmethod
-    def _checked(cls, found: Mapping[str, str]) -> Launch:
+    def _checked(cls, variables: Mapping[str, str]) -> Launch:
         faults: list[Fault] = []
 
         def number(name: str, default: int, low: int, high: int) -> int:
-            text = found.get(name, "")
+            text = variables.get(name, "")
             if not text:
                 return default
             if not text.isdecimal() or not low <= int(text) <= high:
@@ -79,7 +79,7 @@ class Launch:
         port = number("MASTER_PORT", 0, 1, 65535)
         if faults:
             raise ConfigFault(faults)
-        return cls(rank, size, local_rank, local_size, found.get("MASTER_ADDR", ""), port)
+        return cls(rank, size, local_rank, local_size, variables.get("MASTER_ADDR", ""), port)
 
 
 _PR_SET_PDEATHSIG = 1

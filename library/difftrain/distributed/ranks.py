@@ -130,7 +130,7 @@ class Ranks:
         return box
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
-        return _told(self.rank, _ENDED)
+        return _as_fault(self.rank, _ENDED)
 
     def counter(self, name: str) -> Callable[[], int]:
         """Return what hands out 0, 1, 2, ... to whichever rank asks next: each number once, and nobody waits for another.
@@ -176,7 +176,7 @@ class Ranks:
             return
         self.abort()
         if error is not None and self.size > 1 and lost(error):
-            raise _lost_fault(self.rank, error) from error
+            raise TrainingFault(f"rank {self.rank}: {_ENDED} ({_first_line(error)})") from error
 
     def abort(self) -> None:
         """Leave without waiting: the control group's sockets close, and ranks that wait for this one fail at once.
@@ -258,16 +258,12 @@ def _noticed(say: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(rank: int, what: str) -> Iterator[None]:
+def _as_fault(rank: int, what: str) -> Iterator[None]:
     """Turn what the network says when a rank is lost into one line that a user can read."""
     try:
         yield
     except RuntimeError as error:
         raise TrainingFault(f"rank {rank}: {what} ({_first_line(error)})") from error
-
-
-def _lost_fault(rank: int, error: BaseException) -> TrainingFault:
-    return TrainingFault(f"rank {rank}: {_ENDED} ({_first_line(error)})")
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from difftrain.contracts import Batch, Group
-from difftrain.engine.accelerate import AccelerateEngine
-from difftrain.engine.accelerate_setup import make_accelerator
+from difftrain.engine.accelerate import AccelerateEngine, make_accelerator
 from difftrain.engine.base import MakeOptimizer
 from difftrain.engine.master_weights import MasterWeights
 from difftrain.optim import inner
@@ -35,10 +34,10 @@ class ShardedEngine(AccelerateEngine):
         from accelerate import Accelerator
         from fairscale.optim import OSS
 
-        found = super().faults()
+        problems = super().faults()
         if not hasattr(Accelerator.prepare, "__wrapped__") or "zero_grad" not in vars(OSS):
-            found.append('fairscale and accelerate are not patched: call third_patch.apply_for("accelerate", "oss")')
-        return found
+            problems.append('fairscale and accelerate are not patched: call third_patch.apply_for("accelerate", "oss")')
+        return problems
 
     def _make_master_weights(self) -> MasterWeights:
         return ShardedMasterWeights(self._trained)
@@ -69,7 +68,7 @@ class ShardedMasterWeights(MasterWeights):
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__(weights)
         self._arrived: set[str] = set()
-        self._hooks = [each.register_post_accumulate_grad_hook(self._note(name)) for name, each in weights.items()]
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._note(name)) for name, weight in weights.items()]
 
     def _note(self, name: str) -> Callable[[Any], None]:
         return lambda _: self._arrived.add(name)
@@ -77,7 +76,7 @@ class ShardedMasterWeights(MasterWeights):
     def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
         """Learn which parameters are this rank's."""
         self._optimizer, self._ranks = optimizer, ranks
-        self._mine = [each for group in inner(optimizer).param_groups for each in group["params"]]
+        self._own_params = [param for group in inner(optimizer).param_groups for param in group["params"]]
 
     def for_scaler(self, optimizer: Optimizer) -> Any:
         """Return the inner optimizer, which holds this rank's parameters alone."""
@@ -86,20 +85,20 @@ class ShardedMasterWeights(MasterWeights):
     def gradients(self, names: Iterable[str] | None = None) -> list[Tensor]:
         """Return the reduced gradients that this rank updates with."""
         assert names is None, "all at once"
-        return [each.grad for each in self._mine if each.grad is not None]
+        return [weight.grad for weight in self._own_params if weight.grad is not None]
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all ranks: of the norms of their shares."""
         device = next(iter(self.weights.values())).device
-        each = torch.zeros(self._ranks.size, device=device)
+        norms_by_rank = torch.zeros(self._ranks.size, device=device)
         if gradients:
-            each[self._ranks.rank] = super().norm(gradients)
-        dist.all_reduce(each, dist.ReduceOp.SUM)
-        return torch.linalg.vector_norm(each)
+            norms_by_rank[self._ranks.rank] = super().norm(gradients)
+        dist.all_reduce(norms_by_rank, dist.ReduceOp.SUM)
+        return torch.linalg.vector_norm(norms_by_rank)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale this rank's gradients down where the norm of all is above max_norm."""
-        clip_grads_with_norm_(self._mine, max_norm, norm)
+        clip_grads_with_norm_(self._own_params, max_norm, norm)
 
     def missing_gradients(self) -> list[str]:
         """Name the weights that no backward has reached; asked once, after the first step."""

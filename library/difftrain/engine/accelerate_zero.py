@@ -15,8 +15,8 @@ import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from difftrain.contracts import Batch, FeatureSpec, Group
-from difftrain.engine.accelerate import AccelerateEngine
-from difftrain.engine.accelerate_setup import (
+from difftrain.engine.accelerate import (
+    AccelerateEngine,
     make_accelerator,
     make_plugin,
     one_process_group,
@@ -44,7 +44,7 @@ class ZeroEngine(AccelerateEngine):
         """Bring the root to the device, or only this rank's parts of it."""
         one_process_group(self.device)
         scale = self.device.scaler("fp16") if self.cfg.training.mixed_precision == "fp16" else None
-        elements = sum(each.numel() for each in root.parameters())
+        elements = sum(param.numel() for param in root.parameters())
         self._plugin = make_plugin(self.cfg, self.dp_size, elements, 1.0 if scale is None else scale.get_scale())
         self._env = {
             "RANK": str(self.ranks.rank),

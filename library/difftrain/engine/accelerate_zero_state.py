@@ -28,7 +28,7 @@ class ZeroMasterWeights(MasterWeights):
         self._stage = stage
         self._parameters = dict(root.named_parameters(remove_duplicate=False))
         self._arrived: set[str] = set()
-        self._hooks = [each.register_post_accumulate_grad_hook(self._note(name)) for name, each in weights.items()]
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._note(name)) for name, weight in weights.items()]
         self.zero: Any = None
 
     def _note(self, name: str) -> Callable[[Any], None]:
@@ -94,8 +94,8 @@ class ZeroMasterWeights(MasterWeights):
             return
         if zero.persistent_parameters:  # small ones are whole on every rank between steps
             zero.persistent_parameters[0].partition(zero.persistent_parameters)
-        for place in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(place)
+        for index in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(index)
         zero.checkpoint_event_epilogue()
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class ZeroMasterWeights(MasterWeights):
 
     def shapes(self, model: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's weights, whole."""
-        cut = {name: each.ds_shape for name, each in self._parameters.items() if self._is_cut(name)}  # type: ignore[attr-defined]
+        cut = {name: parameter.ds_shape for name, parameter in self._parameters.items() if self._is_cut(name)}  # type: ignore[attr-defined]
         return super().shapes(model) | {name: tuple(shape) for name, shape in cut.items()}
 
     def chosen(self, names: set[str], model: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -135,10 +135,10 @@ class ZeroMasterWeights(MasterWeights):
                 yield name, value
 
     @torch.no_grad()
-    def take(self, name: str, value: Tensor, place: Tensor) -> None:
+    def take(self, name: str, value: Tensor, region: Tensor) -> None:
         """Take a weight from a checkpoint."""
         if name in self.weights or not self._is_cut(name):
-            super().take(name, value, place)
+            super().take(name, value, region)
             return
         from deepspeed import zero
 
@@ -179,17 +179,17 @@ class ZeroState:
         piece = self._pieces()[0]
         state = self._optimizer.state.get(piece, {})
         self._master_weights.link()
-        found: dict[str, Any] = {name: {} for name in names}
+        parameters: dict[str, Any] = {name: {} for name in names}
         for name, weight in self._master_weights.weights.items():
             for key, value in state.items():
                 cut = isinstance(value, torch.Tensor) and value.shape == piece.shape
-                whole = self._master_weights.full_tensor(weight, key) if cut else value
+                full = self._master_weights.full_tensor(weight, key) if cut else value
                 if name in names:
-                    if key == _STEP and not isinstance(whole, torch.Tensor):
-                        whole = torch.tensor(float(whole))  # a number in DeepSpeed's own optimizers, no tensor
-                    whole = whole.cpu() if isinstance(whole, torch.Tensor) else whole
-                    found[name][key] = encode(whole, f"{name}/{key}", keep)
-        return found
+                    if key == _STEP and not isinstance(full, torch.Tensor):
+                        full = torch.tensor(float(full))  # a number in DeepSpeed's own optimizers, no tensor
+                    full = full.cpu() if isinstance(full, torch.Tensor) else full
+                    parameters[name][key] = encode(full, f"{name}/{key}", keep)
+        return parameters
 
     @torch.no_grad()
     def load(
@@ -202,27 +202,29 @@ class ZeroState:
         if len(groups) != len(self._optimizer.param_groups):
             what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
             raise ConfigFault([Fault(option("save.resume"), f"{what}{len(self._optimizer.param_groups)}")])
-        whole = {key for state in states.values() for key, value in state.items() if key != _STEP and _is_tensor(value)}
-        self._make_room(next((state for state in states.values() if state), {}), whole)
+        complete = {
+            key for state in states.values() for key, value in state.items() if key != _STEP and _is_tensor(value)
+        }
+        self._make_room(next((state for state in states.values() if state), {}), complete)
         kept: dict[str, Tensor] = {}
-        for place, tensor in tensors:
-            name, _, key = place.partition("/")
-            if key in whole and name in self._master_weights.weights:
+        for path, tensor in tensors:
+            name, _, key = path.partition("/")
+            if key in complete and name in self._master_weights.weights:
                 self._master_weights.put(name, tensor, key)
             else:
-                kept[place] = tensor.clone()
-        if kept_step := next((value for place, value in kept.items() if place.endswith(f"/{_STEP}")), None):
+                kept[path] = tensor.clone()
+        if kept_step := next((value for path, value in kept.items() if path.endswith(f"/{_STEP}")), None):
             for piece in self._pieces():
                 self._set_step(piece, kept_step)
         self._groups.load_groups(groups, kept.__getitem__)
 
-    def _make_room(self, like: Mapping[str, Any], whole: set[str]) -> None:
+    def _make_room(self, like: Mapping[str, Any], complete: set[str]) -> None:
         """Make the state that an optimizer makes in its first update, empty, and let DeepSpeed know its pieces."""
         optimizer = self._optimizer
         optimizer.state.clear()
         for piece in self._pieces():
             for key, value in like.items():
-                if key in whole:
+                if key in complete:
                     optimizer.state[piece][key] = torch.zeros_like(piece, requires_grad=False)
                 elif not _is_tensor(value):
                     optimizer.state[piece][key] = decode(value, _no_tensor)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +16,21 @@ from difftrain.config.datasets.datasets import has_buckets
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
 from difftrain.device.offload import offload_checkpoints
-from difftrain.diffusion.keys import module_seed
-from difftrain.engine import compiling
+from difftrain.diffusion.draws import module_seed
 from difftrain.engine.half_precision import make_master_weights
-from difftrain.engine.loss_terms import TOTAL, LossTerms, add, is_loss
 from difftrain.engine.optimizer_state import NamedState, OptimizerState, ScheduleState
-from difftrain.engine.update import AfterBackward, Update
+from difftrain.engine.update import TOTAL, AfterBackward, LossTerms, Update, add, is_loss
 from difftrain.optim import averages, estimate, inner
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
+    from difftrain.config.schema.sections import TrainingSection
     from difftrain.device import Device
     from difftrain.distributed.ranks import Ranks
     from difftrain.engine.master_weights import MasterWeights
+
 
 log = logging.getLogger("difftrain")
 MakeOptimizer = Callable[[list[Group]], Any]
@@ -55,7 +56,7 @@ class BaseEngine:
 
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done; touches no device."""
-        return compiling.faults(self.cfg.training, self.device)
+        return faults(self.cfg.training, self.device)
 
     def build(
         self,
@@ -83,7 +84,7 @@ class BaseEngine:
                 parts.frozen[name].to(self.device.torch_device)
 
         # --- what is trained, and the fp32 values behind half weights
-        self._trained = {name: each for name, each in self.root.named_parameters() if each.requires_grad}
+        self._trained = {name: param for name, param in self.root.named_parameters() if param.requires_grad}
         if not self._trained:
             raise ConfigFault(
                 [Fault(option("optimizer.learning_rate"), "nothing is trained: every parameter is frozen")]
@@ -97,9 +98,7 @@ class BaseEngine:
         if self.cfg.training.compile:
             blocks, buckets = family.repeated(parts), has_buckets(self.cfg)
             spares = bool(self.cfg.tread.share or self.cfg.patch_masking.share)
-            parts.notes.append(
-                compiling.compile_blocks(blocks, self.cfg.training, self.device, buckets=buckets, spares=spares)
-            )
+            parts.notes.append(compile_blocks(blocks, self.cfg.training, self.device, buckets=buckets, spares=spares))
 
         # --- loss scale, wrapping, optimizer, schedule
         half = self.cfg.training.full_precision == "fp16"
@@ -137,8 +136,8 @@ class BaseEngine:
     def _optimizer_for(self, groups: list[Group], make_optimizer: MakeOptimizer) -> Any:
         """Make the optimizer of what is updated. Raises ConfigFault where it cannot be stepped."""
         optimizer = make_optimizer(self._master_weights.groups(groups))
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        left = sorted(name for name, each in self._master_weights.updated.items() if id(each) not in held)
+        owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        left = sorted(name for name, weight in self._master_weights.updated.items() if id(weight) not in owned)
         assert not left, f"parameters in no group: {left[:5]}"
         closure = inspect.signature(inner(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -166,10 +165,10 @@ class BaseEngine:
         means = functools.cache(lambda: self._terms.means(self.ranks.sum_(torch.stack(sums).sum(0)), counts))
 
         # --- forward and backward; of several micro batches only the last reduces gradients
-        for place, batch in enumerate(micro):
-            last = place + 1 == len(micro)
+        for number, batch in enumerate(micro):
+            last = number + 1 == len(micro)
             with nullcontext() if last else self._unsynchronised():
-                self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, place, self.dp_rank))
+                self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, number, self.dp_rank))
                 terms = self._forward(batch, self._wrapped)
                 loss = self._terms.loss(terms, counts)
                 sums.append(self._terms.vector(terms))
@@ -197,7 +196,7 @@ class BaseEngine:
             with torch.no_grad():
                 inputs = self.family.inputs(batch, self.parts)
             outputs = self.family.forward(root, inputs)
-        terms = self.family.loss_sums(tuple(each.float() for each in outputs), inputs)
+        terms = self.family.loss_sums(tuple(output.float() for output in outputs), inputs)
         self._terms.learn(terms)
         return terms
 
@@ -328,3 +327,60 @@ def _check_gradients(left: list[str]) -> None:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         what = f"parameters take no part in the loss: {', '.join(left[:5])}{more}"
         raise ConfigFault([Fault("model", what, "the family must freeze them")])
+
+
+# --- Regional compile: block by block, in place, so that names stay and a block's code is shared by its like
+
+
+# One version of the code per kind of block, and two or more with buckets: more than dynamo's default of 8 for a class.
+_VERSIONS = 256
+_PACKAGES = {"tvm": "tvm", "openxla": "torch_xla"}
+
+
+def faults(section: TrainingSection, device: Device) -> list[str]:
+    """Say why a backend cannot be used here; nothing is compiled."""
+    if not section.compile:
+        return []
+    backend = section.compile_backend
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        return [f"there is no compile backend {backend!r}; known: {', '.join(known)}"]
+    package = _PACKAGES.get(backend)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return [f"the compile backend {backend} needs the package {package}, which is not installed"]
+    why = device.why_not_compiled(backend)
+    return [f"the compile backend {backend} cannot be used: {why}; aot_eager runs everywhere"] if why else []
+
+
+def compile_blocks(
+    blocks: Sequence[nn.Module], section: TrainingSection, device: Device, *, buckets: bool, spares: bool = False
+) -> str:
+    """Compile blocks, each when it is first used; return what to say of it at the start.
+
+    buckets: inputs change their shape. The second shape compiles every kind once more, for sizes that change, and some
+    a third time; from then on all shapes are served. spares: some blocks see fewer tokens than others of their kind,
+    and are compiled for both numbers.
+    """
+    off = device.why_compile_is_off(section.compile_backend)
+    if off:
+        return f"compile: off on {device.kind}: {off}"
+    from torch._dynamo import config as dynamo
+
+    device.sweep_compiled(section.compile_backend)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VERSIONS)
+    for block in blocks:
+        block.compile(backend=section.compile_backend, dynamic=None if buckets else False)
+    kinds = len({_kind(block) for block in blocks})
+    graphs = f"{kinds} graph{'s' if kinds > 1 else ''}"
+    if spares:
+        graphs = f"up to {2 * kinds} graphs (some blocks are spared tokens)"
+    often = f"{graphs} at the first step and about as many at the next shapes" if buckets else graphs
+    return (
+        f"compile: {len(blocks)} blocks with {section.compile_backend}, {often}; "
+        f"{device.compile_cost(section.compile_backend)}"
+    )
+
+
+def _kind(block: nn.Module) -> tuple[object, ...]:
+    """Blocks of a class whose parameters have the same shapes share their code."""
+    return (type(block), *(tuple(param.shape) for param in block.parameters()))

@@ -1,7 +1,7 @@
 """Checkpoints of an engine: what each rank writes, and how everything is taken back, on any number of ranks.
 
 1. `snapshot` shares weights and state out over the ranks and copies this rank's share (snapshot.py writes it).
-2. `restore` reads the files wherever they lie (checkpoint_reader.py) and names every way in which they do not fit.
+2. `restore` reads the files wherever they lie (snapshot.py) and names every way in which they do not fit.
 3. Weights, optimizer state by name (optimizer_state.py), loss scale and schedule are taken back.
 """
 
@@ -20,10 +20,18 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
-from difftrain.engine.checkpoint_reader import CheckpointReader
 from difftrain.engine.half_precision import precision_of
 from difftrain.engine.optimizer_state import merge_states
-from difftrain.engine.snapshot import ENGINE_FILE, OPTIMIZER, WEIGHTS, HostBuffers, NativeSnapshot, TensorFile, shares
+from difftrain.engine.snapshot import (
+    ENGINE_FILE,
+    OPTIMIZER,
+    WEIGHTS,
+    CheckpointReader,
+    HostBuffers,
+    NativeSnapshot,
+    TensorFile,
+    shares,
+)
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
@@ -49,7 +57,7 @@ class CheckpointedEngine(BaseEngine):
         """Copy what this rank has to write. Weights and whole state are shared out over the first machine's ranks."""
         self._must_not_be_swapped()
         self._snapshots += 1
-        mine = self._snapshots
+        snapshots = self._snapshots
 
         # --- which weights and states this rank writes
         weights = self._own_state()
@@ -81,7 +89,7 @@ class CheckpointedEngine(BaseEngine):
             tensors = {name: state_copies[f"{OPTIMIZER} {name}"] for name in kept}
             file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
             files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
-        return NativeSnapshot(files, engine, lambda: mine == self._snapshots)
+        return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
 
     def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
         return {
@@ -108,7 +116,7 @@ class CheckpointedEngine(BaseEngine):
         self._must_not_be_swapped()
 
         # --- read what it is, and compare it with this model and this optimizer
-        about = next((each for each in self.ranks.gather(engine_file(path)) if each is not None), None)
+        about = next((header for header in self.ranks.gather(engine_file(path)) if header is not None), None)
         if about is None:
             raise ConfigFault([Fault(option("save.resume"), f"{path} has no {ENGINE_FILE}", "give a folder ...-state")])
         weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
@@ -184,7 +192,8 @@ def check_compatibility(
     # all differences are said at once, each with its remedy
     remedy = "give a folder of this model and this optimizer"
     faults = [
-        Fault(option("save.resume"), f"{path} is a resume folder of another model: {each}", remedy) for each in parted
+        Fault(option("save.resume"), f"{path} is a resume folder of another model: {difference}", remedy)
+        for difference in parted
     ]
     if not same:
         what = f"{path} was trained with {about['optimizer']}, this run uses {optimizer}"
@@ -195,15 +204,15 @@ def check_compatibility(
         raise ConfigFault(faults)
 
 
-def _parted(what: str, own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def _parted(what: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Say how two tables of names and shapes differ."""
-    said = []
+    differences = []
     for word, names in (
-        (f"{what} missing from it", sorted(own.keys() - found.keys())),
-        (f"{what} that this model has not", sorted(found.keys() - own.keys())),
-        (f"{what} of another shape", sorted(name for name in own.keys() & found.keys() if own[name] != found[name])),
+        (f"{what} missing from it", sorted(own.keys() - saved.keys())),
+        (f"{what} that this model has not", sorted(saved.keys() - own.keys())),
+        (f"{what} of another shape", sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            said.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
-    return said
+            differences.append(f"{len(names)} {word}: {', '.join(names[:3])}{more}")
+    return differences

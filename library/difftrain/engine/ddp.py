@@ -33,7 +33,7 @@ def wrap(
     root: nn.Module, device: "Device", section: "TrainingSection", base: Collection[str] = ()
 ) -> DistributedDataParallel:
     """Wrap the root; parameters keep their names inside. base: names that are never sent."""
-    leave_out_held(root, base)
+    leave_out_frozen(root, base)
     lay_out(root)
     wrapped = DistributedDataParallel(
         root,
@@ -46,7 +46,7 @@ def wrap(
     return wrapped
 
 
-def leave_out_held(root: nn.Module, base: Collection[str] = ()) -> None:
+def leave_out_frozen(root: nn.Module, base: Collection[str] = ()) -> None:
     """Let DDP pass over what is frozen: held in 8 bits, which cannot be sent, or read by every rank from its source."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, [*fp8.stored_names(root), *base])
 

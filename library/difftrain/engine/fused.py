@@ -53,16 +53,16 @@ class DuringBackward:
         self._waiting: list[set[str]] = []
         self._skipped: Tensor | None = None
         self._squares: list[Tensor] = []
-        for place, names in enumerate(parts):
+        for number, names in enumerate(parts):
             for name in names:
-                master_weights.weights[name].register_post_accumulate_grad_hook(self._hook(place, name))
+                master_weights.weights[name].register_post_accumulate_grad_hook(self._hook(number, name))
 
-    def _hook(self, place: int, name: str) -> Callable[[nn.Parameter], None]:
+    def _hook(self, number: int, name: str) -> Callable[[nn.Parameter], None]:
         def arrived(parameter: nn.Parameter) -> None:
             if self._armed:
-                self._waiting[place].discard(name)
-                if not self._waiting[place]:
-                    self._update(self._parts[place])
+                self._waiting[number].discard(name)
+                if not self._waiting[number]:
+                    self._update(self._parts[number])
 
         return arrived
 
@@ -82,13 +82,15 @@ class DuringBackward:
         master_weights = self._master_weights
         gradients = master_weights.gradients(names)
         self._sum(gradients)
-        found = norms(gradients)
-        each = torch.stack(found)
-        self._squares.append(each.square().sum())
+        norms_of_parts = norms(gradients)
+        part_norms = torch.stack(norms_of_parts)
+        # the global norm is known when all parts are done: it is reported, not clipped by
+        self._squares.append(part_norms.square().sum())
         assert self._skipped is not None
-        self._skipped = torch.maximum(self._skipped, torch.isfinite(each).all().logical_not().float())
+        # one bad part stops the parts that come after it
+        self._skipped = torch.maximum(self._skipped, torch.isfinite(part_norms).all().logical_not().float())
         if self._max_norm > 0:
-            for name, factor in zip(names, (self._max_norm / (each + 1e-6)).clamp(max=1.0).unbind()):
+            for name, factor in zip(names, (self._max_norm / (part_norms + 1e-6)).clamp(max=1.0).unbind()):
                 master_weights.multiply(name, factor)
         skipped = self._skipped
         if may_step(self._optimizer, skipped):
@@ -99,7 +101,7 @@ class DuringBackward:
     def _sum(self, gradients: list[Tensor]) -> None:
         """Sum over the ranks, which come here in the same order: they run the same graph."""
         if self._ranks.size > 1:
-            works = [dist.all_reduce(each, dist.ReduceOp.SUM, async_op=True) for each in gradients]
+            works = [dist.all_reduce(gradient, dist.ReduceOp.SUM, async_op=True) for gradient in gradients]
             for work in works:
                 work.wait()
 

@@ -26,24 +26,25 @@ if TYPE_CHECKING:
 class ShardedState:
     """Know which rank holds the optimizer state of each parameter. Collective: making it, and broadcast."""
 
-    def __init__(self, mine: list[str], ranks: Ranks) -> None:
+    def __init__(self, own: list[str], ranks: Ranks) -> None:
         self._rank = ranks.rank
-        self._owner = {name: rank for rank, names in enumerate(ranks.gather(mine)) for name in names}
+        self._owner = {name: rank for rank, names in enumerate(ranks.gather(own)) for name in names}
 
     def owns(self, name: str) -> bool:
         """Tell whether this rank updates a parameter."""
         return self._owner[name] == self._rank
 
     @torch.no_grad()
-    def broadcast(self, names: list[str], held: Callable[[str], list[Tensor]]) -> None:
+    def broadcast(self, names: list[str], tensors_of: Callable[[str], list[Tensor]]) -> None:
         """Send the tensors of some parameters from their owners to all: one message an owner, bytes as they are."""
         for rank in sorted({self._owner[name] for name in names}):
-            tensors = [each for name in names if self._owner[name] == rank for each in held(name)]
-            message = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
+            tensors = [tensor for name in names if self._owner[name] == rank for tensor in tensors_of(name)]
+            # bytes, so that one message carries several dtypes
+            message = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
             dist.broadcast(message, src=rank)
             if rank == self._rank:
                 continue
-            sizes = [each.numel() * each.element_size() for each in tensors]
+            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
             for tensor, piece in zip(tensors, message.split(sizes)):
                 tensor.copy_(_aligned(piece).view(tensor.dtype).view(tensor.shape))
 
@@ -70,13 +71,14 @@ def only(optimizer: Optimizer, parameters: Container[int]) -> Iterator[Optimizer
 
     What it would write into its groups is lost: for optimizers that step apart.
     """
-    whole = optimizer.param_groups
-    chosen = ((group, [each for each in group["params"] if id(each) in parameters]) for group in whole)
-    optimizer.param_groups = [{**group, "params": found} for group, found in chosen if found]
+    every_group = optimizer.param_groups
+    chosen = ((group, [param for param in group["params"] if id(param) in parameters]) for group in every_group)
+    # copies of the groups: a rate that a schedule sets counts, what the step writes does not
+    optimizer.param_groups = [{**group, "params": params} for group, params in chosen if params]
     try:
         yield optimizer
     finally:
-        optimizer.param_groups = whole
+        optimizer.param_groups = every_group
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -95,11 +97,11 @@ class MasterWeights:
     def groups(self, groups: Iterable[Group]) -> list[Group]:
         """Return parameter groups of what is updated, for groups of weights."""
         names = {id(weight): name for name, weight in self.weights.items()}
-        found = []
+        optimizer_groups = []
         for group in groups:
             named = [(name, self.updated[names[id(weight)]]) for name, weight in group.named_params]
-            found.append(replace(group, named_params=named))
-        return found
+            optimizer_groups.append(replace(group, named_params=named))
+        return optimizer_groups
 
     def attach(self, optimizer: Optimizer, ranks: Ranks) -> None:
         """Learn which optimizer it is, once it is made."""
@@ -183,12 +185,12 @@ class MasterWeights:
         for name in sorted(names):
             yield name, self.value(name) if name in self.weights else model[name]
 
-    def take(self, name: str, value: Tensor, place: Tensor) -> None:
-        """Take a weight from a checkpoint; place: where the model has it. Every rank takes all, and calls taken then."""
+    def take(self, name: str, value: Tensor, region: Tensor) -> None:
+        """Take a weight from a checkpoint; region: where the model has it. Every rank takes all, and calls taken then."""
         if name in self.weights:
             self.put(name, value)
         else:
-            place.copy_(value)
+            region.copy_(value)
 
     def taken(self) -> None:
         """Do what is to be done once all weights are taken."""
@@ -223,9 +225,9 @@ class HalfPrecisionWeights(MasterWeights):
         if steps_apart(optimizer):
             self.parts = list(_cut(self.weights, self.PART))
         if inner(optimizer) is not optimizer:
-            owned = {id(each) for group in inner(optimizer).param_groups for each in group["params"]}
+            owned = {id(param) for group in inner(optimizer).param_groups for param in group["params"]}
             self._sharded_state = ShardedState(
-                [name for name, each in self.updated.items() if id(each) in owned], ranks
+                [name for name, weight in self.updated.items() if id(weight) in owned], ranks
             )
 
     def for_scaler(self, optimizer: Optimizer) -> Any:
@@ -234,6 +236,7 @@ class HalfPrecisionWeights(MasterWeights):
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale gradients down when they are taken, in fp32."""
+        # half gradients scaled in their dtype would lose digits or underflow
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
         self._factors = dict.fromkeys(self.weights, factor)
 
@@ -254,16 +257,16 @@ class HalfPrecisionWeights(MasterWeights):
     @torch.no_grad()
     def step_part(self, optimizer: Optimizer, names: list[str], step: Step) -> None:
         """Make fp32 of weights and gradients, step on them, and make halves again; all ranks come out equal."""
-        mine = names if self._sharded_state is None else [name for name in names if self._sharded_state.owns(name)]
-        for name in mine:
+        own = names if self._sharded_state is None else [name for name in names if self._sharded_state.owns(name)]
+        for name in own:
             self._to_fp32(name)
             self._take_gradient(name)
         if len(names) == len(self.weights):
             step(self._worker(optimizer))
-        elif mine:
-            with only(self._worker(optimizer), {id(self.updated[name]) for name in mine}) as worker:
+        elif own:
+            with only(self._worker(optimizer), {id(self.updated[name]) for name in own}) as worker:
                 step(worker)
-        for name in mine:
+        for name in own:
             self.updated[name].grad = None
             self._to_half(name)
         if self._sharded_state is not None:
@@ -341,13 +344,13 @@ class HalfPrecisionWeights(MasterWeights):
 def _cut(weights: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
     """Cut into runs of at most so many elements, but at least one weight."""
     names: list[str] = []
-    held = 0
+    size = 0
     for name, weight in weights.items():
-        if names and held + weight.numel() > most:
+        if names and size + weight.numel() > most:
             yield names
-            names, held = [], 0
+            names, size = [], 0
         names.append(name)
-        held += weight.numel()
+        size += weight.numel()
     yield names
 
 

@@ -33,9 +33,9 @@ def encode(value: Any, where: str, keep: Callable[[str, Tensor], None]) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [encode(each, f"{where}/{place}", keep) for place, each in enumerate(value)]}
+        return {kind: [encode(item, f"{where}/{index}", keep) for index, item in enumerate(value)]}
     if isinstance(value, dict):
-        pairs = [[encode(key, "", keep), encode(each, f"{where}/{key}", keep)] for key, each in value.items()]
+        pairs = [[encode(key, "", keep), encode(item, f"{where}/{key}", keep)] for key, item in value.items()]
         return {"dict": pairs}
     raise TrainingFault(f"the optimizer keeps {where} as a {type(value).__name__}, which a checkpoint cannot hold")
 
@@ -50,8 +50,8 @@ def decode(value: Any, find: Callable[[str], Tensor]) -> Any:
     if kind == "dtype":
         return getattr(torch, content)
     if kind == "dict":
-        return {decode(key, find): decode(each, find) for key, each in content}
-    return (list if kind == "list" else tuple)(decode(each, find) for each in content)
+        return {decode(key, find): decode(item, find) for key, item in content}
+    return (list if kind == "list" else tuple)(decode(item, find) for item in content)
 
 
 class ScheduleState:
@@ -71,7 +71,7 @@ class ScheduleState:
             "now": {key: value for key, value in now.items() if value != self._start.get(key)},
         }
 
-    def go_to(self, position: int, told: Mapping[str, Any], rates: list[float]) -> None:
+    def go_to(self, position: int, facts: Mapping[str, Any], rates: list[float]) -> None:
         """Bring the schedule to a position.
 
         One without a formula takes back what `describe` told, where it began as this one did: the same class, arguments
@@ -81,8 +81,8 @@ class ScheduleState:
             if position:
                 self._schedule.last_epoch = position - 1
                 self._schedule.step()
-        elif told and told["start"] == self._start:
-            now = {key: decode(value, _no_tensors) for key, value in told["now"].items()}
+        elif facts and facts["start"] == self._start:
+            now = {key: decode(value, _no_tensors) for key, value in facts["now"].items()}
             self._schedule.load_state_dict({**self._schedule.state_dict(), **now})
             for group, rate in zip(self._optimizer.param_groups, rates):
                 group["lr"] = rate
@@ -147,33 +147,33 @@ class NamedState:
     @property
     def owned(self) -> list[str]:
         """Return the names of the parameters whose state this rank holds."""
-        return [self._names[id(each)] for group in inner(self._optimizer).param_groups for each in group["params"]]
+        return [self._names[id(param)] for group in inner(self._optimizer).param_groups for param in group["params"]]
 
     def parameters(self, names: Iterable[str], keep: Keep) -> dict[str, Any]:
         """Encode the state of the named ones among the owned parameters."""
         names = set(names)
         worker = inner(self._optimizer)
-        found = {}
+        parameters = {}
         for group in worker.param_groups:
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
                 if name in names:
                     state = worker.state.get(parameter, {})
-                    found[name] = {key: encode(value, f"{name}/{key}", keep) for key, value in state.items()}
-        return found
+                    parameters[name] = {key: encode(value, f"{name}/{key}", keep) for key, value in state.items()}
+        return parameters
 
     def groups(self, keep: Keep) -> list[dict[str, Any]]:
         """Encode what the optimizer has changed in its groups, with the names of their parameters."""
-        found = []
-        for place, group in enumerate(inner(self._optimizer).param_groups):
-            before = self._configured[place]
+        groups = []
+        for index, group in enumerate(inner(self._optimizer).param_groups):
+            before = self._configured[index]
             changed = {
-                key: encode(value, f"group {place}/{key}", keep)
+                key: encode(value, f"group {index}/{key}", keep)
                 for key, value in self._values(group).items()
                 if key not in before or not _equal(value, before[key])
             }
-            found.append(changed)
-        return found
+            groups.append(changed)
+        return groups
 
     def load(
         self,
@@ -189,20 +189,20 @@ class NamedState:
         worker = inner(self._optimizer)
         plain = worker.state_dict()
         plain["state"] = {}
-        place = 0
+        number = 0
         for group in worker.param_groups:
             for parameter in group["params"]:
                 state = states[self._names[id(parameter)]]
                 if state:
-                    plain["state"][place] = _decoded(state, find, parameter)
-                place += 1
+                    plain["state"][number] = _decoded(state, find, parameter)
+                number += 1
         worker.load_state_dict(plain)
         self._put_right(plain["state"])
         self.load_groups(groups, find)
 
     def load_groups(self, groups: list[dict[str, Any]], find: Callable[[str], Tensor]) -> None:
         """Take back what an optimizer had changed in its groups."""
-        for optimizer in {id(each): each for each in (inner(self._optimizer), self._optimizer)}.values():
+        for optimizer in {id(optimizer): optimizer for optimizer in (inner(self._optimizer), self._optimizer)}.values():
             for group, before, changed in zip(optimizer.param_groups, self._configured, groups):
                 group |= copy.deepcopy(before)
                 for key, value in changed.items():
@@ -215,11 +215,11 @@ class NamedState:
         """
         worker = inner(self._optimizer)
         owned = [parameter for group in worker.param_groups for parameter in group["params"]]
-        for place, state in states.items():
-            loaded = worker.state[owned[place]]
+        for name, state in states.items():
+            loaded = worker.state[owned[name]]
             for key, value in state.items():
                 loaded[key] = value.to(loaded[key].device) if _is_counter(value) else value
-            page_again(worker, owned[place])
+            page_again(worker, owned[name])
 
     @staticmethod
     def _values(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,6 +253,6 @@ def _equal(a: Any, b: Any) -> bool:
 def merge_states(metadata: Iterable[Mapping[str, str]]) -> dict[str, dict[str, Any]]:
     """Put the states together that several files describe."""
     merged: dict[str, dict[str, Any]] = {}
-    for each in metadata:
-        merged |= json.loads(each["states"])
+    for entry in metadata:
+        merged |= json.loads(entry["states"])
     return merged

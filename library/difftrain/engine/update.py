@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from difftrain.contracts import METRIC
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class AfterBackward:
         master_weights, scaler = self._master_weights, self._scaler
         gradients = master_weights.gradients()
         if gradients:  # sharded ones may all be elsewhere
+            # a finite loss adds 0; any other makes the norm non-finite, and no host had to look
             _poison(gradients[0], loss())
+        # the scaler finds gradients through groups: of half weights they are not the optimizer's own
         seen = master_weights.for_scaler(self._optimizer)
         if scaler is not None:
             scaler.unscale_(seen)
@@ -67,6 +70,7 @@ class AfterBackward:
             master_weights.clip(self._max_norm, norm)
 
         # --- step, or leave everything as it is
+        # 1.0 or 0.0 on the device, which a fused optimizer reads there
         skipped = torch.isfinite(norm).logical_not().float()
         if scaler is not None:
             skipped = torch.maximum(skipped, overflow(scaler, seen).to(skipped.device))
@@ -80,6 +84,7 @@ class AfterBackward:
 
 def _poison(gradient: Tensor, loss: Tensor) -> None:
     """Carry a loss that is not finite into the gradients, where the scaler and the norm see it: x + 0 else."""
+    # inf * 0 and nan * 0 are nan
     gradient[(0,) * gradient.ndim].add_(loss * 0.0)
 
 
@@ -89,8 +94,8 @@ def overflow(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
     Read from the scaler's record because GradScaler.step, the public way, waits for the host with every optimizer
     that it does not know to be fused, a sharding one among them.
     """
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-    return torch.stack([each.reshape(()).float() for each in found]).amax()
+    values = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    return torch.stack([value.reshape(()).float() for value in values]).amax()
 
 
 def may_step(optimizer: Optimizer, skipped: Tensor) -> bool:
@@ -117,3 +122,56 @@ def _reads_flag(optimizer: Optimizer, skipped: Tensor) -> bool:
 
 def _looking_is_free(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
+
+
+# --- The terms of a loss as sums over samples, so that any split into micro batches and ranks gives the same figures
+
+
+TOTAL = "loss"
+COUNT = "samples"  # counts of a term's own have its name; the others are of samples
+
+
+class LossTerms:
+    """Add up terms by name. names: sorted; known from the first forward on."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def learn(self, terms: Mapping[str, Tensor]) -> None:
+        """Take the names from a batch's terms, once."""
+        if self.names:
+            return
+        of_loss = [name for name in terms if is_loss(name)]
+        assert TOTAL not in of_loss or len(of_loss) == 1, f"{TOTAL} is the total of the terms {sorted(of_loss)}"
+        self.names = sorted(terms)
+
+    def loss(self, terms: Mapping[str, Tensor], counts: Mapping[str, float]) -> Tensor:
+        """Return a micro batch's share of the global mean: what is backpropagated."""
+        return add(terms[name] / counts.get(name, counts[COUNT]) for name in self.names if is_loss(name))
+
+    def vector(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Return the sums in the order of names, fp32: one tensor to be reduced."""
+        # one all-reduce of a vector in place of one for each term
+        return torch.stack([terms[name].detach().float() for name in self.names])
+
+    def sums(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the sums of a vector by name, and their total."""
+        return _with_total({name: vector[i] for i, name in enumerate(self.names)})
+
+    def means(self, vector: Tensor, counts: Mapping[str, float]) -> dict[str, Tensor]:
+        """Return the means of global sums by name, and their total."""
+        return _with_total({name: vector[i] / counts.get(name, counts[COUNT]) for i, name in enumerate(self.names)})
+
+
+def is_loss(name: str) -> bool:
+    """Tell whether a term belongs to the loss; the others are measured beside it."""
+    return not name.startswith(METRIC)
+
+
+def add(values: Iterable[Tensor]) -> Tensor:
+    """Add scalars up in one operation."""
+    return torch.stack(list(values)).sum()
+
+
+def _with_total(terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**terms, TOTAL: add(value for name, value in terms.items() if is_loss(name))}

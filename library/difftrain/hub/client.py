@@ -85,27 +85,27 @@ def trouble(error: BaseException, name: str) -> Trouble | None:
     """Say what an error of huggingface_hub means for `name`; None where it has nothing to do with it."""
     from huggingface_hub import errors
 
-    for each in _causes(error):
-        if isinstance(each, errors.LocalEntryNotFoundError):  # what led to it tells more
+    for cause in _causes(error):
+        if isinstance(cause, errors.LocalEntryNotFoundError):  # what led to it tells more
             continue
-        if isinstance(each, errors.OfflineModeIsEnabled):
+        if isinstance(cause, errors.OfflineModeIsEnabled):
             return Trouble("HF_HUB_OFFLINE forbids to fetch it", away=True)
-        if isinstance(each, errors.HfHubHTTPError):
-            return _answered(each, name)
-        if isinstance(each, errors.HTTPError | ConnectionError | TimeoutError):
-            said = f": {each}" if str(each) else ""
+        if isinstance(cause, errors.HfHubHTTPError):
+            return _answered(cause, name)
+        if isinstance(cause, errors.HTTPError | ConnectionError | TimeoutError):
+            text = f": {cause}" if str(cause) else ""
             return Trouble(
-                f"{endpoint()} cannot be reached ({type(each).__name__}{said})",
+                f"{endpoint()} cannot be reached ({type(cause).__name__}{text})",
                 "see the network, HF_ENDPOINT and proxies",
                 passing=True,
                 away=True,
-                silent="Timeout" in type(each).__name__,
+                silent="Timeout" in type(cause).__name__,
             )
-        if isinstance(each, OSError) and each.errno:  # a full disk, a folder that is not one's own
-            place = str(each.filename or cache_folder())
-            remedy = "HF_HOME names another folder" if place.startswith(cache_folder()) else ""
-            return Trouble(f"{place}: {each.strerror}", remedy)
-        if isinstance(each, errors.FileMetadataError):
+        if isinstance(cause, OSError) and cause.errno:  # a full disk, a folder that is not one's own
+            path = str(cause.filename or cache_folder())
+            remedy = "HF_HOME names another folder" if path.startswith(cache_folder()) else ""
+            return Trouble(f"{path}: {cause.strerror}", remedy)
+        if isinstance(cause, errors.FileMetadataError):
             return Trouble(f"{endpoint()} does not answer as a hub does", "see HF_ENDPOINT")
     if isinstance(error, errors.LocalEntryNotFoundError):
         return Trouble("it is not in the cache", away=True)
@@ -117,11 +117,11 @@ def trouble(error: BaseException, name: str) -> Trouble | None:
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Walk from an error to what it came from: the hub's client wraps the telling one."""
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _answered(error: Any, name: str) -> Trouble:
@@ -148,5 +148,5 @@ def _answered(error: Any, name: str) -> Trouble:
 
 
 def _first_line(error: Any) -> str:
-    said = getattr(error, "server_message", None) or str(error)
-    return next((line.strip() for line in said.splitlines() if line.strip()), "no reason is given")
+    text = getattr(error, "server_message", None) or str(error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given")

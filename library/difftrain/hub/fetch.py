@@ -42,99 +42,101 @@ def fetch(
         return here, taken
     rest = named(run_on(ranks, ranks.is_logger, lambda: unasked(here)), unasked=True)
     if rest:
-        log.info("the weights come without a tokenizer: taken are %s", ", ".join(each.text for each in rest))
+        log.info("the weights come without a tokenizer: taken are %s", ", ".join(request.text for request in rest))
         more, commits = _fetch_all(cfg, rest, ranks, pins)
         here, taken = localised(here, more), taken | commits
     return here, taken
 
 
 def _fetch_all(
-    cfg: TrainConfig, names: Sequence[HubRequest], ranks: Ranks, pins: Mapping[str, str]
+    cfg: TrainConfig, requests: Sequence[HubRequest], ranks: Ranks, pins: Mapping[str, str]
 ) -> tuple[Places, Pins]:
-    if not names:
+    if not requests:
         return {}, {}
-    taken = run_on(ranks, ranks.is_logger, lambda: _commits(cfg, names, pins))
-    mine: Places = {}
+    taken = run_on(ranks, ranks.is_logger, lambda: _commits(cfg, requests, pins))
+    places: Places = {}
 
     def work() -> None:
-        mine.update(_each(names, lambda each: _place(cfg, each, taken.get(each.pin), each.pin in pins)))
+        places.update(
+            _for_all(requests, lambda request: _fetch_one(cfg, request, taken.get(request.pin), request.pin in pins))
+        )
 
     run_on(ranks, ranks.local_rank == 0, work)
-    told = ranks.gather(mine)
-    return told[ranks.rank - ranks.local_rank], taken
+    answers = ranks.gather(places)
+    return answers[ranks.rank - ranks.local_rank], taken
 
 
-def _commits(cfg: TrainConfig, names: Sequence[HubRequest], pins: Mapping[str, str]) -> Pins:
+def _commits(cfg: TrainConfig, requests: Sequence[HubRequest], pins: Mapping[str, str]) -> Pins:
     """Settle the commit of every id that is to be fetched; parts of one repository are of one commit."""
     known = dict(pins)
 
-    def settle(each: HubRequest) -> str | None:
-        if each.pin not in known:
-            if _given_here(cfg, each):
+    def commit_of(request: HubRequest) -> str | None:
+        if request.pin not in known:
+            if _local_path(cfg, request):
                 return None
-            known[each.pin] = Repository.find(each.id.repo, each.kind, each.id.revision).commit
-        return known[each.pin]
+            known[request.pin] = Repository.find(request.id.repo, request.kind, request.id.revision).commit
+        return known[request.pin]
 
-    commits = _each(names, settle)
-    return {each.pin: commits[each.slot] for each in names if each.slot in commits}
+    commits = _for_all(requests, commit_of)
+    return {request.pin: commits[request.slot] for request in requests if request.slot in commits}
 
 
-def _each(names: Sequence[HubRequest], action: Callable[[HubRequest], T | None]) -> dict[Slot, T]:
+def _for_all(requests: Sequence[HubRequest], action: Callable[[HubRequest], T | None]) -> dict[Slot, T]:
     """Do something for every id; return what it gave, by its place. Raises ConfigFault with the faults of all."""
-    found: dict[Slot, T] = {}
+    results: dict[Slot, T] = {}
     faults = []
-    for each in names:
+    for request in requests:
         try:
-            result = action(each)
+            result = action(request)
         except NotFetched as error:
-            faults.append(each.fault(error.trouble))
+            faults.append(request.fault(error.trouble))
         except repo_files.Unfit as error:
-            faults.append(each.fault(client.Trouble(str(error))))
+            faults.append(request.fault(client.Trouble(str(error))))
         else:
             if result is not None:
-                found[each.slot] = result
+                results[request.slot] = result
     if faults:
         raise ConfigFault(faults)
-    return found
+    return results
 
 
-def _given_here(cfg: TrainConfig, each: HubRequest) -> str | None:
+def _local_path(cfg: TrainConfig, request: HubRequest) -> str | None:
     """Return the path of what lies here already: one of that name, or a tokenizer in the cache of tokenizers."""
-    if hub_ids.lies_here(each.text):
-        return each.text
-    folder = _kept_tokenizer(cfg, each)
+    if hub_ids.lies_here(request.text):
+        return request.text
+    folder = _kept_tokenizer(cfg, request)
     if folder is not None and any((folder / name).is_file() for name in ("merges.txt", "tokenizer.json")):
         return str(folder)
     return None
 
 
-def _kept_tokenizer(cfg: TrainConfig, each: HubRequest) -> Path | None:
+def _kept_tokenizer(cfg: TrainConfig, request: HubRequest) -> Path | None:
     """Return where --tokenizer_cache_dir keeps a tokenizer, under kohya's name: its id with "_" for "/"."""
-    if each.field not in TOKENIZERS or not cfg.model.tokenizer_cache_dir:
+    if request.field not in TOKENIZERS or not cfg.model.tokenizer_cache_dir:
         return None
-    return Path(cfg.model.tokenizer_cache_dir).expanduser() / str(each.id).replace("/", "_")
+    return Path(cfg.model.tokenizer_cache_dir).expanduser() / str(request.id).replace("/", "_")
 
 
-def _place(cfg: TrainConfig, each: HubRequest, commit: str | None, pinned: bool) -> str:
+def _fetch_one(cfg: TrainConfig, request: HubRequest, commit: str | None, pinned: bool) -> str:
     """Return the path of what an id stands for, fetched where it is missing. pinned: the commit is an earlier one."""
-    here = _given_here(cfg, each)
+    here = _local_path(cfg, request)
     if here is not None:
         return here
-    name = "" if pinned or is_commit(each.id.revision) else each.id.revision or DEFAULT
+    name = "" if pinned or is_commit(request.id.revision) else request.id.revision or DEFAULT
     if commit is None:  # rank 0's machine has it under a path
-        commit = Repository.find(each.id.repo, each.kind, each.id.revision).commit
-    repository = Repository(each.id.repo, each.kind, commit, name)
+        commit = Repository.find(request.id.repo, request.kind, request.id.revision).commit
+    repository = Repository(request.id.repo, request.kind, commit, name)
     sizes = repository.files()
     small = repository.fetch  # model_index.json comes first: it says what else is needed
-    files, target = each.choose(
-        list(sizes), each.id.path, lambda file: (small([file], sizes[file]) / file).read_bytes()
+    files, target = request.choose(
+        list(sizes), request.id.path, lambda file: (small([file], sizes[file]) / file).read_bytes()
     )
     if not files:
         raise repo_files.Unfit(
-            f"holds no pictures, tars or parquet files{f' in {each.id.path}' if each.id.path else ''}"
+            f"holds no pictures, tars or parquet files{f' in {request.id.path}' if request.id.path else ''}"
         )
     path = repository.fetch(files, sum(sizes[file] for file in files)) / target
-    kept = _kept_tokenizer(cfg, each)
+    kept = _kept_tokenizer(cfg, request)
     return str(path if kept is None else _keep(path, kept))
 
 
@@ -165,21 +167,23 @@ def looked_up(cfg: TrainConfig) -> tuple[TrainConfig, list[HubRequest]]:
     return here, missing
 
 
-def _look(cfg: TrainConfig, names: Sequence[HubRequest], places: Places) -> list[HubRequest]:
+def _look(cfg: TrainConfig, requests: Sequence[HubRequest], places: Places) -> list[HubRequest]:
     """Note where each lies; return those that lie nowhere."""
-    found = [(each, _in_cache(cfg, each)) for each in names]
-    places |= {each.slot: path for each, path in found if path is not None}
-    return [each for each, path in found if path is None]
+    located = [(request, _in_cache(cfg, request)) for request in requests]
+    places |= {request.slot: path for request, path in located if path is not None}
+    return [request for request, path in located if path is None]
 
 
-def _in_cache(cfg: TrainConfig, each: HubRequest) -> str | None:
-    here = _given_here(cfg, each)
+def _in_cache(cfg: TrainConfig, request: HubRequest) -> str | None:
+    here = _local_path(cfg, request)
     if here is not None:
         return here
     try:
-        repository = Repository.find(each.id.repo, each.kind, each.id.revision, offline=True)
+        repository = Repository.find(request.id.repo, request.kind, request.id.revision, offline=True)
         sizes = repository.files(offline=True)
-        files, target = each.choose(list(sizes), each.id.path, lambda file: _cached(repository, file).read_bytes())
+        files, target = request.choose(
+            list(sizes), request.id.path, lambda file: _cached(repository, file).read_bytes()
+        )
         folder = repository.here(files)
     except (NotFetched, repo_files.Unfit):
         return None
@@ -215,7 +219,7 @@ def fetch_state(cfg: TrainConfig, ranks: Ranks) -> str | None:
             raise NotFetched(client.Trouble(f"{repository} has no folder {id.path}"))
         return str(repository.fetch(inside, sum(sizes[file] for file in inside)) / id.path)
 
-    def told(action: Callable[[], str]) -> str:
+    def as_fault(action: Callable[[], str]) -> str:
         try:
             return action()
         except NotFetched as error:
@@ -223,7 +227,8 @@ def fetch_state(cfg: TrainConfig, ranks: Ranks) -> str | None:
             remedy = where if error.trouble.away else error.trouble.remedy
             raise ConfigFault([Fault(option("save.resume"), f"{resume}: {error.trouble.what}", remedy)]) from error
 
-    commit = run_on(ranks, ranks.is_logger, lambda: told(find))
-    mine: list[str] = []
-    run_on(ranks, ranks.local_rank == 0, lambda: mine.append(told(lambda: bring(commit))))
-    return str(ranks.gather(mine)[ranks.rank - ranks.local_rank][0])
+    # one rank settles the commit, so that all machines fetch the same; one of each machine fetches
+    commit = run_on(ranks, ranks.is_logger, lambda: as_fault(find))
+    paths: list[str] = []
+    run_on(ranks, ranks.local_rank == 0, lambda: paths.append(as_fault(lambda: bring(commit))))
+    return str(ranks.gather(paths)[ranks.rank - ranks.local_rank][0])

@@ -60,15 +60,15 @@ class Repository:
             return cls(repo, kind, revision)
 
         # where a branch or tag is now; a hub that cannot be reached just now is no fault yet
-        said = None
+        trouble = None
         if not offline:
             try:
                 info = client.api().repo_info(repo, repo_type=kind, revision=revision or None)
                 return cls(repo, kind, str(info.sha))
             except Exception as error:
-                said = _trouble(error, repo)
-                if not (said.away or said.passing):
-                    raise NotFetched(said) from error
+                trouble = _trouble(error, repo)
+                if not (trouble.away or trouble.passing):
+                    raise NotFetched(trouble) from error
 
         # where it was at the last fetch, as the cache has it
         try:
@@ -76,11 +76,13 @@ class Repository:
                 repo, repo_type=kind, revision=revision or None, allow_patterns=[], local_files_only=True
             )
         except Exception as error:
-            raise NotFetched(said or _trouble(error, repo)) from error
-        found = cls(repo, kind, Path(folder).name)
-        if said is not None:
-            log.warning("%s: %s; the cache has it as of commit %s, which is taken", repo, said.what, found.commit[:8])
-        return found
+            raise NotFetched(trouble or _trouble(error, repo)) from error
+        repository = cls(repo, kind, Path(folder).name)
+        if trouble is not None:
+            log.warning(
+                "%s: %s; the cache has it as of commit %s, which is taken", repo, trouble.what, repository.commit[:8]
+            )
+        return repository
 
     @cached_property
     def _key(self) -> dict[str, Any]:
@@ -94,18 +96,18 @@ class Repository:
         if not offline:
             try:
                 tree = client.api().list_repo_tree(self.repo, recursive=True, **self._key)
-                return {each.path: each.size for each in tree if hasattr(each, "size")}
+                return {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
             except Exception as error:
-                said = _trouble(error, self.repo)
-                if not said.away:
-                    raise NotFetched(said) from error
+                trouble = _trouble(error, self.repo)
+                if not trouble.away:
+                    raise NotFetched(trouble) from error
         try:
             folder = Path(_snapshot(self.repo, allow_patterns=[], local_files_only=True, **self._key))
         except Exception as error:
             raise NotFetched(_trouble(error, self.repo)) from error
         log.warning("%s: the cache does not know all its files; those that are there are taken", self)
-        there = (path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in there}
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
     def _listed_before(self) -> dict[str, int] | None:
         try:
@@ -166,10 +168,10 @@ def patiently(action: Callable[[], str], name: str) -> str:
         try:
             return action()
         except Exception as error:
-            said = _trouble(error, name)
-            if wait is None or not said.passing:
-                raise NotFetched(said) from error
-            log.warning("%s: %s; trying again in %.0f s", name, said.what, wait)
+            trouble = _trouble(error, name)
+            if wait is None or not trouble.passing:
+                raise NotFetched(trouble) from error
+            log.warning("%s: %s; trying again in %.0f s", name, trouble.what, wait)
             time.sleep(wait)
     raise AssertionError
 
@@ -182,10 +184,10 @@ def _snapshot(repo: str, **options: Any) -> str:
 
 
 def _trouble(error: Exception, name: str) -> client.Trouble:
-    found = client.trouble(error, name)
-    if found is None:
+    trouble = client.trouble(error, name)
+    if trouble is None:
         raise error
-    return found
+    return trouble
 
 
 def patterns(files: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ the old content or the new one, never a part, and a power cut leaves one of the 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-MANIFEST = "manifest.json"
+# a disk that is full, over its quota, read-only or broken
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _CHUNK = 1 << 22
 _THREADS = 4  # zlib and read() let go of the interpreter; more threads than this only fight over the disk
 
@@ -104,15 +106,6 @@ def _fsync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def remove(path: Path) -> None:
-    """Delete a file, or a folder with its manifest first: what is left after a crash never looks whole."""
-    if not path.is_dir() or path.is_symlink():
-        path.unlink(missing_ok=True)
-        return
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
 
 
 # ---------------------------------------------------------------------- checksums

@@ -94,7 +94,7 @@ def _above(pid: int) -> int | None:
     except OSError:
         return None
     fields = _stat(pid)
-    started = any(each.startswith(_OF_TORCHRUN.encode()) for each in variables)
+    started = any(variable.startswith(_OF_TORCHRUN.encode()) for variable in variables)
     return int(fields[_PARENT]) if fields and started else None
 
 

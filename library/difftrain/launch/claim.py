@@ -40,7 +40,7 @@ def end_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-class BuildClaim:
+class FolderClaim:
     """The right to build, taken by `turn`. left_behind: a builder before this one did not come to its end."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,8 +76,8 @@ class BuildClaim:
 
     def is_dead(self) -> bool:
         """Say whether the owner's process was on this machine and is gone."""
-        _, pid, place = self.owner()
-        if place != _here():
+        _, pid, host = self.owner()
+        if host != _here():
             return False
         try:
             os.kill(int(pid), 0)
@@ -116,22 +116,22 @@ class BuildClaim:
 
 
 @contextmanager
-def turn(folder: Path, say: Callable[[str], None], *, fails_whole: type[Exception]) -> Iterator[BuildClaim]:
+def turn(folder: Path, say: Callable[[str], None], *, fails_whole: type[Exception]) -> Iterator[FolderClaim]:
     """Wait for the right to build, and hold it. A build that ends by any error but `fails_whole` counts as half-made."""
-    claim = BuildClaim(folder)
-    told, seen, since = False, "", time.monotonic()
+    claim = FolderClaim(folder)
+    announced, seen, since = False, "", time.monotonic()
     while not claim.take():
-        token, pid, place = claim.owner()
+        token, pid, host = claim.owner()
         if claim.beat() != seen:
             seen, since = claim.beat(), time.monotonic()
         if claim.is_dead() or time.monotonic() - since > SILENT_S:
             if claim.take_over(token):
-                say(f"process {pid or '?'} on {place.split('/')[0] or '?'} did not finish: starting over")
+                say(f"process {pid or '?'} on {host.split('/')[0] or '?'} did not finish: starting over")
                 break
-        elif not told:
-            told = True
+        elif not announced:
+            announced = True
             say(
-                f"waiting for process {pid or '?'} on {place.split('/')[0] or '?'}, which makes the environment "
+                f"waiting for process {pid or '?'} on {host.split('/')[0] or '?'}, which makes the environment "
                 f"(where nobody does, remove {folder})"
             )
         time.sleep(0.5)

@@ -33,11 +33,11 @@ _ABOVE = "DIFFTRAIN_VENV_STAGE"  # "look" or "install": set while the packages o
 _LACKING = 3  # the exit code of a look that found something missing
 
 
-class UnusableEnvironment(Exception):
+class EnvironmentUnusable(Exception):
     """Say why training cannot start here, in the user's words."""
 
 
-class Failed(UnusableEnvironment):
+class Failed(EnvironmentUnusable):
     """Say that a step ended by itself with an error, which it has told: nothing is left half-made."""
 
 
@@ -60,13 +60,13 @@ def requirements(root: Path) -> list[Requirement]:
     """Read requirements.txt, one distribution a line, and what pyproject.toml allows of each."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     allowed = {name.lower(): versions for name, versions in map(_split, project["project"]["dependencies"])}
-    found = []
+    requirements = []
     for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines():
         text = line.split("#")[0].strip()
         if text and not text.startswith("-"):
             name, versions = _split(text)
-            found.append(Requirement(text, name, versions, allowed.get(name.lower(), versions)))
-    return found
+            requirements.append(Requirement(text, name, versions, allowed.get(name.lower(), versions)))
+    return requirements
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -111,14 +111,14 @@ def _meets(have: tuple[int, ...], clause: str) -> bool:
 def missing(wanted: list[Requirement]) -> list[Requirement]:
     """Return what this interpreter lacks. A torch that is there is never in the list.
 
-    Raises: UnusableEnvironment where torch is older than what the package runs on.
+    Raises: EnvironmentUnusable where torch is older than what the package runs on.
     """
     lacking = []
     for requirement in wanted:
         version = installed(requirement.name)
         if requirement.name == "torch" and version is not None:
             if numbers(version)[:2] < TORCH_NEEDED:
-                raise UnusableEnvironment(
+                raise EnvironmentUnusable(
                     f"needs Python 3.11 / torch {_dotted(TORCH_NEEDED)}, found torch {version} in {sys.prefix}; "
                     "it is left as it is: install a newer one, or give another Python as PYTHON=…"
                 )
@@ -168,8 +168,8 @@ def make_venv(folder: Path) -> Path:
         )
     if sys.prefix != sys.base_prefix:  # an environment itself: "system" would mean the Python below it
         for site in folder.glob("lib/python*/site-packages"):
-            places = [place for place in sys.path if place.endswith("site-packages")]
-            (site / "difftrain_below.pth").write_text("".join(f"{place}\n" for place in places))
+            places = [path for path in sys.path if path.endswith("site-packages")]
+            (site / "difftrain_below.pth").write_text("".join(f"{path}\n" for path in places))
     return folder / "bin" / "python"
 
 
@@ -188,7 +188,7 @@ def install(lacking: list[Requirement]) -> None:
     )
     if done.returncode:
         say(done.stdout)
-        raise UnusableEnvironment(
+        raise EnvironmentUnusable(
             f"pip could not install what is missing (exit code {done.returncode}); its output is above"
         )
 
@@ -217,9 +217,9 @@ def main() -> str:
     # where a .venv of an earlier start has everything, there is no turn to wait for
     unfinished = ROOT / ".venv-unfinished"
     if python.exists() and not unfinished.exists():
-        found = _again(python, "look")
-        if found:
-            return found
+        report = _again(python, "look")
+        if report:
+            return report
 
     # make or complete .venv, one process at a time; our own that was left half made is made afresh
     try:
@@ -232,7 +232,7 @@ def main() -> str:
                 python = make_venv(venv)
             return _again(python, "install")
     except OSError as error:
-        raise UnusableEnvironment(f"{venv} cannot be made: {error}") from error
+        raise EnvironmentUnusable(f"{venv} cannot be made: {error}") from error
 
 
 def _again(python: Path, stage: str) -> str:
@@ -252,7 +252,7 @@ def _again(python: Path, stage: str) -> str:
 if __name__ == "__main__":
     try:
         print(main())
-    except UnusableEnvironment as error:
+    except EnvironmentUnusable as error:
         if str(error):  # else the process within .venv has said it
             say(str(error))
         sys.exit(2)

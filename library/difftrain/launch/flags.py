@@ -48,7 +48,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 @dataclass
-class Given:
+class LaunchFlags:
     """What the user asked for, and what was wrong with it.
 
     values: by the first name of each owned flag. origins: the flag or variable a value came from. rest: words for the
@@ -74,55 +74,55 @@ class Given:
         return {word[2:].split("=")[0] for word in self.rest if word.startswith("--")}
 
 
-def read(argv: list[str], environ: Mapping[str, str]) -> Given:
+def read(argv: list[str], environ: Mapping[str, str]) -> LaunchFlags:
     """Sort a command line into owned flags and the rest; add shell variables of the same names."""
-    given = Given()
+    flags = LaunchFlags()
     at = 0
     while at < len(argv):
         word, at = argv[at], at + 1
         name, equals, value = word[2:].partition("=")
         flag = _BY_NAME.get(name) if word.startswith("--") else None
         if flag is None:
-            given.rest.append(word)
+            flags.rest.append(word)
             continue
         if not equals and flag.kind != "switch":
             if at < len(argv) and not argv[at].startswith("--"):
                 value, at = argv[at], at + 1
             else:
-                given.faults.append(f"--{name}: its value is missing ({flag.help})")
+                flags.faults.append(f"--{name}: its value is missing ({flag.help})")
                 continue
-        _take(given, flag, value if equals or flag.kind != "switch" else "1", f"--{name}")
+        _take(flags, flag, value if equals or flag.kind != "switch" else "1", f"--{name}")
     for name, flag in _BY_NAME.items():
-        if environ.get(name, "").strip() and flag.names[0] not in given.values:
-            _take(given, flag, environ[name], f"the shell variable {name}")
-    return given
+        if environ.get(name, "").strip() and flag.names[0] not in flags.values:
+            _take(flags, flag, environ[name], f"the shell variable {name}")
+    return flags
 
 
-def _take(given: Given, flag: Owned, text: str, origin: str) -> None:
+def _take(flags: LaunchFlags, flag: Owned, text: str, origin: str) -> None:
     name, text = flag.names[0], text.strip()
     value: str | int | bool = text
     if flag.kind == "switch":
         if text.lower() not in _TRUE + _FALSE:
-            given.faults.append(f"{origin}: is a switch, got {text!r} (give it alone, or true or false)")
+            flags.faults.append(f"{origin}: is a switch, got {text!r} (give it alone, or true or false)")
             return
         value = text.lower() in _TRUE
     elif not text:
-        given.faults.append(f"{origin}: its value is empty ({flag.help})")
+        flags.faults.append(f"{origin}: its value is empty ({flag.help})")
         return
     elif flag.kind == "int":
         if not text.isdecimal():
-            given.faults.append(f"{origin}: must be a whole number, got {text!r} ({flag.help})")
+            flags.faults.append(f"{origin}: must be a whole number, got {text!r} ({flag.help})")
             return
         value = int(text)
-    given.values[name] = value
-    given.origins[name] = origin
+    flags.values[name] = value
+    flags.origins[name] = origin
 
 
-def to_door(given: Given) -> list[str]:
+def to_door(flags: LaunchFlags) -> list[str]:
     """Return the owned flags that were given, in the training script's spelling."""
     words = []
     for flag in OWNED:
-        value = given.values.get(flag.names[0])
+        value = flags.values.get(flag.names[0])
         if not flag.door or value is None or value is False:
             continue
         words.append(f"--{flag.door}" if value is True else f"--{flag.door}={value}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import OWNED, Given
+from difftrain.launch.flags import OWNED, LaunchFlags
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, LaunchRecipe
 
@@ -47,11 +47,11 @@ class LightRecipe(LaunchRecipe):
 
     home: Path | None = None
 
-    def line(self, given: Given, output: Path) -> list[str]:
+    def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        dry = ["--dry_run"] if given.values.get("dry_run") else []
-        place = [f"--output.output_dir={output}", "--save.run_dirs=false", "--save.resume=auto"]
-        return [*self.words, *_owned(given), *place, *dry, *given.rest]
+        dry = ["--dry_run"] if flags.values.get("dry_run") else []
+        output_words = [f"--output.output_dir={output}", "--save.run_dirs=false", "--save.resume=auto"]
+        return [*self.words, *_owned(flags), *output_words, *dry, *flags.rest]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -92,65 +92,66 @@ def _aside() -> Path:
 
 def _without_model(words: list[str], folder: Path) -> list[str]:
     """Return the same flags on a copy of the recipe's file that names the demo's sizes in place of its model."""
-    given = next(word for word in words if word.startswith("--config="))
-    text = Path(given.partition("=")[2]).read_text(encoding="utf-8")
+    config = next(word for word in words if word.startswith("--config="))
+    text = Path(config.partition("=")[2]).read_text(encoding="utf-8")
     copy = folder / "recipe.toml"
     copy.write_text(re.sub(r"(?m)^diffusers_path = .*$", 'init_from_config = "demo"', text), encoding="utf-8")
-    others = [word for word in words if word != given and not word.startswith("--model.diffusers_path=")]
-    return [f"--config={copy}", *others]
+    rest = [word for word in words if word != config and not word.startswith("--model.diffusers_path=")]
+    return [f"--config={copy}", *rest]
 
 
-def choose(name: str, given: Given, where: Where) -> LightRecipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> LightRecipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     stage = ["--cache_only"] if name == "sd3_light_cache" else []
-    asked, own = given.text("dataset_name"), given.names_rest()
-    has_model = "model_name" in given.values or bool(own & WEIGHTS)
+    asked, own = flags.text("dataset_name"), flags.names_rest()
+    has_model = "model_name" in flags.values or bool(own & WEIGHTS)
     has_data = bool(asked) or bool(own & DATA)
     if "config" in own:
         return LightRecipe(DOOR, stage, ["--config says what is trained: the recipe's own file is left out"])
+    # with nothing of the user's own, the embedded demo
     if asked in DEMOS or not (has_model or has_data):
-        return _demo(asked or "shapes", given, where, stage)
+        return _demo(asked or "shapes", flags, where, stage)
     faults = []
     if not has_model:
         what = "the folder that `difftrain init sd3_light --size=light --from=SD3_FOLDER --output=DIR` writes"
         faults.append(f"--model_name: is missing ({what})")
     if not has_data:
         faults.append("--dataset_name: is missing (a folder of pictures or tars, or a TOML file of data sets)")
-    if "demo_scale" in given.values:
-        faults.append(f"{given.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
-    if asked.endswith(".toml") and "resolution" in given.values:
-        faults.append(f"{given.origins['resolution']}: the data set file {asked} has its own (resolutions in it)")
-    words, notes = _real(name, given, where, faults)
+    if "demo_scale" in flags.values:
+        faults.append(f"{flags.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
+    if asked.endswith(".toml") and "resolution" in flags.values:
+        faults.append(f"{flags.origins['resolution']}: the data set file {asked} has its own (resolutions in it)")
+    words, notes = _real(name, flags, where, faults)
     return LightRecipe(DOOR, [*stage, *words], notes, faults)
 
 
-def _real(name: str, given: Given, where: Where, faults: list[str]) -> tuple[list[str], list[str]]:
+def _real(name: str, flags: LaunchFlags, where: Where, faults: list[str]) -> tuple[list[str], list[str]]:
     words, notes = [f"--config={CONFIGS / RECIPES[name]}"], [f"recipe: configs/sd3_light/{RECIPES[name]}"]
-    speed = bool(given.values.get("performance")) or given.number("max_train_epoch", EPOCHS) < EPOCHS
+    speed = bool(flags.values.get("performance")) or flags.number("max_train_epoch", EPOCHS) < EPOCHS
     words.append(f"--training.epochs={EPOCHS_OF_A_SPEED_RUN if speed else EPOCHS}")
     if speed:
         words += [f"--save.save_every_n_steps={NEVER}", f"--save.checkpoint_every_n_minutes={NEVER}"]
         notes.append("a speed run: nothing is saved on the way")
-    if where.found.kind == "cpu":
+    if where.devices.kind == "cpu":
         words.append(f"--data.num_dataloader_workers={max(1, min(8, cores() // where.processes))}")
         words.append("--model.dtype=float32")
-        if "mixed_precision" not in given.values:
+        if "mixed_precision" not in flags.values:
             notes.append("precision fp32: the recipe's bf16 is for NPU and CUDA, this is the CPU")
-    asked = given.text("dataset_name")
+    asked = flags.text("dataset_name")
     if asked:
-        file = asked if asked.endswith(".toml") else _file_for(asked, given, faults)
+        file = asked if asked.endswith(".toml") else _file_for(asked, flags, faults)
         words.append(f"--dataset={file}")
         notes += [] if file == asked else [f"data set file: {file}"]
     return words, notes
 
 
-def _file_for(folder: str, given: Given, faults: list[str]) -> str:
+def _file_for(folder: str, flags: LaunchFlags, faults: list[str]) -> str:
     """Write the data set file of a folder into the user's cache, and return its path."""
     from difftrain.config.paths import user_cache
 
-    sides = [part.strip() for part in (given.text("resolution") or str(SIDE)).split(",")]
+    sides = [part.strip() for part in (flags.text("resolution") or str(SIDE)).split(",")]
     if not all(side.isdecimal() and int(side) for side in sides) or len(sides) > 2:
-        faults.append(f"{given.origins['resolution']}: must be WIDTH,HEIGHT or one number, got {','.join(sides)}")
+        faults.append(f"{flags.origins['resolution']}: must be WIDTH,HEIGHT or one number, got {','.join(sides)}")
         sides = [str(SIDE)]
     text = _data_set(Path(folder).expanduser().resolve(), sides[0] if len(sides) == 1 else f"[{', '.join(sides)}]")
     path = user_cache() / "launch" / f"{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.toml"
@@ -164,38 +165,42 @@ def _data_set(folder: Path, resolution: int | str) -> str:
     return f'resolutions = [{resolution}]\n{buckets}\n[[directory]]\npath = "{folder}"\n'
 
 
-def _demo(dataset: str, given: Given, where: Where, stage: list[str]) -> LightRecipe:
-    from difftrain.demo import light
+def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]) -> LightRecipe:
+    from difftrain.demo import make
 
     faults = []
-    if "model_name" in given.values:
-        faults.append(f"{given.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
-    if "resolution" in given.values:
-        faults.append(f"{given.origins['resolution']}: the demo {dataset} has pictures of its own size (leave it out)")
+    if "model_name" in flags_given.values:
+        faults.append(f"{flags_given.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
+    if "resolution" in flags_given.values:
+        faults.append(
+            f"{flags_given.origins['resolution']}: the demo {dataset} has pictures of its own size (leave it out)"
+        )
     try:
-        scale = float(given.text("demo_scale") or 1)
+        scale = float(flags_given.text("demo_scale") or 1)
     except ValueError:
         scale = 0.0
     if not 0 < scale <= 1:
-        faults.append(f"{given.origins['demo_scale']}: must be above 0 and at most 1, got {given.text('demo_scale')}")
+        faults.append(
+            f"{flags_given.origins['demo_scale']}: must be above 0 and at most 1, got {flags_given.text('demo_scale')}"
+        )
         scale = 1.0
-    given.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
-    plan = light.plan(dataset, where.found.kind, where.world_size, scale)
+    flags_given.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
+    plan = make.plan(dataset, where.devices.kind, where.world_size, scale)
     flags = dict(plan.flags)
-    if "max_train_epoch" in given.values:
+    if "max_train_epoch" in flags_given.values:
         flags.pop("training.max_steps")
     words = [f"--config={CONFIGS / f'{dataset}.toml'}", *(f"--{key}={value}" for key, value in flags.items())]
-    return LightRecipe(DOOR, [*stage, *words], list(plan.notes), faults, plan.preparation, light.folder(dataset, scale))
+    return LightRecipe(DOOR, [*stage, *words], list(plan.notes), faults, plan.preparation, make.folder(dataset, scale))
 
 
-def _owned(given: Given) -> list[str]:
+def _owned(flags: LaunchFlags) -> list[str]:
     """Return the owned flags that were given, in the training script's spelling."""
     words = []
     for flag in OWNED:
         name = flag.names[0]
-        value = given.values.get(name)
+        value = flags.values.get(name)
         if name not in KEYS or value is None or value is False:
             continue
-        told = DTYPES.get(str(value), value) if name == "mixed_precision" else "true" if value is True else value
-        words.append(f"--{KEYS[name]}={told}")
+        text = DTYPES.get(str(value), value) if name == "mixed_precision" else "true" if value is True else value
+        words.append(f"--{KEYS[name]}={text}")
     return words

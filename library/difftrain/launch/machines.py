@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from difftrain.device.choice import ONE_CARD, VISIBLE
-from difftrain.launch.flags import Given
+from difftrain.launch.flags import LaunchFlags
 
 LIBRARY = Path(__file__).resolve().parents[2]
 PORT = 8989
@@ -34,7 +34,7 @@ class Devices:
 class Where:
     """Processes of one launch."""
 
-    found: Devices
+    devices: Devices
     nodes: int
     node_rank: int
     processes: int  # on this machine
@@ -53,8 +53,8 @@ class Where:
     @property
     def threads(self) -> int:
         """Return the CPU threads of one process."""
-        if self.found.kind == "cpu":
-            return min(self.found.count, 8) if self.processes == 1 else 1
+        if self.devices.kind == "cpu":
+            return min(self.devices.count, 8) if self.processes == 1 else 1
         return max(1, min(8, cores() // self.processes))
 
     def torchrun(self) -> list[str]:
@@ -82,7 +82,7 @@ class Where:
         kept.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         kept["PYTHONUNBUFFERED"] = "1"
         if self.device_id is not None and self.processes == 1:
-            kept[ONE_CARD[self.found.kind]] = str(self.device_id)
+            kept[ONE_CARD[self.devices.kind]] = str(self.device_id)
         return kept
 
     def dry_environment(self) -> dict[str, str]:
@@ -108,7 +108,7 @@ def with_library(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def found() -> Devices:
+def find_devices() -> Devices:
     """Ask the device room what this machine can train on."""
     environ = with_library(os.environ)
     done = subprocess.run([sys.executable, "-m", "difftrain.device"], capture_output=True, text=True, env=environ)
@@ -124,43 +124,43 @@ def device_index(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def where(layout: str, cards: int | None, given: Given, device: Devices, environ: Mapping[str, str]) -> Where:
+def where(layout: str, cards: int | None, flags: LaunchFlags, device: Devices, environ: Mapping[str, str]) -> Where:
     """Place the processes. Faults are collected in the answer."""
     faults: list[str] = []
 
     # machines: several only for the scripts that are made for them
     nodes, rank, master = 1, 0, ""
     if layout == "nm_np":
-        nodes, rank, master = _machines(given, environ, faults)
+        nodes, rank, master = _machines(flags, environ, faults)
     else:
         for name, only in (("nnodes", 1), ("node_rank", 0)):
-            if given.number(name, only) != only:
+            if flags.number(name, only) != only:
                 faults.append(
-                    f"{given.origins[name]}: this script runs on one machine, got {given.number(name, only)} "
+                    f"{flags.origins[name]}: this script runs on one machine, got {flags.number(name, only)} "
                     "(test/pretrain_full_nm_np_*.sh run on several)"
                 )
-        master = given.text("master_ip")
+        master = flags.text("master_ip")
 
     # processes: as many as the script or the user says, on an accelerator at most one a card
     accelerator = device.kind != "cpu"
-    processes = given.number("nproc_per_node", cards or (device.count if accelerator else 1))
+    processes = flags.number("nproc_per_node", cards or (device.count if accelerator else 1))
     if processes < 1:
-        faults.append(f"{given.origins['nproc_per_node']}: must be at least 1, got {processes}")
+        faults.append(f"{flags.origins['nproc_per_node']}: must be at least 1, got {processes}")
     if layout == "1m_1p" and processes != 1:
         faults.append(
-            f"{given.origins['nproc_per_node']}: this script runs one card, got {processes} "
+            f"{flags.origins['nproc_per_node']}: this script runs one card, got {processes} "
             "(test/pretrain_full_1m_8p_*.sh run several)"
         )
     if accelerator and processes > device.count:
-        asked = given.origins.get("nproc_per_node", "this script")
+        asked = flags.origins.get("nproc_per_node", "this script")
         faults.append(
             f"{asked}: {processes} {device.kind} devices are asked for, {device.count} found "
             f"(--nproc_per_node={device.count})"
         )
 
     # the card of a one-card run, and the port where ranks meet
-    device_id = _device_id(given, device, processes, environ, faults)
-    port = given.number("master_port", _number(environ.get("MASTER_PORT", "")) if nodes > 1 else 0) or PORT
+    device_id = _device_id(flags, device, processes, environ, faults)
+    port = flags.number("master_port", _number(environ.get("MASTER_PORT", "")) if nodes > 1 else 0) or PORT
     return Where(
         device,
         nodes,
@@ -168,9 +168,9 @@ def where(layout: str, cards: int | None, given: Given, device: Devices, environ
         processes,
         master,
         port,
-        nodes > 1 or "master_port" in given.values or "master_ip" in given.values,
+        nodes > 1 or "master_port" in flags.values or "master_ip" in flags.values,
         device_id,
-        _sentence(device, nodes, rank, processes, master, port, given),
+        _sentence(device, nodes, rank, processes, master, port, flags),
         faults,
     )
 
@@ -179,25 +179,26 @@ def _number(text: str) -> int:
     return int(text) if text.strip().isdecimal() else 0
 
 
-def _machines(given: Given, environ: Mapping[str, str], faults: list[str]) -> tuple[int, int, str]:
+def _machines(flags: LaunchFlags, environ: Mapping[str, str], faults: list[str]) -> tuple[int, int, str]:
     """Return number of machines, rank of this one, master address; clusters set PET_* in every pod."""
     values = {}
     for name, variable, default in (("nnodes", "PET_NNODES", 1), ("node_rank", "PET_NODE_RANK", 0)):
         text = environ.get(variable, "").strip()
-        if name in given.values or not text:
-            values[name] = given.number(name, default)
+        if name in flags.values or not text:
+            values[name] = flags.number(name, default)
         elif text.isdecimal():
             values[name] = int(text)
-            given.origins[name], given.values[name] = variable, int(text)
+            flags.origins[name], flags.values[name] = variable, int(text)
         else:
             values[name] = default
             faults.append(f"{variable}: must be a whole number, got {text!r} (or give --{name})")
     nodes, rank = values["nnodes"], values["node_rank"]
     if nodes < 1:
-        faults.append(f"{given.origins['nnodes']}: must be at least 1, got {nodes}")
+        faults.append(f"{flags.origins['nnodes']}: must be at least 1, got {nodes}")
     elif rank >= nodes:
-        faults.append(f"{given.origins['node_rank']}: must be below the number of machines, {nodes}, got {rank}")
-    master = given.text("master_ip") or environ.get("MASTER_ADDR", "").strip()
+        faults.append(f"{flags.origins['node_rank']}: must be below the number of machines, {nodes}, got {rank}")
+    # machine 0 may ask itself; the others have to be told
+    master = flags.text("master_ip") or environ.get("MASTER_ADDR", "").strip()
     if not master and rank == 0:
         master = own_address()
     if not master:
@@ -216,28 +217,30 @@ def own_address() -> str:
 
 
 def _device_id(
-    given: Given, device: Devices, processes: int, environ: Mapping[str, str], faults: list[str]
+    flags: LaunchFlags, device: Devices, processes: int, environ: Mapping[str, str], faults: list[str]
 ) -> int | None:
     """Return the card that a one-card run was told to take; where several are visible, it must be one of them."""
-    if "device_id" not in given.values or device.kind == "cpu" or processes != 1:
+    if "device_id" not in flags.values or device.kind == "cpu" or processes != 1:
         return None
-    wanted = given.number("device_id", 0)
+    wanted = flags.number("device_id", 0)
     variable = VISIBLE[device.kind]
     visible = [part.strip() for part in environ.get(variable, "").split(",") if part.strip()]
     allowed = visible or [str(number) for number in range(device.count)]
     if str(wanted) not in allowed:
         beside = f" with {variable}={environ[variable]}" if visible else ""
-        faults.append(f"{given.origins['device_id']}: {wanted} is not among the cards {', '.join(allowed)}{beside}")
+        faults.append(f"{flags.origins['device_id']}: {wanted} is not among the cards {', '.join(allowed)}{beside}")
     return wanted
 
 
-def _sentence(device: Devices, nodes: int, rank: int, processes: int, master: str, port: int, given: Given) -> str:
-    each = "1 process" if processes == 1 else f"{processes} processes"
+def _sentence(
+    device: Devices, nodes: int, rank: int, processes: int, master: str, port: int, flags: LaunchFlags
+) -> str:
+    count = "1 process" if processes == 1 else f"{processes} processes"
     on = f"the CPU ({device.count} cores)" if device.kind == "cpu" else f"{device.kind} ({device.count} found)"
-    text = f"{each} on {on}"
+    text = f"{count} on {on}"
     if device.kind == "cpu" and processes > 1:
         text += ", one thread each, over gloo: there is no NPU and no CUDA device here"
     if nodes == 1:
         return text
-    derived = "" if "master_ip" in given.values else f"; the other machines need --master_ip={master}"
+    derived = "" if "master_ip" in flags.values else f"; the other machines need --master_ip={master}"
     return f"machine {rank} of {nodes}, {text}; machine 0 is {master}:{port}{derived}"

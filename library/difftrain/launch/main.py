@@ -20,16 +20,16 @@ sys.path[0] = str(ROOT / "library")  # this file runs as a script
 from difftrain.config import TrainConfig  # noqa: E402
 from difftrain.config.digest import digest  # noqa: E402
 from difftrain.launch import flags, light, machines, occupant, recipes  # noqa: E402
-from difftrain.launch.flags import Given  # noqa: E402
+from difftrain.launch.flags import LaunchFlags  # noqa: E402
 from difftrain.launch.machines import Where  # noqa: E402
 
 LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None, "1m_np": None}  # cards of each machine; None: those that are found
 CACHES = {"sd3_light_cache"}  # recipes that train nothing; their folder must not be in the way of those that do
 
 
-def choose(name: str, given: Given, where: Where) -> recipes.LaunchRecipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> recipes.LaunchRecipe:
     """Return the job of a recipe: kohya's command line, or train.py's files."""
-    return recipes.choose(name, given, where) if name in recipes.RECIPES else light.choose(name, given, where)
+    return recipes.choose(name, flags, where) if name in recipes.RECIPES else light.choose(name, flags, where)
 
 
 def script(recipe_name: str, layout: str) -> str:
@@ -63,20 +63,20 @@ class LaunchPlan:
         return self.output / f"train_{self.index}.log"
 
 
-def decide(recipe_name: str, layout: str, given: Given, environ: dict[str, str]) -> LaunchPlan:
+def decide(recipe_name: str, layout: str, flags: LaunchFlags, environ: dict[str, str]) -> LaunchPlan:
     """Work out everything before anything is done.
 
     Raises: LaunchRefused with every fault of the launcher's flags and of the training script's.
     """
-    index = given.number("device_id", machines.device_index(environ))
-    found = machines.found()
-    where = machines.where(layout, LAYOUTS[layout], given, found, environ)
-    recipe = choose(recipe_name, given, where)
+    index = flags.number("device_id", machines.device_index(environ))
+    devices = machines.find_devices()
+    where = machines.where(layout, LAYOUTS[layout], flags, devices, environ)
+    recipe = choose(recipe_name, flags, where)
     output = ROOT / "test" / "output" / (f"cache_{index}" if recipe_name in CACHES else str(index))
     if layout == "nm_np":
         output /= f"node{where.node_rank}"
-    words = recipe.line(given, output)
-    faults = [*given.faults, *where.faults, *recipe.faults]
+    words = recipe.line(flags, output)
+    faults = [*flags.faults, *where.faults, *recipe.faults]
     if not recipe.faults:
         faults += recipe.door_faults(recipe.checkable(words))
     if faults:
@@ -84,14 +84,14 @@ def decide(recipe_name: str, layout: str, given: Given, environ: dict[str, str])
     return LaunchPlan(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
 
 
-def sentences(launch: LaunchPlan, given: Given) -> list[str]:
+def sentences(launch: LaunchPlan, flags: LaunchFlags) -> list[str]:
     """Return what was chosen and why."""
-    from_elsewhere = [(name, origin) for name, origin in given.origins.items() if not origin.startswith("--")]
+    from_elsewhere = [(name, origin) for name, origin in flags.origins.items() if not origin.startswith("--")]
     return [
         *(
-            f"{name}={given.values[name]} comes from {origin}"
+            f"{name}={flags.values[name]} comes from {origin}"
             for name, origin in from_elsewhere
-            if name in given.values
+            if name in flags.values
         ),
         launch.where.sentence,
         *launch.recipe.notes,
@@ -114,12 +114,12 @@ def clear_the_way(launch: LaunchPlan, cfg: TrainConfig) -> None:
 
     Raises: LaunchRefused where another process is training in the folder.
     """
-    found = occupant.look(launch.output, cfg, launch.where.world_size)
-    if found.running:
-        raise LaunchRefused([f"{found.sentence} (stop it, or give another --device_id)"])
-    if not found.in_the_way:
-        if found.sentence:
-            print(f"{launch.output} {found.sentence}", flush=True)
+    occupied = occupant.look(launch.output, cfg, launch.where.world_size)
+    if occupied.running:
+        raise LaunchRefused([f"{occupied.sentence} (stop it, or give another --device_id)"])
+    if not occupied.in_the_way:
+        if occupied.sentence:
+            print(f"{launch.output} {occupied.sentence}", flush=True)
         return
     root = ROOT / "test" / "output"
     base = root / launch.output.relative_to(root).parts[0]
@@ -127,7 +127,7 @@ def clear_the_way(launch: LaunchPlan, cfg: TrainConfig) -> None:
     aside = base.with_name(f"{base.name}.{stamp}") / launch.output.relative_to(base)
     aside.parent.mkdir(parents=True, exist_ok=True)
     launch.output.rename(aside)
-    print(f"{launch.output} {found.sentence}: moved aside to {aside}", flush=True)
+    print(f"{launch.output} {occupied.sentence}: moved aside to {aside}", flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -136,12 +136,12 @@ def main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(rest):
         print(flags.usage(script(recipe_name, layout), recipe_name))
         return 0
-    given = flags.read(rest, os.environ)
+    given_flags = flags.read(rest, os.environ)
     try:
-        launch = decide(recipe_name, layout, given, dict(os.environ))
-        said = sentences(launch, given)
-        print("\n".join(said), flush=True)
-        if given.values.get("dry_run"):
+        launch = decide(recipe_name, layout, given_flags, dict(os.environ))
+        lines = sentences(launch, given_flags)
+        print("\n".join(lines), flush=True)
+        if given_flags.values.get("dry_run"):
             return dry_run(launch)
         code = launch.recipe.prepare(dry=False)
         if code:
@@ -151,11 +151,11 @@ def main(argv: list[str]) -> int:
     except LaunchRefused as refused:
         print(f"cannot start:\n{refused}", file=sys.stderr)
         return 2
-    start(launch, digest(cfg, launch.where.world_size), said)
+    start(launch, digest(cfg, launch.where.world_size), lines)
     return 0
 
 
-def start(launch: LaunchPlan, config_digest: str, said: list[str]) -> None:
+def start(launch: LaunchPlan, config_digest: str, lines: list[str]) -> None:
     """Become the process that starts the ranks; what was said so far opens the log."""
     launch.output.mkdir(parents=True, exist_ok=True)
     occupant.write_note(launch.output, config_digest, finished=False)
@@ -164,7 +164,7 @@ def start(launch: LaunchPlan, config_digest: str, said: list[str]) -> None:
     command = "torchrun " + shlex.join(ranks)
     print(command, flush=True)
     with launch.log.open("a", encoding="utf-8") as log:
-        log.writelines(f"{line}\n" for line in (*said, command))
+        log.writelines(f"{line}\n" for line in (*lines, command))
     workers = Path(__file__).with_name("workers.py")
     os.execve(
         sys.executable, [sys.executable, str(workers), str(launch.log), config_digest, json.dumps(ranks)], environ

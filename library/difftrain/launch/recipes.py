@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import Given
+from difftrain.launch.flags import LaunchFlags
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class LaunchRecipe:
     faults: list[str] = field(default_factory=list)
     demo: list[str] = field(default_factory=list)  # arguments of the demo's preparation; empty: no demo
 
-    def line(self, given: Given, output: Path) -> list[str]:
+    def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        return [*self.words, *_owned_words(given), *given.rest, f"--output_dir={output}"]
+        return [*self.words, *_owned_words(flags), *flags.rest, f"--output_dir={output}"]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -102,15 +102,15 @@ SDXL = {
 RECIPES = {"sdxl": ("sdxl_pretrain.py", SDXL)}
 
 
-def choose(name: str, given: Given, where: Where) -> LaunchRecipe:
+def choose(name: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     door, defaults = RECIPES[name]
-    asked = given.text("dataset_name")
-    own = given.names_rest()
-    has_model = "model_name" in given.values or bool(own & WEIGHTS)
+    asked = flags.text("dataset_name")
+    own = flags.names_rest()
+    has_model = "model_name" in flags.values or bool(own & WEIGHTS)
     has_data = bool(asked) or "train_data_dir" in own
     if asked in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
-        return _demo(door, asked or "shapes", given, where)
+        return _demo(door, asked or "shapes", flags, where)
     faults = []
     if not own & SELF_CONTAINED:
         if not has_model:
@@ -119,19 +119,19 @@ def choose(name: str, given: Given, where: Where) -> LaunchRecipe:
             )
         if not has_data:
             faults.append("--dataset_name: is missing (a folder of pictures, tars or parquet)")
-    if "demo_scale" in given.values:
-        faults.append(f"{given.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
-    words, notes = _real(defaults, given, where)
+    if "demo_scale" in flags.values:
+        faults.append(f"{flags.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
+    words, notes = _real(defaults, flags, where)
     return LaunchRecipe(door, words, notes, faults)
 
 
-def _real(defaults: dict[str, object], given: Given, where: Where) -> tuple[list[str], list[str]]:
-    own = given.names_rest()
+def _real(defaults: dict[str, object], flags_given: LaunchFlags, where: Where) -> tuple[list[str], list[str]]:
+    own = flags_given.names_rest()
     common = _own_or({"resume": "auto"}, own)
     if own & SELF_CONTAINED:
         return common, ["--config says what is trained: the recipe's own flags are left out"]
     flags, notes = dict(defaults), []
-    speed = bool(given.values.get("performance")) or given.number("max_train_epoch", EPOCHS) < EPOCHS
+    speed = bool(flags_given.values.get("performance")) or flags_given.number("max_train_epoch", EPOCHS) < EPOCHS
     if speed:
         flags["max_train_epochs"] = EPOCHS_OF_A_SPEED_RUN
         for key in ("save_every_n_epochs", "save_last_n_epochs", "save_state"):
@@ -139,19 +139,19 @@ def _real(defaults: dict[str, object], given: Given, where: Where) -> tuple[list
         notes.append("a speed run: nothing is saved on the way")
     if "max_train_steps" in own:
         del flags["max_train_epochs"]
-    if where.found.kind == "cpu":
+    if where.devices.kind == "cpu":
         flags["max_data_loader_n_workers"] = max(1, min(8, cores() // where.processes))
-        if "mixed_precision" not in given.values:
+        if "mixed_precision" not in flags_given.values:
             flags["mixed_precision"] = "no"
             notes.append("mixed_precision no: the recipe's fp16 is for NPU and CUDA, this is the CPU")
-    taken = {flag.split("=")[0][2:] for flag in _owned_words(given)}
+    taken = {flag.split("=")[0][2:] for flag in _owned_words(flags_given)}
     return [*_own_or({k: v for k, v in flags.items() if k not in taken}, own), *common], notes
 
 
-def _owned_words(given: Given) -> list[str]:
+def _owned_words(flags: LaunchFlags) -> list[str]:
     from difftrain.launch.flags import to_door
 
-    return to_door(given)
+    return to_door(flags)
 
 
 def _own_or(defaults: dict[str, object], own: set[str]) -> list[str]:
@@ -163,25 +163,25 @@ def _own_or(defaults: dict[str, object], own: set[str]) -> list[str]:
     ]
 
 
-def _demo(door: str, dataset: str, given: Given, where: Where) -> LaunchRecipe:
+def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:
     from difftrain.demo import recipe as demo
 
     faults = []
-    if "model_name" in given.values:
-        faults.append(f"{given.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
+    if "model_name" in flags.values:
+        faults.append(f"{flags.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
     try:
-        scale = float(given.text("demo_scale") or 1)
+        scale = float(flags.text("demo_scale") or 1)
     except ValueError:
         scale = 0.0
     if not 0 < scale <= 1:
-        faults.append(f"{given.origins['demo_scale']}: must be above 0 and at most 1, got {given.text('demo_scale')}")
+        faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
         scale = 1.0
-    plan = demo.plan(dataset, where.found.kind, where.world_size, scale)
-    own, taken = given.names_rest(), {flag.split("=")[0][2:] for flag in _owned_words(given)}
+    plan = demo.plan(dataset, where.devices.kind, where.world_size, scale)
+    own, taken = flags.names_rest(), {flag.split("=")[0][2:] for flag in _owned_words(flags)}
     if taken & {"max_train_epochs"} or own & {"max_train_epochs", "max_train_epoch"}:
         taken.add("max_train_steps")
     if dataset in DEMOS:  # --dataset_name=shapes names no folder
-        given.values.pop("dataset_name", None)
+        flags.values.pop("dataset_name", None)
         taken.discard("train_data_dir")
     words = _own_or({k: v for k, v in plan.flags.items() if k not in taken}, own)
     return LaunchRecipe(door, words, list(plan.notes), faults, plan.preparation)

@@ -48,15 +48,15 @@ def logged(path: Path) -> Iterator[None]:
 
 def ranks_of(torchrun: int) -> list[int]:
     """Return the processes that torchrun has started as ranks, by what it puts into their environment."""
-    found = []
+    ranks = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
             if int(parent) == torchrun and b"\0LOCAL_RANK=" in b"\0" + (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                ranks.append(int(entry.name))
         except OSError:  # gone meanwhile
             continue
-    return sorted(found)
+    return sorted(ranks)
 
 
 def listens(pid: int) -> bool:

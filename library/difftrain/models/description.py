@@ -20,17 +20,15 @@ from difftrain.contracts import (
     FeatureSpec,
     Parts,
 )
+from difftrain.models import build as known
 from difftrain.models import routing
-from difftrain.models import sizes as known
 from difftrain.models.build import possible
 from difftrain.models.facts import Agree, Bound, FamilyOption, Lora, OneFile, Shift, Sizes, Text
 from difftrain.models.objective import flow
 from difftrain.models.registry import FAMILIES, FamilyRow
-from difftrain.models.text.small_vocabulary import MAX_BUILT_IN
-from difftrain.models.text.tokenize import Tokenize, vocabularies
-from difftrain.models.vae.adapters import Latents
-from difftrain.models.vae.latents import MOMENTS
-from difftrain.models.weights import original
+from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
+from difftrain.models.vae.latents import MOMENTS, Latents
+from difftrain.models.weights import keys
 from difftrain.models.weights.fingerprints import Stamp
 from difftrain.models.weights.keys import KeyMap, Rule, table_rule
 
@@ -132,7 +130,7 @@ class Description:
             return lambda module: table_rule(
                 self.keys, {name: tuple(value.shape) for name, value in module.state_dict().items()}
             )
-        return original.vae_rule if self.parts[part] == "diffusers:AutoencoderKL" else None
+        return keys.vae_rule if self.parts[part] == "diffusers:AutoencoderKL" else None
 
     @cached_property
     def source(self) -> WeightSource:
@@ -155,15 +153,15 @@ class Description:
                 problems.append(Fault(f"{where} [{self.folder(part)}] {argument}", *misfit[1:]))
         return problems
 
-    def wrong_sizes(self, part: str, section: Mapping[str, Any], place: str) -> list[Fault]:
-        """Find sizes of a part that have to be said and are not, and counts that are none. place: of the section."""
+    def wrong_sizes(self, part: str, section: Mapping[str, Any], where: str) -> list[Fault]:
+        """Find sizes of a part that have to be said and are not, and counts that are none. where: of the section."""
         needed = [*known.needed(self.parts[part]), *self.needed.get(part, ())]
-        problems = [Fault(place, f"{key!r} is missing") for key in needed if section.get(key) is None]
+        problems = [Fault(where, f"{key!r} is missing") for key in needed if section.get(key) is None]
         for key in needed:
             value = section.get(key)
             no_count = value is None or key in known.NO_COUNTS or key.endswith(("_type", "_types"))
             if not no_count and not isinstance(value, list | tuple) and (type(value) is not int or value < 1):
-                problems.append(Fault(f"{place} {key}", f"is {value!r}, must be a positive whole number"))
+                problems.append(Fault(f"{where} {key}", f"is {value!r}, must be a positive whole number"))
         return problems
 
     @cached_property
@@ -219,8 +217,8 @@ class Description:
         """Return the vocabularies that the weights lack and a hub has: field -> id. Raises ConfigFault."""
         source = self.source
         return {
-            f"model.tokenizer{place}": text.hub
-            for place, text in enumerate(self.texts, start=1)
+            f"model.tokenizer{position}": text.hub
+            for position, text in enumerate(self.texts, start=1)
             if text.hub and text.tokenizer not in source.tokenizer_dirs
             if source.complete(text.part).get("vocab_size", 0) > MAX_BUILT_IN
         }

@@ -17,12 +17,11 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Parts
 from difftrain.models.build import is_transformers
 from difftrain.models.placeholder import MetaPlaceholder
-from difftrain.models.weights.file_names import file_name, is_second_name
+from difftrain.models.weights.files import MODEL_STEMS, TEXT_STEMS
 from difftrain.models.weights.fingerprints import Stamp, stamp
-from difftrain.models.weights.folder_export import link_or_copy, new_folder
+from difftrain.models.weights.folder_export import file_name, is_second_name, link_or_copy, new_folder
 from difftrain.models.weights.keys import KeyMap, KeyPiece
-from difftrain.models.weights.single_file import SIZES
-from difftrain.models.weights.stored_part import MODEL_STEMS, TEXT_STEMS
+from difftrain.models.weights.part_files import SIZES
 from difftrain.models.weights.writers import Shapes, WeightWriter, safetensors_writer, torch_writer
 
 if TYPE_CHECKING:
@@ -217,15 +216,15 @@ def _write_weights(
         writers: dict[str, WeightWriter] = {}
         for part in family.parts:
             if part not in linked:
-                place = folder / family.folder(part)
-                place.mkdir(exist_ok=True)
+                folder_of_part = folder / family.folder(part)
+                folder_of_part.mkdir(exist_ok=True)
                 shapes = _shapes(family, parts, part, family.exported(part), dtype)
                 header = HEADER | metadata if part == family.denoiser or family.writes_as_kohya else HEADER
                 stem = TEXT_STEMS[1] if torch_files and is_transformers(family.parts[part]) else stem_of(family, part)
                 opened: AbstractContextManager[WeightWriter] = (
-                    torch_writer(place / f"{stem}.bin", shapes)
+                    torch_writer(folder_of_part / f"{stem}.bin", shapes)
                     if torch_files
-                    else safetensors_writer(place / f"{stem}.safetensors", shapes, header)
+                    else safetensors_writer(folder_of_part / f"{stem}.safetensors", shapes, header)
                 )
                 writers[part] = stack.enter_context(opened)
         trained = family.denoiser
@@ -259,8 +258,8 @@ def all_weights(
             seen.add((part, name))
             yield part, name, value
     inside = {part: parts.root.get_submodule(part) for part in family.in_root}
-    held: Mapping[str, nn.Module] = {**inside, **parts.frozen}
-    for part, module in held.items():
+    modules: Mapping[str, nn.Module] = {**inside, **parts.frozen}
+    for part, module in modules.items():
         if part in wanted and not isinstance(module, MetaPlaceholder):
             for name, value in module.state_dict().items():
                 if not is_second_name(family.parts[part], name) and (part, name) not in seen:
@@ -301,8 +300,8 @@ def write_configs(family: BaseFamily, folder: Path) -> None:
     classes: dict[str, list[Any]] = {}
     for part, kind in family.parts.items():
         model: Any = family.exported(part)
-        place = folder / family.folder(part)
-        model.config.save_pretrained(place) if is_transformers(kind) else model.save_config(place)
+        folder_of_part = folder / family.folder(part)
+        model.config.save_pretrained(folder_of_part) if is_transformers(kind) else model.save_config(folder_of_part)
         if part == family.denoiser and family.as_trained:
             model.save_config(folder / family.as_trained)
         classes[family.folder(part)] = kind.split(":")

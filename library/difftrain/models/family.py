@@ -1,6 +1,6 @@
 """Any family that is described by facts, as a Family: what a family adds is its facts and its pass.
 
-1. `load` builds the parts: the denoiser in the root, the rest frozen (loading.py).
+1. `load` builds the parts: the denoiser in the root, the rest frozen.
 2. `encoders` describes what may be cached of a picture and its caption, and by which settings.
 3. A step is BaseFamily's: `inputs`, `forward` through `enter`, `block` and `leave`, `loss_sums`.
 4. `export`, `stream`, `drawer` and `flops_per_sample` follow from the same facts.
@@ -11,26 +11,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.contracts import (
-    CAPTION,
-    Bucket,
-    Encoder,
-    Feature,
-    Group,
-    Parts,
-    RunFacts,
-)
-from difftrain.models import loading, passes, placeholder, vision
+from difftrain.config.spellings.spelling import option
+from difftrain.contracts import CAPTION, Batch, Bucket, ConfigFault, Encoder, Feature, Group, Inputs, Parts, RunFacts
+from difftrain.models import passes, placeholder, speedups, vision
 from difftrain.models.base import BaseFamily
-from difftrain.models.drawer import FamilyDrawer
-from difftrain.models.placeholder import DTYPES
+from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, to_8_bits, untrained
+from difftrain.models.root import DenoiserRoot
 from difftrain.models.text.encode import encode, features_of, inputs_of
 from difftrain.models.text.tokenize import mask_name
-from difftrain.models.vae.latents import latents_encoder
+from difftrain.models.vae.latents import decode, latents_encoder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,37 +38,37 @@ class ModelFamily(BaseFamily):
         deferred: frozen parts that a placeholder counts for until they are loaded, also beside others without weights; with
         "root" the denoiser's weights are read by Parts.load_root, once the encoders have filled the caches.
         """
-        return loading.load(self, meta=meta, deferred=deferred)
+        return load(self, meta=meta, deferred=deferred)
 
     def encoders(self, parts: Parts) -> dict[str, Encoder]:
         """Describe what may be cached: "latents", every frozen text encoder, and an image encoder to align with."""
         raw = Feature(self.vae.raw_channels, self.vae.raw_factor, frames=self.vae.frames)
         fingerprint = partial(self.fingerprint, "vae")
         made = {"latents": latents_encoder(self.cfg, parts, raw, self.storage_dtype("vae"), fingerprint)}
-        for place, text in enumerate(self.texts, start=1):
+        for position, text in enumerate(self.texts, start=1):
             if text.part not in self.in_root:
-                made[text.part] = self._text_encoder(parts, place)
+                made[text.part] = self._text_encoder(parts, position)
         if self.cfg.repa.encoder is not None:
             folder = vision.VisionFolder.at(self.cfg.repa.encoder)
             made[vision.PART] = vision.encoder(folder, parts.frozen, self.token, self.cfg.training.mixed_precision)
         return made
 
-    def _text_encoder(self, parts: Parts, place: int) -> Encoder:
+    def _text_encoder(self, parts: Parts, position: int) -> Encoder:
         """Describe one frozen text encoder; no module is looked at for it."""
-        text = self.texts[place - 1]
+        text = self.texts[position - 1]
         dtype = str(DTYPES[self.cfg.training.mixed_precision]).removeprefix("torch.")
-        settings = self.text_settings(place)
+        settings = self.text_settings(position)
         sizes = self.source.complete(text.part)
-        features = features_of(self.texts, place, self.lengths[place - 1], sizes, dtype)
+        features = features_of(self.texts, position, self.lengths[position - 1], sizes, dtype)
         return Encoder(
             source=CAPTION,
             features=features,
             modules=(text.part,),
             settings=settings,
-            encode=lambda batch: encode(self.texts, place, parts.frozen[text.part], batch.features),
+            encode=lambda batch: encode(self.texts, position, parts.frozen[text.part], batch.features),
             fingerprint=partial(self.fingerprint, text.part, settings),
-            inputs=inputs_of(self.texts, place),
-            masks={name: mask_name(self.texts, place) for name, each in features.items() if each.maskable},
+            inputs=inputs_of(self.texts, position),
+            masks={name: mask_name(self.texts, position) for name, feature in features.items() if feature.maskable},
         )
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
@@ -92,11 +85,11 @@ class ModelFamily(BaseFamily):
     def param_groups(self, root: nn.Module) -> list[Group]:
         """Group what is trained, part by part, under the names that root gives it; what is no part's goes with the first."""
         groups = {part: Group(part, [], rate) for part, rate in self.rates.items()}
-        for name, each in root.named_parameters():
-            if each.requires_grad:
+        for name, param in root.named_parameters():
+            if param.requires_grad:
                 part = name.partition(".")[0]
                 groups.get(part, groups.get(self.denoiser, next(iter(groups.values())))).named_params.append(
-                    (name, each)
+                    (name, param)
                 )
         return list(groups.values())
 
@@ -129,7 +122,7 @@ class ModelFamily(BaseFamily):
         return export(self, weights, parts, layout, path, dtype=dtype, metadata=metadata or {})
 
     def drawer(self, parts: Parts) -> FamilyDrawer:
-        """Return what draws with the very modules of parts, as training sees captions and pictures (see drawer.py)."""
+        """Return what draws with the very modules of parts, as training sees captions and pictures."""
         return FamilyDrawer(self, parts)
 
     def metadata(self, title: str, saved_at: float, facts: RunFacts | None = None) -> dict[str, str]:
@@ -140,3 +133,170 @@ class ModelFamily(BaseFamily):
         if facts is None:
             return made
         return made | kohya_keys(self.cfg, facts, saved_at, self.kohya_name or self.name, self.objective_facts())
+
+
+# --- Pictures and clips from weights, by a family's own conditions and pass: training, samples and measures draw alike
+
+
+LARGEST = 512  # px, where neither prompt nor training says a size (kohya)
+
+
+class FamilyDrawer:
+    """Draw with the modules of parts (see contracts.Drawer)."""
+
+    def __init__(self, family: BaseFamily, parts: Parts) -> None:
+        self.family, self.parts = family, parts
+        self.scheduler: Any = family.scheduler()
+        self.unit, self.walks = family.drawn_unit, family.shift.walks
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """List what takes part: the root, and frozen parts that drawing needs."""
+        frozen = [part for name, part in self.parts.frozen.items() if name not in self.parts.training_only]
+        return [self.parts.root, *frozen]
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        """Return (height, width) of the training, where prompts follow it, else the model's own as its sizes say it."""
+        data = self.family.cfg.data
+        size = data.resolution or next((dataset.resolution for dataset in data.datasets if dataset.resolution), None)
+        if size and self.family.draws_trained_size:
+            return size[1], size[0]
+        side = self.family.source.complete(self.family.denoiser).get("sample_size")
+        return (min(LARGEST, side * self.family.vae.factor) if isinstance(side, int) else LARGEST,) * 2
+
+    def latent_shape(self, size_hw: tuple[int, int]) -> tuple[int, ...]:
+        """Return the shape of one picture's noise."""
+        return self.family.features.draws["noise"].shape(Bucket(*size_hw))
+
+    def tokens(self, size_hw: tuple[int, int]) -> int:
+        """Count the tokens of a picture, for shifts that follow them."""
+        token = self.family.token
+        return (size_hw[0] // token) * (size_hw[1] // token)
+
+    @torch.no_grad()
+    def conditions(
+        self, prompts: list[str], size_hw: tuple[int, int], guidance: float | None = None
+    ) -> dict[str, Tensor]:
+        """Encode prompts as training encodes captions, by encoders that are trained too. guidance: embedded, where the model is told one."""
+        device = next(self.parts.root.parameters()).device
+        features = self.family.tokenizer(self.parts)(prompts) | self.family.size_features(size_hw, len(prompts))
+        rows = torch.arange(len(prompts))
+        batch = Batch(Bucket(*size_hw), rows, rows, {name: value.to(device) for name, value in features.items()}, {})
+        root: Any = self.parts.root
+        return self.family.guided(root.text(self.family.text(batch, self.parts)), guidance)
+
+    def unconditional(
+        self,
+        negatives: list[str],
+        conditions: dict[str, Tensor],
+        size_hw: tuple[int, int],
+        guidance: float | None = None,
+    ) -> dict[str, Tensor]:
+        """Encode negative prompts, one for each of the conditions; no text is what the training took for it."""
+        without = None if any(negatives) else self.family.without_text(conditions)
+        return self.conditions(negatives, size_hw, guidance) if without is None else without
+
+    def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Call the denoiser. Shapes: x (B, C, [F,] h, w), t () or (B,)."""
+        times = (t.float() if t.dtype == torch.float64 else t).to(x.device)  # there are devices without fp64
+        times = times.expand(len(x)) if t.ndim == 0 else times
+        inputs = Inputs(x, times, conditions, target=x, weight=torch.ones(len(x), device=x.device))
+        return self.family.forward(self.parts.root, inputs)[0].float()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode latents, in 0..1; one frame of a clip is a picture."""
+        pixels = decode(self.parts.frozen["vae"], self.family.vae, latents)
+        return (pixels / 2 + 0.5).clamp(0, 1)
+
+
+# --- The parts of a family in memory: what is trained in the root, the rest frozen, or described and loaded later
+# 1. All parts that are needed now are built hollow and compared with the source: every misfit is named at once.
+# 2. The root is filled, or waits for the caches to be built (Parts.load_root): encoders and root are never both in memory.
+# 3. Frozen parts are filled, or stand as placeholders until they are loaded.
+
+
+_TITLES = {"unet": "UNet"}
+
+
+def load(family: BaseFamily, *, meta: bool = False, deferred: Collection[str] = ()) -> Parts:
+    """Build root and frozen parts; names and shapes only where meta. Raises ConfigFault.
+
+    deferred: frozen parts that a placeholder counts for until they are loaded, also beside others without weights; with
+    "root" the denoiser's weights are read by Parts.load_root, once the encoders have filled the caches.
+    """
+    cfg, source, inside = family.cfg, family.source, family.in_root
+    frozen = [part for part in family.parts if part not in inside]
+    waiting = [part for part in frozen if part in deferred]
+    modules = {part: source.build(part) for part in family.parts if part not in waiting}
+    net = modules[family.denoiser]
+    problems = [*source.faults(modules), *family.faults(net)]
+    if problems:
+        raise ConfigFault(problems)
+
+    # --- the root: hollow until it is loaded
+    for part in inside:
+        hollow_dtype(modules[part], partial(family.storage_dtype, part))
+    encoders = {part: modules[part] for part in inside[1:]}
+    root = DenoiserRoot(family, family.denoiser, net, encoders=encoders, **family.root_options(net, meta=meta))
+    parts = Parts(root)
+    parts.notes += family.freeze(parts, root)
+
+    def load_root() -> None:
+        base = frozenset(parts.base)
+        for part in inside:
+            mapped = lambda name, part=part: f"{part}.{name}" in base  # noqa: E731
+            fill(modules[part], source.weights(part, modules[part]), partial(family.storage_dtype, part), mapped=mapped)
+
+    # frozen layers of the root are put into 8 bits below, where they have weights
+    if "root" in deferred and not meta and cfg.model.fp8_frozen is None:
+        parts.load_root = load_root
+    elif not meta:
+        load_root()
+
+    # --- frozen parts
+    for part in frozen:
+        dtype = family.storage_dtype(part)
+        if part in waiting:
+            parts.frozen[part] = placeholder.make_placeholder(source, part, dtype)
+            parts.deferred[part] = partial(
+                placeholder.load_part, source, part, parts, dtype, eight_bits=in_8_bits(cfg, part)
+            )
+        else:
+            placeholder.fill_part(source, part, modules[part], dtype, meta=meta)
+            parts.frozen[part] = untrained(modules[part])
+    parts.notes += _in_8_bits(family, parts)
+    speedups.add_encoder(cfg, parts, meta=meta, deferred=deferred)
+
+    if parts.base and not meta:
+        parts.base_fingerprints = {family.denoiser: source.fingerprint(family.denoiser)}
+
+    # --- what else is to be known
+    parts.config = family.architecture()
+    parts.notes += [*source.notes, *family.built_in(), *family.remarks()]
+    if cfg.training.gradient_checkpointing:
+        net.enable_gradient_checkpointing()
+        for encoder in encoders.values():
+            _recompute(encoder)
+    return parts
+
+
+def _in_8_bits(family: BaseFamily, parts: Parts) -> list[str]:
+    """Put frozen layers into 8 bits, of all parts but the VAE or of the denoiser alone; return what is to be said."""
+    which = family.cfg.model.fp8_frozen
+    if which is None:
+        return []
+    chosen: dict[str, Any] = {family.denoiser: parts.root.get_submodule(family.denoiser)}
+    chosen |= {name: module for name, module in parts.frozen.items() if in_8_bits(family.cfg, name)}
+    notes = to_8_bits(chosen)
+    if not notes:
+        flag = option("model.fp8_frozen", "all") if which == "all" else option("model.fp8_frozen", "unet")
+        return [f"{flag} has no effect: it is for frozen layers, and here all that it is about are trained"]
+    return [f"in 8 bits, because they are frozen: {notes}; exports and checkpoints hold them as they were"]
+
+
+def _recompute(encoder: Any) -> None:
+    """Compute activations again in the backward pass."""
+    newer = getattr(encoder, "activation_checkpointing_enable", None)  # its name since transformers 5
+    (newer or encoder.gradient_checkpointing_enable)({"use_reentrant": False})

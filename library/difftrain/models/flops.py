@@ -8,6 +8,7 @@ exact to the last digit. Recomputed activations are not counted.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,13 @@ from difftrain.contracts import Batch, Bucket, Inputs
 from difftrain.models import repa
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.routing import KEEP
+from difftrain.models.text.clip_vocabulary import LENGTH
 from difftrain.models.text.encode import features_of
 from difftrain.models.text.tokenize import mask_name
 
 if TYPE_CHECKING:
     from difftrain.models.base import BaseFamily
+
 
 _FEW = 4  # blocks of a list that are counted one by one
 _SIDES, _KEPT = (2, 3, 4), (2, 4, 6)  # widths of small pictures of two rows, and how many tokens of them stay
@@ -37,8 +40,8 @@ def flops_per_sample(family: BaseFamily, bucket: Bucket) -> float:
     """
     sizes = {part: family.source.sizes[part] for part in family.parts}
     speed = [family.cfg.repa.model_dump(), family.cfg.tread.model_dump(), family.cfg.patch_masking.model_dump()]
-    told = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed]
-    key = json.dumps([*told, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
+    inputs = [family.name, sizes, bucket.frames, family.lengths, family.cfg.model.train_only, speed]
+    key = json.dumps([*inputs, family.cfg.loss.text_recon_gamma > 0], default=str, sort_keys=True)
     if key not in _known:
         _known[key] = _counts(family, bucket.frames)
     by_tokens, by_kept = _known[key]
@@ -79,22 +82,24 @@ def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
         inputs.conditions[KEEP] = inputs.conditions[KEEP].new_zeros((1, kept))
     net = root.denoiser
     lists = {name: list(net.get_submodule(name)) for name in family.blocks}
-    whole = root.span is not None or root.target_layer is not None or hasattr(root, "projector")
-    whole = whole or any(len({_design(block) for block in blocks[1:-1]}) > 1 for blocks in lists.values())
+    # blocks of one list cost the same, so three stand for many; not where a pass looks at some of them
+    whole_passes = root.span is not None or root.target_layer is not None or hasattr(root, "projector")
+    whole_passes = whole_passes or any(len({_design(block) for block in blocks[1:-1]}) > 1 for blocks in lists.values())
 
     def count(more: str = "") -> int:
         for name, blocks in lists.items():
-            few = blocks if whole or len(blocks) < _FEW else [*blocks[: 2 + (name == more)], blocks[-1]]
+            few = blocks if whole_passes or len(blocks) < _FEW else [*blocks[: 2 + (name == more)], blocks[-1]]
             owner, _, leaf = name.rpartition(".")
             setattr(net.get_submodule(owner), leaf, torch.nn.ModuleList(few))
         with FlopCounterMode(display=False) as counter:
             align = hasattr(root, "projector")
             outputs = root(inputs.x_t, inputs.timestep, inputs.conditions, align=align)
-            torch.stack([each.sum() for each in outputs if each.requires_grad]).sum().backward()
+            torch.stack([output.sum() for output in outputs if output.requires_grad]).sum().backward()
         return int(counter.get_total_flops())
 
     total = base = count()
-    if not whole:
+    if not whole_passes:
+        # the cost of one block more of each list, times how many were left out
         total += sum((len(blocks) - 3) * (count(name) - base) for name, blocks in lists.items() if len(blocks) >= _FEW)
     for name, blocks in lists.items():
         owner, _, leaf = name.rpartition(".")
@@ -104,15 +109,15 @@ def _by_blocks(family: BaseFamily, root: Any, bucket: Bucket, kept: int) -> int:
 
 def _design(block: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     """Return what tells blocks of one list apart: not all of them have the same layers."""
-    return tuple((name, each.shape) for name, each in block.named_parameters())
+    return tuple((name, param.shape) for name, param in block.named_parameters())
 
 
 def on_meta(family: BaseFamily) -> DenoiserRoot:
     """Build the root as it is trained, wholly without memory; attention is counted there alone."""
     net = family.source.build(family.denoiser).to("meta")
     root = DenoiserRoot(family, family.denoiser, net, **family.root_options(net, meta=True)).to("meta")
-    for name, each in net.named_parameters():
-        each.requires_grad_(not family.is_base(name))
+    for name, param in net.named_parameters():
+        param.requires_grad_(not family.is_base(name))
     return root
 
 
@@ -123,19 +128,20 @@ def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch
         return torch.zeros((batch, *shape), device=device)
 
     made: dict[str, torch.Tensor] = {}
-    for place, text in enumerate(family.texts, start=1):
+    for position, text in enumerate(family.texts, start=1):
         sizes = family.source.complete(text.part)
-        features = features_of(family.texts, place, family.lengths[place - 1], sizes, "float32")
+        features = features_of(family.texts, position, family.lengths[position - 1], sizes, "float32")
         made |= {name: blank(*feature.shape(bucket)) for name, feature in features.items()}
         if text.passes_mask:
-            shape = (batch, family.lengths[place - 1])
-            made[mask_name(family.texts, place)] = torch.ones(shape, dtype=torch.bool, device=device)
+            shape = (batch, family.lengths[position - 1])
+            made[mask_name(family.texts, position)] = torch.ones(shape, dtype=torch.bool, device=device)
     own = family.size_features((bucket.height, bucket.width), batch)
     rows = torch.arange(batch)
-    told = Batch(bucket, rows, rows, {name: value.to(device) for name, value in own.items()}, {})
-    conditions = family.conditions(made, told)
+    drawn = Batch(bucket, rows, rows, {name: value.to(device) for name, value in own.items()}, {})
+    conditions = family.conditions(made, drawn)
     draws = family.features.draws
     if KEEP in draws:
+        # which tokens are kept has no bearing on the count, only how many
         conditions[KEEP] = torch.zeros((batch, *draws[KEEP].shape(bucket)), dtype=torch.int64, device=device)
     x = blank(*draws["noise"].shape(bucket))
     targets = {repa.TERM: x} if family.cfg.repa.encoder is not None else {}
@@ -147,3 +153,136 @@ def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch
         torch.ones(batch, device=device),
         aux_targets=targets,
     )
+
+
+# --- Floating-point operations of a UNet and its text encoders, counted from the sizes
+# torch's counter gives the same numbers (flops.py), but takes seconds to walk through a UNet, whose blocks all differ.
+# A matrix product or convolution of m outputs over k inputs each costs 2 m k; norms, activations and additions count
+# nothing. The backward pass of what is trained costs the same twice, for its inputs and for its weights; once where the
+# inputs need no gradient (the first layer, the time embeddings, keys and values of a frozen encoder's text). Activations
+# and scores computed again are not counted.
+
+
+Config = Mapping[str, Any]
+
+
+def sdxl_flops(
+    sizes: Mapping[str, Config], latent_hw: tuple[int, int], *, num_chunks: int, trained: Collection[str]
+) -> float:
+    """Count forward and backward of what is trained, for one sample (SDXL base at 1024 px: 20.2e12).
+
+    sizes: of "unet", "text_encoder_1" and "text_encoder_2". Frozen encoders are left out, as published figures leave
+    them out.
+    """
+    unet, context = sizes["unet"], (LENGTH - 2) * num_chunks + 2
+    total = 3 * unet_flops(unet, latent_hw, context)
+    total -= flops_without_input_gradient(unet, latent_hw, context, trained)
+    if "text_encoder_1" in trained:
+        config = sizes["text_encoder_1"]
+        one_layer = text_flops({**config, "num_hidden_layers": 1}, num_chunks)  # the last has no part in the loss
+        total += 3 * text_flops(config, num_chunks) - 2 * one_layer
+    if "text_encoder_2" in trained:
+        config = sizes["text_encoder_2"]
+        projection = _linear(num_chunks, config["hidden_size"], config["projection_dim"])
+        total += 3 * (text_flops(config, num_chunks) + projection)
+    return float(total)
+
+
+def text_flops(config: Config, num_chunks: int) -> int:
+    """Count one caption through a CLIP text encoder, all layers."""
+    width, inner, length = config["hidden_size"], config["intermediate_size"], LENGTH
+    layer = _linear(length, width, width) * 4 + _linear(length, width, inner) * 2 + _attention(length, length, width)
+    return int(config["num_hidden_layers"]) * layer * num_chunks
+
+
+def unet_flops(config: Config, size_hw: tuple[int, int], context: int) -> int:
+    """Count one latent through the UNet, with `context` text tokens."""
+    widths, layers = config["block_out_channels"], config["layers_per_block"]
+    depths = _per_block(config["transformer_layers_per_block"], len(widths))
+    text, embedding = config["cross_attention_dim"], 4 * widths[0]
+    h, w = size_hw
+    total = _linear(1, widths[0], embedding) + _linear(1, embedding, embedding) * 2
+    total += _linear(1, config["projection_class_embeddings_input_dim"], embedding)
+    total += _conv(h, w, config["in_channels"], widths[0], 3)
+
+    # --- down
+    skips, entering = [(h, w, widths[0])], widths[0]
+    for i, width in enumerate(widths):
+        depth = depths[i] if "CrossAttn" in config["down_block_types"][i] else 0
+        for _ in range(layers):
+            total += _resnet(h, w, entering, width, embedding) + _transformer(h * w, width, depth, context, text)
+            entering = width
+            skips.append((h, w, width))
+        if i < len(widths) - 1:
+            h, w = -(-h // 2), -(-w // 2)
+            total += _conv(h, w, width, width, 3)
+            skips.append((h, w, width))
+
+    # --- the middle
+    total += 2 * _resnet(h, w, entering, entering, embedding)
+    total += _transformer(h * w, entering, depths[-1], context, text)
+
+    # --- up, beside what the way down has left
+    for i, width in enumerate(reversed(widths)):
+        depth = depths[-1 - i] if "CrossAttn" in config["up_block_types"][i] else 0
+        for _ in range(layers + 1):
+            h, w, skipped = skips.pop()
+            total += _resnet(h, w, entering + skipped, width, embedding)
+            total += _transformer(h * w, width, depth, context, text)
+            entering = width
+        if i < len(widths) - 1:
+            total += _conv(skips[-1][0], skips[-1][1], width, width, 3)
+    return total + _conv(h, w, widths[0], config["out_channels"], 3)
+
+
+def flops_without_input_gradient(
+    config: Config, size_hw: tuple[int, int], context: int, trained: Collection[str]
+) -> int:
+    """Count the forward pass of the UNet's layers whose inputs need no gradient."""
+    widths, layers = config["block_out_channels"], config["layers_per_block"]
+    total = _conv(*size_hw, config["in_channels"], widths[0], 3) + _linear(1, widths[0], 4 * widths[0])
+    # a layer whose input needs no gradient saves one of the three products of a step
+    if "text_encoder_2" not in trained:  # whose pooled state goes in here
+        total += _linear(1, config["projection_class_embeddings_input_dim"], 4 * widths[0])
+    if set(trained) & {"text_encoder_1", "text_encoder_2"}:
+        return total
+    depths = _per_block(config["transformer_layers_per_block"], len(widths))
+    sides = ((config["down_block_types"], widths, depths, layers),
+             (config["up_block_types"], widths[::-1], depths[::-1], layers + 1))  # fmt: skip
+    wide = widths[-1] * depths[-1]
+    for kinds, side_widths, side_depths, repeats in sides:
+        wide += sum(w * d * repeats for kind, w, d in zip(kinds, side_widths, side_depths) if "CrossAttn" in kind)
+    return total + 2 * _linear(context, config["cross_attention_dim"], wide)
+
+
+def _per_block(value: int | list[int], num_blocks: int) -> list[int]:
+    return [value] * num_blocks if isinstance(value, int) else list(value)
+
+
+def _conv(h: int, w: int, entering: int, leaving: int, kernel: int) -> int:
+    return 2 * h * w * entering * leaving * kernel**2
+
+
+def _linear(tokens: int, entering: int, leaving: int) -> int:
+    return 2 * tokens * entering * leaving
+
+
+def _attention(queries: int, keys: int, width: int) -> int:
+    """Scores and their weighted sum: two products of queries x keys x width."""
+    return 4 * queries * keys * width
+
+
+def _resnet(h: int, w: int, entering: int, leaving: int, embedding: int = 0) -> int:
+    shortcut = _conv(h, w, entering, leaving, 1) if entering != leaving else 0
+    both = _conv(h, w, entering, leaving, 3) + _conv(h, w, leaving, leaving, 3)
+    return both + shortcut + _linear(1, embedding, leaving)
+
+
+def _transformer(tokens: int, width: int, depth: int, context: int, text: int) -> int:
+    """Projections in and out, and per layer: self-attention, attention to the text, GEGLU of 4 x the width."""
+    if not depth:
+        return 0
+    itself = _linear(tokens, width, width) * 4 + _attention(tokens, tokens, width)
+    across = _linear(tokens, width, width) * 2 + _linear(context, text, width) * 2 + _attention(tokens, context, width)
+    inner = _linear(tokens, width, 8 * width) + _linear(tokens, 4 * width, width)
+    return 2 * _linear(tokens, width, width) + depth * (itself + across + inner)

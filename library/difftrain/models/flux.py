@@ -72,8 +72,8 @@ class Flux(ModelFamily):
         """Return 1000 times the guidance that a distilled transformer is told; schnell is told none."""
         if not net.config.guidance_embeds:
             return ()
-        given = conditions.get("guidance")
-        return (torch.full_like(t, 1000.0 * self.cfg.model.guidance) if given is None else 1000.0 * given,)
+        guidance = conditions.get("guidance")
+        return (torch.full_like(t, 1000.0 * self.cfg.model.guidance) if guidance is None else 1000.0 * guidance,)
 
     def guided(self, conditions: dict[str, Tensor], guidance: float | None) -> dict[str, Tensor]:
         """Tell a distilled transformer the guidance of a drawn picture, else that of the training."""
@@ -84,9 +84,11 @@ class Flux(ModelFamily):
 
     def remarks(self) -> list[str]:
         """Say where a guidance is asked for that no weights are there to take."""
-        told = self.source.complete(self.denoiser)["guidance_embeds"]
+        embeds = self.source.complete(self.denoiser)["guidance_embeds"]
         return (
-            [] if told or self.cfg.model.guidance == 1.0 else ["guidance has no effect: this transformer is told none"]
+            []
+            if embeds or self.cfg.model.guidance == 1.0
+            else ["guidance has no effect: this transformer is told none"]
         )
 
     def rope(self, net: Any, size: tuple[int, int], length: int, device: torch.device) -> tuple[Tensor, Tensor]:

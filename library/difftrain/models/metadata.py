@@ -156,17 +156,17 @@ def _of_the_data_sets(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
     uses: dict[str, int] = dict(facts.data.get("buckets", {}))
     num_images = facts.data.get("draws_per_epoch", sum(uses.values()))
     num_reg = facts.data.get("reg_draws_per_epoch", 0)
-    told = []
+    records = []
     for number, dataset in enumerate(cfg.data.datasets, 1):
-        one = dataset.model_dump(mode="json", exclude={"subsets"})
+        record = dataset.model_dump(mode="json", exclude={"subsets"})
         mark = f" of data set {number}"
         several = len(cfg.data.datasets) > 1
         own = {name.partition(" ")[0]: n for name, n in uses.items() if not several or name.endswith(mark)}
-        one["bucket_info"] = _bucket_info(own)
-        one["subsets"] = [_of_a_subset(subset) for subset in dataset.subsets]
-        told.append(one)
+        record["bucket_info"] = _bucket_info(own)
+        record["subsets"] = [_of_a_subset(subset) for subset in dataset.subsets]
+        records.append(record)
     return {
-        "datasets": told,
+        "datasets": records,
         "num_train_images": num_images - num_reg,
         "num_reg_images": num_reg,
         "prior_loss_weight": cfg.loss.prior_weight if num_reg else None,
@@ -177,14 +177,14 @@ def _of_the_data_sets(cfg: TrainConfig, facts: RunFacts) -> dict[str, Any]:
 
 def _of_a_subset(subset: SubsetSection) -> dict[str, Any]:
     """Return what kohya writes of a subset, under its names; paths by their last part."""
-    told = subset.model_dump(mode="json", exclude={"captions", "flat", "dataset_class"}, exclude_none=True)
+    facts = subset.model_dump(mode="json", exclude={"captions", "flat", "dataset_class"}, exclude_none=True)
     captions = subset.captions
     for field in ("image_dir", "metadata_file", "conditioning_dir", "default_mask"):
-        if field in told:
-            told[field] = _name(told[field])
-    told["num_repeats"] = told.pop("repeats")
-    told["flip_aug"] = told.pop("flip")
-    return told | {
+        if field in facts:
+            facts[field] = _name(facts[field])
+    facts["num_repeats"] = facts.pop("repeats")
+    facts["flip_aug"] = facts.pop("flip")
+    return facts | {
         "shuffle_caption": captions.shuffle,
         "keep_tokens": captions.keep_tokens,
         "caption_dropout_rate": captions.dropout_rate,
@@ -210,7 +210,7 @@ def _text(value: Any) -> str:
 def flow_facts(cfg: TrainConfig, options: Sequence[FamilyOption]) -> dict[str, Any]:
     """Return what a header says of the loss and the times, under kohya's names."""
     loss, section = cfg.loss, cfg.flow
-    said = {
+    facts = {
         "loss_type": loss.type,
         "pseudo_huber_c": loss.pseudo_huber_c,
         "timestep_sample_method": section.timestep_sample_method,
@@ -219,7 +219,7 @@ def flow_facts(cfg: TrainConfig, options: Sequence[FamilyOption]) -> dict[str, A
         "flux_shift": section.flux_shift,
         **{option.field.rpartition(".")[2]: _value(cfg, option.field) for option in options},
     }
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _value(cfg: Any, field: str) -> Any:

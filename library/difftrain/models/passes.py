@@ -78,8 +78,8 @@ _PLAIN = PassPlan()
 
 def blocks_of(family: BlockLists, net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks in the order in which they run, by their names in the denoiser."""
-    for each in family.blocks:
-        yield from ((f"{each}.{name}", block) for name, block in net.get_submodule(each).named_children())
+    for member in family.blocks:
+        yield from ((f"{member}.{name}", block) for name, block in net.get_submodule(member).named_children())
 
 
 def run(

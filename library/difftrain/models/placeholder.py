@@ -5,7 +5,7 @@ With a whole cache no text encoder and no VAE is needed, and importing and build
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +13,13 @@ from torch import nn
 
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import fp8
-from difftrain.models.materialise import fill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.config import TrainConfig
     from difftrain.models.weights.source import WeightSource
+
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OVERFLOWING = ("T5EncoderModel", "UMT5EncoderModel")
@@ -90,14 +90,14 @@ def to_8_bits(chosen: Mapping[str, nn.Module]) -> str:
     counts = {
         name: len(fp8.store(module)) for name, module in chosen.items() if not isinstance(module, MetaPlaceholder)
     }
-    told = [f"{number} layers of {name}" for name, number in counts.items() if number]
-    told += [f"{name} where it is needed" for name, module in chosen.items() if isinstance(module, MetaPlaceholder)]
-    return ", ".join(told)
+    layers = [f"{number} layers of {name}" for name, number in counts.items() if number]
+    layers += [f"{name} where it is needed" for name, module in chosen.items() if isinstance(module, MetaPlaceholder)]
+    return ", ".join(layers)
 
 
-def source_weights(source: WeightSource, held: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def source_weights(source: WeightSource, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Give the weights of parts straight from their source; they may be without any."""
-    for part, module in held.items():
+    for part, module in modules.items():
         yield from ((f"{part}.{name}", value) for name, value in source.weights(part, meta_module(module)))
 
 
@@ -109,3 +109,93 @@ def deferred_weights(
         if part not in without and not parts.is_loaded(part):
             for name, value in source_weights(source, {part: parts.frozen[part]}):
                 yield name, value.to(dtype(part))
+
+
+# --- Fill modules that were built on the meta device
+
+
+Dtype = torch.dtype | Callable[[str], torch.dtype]
+
+
+def fill(
+    module: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: Dtype,
+    *,
+    mapped: Callable[[str], bool] = lambda name: False,
+) -> nn.Module:
+    """Put weights in place of meta parameters, one at a time, in memory of their own.
+
+    A parameter of several names is given by any of them, and stays one. dtype: of all floating ones, or of each by its
+    name. mapped: names whose value may stay in the map of its file, where it lies there as it is kept: pages of a file
+    cost no memory that something else needs.
+    Raises KeyError for a name that the module has not, ValueError where one stays unfilled or has another shape.
+    """
+    tensors = module.state_dict(keep_vars=True)
+    waiting = {name: param.shape for name, param in tensors.items()}
+    names: dict[int, list[str]] = {}
+    for name, param in tensors.items():
+        names.setdefault(id(param), []).append(name)
+
+    # each value goes under all names of its parameter
+    for name, value in weights:
+        shape = waiting[name]
+        if value.shape != shape:
+            raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(shape)}")
+        alike, value = names[id(tensors[name])], value.detach()
+        kind = value.dtype
+        if value.is_floating_point():
+            kind = dtype if isinstance(dtype, torch.dtype) else dtype(name)
+        # a view of the file's map costs no memory that something else needs
+        stays = mapped(name) and value.dtype == kind and value.is_contiguous()
+        _assign(module, alike, value if stays else value.to(kind, copy=True).contiguous())
+        for layer in alike:
+            waiting.pop(layer, None)
+
+    if waiting:
+        raise ValueError(f"{len(waiting)} weights are missing: {', '.join(list(waiting)[:5])}")
+    _fill_buffers(module)
+    return module
+
+
+def hollow_dtype(module: nn.Module, dtype: Callable[[str], torch.dtype]) -> None:
+    """Give parameters without memory the dtype that they will have; buffers and tables stay as they are."""
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter.is_floating_point() and parameter.dtype != dtype(name):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            replaced = torch.nn.Parameter(parameter.detach().to(dtype(name)), requires_grad=parameter.requires_grad)
+            owner._parameters[name.rpartition(".")[2]] = replaced
+
+
+def _assign(module: nn.Module, names: Iterable[str], value: Tensor) -> None:
+    """Put a value in place of one parameter or buffer, under all its names."""
+    param: torch.nn.Parameter | None = None
+    for name in names:
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if leaf in owner._parameters:
+            old = owner._parameters[leaf]
+            trained = old is None or old.requires_grad
+            param = (
+                torch.nn.Parameter(value, requires_grad=trained and value.is_floating_point())
+                if param is None
+                else param
+            )
+            owner._parameters[leaf] = param
+        else:
+            owner._buffers[leaf] = value
+
+
+# buffers that are no part of a state dict, as their modules make them
+_BUFFERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "position_ids": lambda old: torch.arange(old.shape[-1]).expand(old.shape).clone(),
+}
+
+
+def _fill_buffers(module: nn.Module) -> None:
+    for name, buffer in list(module.named_buffers()):
+        if buffer.is_meta:
+            leaf = name.rpartition(".")[2]
+            if leaf not in _BUFFERS:
+                raise NotImplementedError(f"no rule makes the buffer {name} of {type(module).__name__}")
+            _assign(module, [name], _BUFFERS[leaf](buffer))

@@ -85,7 +85,7 @@ FAMILIES: dict[str, FamilyRow] = {
     "sdxl": FamilyRow(
         title="SDXL",
         network="StableDiffusionXL",
-        target="difftrain.models.sdxl.family:SDXLFamily",
+        target="difftrain.models.sdxl:SDXLFamily",
         pipeline="StableDiffusionXLPipeline",
         parts={
             "unet": "diffusers:UNet2DConditionModel",

@@ -66,12 +66,12 @@ def distances(projected: Tensor, targets: Tensor) -> Tensor:
     return 1.0 - torch.cosine_similarity(projected.float(), targets.float(), dim=-1, eps=_SMALLEST).mean(1)
 
 
-def with_term(found: Mapping[str, Tensor], projected: Tensor, inputs: Inputs, weight: float) -> dict[str, Tensor]:
+def with_term(losses: Mapping[str, Tensor], projected: Tensor, inputs: Inputs, weight: float) -> dict[str, Tensor]:
     """Add the term to the others; a loss that stood alone becomes a term by its name. 0 where nothing is aligned.
 
     Then nothing is measured either.
     """
-    terms = {("denoise" if name == "loss" else name): value for name, value in found.items()}
+    terms = {("denoise" if name == "loss" else name): value for name, value in losses.items()}
     targets = inputs.aux_targets.get(TERM)
     total = projected if targets is None else (inputs.weight * distances(projected, targets)).sum()
     measured = torch.full_like(total, torch.nan) if targets is None else total

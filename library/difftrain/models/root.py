@@ -64,9 +64,9 @@ class DenoiserRoot(nn.Module):
     def text(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the text encoders that are trained: what they make takes the place of what they read."""
         texts = self.family.texts
-        for place, text in enumerate(texts, start=1):
-            if f"input_ids_{place}" in conditions:
-                made, read = run(texts, place, self.get_submodule(text.part), conditions), inputs_of(texts, place)
+        for position, text in enumerate(texts, start=1):
+            if f"input_ids_{position}" in conditions:
+                made, read = run(texts, position, self.get_submodule(text.part), conditions), inputs_of(texts, position)
                 conditions = {name: value for name, value in conditions.items() if name not in read} | made
         return conditions
 

@@ -58,8 +58,8 @@ def patches_at(image: Tensor, places: Tensor, patch: int) -> Tensor:
     """Take the patches at places (B, K) out of (B, C, H, W), one below another: (B, C, K p, p)."""
     cells = image.unflatten(3, (-1, patch)).unflatten(2, (-1, patch)).permute(0, 2, 4, 1, 3, 5)  # (B, h, w, C, p, p)
     rows = cells.flatten(3).flatten(1, 2)  # (B, N, C p p)
-    found = chosen(rows, places).unflatten(2, (image.shape[1], patch, patch))
-    return found.transpose(1, 2).flatten(2, 3)
+    patches = chosen(rows, places).unflatten(2, (image.shape[1], patch, patch))
+    return patches.transpose(1, 2).flatten(2, 3)
 
 
 def span_of(cfg: TrainConfig, depth: int) -> BlockSpan | None:

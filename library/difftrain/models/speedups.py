@@ -9,8 +9,7 @@ import torch
 
 from difftrain.contracts import Fault, Parts
 from difftrain.models import passes, repa, routing, vision
-from difftrain.models.materialise import fill
-from difftrain.models.placeholder import DTYPES, MetaPlaceholder
+from difftrain.models.placeholder import DTYPES, MetaPlaceholder, fill
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 def faults(family: Description, net: nn.Module) -> list[Fault]:
     """Find blocks that are not there, and what an image encoder's folder lacks."""
     cfg, depth = family.cfg, sum(1 for _ in passes.blocks_of(family, net))
-    found = [*routing.faults(cfg, depth), *repa.faults(cfg, depth)]
-    return found if cfg.repa.encoder is None else [*found, *vision.VisionFolder.at(cfg.repa.encoder).faults()]
+    problems = [*routing.faults(cfg, depth), *repa.faults(cfg, depth)]
+    return problems if cfg.repa.encoder is None else [*problems, *vision.VisionFolder.at(cfg.repa.encoder).faults()]
 
 
 def of_root(family: Description, net: nn.Module, *, meta: bool) -> dict[str, Any]:

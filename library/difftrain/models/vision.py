@@ -21,8 +21,8 @@ import torch
 from difftrain.config.paths import expanded
 from difftrain.contracts import PIXELS, Batch, ConfigFault, Encoder, Fault, Feature
 from difftrain.models.build import quiet_imports
+from difftrain.models.weights.files import TEXT_STEMS, find_weights, opened, read_json
 from difftrain.models.weights.fingerprints import hashed, of_files, of_tensors
-from difftrain.models.weights.stored_part import TEXT_STEMS, find_weights, opened, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,19 +52,19 @@ class VisionFolder:
     path: Path
 
     @classmethod
-    def at(cls, given: str) -> VisionFolder:
+    def at(cls, text: str) -> VisionFolder:
         """Find the folder that a configuration names."""
-        return cls(Path(expanded(given)))
+        return cls(Path(expanded(text)))
 
     @cached_property
-    def whole(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Any]:
         return read_json(self.path / "config.json")
 
     @property
     def config(self) -> dict[str, Any]:
         """Return the sizes; a folder of pictures and texts has them one level down."""
-        nested = self.whole.get("vision_config")
-        return nested if isinstance(nested, dict) else self.whole
+        nested = self.contents.get("vision_config")
+        return nested if isinstance(nested, dict) else self.contents
 
     @cached_property
     def scaling(self) -> dict[str, Any]:
@@ -72,22 +72,24 @@ class VisionFolder:
 
     def faults(self) -> list[Fault]:
         """Say what the folder lacks."""
-        kind, sizes = self.whole.get("model_type"), ("hidden_size", "patch_size", "image_size")
-        if not self.whole:
+        kind, sizes = self.contents.get("model_type"), ("hidden_size", "patch_size", "image_size")
+        if not self.contents:
             return [Fault(FLAG, f"{self.path} has no config.json", "give the folder of a transformers vision model")]
         if kind not in KINDS:
             return [Fault(FLAG, f"{self.path} holds a model of type {kind!r}", f"one of {', '.join(KINDS)}")]
-        found = []
+        problems = []
         if wrong := [name for name in sizes if not isinstance(self.config.get(name), int)]:
-            found.append(Fault(FLAG, f"{self.path}/config.json does not say its {', '.join(wrong)} in whole numbers"))
+            problems.append(
+                Fault(FLAG, f"{self.path}/config.json does not say its {', '.join(wrong)} in whole numbers")
+            )
         if wrong := [name for name in ("image_mean", "image_std") if len(self.scaling.get(name) or ()) != 3]:
             what = f"{self.path}/preprocessor_config.json does not say {', '.join(wrong)}: how colours are scaled"
-            found.append(Fault(FLAG, what, "the file that came with the weights"))
+            problems.append(Fault(FLAG, what, "the file that came with the weights"))
         try:
             self.files()
         except ConfigFault as fault:
-            found += fault.faults
-        return found
+            problems += fault.faults
+        return problems
 
     @property
     def width(self) -> int:
@@ -119,19 +121,19 @@ class VisionFolder:
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files():
-            held = opened(file, FLAG)
-            yield from ((name, held.get(name)) for name in held.shapes())
+            stored = opened(file, FLAG)
+            yield from ((name, stored.get(name)) for name in stored.shapes())
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Load the encoder on the host. Raises ConfigFault where weights are missing."""
         import transformers
 
-        name, more, unused = KINDS[self.whole["model_type"]]
+        name, more, unused = KINDS[self.contents["model_type"]]
         with quiet_imports(), _no_bars():
-            module, told = getattr(transformers, name).from_pretrained(
+            module, info = getattr(transformers, name).from_pretrained(
                 str(self.path), local_files_only=True, dtype=dtype, output_loading_info=True, **more
             )
-        missing = sorted(each for each in told["missing_keys"] if not each.startswith(unused))
+        missing = sorted(missing_key for missing_key in info["missing_keys"] if not missing_key.startswith(unused))
         if missing:
             what = f"{self.path} lacks {len(missing)} weights of a {name}: {', '.join(missing[:3])}"
             raise ConfigFault([Fault(FLAG, what, "weights and config.json must belong together")])
@@ -156,21 +158,21 @@ def tokens_of(folder: VisionFolder, module: nn.Module, pixels: Tensor, factor: i
     """Encode pictures. Shapes: pixels (B, 3, H, W) uint8 -> (B, E, H / factor, W / factor) bf16."""
     size = pixels.shape[-2] // factor, pixels.shape[-1] // factor
     rows, columns = folder.grid(*size)
-    mean, std = (_held(tuple(folder.scaling[name]), pixels.device) for name in ("image_mean", "image_std"))
+    mean, std = (_on_device(tuple(folder.scaling[name]), pixels.device) for name in ("image_mean", "image_std"))
     picture = (pixels.float() / 255.0 - mean[:, None, None]) / std[:, None, None]
     wanted = rows * folder.patch, columns * folder.patch
     if tuple(picture.shape[-2:]) != wanted:
         picture = torch.nn.functional.interpolate(picture, size=wanted, mode="bicubic", align_corners=False)
     asked = {"interpolate_pos_encoding": True} if _interpolates(module) else {}
-    found = module(picture.to(next(module.parameters()).dtype), **asked).last_hidden_state.float()
-    laid = found[:, found.shape[1] - rows * columns :].transpose(1, 2).unflatten(2, (rows, columns))
+    tokens = module(picture.to(next(module.parameters()).dtype), **asked).last_hidden_state.float()
+    laid = tokens[:, tokens.shape[1] - rows * columns :].transpose(1, 2).unflatten(2, (rows, columns))
     if (rows, columns) != size:
         laid = torch.nn.functional.interpolate(laid, size=size, mode="bilinear", align_corners=False)
     return laid.to(torch.bfloat16)
 
 
 @functools.lru_cache(maxsize=16)
-def _held(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Bring numbers to a device once: the host waits for each such copy."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
@@ -184,8 +186,8 @@ def encoder(folder: VisionFolder, frozen: dict[str, nn.Module], factor: int, pre
 
     Raises ConfigFault where the folder holds no such encoder.
     """
-    if found := folder.faults():
-        raise ConfigFault(found)
+    if problems := folder.faults():
+        raise ConfigFault(problems)
     settings = f"tokens of {factor} px, at most {MOST} times its own patches, precision {precision}"
 
     @torch.no_grad()

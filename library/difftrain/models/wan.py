@@ -78,7 +78,7 @@ class Wan(ModelFamily):
     def leave(self, net: Any, tokens: Tokens) -> Tensor:
         """Return the velocity, (B, C, F, H, W)."""
         time = tokens.more["time"] if tokens.more["time"].ndim == 3 else tokens.more["time"].unsqueeze(1)
-        shift, scale = (each.squeeze(2) for each in (net.scale_shift_table + time.unsqueeze(2)).chunk(2, dim=2))
+        shift, scale = (part.squeeze(2) for part in (net.scale_shift_table + time.unsqueeze(2)).chunk(2, dim=2))
         image = (net.norm_out(tokens.image.float()) * (1 + scale) + shift).type_as(tokens.image)
         patches = net.proj_out(image).unflatten(2, (*net.config.patch_size, -1)).unflatten(1, tokens.size)
         return (

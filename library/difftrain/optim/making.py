@@ -24,7 +24,7 @@ TYPE, ARGS = "optimizer.type", "optimizer.args"  # what faults are about
 class OptimizerOrder:
     """Ask for an optimizer.
 
-    name: as the registry spells it. tables: parameter groups in torch's form. lr: of groups without one. given: the
+    name: as the registry spells it. tables: parameter groups in torch's form. lr: of groups without one. arguments: the
     user's arguments. fused_ok: the device runs torch's fused kernels. trial: the update will be made where the
     parameters are now, so a package that may not know that device is tried there. groups: what the tables are made of.
     """
@@ -32,7 +32,7 @@ class OptimizerOrder:
     name: str
     tables: list[dict[str, Any]]
     lr: float
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     dp_size: int = 1
     fused_ok: bool = True
     trial: bool = True
@@ -46,14 +46,14 @@ def construct(
 
     Raises ConfigFault for arguments that the class does not take, or refuses.
     """
-    arguments.check(option(ARGS), order.name, kind, order.given, ("params", "lr", *ours))
-    settings = {"lr": order.lr, **(defaults or {}), **ours, **order.given}
+    arguments.check(option(ARGS), order.name, kind, order.arguments, ("params", "lr", *ours))
+    settings = {"lr": order.lr, **(defaults or {}), **ours, **order.arguments}
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # some print what their arguments are
             return kind(order.tables, **settings)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        said = str(error) or "they are out of its range"
-        raise ConfigFault([Fault(option(ARGS), f"{order.name} refuses them: {said}")]) from error
+        reason = str(error) or "they are out of its range"
+        raise ConfigFault([Fault(option(ARGS), f"{order.name} refuses them: {reason}")]) from error
 
 
 @contextmanager

@@ -45,15 +45,15 @@ def make(order: OptimizerOrder) -> Optimizer:
     if order.trial and not any(table["matrix"] for table in tables):
         what = f"{order.name} is for matrices within blocks, and none of what is trained is one"
         raise ConfigFault([Fault(option(TYPE), what, f"{option('optimizer.type')}=AdamW")])
-    return construct(OptimizerOrder(order.name, tables, order.lr, order.given), Muon, fused=order.fused_ok)
+    return construct(OptimizerOrder(order.name, tables, order.lr, order.arguments), Muon, fused=order.fused_ok)
 
 
 def _cut(group: Group) -> Iterator[dict[str, Any]]:
     """Yield the matrices of a group, then its other weights, where there are some."""
-    told = group.matrices
+    matrices = group.matrices
     of: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, weight in group.named_params:
-        of[is_matrix(name, weight) if told is None else name in told].append(weight)
+        of[is_matrix(name, weight) if matrices is None else name in matrices].append(weight)
     for matrix, weights in of.items():
         if weights:
             name = group.name if matrix else f"{group.name}_adamw"
@@ -91,12 +91,12 @@ class Muon(Optimizer):
 
         # --- what Muon does not update goes to AdamW, at its own rate
         matrices = [table for table in params if table["matrix"]]
-        others = [table for table in params if not table["matrix"]]
+        vectors = [table for table in params if not table["matrix"]]
         share = 1.0 if adamw_lr is None else adamw_lr / lr
-        for table in others:
+        for table in vectors:
             table["lr"] = table.get("lr", lr) * share
         decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
-        self._adamw = AdamW(others or [{"params": []}], lr * share, betas, eps, decay, fused=fused or None)
+        self._adamw = AdamW(vectors or [{"params": []}], lr * share, betas, eps, decay, fused=fused or None)
 
         # --- Muon's own groups, in the order they came in
         defaults = {
@@ -124,6 +124,7 @@ class Muon(Optimizer):
                 for weight in group["params"]:
                     if weight.grad is not None:
                         self._update(weight, group, skipped)
+        # groups and state are shared, so that schedules and checkpoints see one optimizer
         self._adamw.param_groups = [group for group in self.param_groups if not group["matrix"]]
         self._adamw.state = self.state
         if skipped is not None:
@@ -147,6 +148,7 @@ class Muon(Optimizer):
             counts = 1 - skipped.to(weight.device, weight.dtype)
             gradient = torch.where(counts > 0, gradient, 0)
             kept.lerp_(gradient, (1 - mu) * counts)
+        # Nesterov: look ahead along the momentum before it is orthogonalised
         direction = orthogonalised(gradient.lerp(kept, mu) if group["nesterov"] else kept, group["ns_steps"])
         size = rate * _size(weight.shape, group["adjust_lr"])
         if skipped is None:
@@ -163,9 +165,12 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
+    # gram = x x^T is the smaller of the two products this way round
     x = x.T if tall else x
+    # the Frobenius norm bounds the largest singular value, which must not exceed 1 here
     x = x / x.norm().clamp(min=_TINY)
     for _ in range(steps):
+        # x <- a x + (b A + c A^2) x with A = x x^T
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x

@@ -10,38 +10,39 @@ import torch
 from torch.optim import Optimizer
 
 from difftrain.config.schema import names
-from difftrain.config.schema.rates import is_schedule_free
+from difftrain.config.schema.rates import is_named, is_schedule_free
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Group
 from difftrain.optim import arguments
 from difftrain.optim.making import ARGS, TYPE, OptimizerOrder, construct
+from difftrain.optim.schedule import make_schedule
 from difftrain.optim.schedule_free import averages, wrap
 
 REGISTRY = {
-    "AdamW": "difftrain.optim.torchs:make_adamw",
-    "oss": "difftrain.optim.torchs:make_oss",
-    "NpuFusedAdamW": "difftrain.optim.npu_adamw:make",
-    "SGDNesterov": "difftrain.optim.torchs:make_sgd_nesterov",
-    "Lion": "difftrain.optim.lion:make",
+    "AdamW": "difftrain.optim.builders:make_adamw",
+    "oss": "difftrain.optim.builders:make_oss",
+    "NpuFusedAdamW": "difftrain.optim.builders:make_npu_adamw",
+    "SGDNesterov": "difftrain.optim.builders:make_sgd_nesterov",
+    "Lion": "difftrain.optim.builders:make_lion",
     "Muon": "difftrain.optim.muon:make",
-    "Adafactor": "difftrain.optim.adafactor:make",
-    "AdamW8bit": "difftrain.optim.eight_bit:make",
-    "PagedAdamW": "difftrain.optim.eight_bit:make",
-    "PagedAdamW8bit": "difftrain.optim.eight_bit:make",
-    "PagedAdamW32bit": "difftrain.optim.eight_bit:make",
-    "Lion8bit": "difftrain.optim.eight_bit:make",
-    "PagedLion8bit": "difftrain.optim.eight_bit:make",
-    "SGDNesterov8bit": "difftrain.optim.eight_bit:make",
-    "DAdaptation": "difftrain.optim.adaptive:make",
-    "DAdaptAdamPreprint": "difftrain.optim.adaptive:make",
-    "DAdaptAdaGrad": "difftrain.optim.adaptive:make",
-    "DAdaptAdam": "difftrain.optim.adaptive:make",
-    "DAdaptAdan": "difftrain.optim.adaptive:make",
-    "DAdaptAdanIP": "difftrain.optim.adaptive:make",
-    "DAdaptLion": "difftrain.optim.adaptive:make",
-    "DAdaptSGD": "difftrain.optim.adaptive:make",
-    "Prodigy": "difftrain.optim.adaptive:make",
+    "Adafactor": "difftrain.optim.builders:make_adafactor",
+    "AdamW8bit": "difftrain.optim.builders:make_eight_bit",
+    "PagedAdamW": "difftrain.optim.builders:make_eight_bit",
+    "PagedAdamW8bit": "difftrain.optim.builders:make_eight_bit",
+    "PagedAdamW32bit": "difftrain.optim.builders:make_eight_bit",
+    "Lion8bit": "difftrain.optim.builders:make_eight_bit",
+    "PagedLion8bit": "difftrain.optim.builders:make_eight_bit",
+    "SGDNesterov8bit": "difftrain.optim.builders:make_eight_bit",
+    "DAdaptation": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdamPreprint": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdaGrad": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdam": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdan": "difftrain.optim.builders:make_adaptive",
+    "DAdaptAdanIP": "difftrain.optim.builders:make_adaptive",
+    "DAdaptLion": "difftrain.optim.builders:make_adaptive",
+    "DAdaptSGD": "difftrain.optim.builders:make_adaptive",
+    "Prodigy": "difftrain.optim.builders:make_adaptive",
     "AdamWScheduleFree": "difftrain.optim.schedule_free:make",
     "RAdamScheduleFree": "difftrain.optim.schedule_free:make",
     "SGDScheduleFree": "difftrain.optim.schedule_free:make",
@@ -59,10 +60,10 @@ def make_optimizer(
     is not known, and for a package that is missing.
     """
     tables = [_table(group) for group in groups]
-    given = arguments.parse(option(ARGS), section.args)
+    arguments_given = arguments.parse(option(ARGS), section.args)
     name = names.proper(section.type, REGISTRY)
     lr = section.learning_rate or groups[0].lr
-    order = OptimizerOrder(name or section.type, tables, lr, given, dp_size, fused_ok, trial, tuple(groups))
+    order = OptimizerOrder(name or section.type, tables, lr, arguments_given, dp_size, fused_ok, trial, tuple(groups))
     optimizer = _maker(name)(order) if name else _any_class(order)
     if section.schedulefree_wrapper and not is_schedule_free(section):
         optimizer = wrap(optimizer, arguments.parse(option(_WRAPPER_ARGS), section.schedulefree_wrapper_args))
@@ -103,3 +104,25 @@ def inner(optimizer: Optimizer) -> Optimizer:
     """
     wrapped = getattr(optimizer, "optim", None)
     return wrapped if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+
+
+# --- what is wrong with an optimizer section, found before any device is touched
+
+
+def faults(section: OptimizerSection, total_steps: int = 1000) -> list[Fault]:
+    """Return every fault of the optimizer's and the schedule's names and arguments, by making both for one number."""
+    group = Group("probe", [("probe", torch.nn.Parameter(torch.zeros(1)))], section.learning_rate or 1.0)
+    problems: list[Fault] = []
+    optimizer: Optimizer = torch.optim.SGD([group.named_params[0][1]], lr=group.lr)
+    try:
+        optimizer = make_optimizer(section, [group], trial=False)
+    except ConfigFault as fault:
+        problems += fault.faults
+    try:
+        make_schedule(section, optimizer, total_steps)
+    except ConfigFault as fault:
+        problems += fault.faults
+    if is_named(section, ("DAdaptSGD",)) and section.learning_rate and not optimizer.param_groups[0]["lr"]:
+        what = "DAdaptSGD divides by the first rate, which is 0 with this warm-up"
+        problems.append(Fault(option("optimizer.warmup_steps"), what, "no warm-up, or another optimizer"))
+    return problems

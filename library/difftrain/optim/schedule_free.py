@@ -27,11 +27,11 @@ def make(order: OptimizerOrder) -> Optimizer:
     return construct(order, getattr(schedulefree, order.name))
 
 
-def wrap(base: Optimizer, given: dict[str, Any]) -> Optimizer:
+def wrap(base: Optimizer, settings: dict[str, Any]) -> Optimizer:
     """Average around any optimizer. Raises ConfigFault for arguments that are not known or out of range."""
-    arguments.check(option(_ARGS), "the wrapper", ScheduleFree, given, ("base",))
+    arguments.check(option(_ARGS), "the wrapper", ScheduleFree, settings, ("base",))
     try:
-        return ScheduleFree(base, **given)
+        return ScheduleFree(base, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigFault([Fault(option(_ARGS), str(error))]) from error
 
@@ -88,6 +88,7 @@ class ScheduleFree(Optimizer):
     def train(self) -> None:
         """Put y in place."""
         if not self._training:
+            # y = x + (1 - momentum) (z - x), from x in place
             self._move(1.0 - self.momentum)
         self._training = True
 
@@ -95,6 +96,7 @@ class ScheduleFree(Optimizer):
     def eval(self) -> None:
         """Put x in place. The way back is exact but for rounding: the engine keeps y aside."""
         if self._training:
+            # the same solved for x, from y in place
             self._move(1.0 - 1.0 / self.momentum)
         self._training = False
 
@@ -108,11 +110,13 @@ class ScheduleFree(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update z by the base, and x and y by z; closures are not for it."""
         assert self._training and closure is None
+        # the base sees z alone; x waits in the memory of the last z
         averages = {weights: self._to_z(weights, group["lr"]) for group, weights in self._moving()}
         self.base.step()
         shares = {id(group): self._share(group) for group in self.param_groups}
         for group, weights in self._moving():
             x, z = averages.pop(weights), weights.clone()
+            # x <- x + share (z - x), and y between the new x and z
             weights.copy_(x).lerp_(z, shares[id(group)]).lerp_(z, 1.0 - self.momentum)
             self.state[weights]["z"] = x.copy_(z)  # the same memory at every step
 
@@ -125,6 +129,7 @@ class ScheduleFree(Optimizer):
         z = self.state.get(weights, {}).get("z")
         z = weights.clone() if z is None else z
         if self.decay:
+            # decay taken at y moves z by it, and y by the part that z has in it
             z.sub_(weights, alpha=rate * self.decay)
             weights.sub_(weights, alpha=rate * self.decay * (1.0 - self.momentum))
         x = weights.lerp(z, 1.0 - 1.0 / self.momentum)
@@ -134,6 +139,7 @@ class ScheduleFree(Optimizer):
     def _share(self, group: dict[str, Any]) -> float:
         """Return the share of the new z in the average, and count on."""
         step = group["sf_step"] = group.get("sf_step", 0) + 1
+        # weights of the average: the highest rate so far, so that a warm-up counts little
         highest = group["sf_highest"] = max(group["lr"] * group.get("d", 1.0), group.get("sf_highest", 0.0))
         weight = step**self.r * highest**self.power
         total = group["sf_total"] = group.get("sf_total", 0.0) + weight

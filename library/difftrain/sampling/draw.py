@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.sampling.prompts import UNIT, Prompt
+from difftrain.sampling.samplers import make_sampler
+
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
     from difftrain.contracts import Drawer
@@ -34,7 +42,7 @@ def walk(
     """
     # the sampler's times, and conditions for both halves of guidance in one batch
     _set_times(model, sampler, steps)
-    given = dict(conditions) if unconditional is None else _joined(unconditional, conditions)
+    inputs = dict(conditions) if unconditional is None else _joined(unconditional, conditions)
     options = {"generator": generator} if "generator" in inspect.signature(sampler.step).parameters else {}
 
     # from the sampler's first noise level down: one prediction and one step at each time
@@ -43,7 +51,7 @@ def walk(
         entering = x if unconditional is None else torch.cat([x, x])
         if hasattr(sampler, "scale_model_input"):
             entering = sampler.scale_model_input(entering, t)
-        output = model.predict(entering, t, given)
+        output = model.predict(entering, t, inputs)
         if unconditional is not None:
             without, with_text = output.chunk(2)
             output = without + guidance * (with_text - without)
@@ -67,7 +75,7 @@ def _joined(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[s
 @contextmanager
 def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Put modules into eval mode, and every submodule back into the mode that it had."""
-    modes = [(module, module.training) for whole in modules for module in whole.modules()]
+    modes = [(module, module.training) for root in modules for module in root.modules()]
     for module, _ in modes:
         module.training = False
     try:
@@ -75,3 +83,121 @@ def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+# --- Many pictures of one size in one call: for measuring what a model draws, where one by one takes long
+
+
+def draw_batch(
+    model: Drawer, captions: Sequence[str], noise: Tensor, *, size_hw: tuple[int, int], steps: int, guidance: float,
+    sampler: str, seeds: Sequence[int], spacing: str | None = None,
+) -> Tensor:  # fmt: skip
+    """Draw captions from noise that is given, with the model's own unconditional where there is guidance.
+
+    seeds: of what a sampler draws on its way. spacing: diffusers' timestep_spacing, in place of the model's own. The
+    caller may hold autocast: the VAE is decoded outside of it.
+    Shapes: noise (B, C, h, w) on the model's device; (B, 3, H, W) in 0..1, fp32.
+    """
+    config = {**model.scheduler.config, **({"timestep_spacing": spacing} if spacing else {})}
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    with evaluating(model.modules), torch.no_grad():
+        conditions = model.conditions(list(captions), size_hw)
+        latents = walk(
+            model,
+            conditions,
+            model.unconditional([""] * len(captions), conditions, size_hw) if guidance > 1 else None,
+            noise,
+            sampler=make_sampler(sampler, config, model.tokens(size_hw)),
+            steps=steps,
+            guidance=guidance,
+            generator=generators,
+        )
+        return model.decode(latents)
+
+
+# --- Draw prompts with the modules in training, which stay as they are
+
+
+@dataclass(frozen=True)
+class GridPicture:
+    """One drawn prompt, and the seed that drew it."""
+
+    image: Image
+    seed: int
+
+
+def draw_grid(
+    model: Drawer, prompts: Sequence[Prompt], folder: Path, name: str, when: str, *, sampler: str, seed: int | None
+) -> Path:
+    """Draw every prompt, write each as kohya names it and all as one grid; return the grid's path.
+
+    Files: NAME_WHEN_00_20240131120000_SEED.png, NAME_WHEN_grid.png. A prompt without a seed takes the run's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = draw_pictures(model, prompts, sampler=sampler, seed=seed)
+    stamp = time.strftime("%Y%m%d%H%M%S")
+    for i, picture in enumerate(pictures):
+        picture.image.save(folder / f"{name}_{when}_{i:02d}_{stamp}_{picture.seed}.png")
+    path = folder / f"{name}_{when}_grid.png"
+    grid_of([picture.image for picture in pictures]).save(path)
+    return path
+
+
+def draw_pictures(model: Drawer, prompts: Sequence[Prompt], *, sampler: str, seed: int | None) -> list[GridPicture]:
+    """Draw every prompt. The noise comes from the host, so a seed draws the same on every device."""
+    with evaluating(model.modules):
+        return [draw_one(model, prompt, sampler=sampler, seed=seed) for prompt in prompts]
+
+
+def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -> GridPicture:
+    """Draw one prompt. The caller may hold autocast: the VAE is decoded outside of it, in its own dtype."""
+    chosen = prompt.seed if prompt.seed is not None else (seed or 0)
+    size = drawn_size(model, prompt)
+    # on the host, so that every device draws the same noise
+    generator = torch.Generator("cpu").manual_seed(chosen)
+    noise = torch.randn((1, *model.latent_shape(size)), generator=generator)
+    # without guidance the unconditional pass is not needed
+    negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
+    name = prompt.sample_sampler or sampler
+    stepper = make_sampler(name, model.scheduler.config, model.tokens(size), shift=prompt.flow_shift)
+    conditions = model.conditions([prompt.prompt], size, prompt.guidance_scale)
+    device = next(iter(conditions.values())).device
+    latents = walk(
+        model,
+        conditions,
+        None if negative is None else model.unconditional(negative, conditions, size, prompt.guidance_scale),
+        noise.to(device),
+        sampler=stepper,
+        steps=prompt.sample_steps,
+        guidance=prompt.scale,
+        generator=generator,
+    )
+    return GridPicture(image_of(model.decode(latents)[0]), chosen)
+
+
+def image_of(pixels: Tensor) -> Image:
+    """Make a picture of pixels in 0..1, (3, H, W), or of the first frame of a clip."""
+    from PIL import Image as images_of
+
+    frame = pixels[:, 0] if pixels.ndim == 4 else pixels
+    return images_of.fromarray((frame.movedim(0, -1) * 255).round().byte().cpu().numpy())
+
+
+def drawn_size(model: Drawer, prompt: Prompt) -> tuple[int, int]:
+    """Return (height, width): the prompt's, else the training's or the model's own; multiples of 8 and of the model's."""
+    height, width = prompt.height or model.native_size[0], prompt.width or model.native_size[1]
+    unit = math.lcm(UNIT, model.unit)
+    return max(unit, height - height % unit), max(unit, width - width % unit)
+
+
+def grid_of(images: Sequence[Image]) -> Image:
+    """Lay pictures out row by row on white, in cells of the largest, about as many rows as columns."""
+    from PIL import Image as images_of
+
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    width, height = max(i.width for i in images), max(i.height for i in images)
+    grid = images_of.new("RGB", (columns * width, rows * height), "white")
+    for number, image in enumerate(images):
+        grid.paste(image, (number % columns * width, number // columns * height))
+    return grid

@@ -58,9 +58,9 @@ def sampler_fault(name: str, *, flow: bool | None = None) -> str | None:
     """
     known = {None: (*SAMPLERS, *FLOW_SAMPLERS), True: (*FLOW_SAMPLERS,), False: (*SAMPLERS,)}[flow]
     if name not in known:
-        there = name in SAMPLERS or name in FLOW_SAMPLERS
+        is_known = name in SAMPLERS or name in FLOW_SAMPLERS
         learns = "learns a flow" if flow else "learns no flow"
-        what = f"{name} is no sampler of a model that {learns}" if there else f"there is no sampler {name!r}"
+        what = f"{name} is no sampler of a model that {learns}" if is_known else f"there is no sampler {name!r}"
         return f"{what}; one of {', '.join(known)}"
     if SAMPLERS.get(name, ("",))[0] == "LMSDiscreteScheduler" and importlib.util.find_spec("scipy") is None:
         return f"{name} needs the package scipy, which is not installed (pip install scipy, or choose another sampler)"

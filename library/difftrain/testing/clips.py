@@ -27,7 +27,7 @@ from difftrain.contracts import (
     Inputs,
     Parts,
 )
-from difftrain.models.materialise import fill
+from difftrain.models.placeholder import fill
 from difftrain.models.weights.fingerprints import hashed, of_tensors
 from difftrain.testing.family import TinyFamily
 

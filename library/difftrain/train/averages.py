@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.diffusion.ema import Average, Ema
-from difftrain.diffusion.power_ema import PowerEma, Profile, combine, exponent
-from difftrain.engine.checkpoint_reader import CheckpointReader
+from difftrain.diffusion.ema import Average, Ema, PowerEma, Profile, combine, exponent
+from difftrain.engine.snapshot import CheckpointReader
 from difftrain.models.weights.writers import safetensors_writer
 from difftrain.train.streams import all_tried, to_the_end
 

@@ -18,8 +18,7 @@ from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, ConfigFault, Family, Group, Parts
 from difftrain.data.evaluation_sets import open_set
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan.length import why
-from difftrain.data.plan.plan import EpochPlan
+from difftrain.data.plan.plan import EpochPlan, why
 from difftrain.data.prepare import global_batches, prepare
 from difftrain.distributed.launch import Launch
 from difftrain.engine.fused import parts_of

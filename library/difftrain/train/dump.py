@@ -18,8 +18,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.secrets import redact_text
 from difftrain.contracts import Batch, ConfigFault, Family, Fault, Parts, Reject
 from difftrain.data.loader import check_sizes, neighbours
-from difftrain.data.plan.length import total_steps
-from difftrain.data.plan.plan import EpochPlan
+from difftrain.data.plan.plan import EpochPlan, total_steps
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import Sample, SampleMaker

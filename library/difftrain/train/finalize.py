@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.config.schema.families import row_of
 from difftrain.contracts import Bucket, Parts
-from difftrain.data.plan.length import why
+from difftrain.data.plan.plan import why
 from difftrain.distributed.collective import heartbeat
 from difftrain.engine.half_precision import precision_of
 from difftrain.hub.uploads import AT_END_S

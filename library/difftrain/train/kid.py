@@ -21,7 +21,7 @@ from difftrain.diffusion.permutation import Permutation
 from difftrain.distributed.collective import run_on
 from difftrain.evaluation.features import INSTALL, NAME, EffLite0, missing
 from difftrain.evaluation.kid import kid
-from difftrain.sampling.batch import draw_batch
+from difftrain.sampling.draw import draw_batch
 from difftrain.train.drawing import sampler_of
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import secrets
 import time
@@ -35,9 +34,8 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.hub.fetch import fetch
 from difftrain.hub.ids import remote_refs
-from difftrain.hub.target import open_target
-from difftrain.hub.uploads import AT_STOP_S, Uploads
-from difftrain.io.files import write_text
+from difftrain.hub.uploads import AT_STOP_S, Uploads, open_target
+from difftrain.io.files import DISK_ERRORS, write_text
 from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s, redacted
@@ -68,7 +66,6 @@ from difftrain.train.triggers import Requests
 
 log = logging.getLogger("difftrain")
 CONFIG_FILE, DATASET_FILE = "config.toml", "dataset.toml"
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run(cfg: TrainConfig, argv: list[str]) -> int:

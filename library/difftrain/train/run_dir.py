@@ -14,6 +14,7 @@ from typing import Any
 from difftrain import checkpoint
 from difftrain.checkpoint import STEPS, RunRecord
 from difftrain.checkpoint.claim import FOLDER as CLAIM
+from difftrain.checkpoint.commit import MANIFEST
 from difftrain.checkpoint.find import Candidate, candidates
 from difftrain.config import TrainConfig
 from difftrain.config.digest import digest
@@ -22,7 +23,6 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.distributed.collective import on_each_machine
 from difftrain.distributed.ranks import Ranks
-from difftrain.io.files import MANIFEST
 from difftrain.io.process import launcher
 from difftrain.train.shared_checkpoint import Ask, with_all
 

@@ -20,7 +20,7 @@ import torch
 
 from difftrain import checkpoint
 from difftrain.checkpoint import STEPS, Claim, SaveName
-from difftrain.checkpoint.names import ONE_FILE
+from difftrain.checkpoint.find import ONE_FILE
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
 from difftrain.config.spellings.spelling import option

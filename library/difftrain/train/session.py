@@ -18,8 +18,7 @@ from difftrain.config.digest import identity as config_identity
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Family, Fault, Parts
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan.length import total_steps
-from difftrain.data.plan.plan import EpochPlan, changes
+from difftrain.data.plan.plan import EpochPlan, changes, total_steps
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data
 from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from difftrain.cache.manifest.address import (
+    MediaTransforms,
     as_array,
     media_address,
     media_state,
     text_address,
     text_addresses,
 )
-from difftrain.cache.manifest.transforms import MediaTransforms
 from difftrain.config.schema.sections import CaptionSection, DatasetSection
 from difftrain.contracts import Bucket
 from difftrain.data.index.inspection import content_of

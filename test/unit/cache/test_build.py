@@ -20,11 +20,11 @@ from difftrain.cache import encoding
 from difftrain.cache.decoding import BatchQueue
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.index import Metadata
-from difftrain.cache.store.references import mark_whole
+from difftrain.cache.store.references import mark_complete
 from difftrain.cache.store.segment import SegmentWriter
 from difftrain.contracts import ConfigFault, TrainingFault
 from difftrain.data import prepare as preparing
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily
 
 PICTURES, CAPTIONS = (
     len(SIZES) + 5,
@@ -143,7 +143,7 @@ def test_regenerated_entries_are_encoded_anew_once(pictures: Path, own: Path, ca
     cfg, anew = config(pictures, own, ON_DISK), config(pictures, own, {**ON_DISK, "regenerate": True})
     wanted, count = make(cfg).kept(), entries(own)
     assert make(anew).kept().equal(wanted)
-    assert sum(calls) == FLIPPED + 2 * CAPTIONS and entries(own) == count and use_of(own).whole
+    assert sum(calls) == FLIPPED + 2 * CAPTIONS and entries(own) == count and use_of(own).complete
     calls.clear()
     make(cfg)
     assert not calls
@@ -159,7 +159,7 @@ def test_a_regeneration_that_was_interrupted_goes_on(
         make(anew)
     calls.clear()
     make(anew)
-    assert 0 < sum(calls) < FLIPPED + 2 * CAPTIONS and use_of(own).whole
+    assert 0 < sum(calls) < FLIPPED + 2 * CAPTIONS and use_of(own).complete
     calls.clear()
     make(anew)  # that one was finished: this is another wish
     assert sum(calls) == FLIPPED + 2 * CAPTIONS
@@ -171,7 +171,7 @@ def test_a_regeneration_that_ended_is_over_even_where_entries_are_lost_later(
 ) -> None:
     anew = config(pictures, own, {**ON_DISK, "regenerate": True})
     make(anew)
-    mark_whole(CacheFolder.open(own), use_of(own).id, whole=False)  # as repair does where it drops something
+    mark_complete(CacheFolder.open(own), use_of(own).id, complete=False)  # as repair does where it drops something
     calls.clear()
     make(anew)
     assert sum(calls) == FLIPPED + 2 * CAPTIONS
@@ -197,11 +197,11 @@ def test_a_build_that_met_a_full_disk_goes_on_with_what_was_committed(
     with monkeypatch.context() as patch, pytest.raises(TrainingFault, match="no more room"):
         full_after(patch, 4)
         make(cfg)
-    assert not use_of(tmp_path).whole
+    assert not use_of(tmp_path).complete
     whole = sum(calls)
     calls.clear()
     found = make(cfg).kept()
-    assert sum(calls) < FLIPPED + 2 * CAPTIONS and whole and use_of(tmp_path).whole
+    assert sum(calls) < FLIPPED + 2 * CAPTIONS and whole and use_of(tmp_path).complete
     assert found.equal(make(config(pictures, tmp_path, BOTH)).kept())
 
 
@@ -347,7 +347,7 @@ def test_a_disk_that_failed_once_is_asked_again_at_the_next_start(
     (reject,) = made.rejects
     assert reject.path.endswith("0001.png") and "the disk fails" in reject.reason
     named = {each.path for batch in made.batches(4) for each in batch.rejects}
-    assert named == {reject.path} and not use_of(tmp_path).whole
+    assert named == {reject.path} and not use_of(tmp_path).complete
     calls.clear()
-    assert not make(cfg).rejects and calls == [4] and use_of(tmp_path).whole
+    assert not make(cfg).rejects and calls == [4] and use_of(tmp_path).complete
     assert make(cfg).kept().equal(make(config(pictures, tmp_path, {"latents": True})).kept())

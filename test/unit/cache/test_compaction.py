@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segments import HEADER, address, check, entries, item, payload, write
 
-from difftrain.cache.store import compaction, database, journals, tombstones
+from difftrain.cache.store import compaction, journals, references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder, clean
 from difftrain.cache.store.format import header_block, reject
 from difftrain.cache.store.index import Metadata, merge
@@ -77,7 +77,7 @@ class Actions:
 
     def drop(self, numbers):
         there = entries(self.folder.database) if self.folder.database.exists() else {}
-        tombstones.add(self.folder, [there[address(n)][:2] for n in numbers if address(n) in there])
+        references.add(self.folder, [there[address(n)][:2] for n in numbers if address(n) in there])
 
     def gone(self, place):
         names = [name for name in self.folder.names() if self.folder.sealed(name)]
@@ -146,12 +146,12 @@ def test_a_drop_brings_back_the_next_equal_entry(folder):
     write(folder, range(4))
     merge(folder)
     first = entries(folder.database)
-    tombstones.add(folder, [first[address(2)][:2]])
+    references.add(folder, [first[address(2)][:2]])
     merged = merge(folder)
     assert (merged.entries, merged.rebuilt) == (4, "the list of entries that do not count has changed")
     second = entries(folder.database)
     assert second[address(2)][0] == max(folder.names()) and second[address(1)] == first[address(1)]
-    tombstones.add(folder, [second[address(2)][:2]])
+    references.add(folder, [second[address(2)][:2]])
     assert merge(folder).added == -1
     check(folder, [0, 1, 3])
     write(folder, [2])
@@ -230,13 +230,13 @@ def test_a_damaged_or_other_index_is_made_anew_and_that_is_said(folder, how):
     write(folder, range(200), batch=50)
     merge(folder)
     spoil(folder.database, how)
-    with pytest.raises(database.OtherFormat if how == "version" else database.Damaged):
-        database.check(folder.database)
+    with pytest.raises(journals.OtherFormat if how == "version" else journals.Damaged):
+        journals.check(folder.database)
     write(folder, range(200, 210))  # something is new, so that all of it is read
     merged = merge(folder)
     said = "it is of version 99, this program reads version 1" if how == "version" else "it is damaged"
     assert merged.rebuilt.startswith(said) and merged.entries == 210
-    database.check(folder.database)
+    journals.check(folder.database)
     check(folder, range(210))
 
 
@@ -316,10 +316,10 @@ def test_what_could_not_be_encoded_is_listed(folder):
     said = [{"path": "a.jpg", "reason": 'not a "picture"\n'}, {"path": "späti.jpg", "reason": "cut short"}]
     assert (merged.entries, merged.rejects, lines) == (5, 2, said)
     assert sorted(Metadata(folder.database).rejects()) == [b"a" * 16, b"b" * 16]
-    tombstones.add(folder, [entries(folder.database)[b"a" * 16][:2]])
+    references.add(folder, [entries(folder.database)[b"a" * 16][:2]])
     merge(folder)
     assert [json.loads(line) for line in folder.rejects.read_text(encoding="utf-8").splitlines()] == said[1:]
-    tombstones.add(folder, [entries(folder.database)[b"b" * 16][:2]])
+    references.add(folder, [entries(folder.database)[b"b" * 16][:2]])
     assert (merge(folder).rejects, folder.rejects.read_text()) == (0, "")
 
 
@@ -402,7 +402,7 @@ def test_a_merge_killed_at_any_moment_leaves_an_index(folder):
         time.sleep(float(chance.uniform(0, 0.03)))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        database.check(folder.database)
+        journals.check(folder.database)
         count = Metadata(folder.database).count
         assert 100 <= count <= number + 1
         complete += count == number + 1

@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from difftrain.cache.decoding import DecodingDataset
-from difftrain.cache.manifest.make import build_manifests
 from difftrain.cache.manifest.manifest import CacheManifest, ManifestRequest
+from difftrain.cache.request import build_manifests
 from difftrain.config import TrainConfig
 from difftrain.contracts import PIXELS, Encoder, Feature
 from difftrain.data.prepare import Data, open_data, prepare

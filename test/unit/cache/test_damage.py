@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from small_caches import add_reject, address, flip, interrupted, item, make, served, want, write
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder
 from difftrain.cache.store.index import Metadata, merge
 from difftrain.cache.tools.repair import repair
@@ -161,15 +161,15 @@ def test_what_is_marked_whole_and_is_not(tmp_path: Path) -> None:
     assert damage.kind == "missing" and damage.entries == 2 and "uses/more.json" in str(damage)
     list(repair(folder))
     assert not damages(folder)
-    assert {use.id: use.whole for use in references.all_references(folder)} == {"all": True, "more": False}
+    assert {use.id: use.complete for use in references.all_references(folder)} == {"all": True, "more": False}
 
 
 def test_damaged_lists_are_set_aside(tmp_path: Path) -> None:
     folder = make(tmp_path / "c")
     row = row_of(folder, 3)
-    tombstones.add(folder, [(row.segment, row.offset)])
+    references.add(folder, [(row.segment, row.offset)])
     merge(folder)
-    references.mark_whole(folder, "all", whole=False)
+    references.mark_complete(folder, "all", complete=False)
     assert not damages(folder)
     flip(next(folder.tombstones_dir.glob("*.rows")), -1)
     flip(next(folder.references_dir.glob("*.npy")), -1)
@@ -207,7 +207,7 @@ def test_repair_and_encoding_again_make_a_cache_whole(tmp_path: Path) -> None:
     said = list(repair(folder))
     assert any("7 damaged entries are dropped" in line for line in said)
     assert set(before) - set(served(folder)) == {address(number) for number in (0, 1, 2, 3, 4, 5, 8)}
-    assert not references.all_references(folder)[0].whole  # so that no run trusts it
+    assert not references.all_references(folder)[0].complete  # so that no run trusts it
     write(folder, [0, 1, 2, 3, 4, 5, 8])
     merge(folder)
     assert not damages(folder) and served(folder) == before

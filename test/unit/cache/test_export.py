@@ -97,7 +97,7 @@ def cache(tmp_path: Path) -> CacheFolder:
         "masks": [(key(1), 0, address("masks", 1))],
     }
     references.write(folder, "use-a", {}, {name: np.array(each, REFERENCE_ROW) for name, each in rows.items()})
-    references.mark_whole(folder, "use-a")
+    references.mark_complete(folder, "use-a")
     return folder
 
 
@@ -208,19 +208,19 @@ def test_some_encoders_alone(cache, tmp_path) -> None:
 
 
 def test_records_without_entries_of_an_encoder_are_counted(cache, tmp_path) -> None:
-    rows = references.one(cache, "use-a").rows("latents")
-    text_rows = references.one(cache, "use-a").rows("text_encoder_1")
+    rows = references.reference_of(cache, "use-a").rows("latents")
+    text_rows = references.reference_of(cache, "use-a").rows("text_encoder_1")
     references.write(cache, "use-b", {}, {"latents": rows[2:], "text_encoder_1": text_rows})
-    references.mark_whole(cache, "use-b")
+    references.mark_complete(cache, "use-b")
     found = run(cache, tmp_path / "out", "webdataset", use="use-b")
     assert (found.samples, found.incomplete, found.rejected) == (5, 1, 1)
 
 
 def test_of_several_configurations_the_last_used_is_taken(cache, tmp_path) -> None:
-    rows = references.one(cache, "use-a").rows("latents")
+    rows = references.reference_of(cache, "use-a").rows("latents")
     for name in ("use-b", "use-c"):
         references.write(cache, name, {}, {"latents": rows[:2]})
-    references.mark_whole(cache, "use-b")
+    references.mark_complete(cache, "use-b")
     os.utime(cache.references_dir / "use-b.json", (9e9, 9e9))
     said: list[str] = []
     assert run(cache, tmp_path / "out", "webdataset", say=said.append).use == "use-b"
@@ -234,7 +234,7 @@ def test_of_several_configurations_the_last_used_is_taken(cache, tmp_path) -> No
 def test_names_that_are_in_two_data_sets_make_two_samples(cache, tmp_path) -> None:
     twice = [(key(0), 0, address("latents", 0, 0)), (key(0), 0, address("latents", 1, 0))]
     references.write(cache, "use-b", {}, {"latents": np.array(twice, REFERENCE_ROW)})
-    references.mark_whole(cache, "use-b")
+    references.mark_complete(cache, "use-b")
     assert run(cache, tmp_path / "out", "webdataset", use="use-b").samples == 2
     there = members(tmp_path / "out")
     assert json.loads(there[f"{key(0).hex()}-1.json"])["name"] == "1.jpg"
@@ -270,7 +270,7 @@ def test_damaged_entries_are_named_and_their_samples_left_out(cache, tmp_path) -
 def test_entries_that_are_not_there_are_named(cache, tmp_path) -> None:
     rows = [(key(0), 0, address("nowhere"))]
     references.write(cache, "use-b", {}, {"latents": np.array(rows, REFERENCE_ROW)})
-    references.mark_whole(cache, "use-b")
+    references.mark_complete(cache, "use-b")
     found = run(cache, tmp_path / "out", "webdataset", use="use-b")
     assert found.num_damaged == 1 and "it is not in the cache" in found.damaged[0]
 
@@ -333,8 +333,8 @@ def test_a_cache_on_an_object_store_is_exported_alike(cache, tmp_path, monkeypat
     run(cache, tmp_path / "here", "webdataset")
     export(f"file://{cache.path}", tmp_path / "there", "webdataset", say=lambda line: None)
     assert members(tmp_path / "here") == members(tmp_path / "there")
-    references.write(cache, "use-b", {}, {"latents": references.one(cache, "use-a").rows("latents")})
-    references.mark_whole(cache, "use-b")
+    references.write(cache, "use-b", {}, {"latents": references.reference_of(cache, "use-a").rows("latents")})
+    references.mark_complete(cache, "use-b")
     with pytest.raises(ConfigFault, match="--use: is missing: 2 configurations were built, use-"):
         export(f"file://{cache.path}", tmp_path / "more", "webdataset", say=lambda line: None)
     export(f"file://{cache.path}", tmp_path / "more", "webdataset", use="use-a", say=lambda line: None)

@@ -13,10 +13,9 @@ import torch
 from PIL import Image
 
 from difftrain.cache.decoding import DecodingDataset
-from difftrain.cache.manifest.address import text_addresses
-from difftrain.cache.manifest.make import build_manifests, mask_encoder
+from difftrain.cache.manifest.address import MASKS, text_addresses
 from difftrain.cache.manifest.manifest import AddressByRecord, CacheManifest, ManifestRequest
-from difftrain.cache.manifest.transforms import MASKS
+from difftrain.cache.request import build_manifests, mask_encoder
 from difftrain.config import TrainConfig
 from difftrain.contracts import CAPTION, PIXELS, Encoder, Feature, FeatureSpec
 from difftrain.data.evaluation_sets import held_out_set

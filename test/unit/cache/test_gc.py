@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_caches import WANTED, address, assert_whole, flip, interrupted, make, partly_wanted, served, want, write
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.index import Metadata, merge
 from difftrain.cache.tools import gc
@@ -137,13 +137,13 @@ def test_a_damaged_segment_stays_until_it_is_repaired(tmp_path: Path) -> None:
 
 def test_what_a_build_begins_to_want_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = partly_wanted(tmp_path / "c")
-    originals, add = served(folder), tombstones.add_many
+    originals, add = served(folder), references.add_many
 
     def add_and_want(*args: Any) -> Path | None:
         want(folder, "late", [35])
         return add(*args)
 
-    monkeypatch.setattr(tombstones, "add_many", add_and_want)
+    monkeypatch.setattr(references, "add_many", add_and_want)
     assert "are wanted by a build that has just begun: they stay" in collected(folder)
     assert_whole(folder, WANTED | {35}, originals)
 
@@ -154,15 +154,15 @@ def test_the_last_copy_of_what_is_wanted_stays(tmp_path: Path, monkeypatch: pyte
     originals = served(folder)
     write(folder, [0])
     merge(folder)
-    row, add = Metadata(folder.database).lookup(address(0)), tombstones.add_many
+    row, add = Metadata(folder.database).lookup(address(0)), references.add_many
     assert row is not None
 
     def add_and_repair(*args: Any) -> Path | None:
-        monkeypatch.setattr(tombstones, "add_many", add)
-        tombstones.add(folder, [(row.segment, row.offset)])
+        monkeypatch.setattr(references, "add_many", add)
+        references.add(folder, [(row.segment, row.offset)])
         return add(*args)
 
-    monkeypatch.setattr(tombstones, "add_many", add_and_repair)
+    monkeypatch.setattr(references, "add_many", add_and_repair)
     collected(folder)
     assert_whole(folder, WANTED, originals)
 

@@ -15,10 +15,9 @@ from PIL import Image
 
 from difftrain.cache.decoding import DecodingDataset
 from difftrain.cache.manifest import content_hash
-from difftrain.cache.manifest.address import as_array
-from difftrain.cache.manifest.make import build_manifests, mask_encoder
+from difftrain.cache.manifest.address import MASKS, as_array
 from difftrain.cache.manifest.manifest import AddressByRecord, CacheManifest, ManifestRequest, first_occurrences
-from difftrain.cache.manifest.transforms import MASKS
+from difftrain.cache.request import build_manifests, mask_encoder
 from difftrain.config import TrainConfig
 from difftrain.contracts import CAPTION, PIXELS, Bucket, DataFault, Draw, Encoder, Feature, FeatureSpec
 from difftrain.data.index.inspection import content_of

@@ -16,9 +16,8 @@ from clip_runs import GLOBAL, IN_MEMORY, ON_DISK, batches, cached, config, losse
 
 from difftrain.cache import encoding
 from difftrain.cache.decoding import DecodingDataset
-from difftrain.cache.manifest.make import build_manifests
 from difftrain.cache.manifest.manifest import FACTS, CacheManifest, ManifestRequest
-from difftrain.cache.request import cache_requests, estimate_storage
+from difftrain.cache.request import build_manifests, cache_requests, estimate_storage
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.references import all_references
 from difftrain.config import TrainConfig
@@ -286,7 +285,7 @@ def test_a_build_that_was_interrupted_goes_on_and_a_whole_one_wakes_nothing(
     opened(cfg, parts)
     assert not seen and not any(map(parts.is_loaded, FROZEN))
     (use,) = all_references(CacheFolder.open(pictures.parent / "cache"))
-    assert use.whole and len(use.rows("reader")) == total
+    assert use.complete and len(use.rows("reader")) == total
 
 
 def test_what_is_foreseen_is_what_is_wanted(pictures: Path) -> None:

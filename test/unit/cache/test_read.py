@@ -245,7 +245,7 @@ def test_files_stay_few_and_rows_do_too(tmp_path, monkeypatch):
             assert same(reader.read([address(number)]), [sample(number)])
             opened = [os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_open(each)]  # noqa: PTH115, PTH208
             assert sum(name.startswith(str(folder.segments)) for name in opened) <= 4
-            assert len(reader._found) <= 5
+            assert len(reader._remembered) <= 5
 
 
 def _is_open(number: str) -> bool:

@@ -20,10 +20,10 @@ from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 from segments import address, item, payload
 
-from difftrain.cache.remote import object_store
-from difftrain.cache.remote import remote as ranges
-from difftrain.cache.remote.object_store import LocalCopies, RetryPolicy, ShortAnswer, in_parallel
-from difftrain.cache.remote.remote import BLOCK, WHOLE, RemoteCache, fetch_cache
+from difftrain.cache import object_store
+from difftrain.cache import remote as ranges
+from difftrain.cache.object_store import LocalCopies, RetryPolicy, ShortAnswer, in_parallel
+from difftrain.cache.remote import BLOCK, WHOLE, RemoteCache, fetch_cache
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.format import unpack
 from difftrain.cache.store.index import Metadata, merge
@@ -164,7 +164,7 @@ def test_more_copies_than_are_held_open_are_read_at_once(cache, monkeypatch) -> 
         read(remote)
     segments = remote.segments
     segments.want([(row.segment, row.offset, row.length) for row in rows(remote)])
-    held = [type(each).__name__ for _, contents in segments._held.values() for each in contents]
+    held = [type(each).__name__ for _, contents in segments._cached_pieces.values() for each in contents]
     assert held.count("OpenCopy") == 2 and "memoryview" in held
 
 

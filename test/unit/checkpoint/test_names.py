@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from difftrain import checkpoint
 from difftrain.checkpoint import STEPS, SaveName, clean_exports, naming_of, newest, retain_exports, retain_states
-from difftrain.checkpoint.names import parse, parse_export
+from difftrain.checkpoint.find import parse, parse_export
 from difftrain.config.schema.sections import SaveSection
 from difftrain.distributed.ranks import Ranks
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from difftrain.checkpoint import commit, retain_exports, retain_states
-from difftrain.checkpoint.names import SaveName, parse
+from difftrain.checkpoint.find import SaveName, parse
 from difftrain.checkpoint.retain import export_is_whole
 from difftrain.config.schema.sections import SaveSection
 from difftrain.distributed.ranks import Ranks

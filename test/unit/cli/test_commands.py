@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from difftrain.cli import COMMANDS, LATER, export, main
-from difftrain.cli.writing import writing
+from difftrain.cli.words import writing
 from difftrain.config.schema.sections import TrainConfig
 
 LIBRARY = Path(__file__).parents[3] / "library"

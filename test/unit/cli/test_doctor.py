@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from difftrain.cli import doctor
-from difftrain.cli.doctor import basics, folders, packages, runner, system
-from difftrain.cli.doctor.checks import CHECKS, Check
-from difftrain.cli.doctor.runner import DoctorReport
+from difftrain.cli.doctor import folders, machine, runner
+from difftrain.cli.doctor.runner import CHECKS, Check, DoctorReport
 from difftrain.cli.doctor.worker import findings
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device import ascend
-from difftrain.device.health import devices, install, numerics, variables
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device.health import Context, HealthFinding, install, numerics, variables
 
 ASCEND = (
     "ASCEND_DEVICE_ID", "ASCEND_GLOBAL_LOG_LEVEL", "ASCEND_HOME_PATH", "ASCEND_LAUNCH_BLOCKING", "ASCEND_OPP_PATH",
@@ -30,7 +28,7 @@ ASCEND = (
 )  # fmt: skip
 
 
-def by_name(found: Iterable[Finding]) -> dict[str, Finding]:
+def by_name(found: Iterable[HealthFinding]) -> dict[str, HealthFinding]:
     """Return the findings by what they are about; every one that is not fine says what to do."""
     out = {one.about: one for one in found}
     assert all(one.remedy for one in out.values() if one.verdict == "wrong"), out
@@ -42,14 +40,14 @@ def by_name(found: Iterable[Finding]) -> dict[str, Finding]:
 STRANGE = """
 import ctypes, os, time
 from difftrain.contracts.errors import ConfigFault, Fault
-from difftrain.device.health.finding import Finding
+from difftrain.device.health import HealthFinding
 
 def fine(context):
-    yield Finding("ok", f"asked for {context.kind}", about="one")
-    yield Finding("note", "beside", "nothing", "two")
+    yield HealthFinding("ok", f"asked for {context.kind}", about="one")
+    yield HealthFinding("note", "beside", "nothing", "two")
 
 def raises(context):
-    yield Finding("ok", "so far")
+    yield HealthFinding("ok", "so far")
     raise RuntimeError("the card is gone\\nand more")
 
 def refuses(context):
@@ -203,8 +201,8 @@ def test_one_json_document_and_nothing_else(examined: list[DoctorReport], capsys
 
 def test_packages_that_are_missing_old_or_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"torch": None, "numpy": "1.20", "torchvision": "0.1"}
-    monkeypatch.setattr(packages, "installed", lambda name: there.get(name, "9999.0"))
-    found = by_name(packages.check(Context()))
+    monkeypatch.setattr(machine, "installed", lambda name: there.get(name, "9999.0"))
+    found = by_name(machine.check_packages(Context()))
     assert found["torch"].verdict == "wrong" and "not installed" in found["torch"].found
     assert found["numpy"].found == "numpy 1.20 is older than 1.26"
     assert found["torchvision"].verdict == "note" and "pip uninstall torchvision" in found["torchvision"].remedy
@@ -213,9 +211,9 @@ def test_packages_that_are_missing_old_or_harmful(monkeypatch: pytest.MonkeyPatc
 def test_packages_that_do_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apart.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(packages, "_IMPORTS", {"diffusers": ("apart", "x"), "fine": ("json", "dumps")})
-    monkeypatch.setattr(packages, "installed", lambda name: "0.1" if name == "torchvision" else None)
-    found = by_name(packages.imports(Context()))
+    monkeypatch.setattr(machine, "_IMPORTS", {"diffusers": ("apart", "x"), "fine": ("json", "dumps")})
+    monkeypatch.setattr(machine, "installed", lambda name: "0.1" if name == "torchvision" else None)
+    found = by_name(machine.imports(Context()))
     assert "torchvision::nms" in found["diffusers"].found and found["diffusers"].remedy == "pip uninstall torchvision"
     assert found["fine"].verdict == "ok"
 
@@ -226,22 +224,22 @@ def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {(100, 4096): "wrong", (1024, 1 << 20): "note", (1 << 20, 1 << 20): "ok", (-1, -1): "ok"}
     for pair, verdict in limits.items():
         monkeypatch.setattr(resource, "getrlimit", lambda what, pair=pair: pair)
-        assert by_name(system._files())["files"].verdict == verdict, pair
-    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: type("D", (), {"total": 64 << 20}))
+        assert by_name(machine._files())["files"].verdict == verdict, pair
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("D", (), {"total": 64 << 20}))
     if Path("/dev/shm").is_dir():
-        assert "--shm-size" in by_name(system._shared())["shared_memory"].remedy
+        assert "--shm-size" in by_name(machine._shared())["shared_memory"].remedy
     for text, verdict in {"1": None, "3,2": "note", "many": "wrong"}.items():
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        found = by_name(system._threads(2))
+        found = by_name(machine._threads(2))
         assert (found["threads"].verdict if found else None) == verdict, text
 
 
 def test_launch_variables_that_are_half_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert by_name(system.launch(Context()))[""].verdict == "ok"
+    assert by_name(machine.launch(Context()))[""].verdict == "ok"
     monkeypatch.setenv("RANK", "1")
-    found = by_name(system.launch(Context()))[""]
+    found = by_name(machine.launch(Context()))[""]
     assert found.verdict == "wrong" and "WORLD_SIZE" in found.found and "torchrun" in found.remedy
 
 
@@ -415,12 +413,12 @@ def test_versions_of_an_installation(
     wrong: set[str],
 ) -> None:
     monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(install.ascend_packages, "version", {"torch_npu": torch_npu, "torch": "2.13.0+cpu"}.get)
+    monkeypatch.setattr(install.ascend, "version", {"torch_npu": torch_npu, "torch": "2.13.0+cpu"}.get)
     monkeypatch.setattr(install.host, "cann_version", lambda: cann)
     monkeypatch.setattr(install.host, "npu_driver", lambda: driver)
     monkeypatch.setattr(install.host, "npu_firmware", lambda: "7.5.0.1.129")
-    monkeypatch.setattr(install.ascend_packages, "found_apex", lambda: True)
-    monkeypatch.setattr(install.ascend_packages, "found_torchvision_npu", lambda: False)
+    monkeypatch.setattr(install.ascend, "found_apex", lambda: True)
+    monkeypatch.setattr(install.ascend, "found_torchvision_npu", lambda: False)
     found = by_name(install.check(Context()))
     assert {about for about, one in found.items() if one.verdict == "wrong"} == wrong
     assert "7.5.0.1.129" in found["firmware"].found and found["rights"].verdict == "ok"
@@ -462,12 +460,12 @@ SMI = """\
 
 def test_what_npu_smi_says_of_the_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert devices.npu_health() == {}
+    assert install.npu_health() == {}
     tool = tmp_path / "npu-smi"
     (tmp_path / "table").write_text(SMI)
     tool.write_text(f"#!{sys.executable}\nprint(open({str(tmp_path / 'table')!r}).read())\n")
     tool.chmod(0o755)
-    assert devices.npu_health() == {"0": "OK", "1": "Alarm"}
+    assert install.npu_health() == {"0": "OK", "1": "Alarm"}
 
 
 # ------------------------------------------------------------------ numbers
@@ -509,7 +507,7 @@ def test_kernels_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     import torch
     import torch.nn.functional as F
 
-    from difftrain.device import kernels
+    from difftrain.device import fused_layers
 
     monkeypatch.setattr(numerics, "_dtypes", lambda: {"fp32": torch.float32})
     assert {one.verdict for one in numerics.kernels(Context("cpu"))} == {"ok"}
@@ -519,10 +517,10 @@ def test_kernels_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> No
         return a * F.silu(b)
 
     def never_skips(*args: object, found_inf: object, **settings: object) -> None:
-        kernels.REGISTRY["adamw"].plain(*args, **settings)
+        fused_layers.REGISTRY["adamw"].plain(*args, **settings)
 
-    monkeypatch.setattr(kernels, "geglu", silu)
-    monkeypatch.setattr(kernels, "adamw", never_skips)
+    monkeypatch.setattr(fused_layers, "geglu", silu)
+    monkeypatch.setattr(fused_layers, "adamw", never_skips)
     found = by_name(numerics.kernels(Context("cpu")))
     assert {about for about, one in found.items() if one.verdict == "wrong"} == {"geglu_fp32", "adamw_fp32"}
 
@@ -539,13 +537,13 @@ def test_overflow_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(device: object) -> None:
         raise ConfigFault([Fault("--mixed_precision=fp16", "it saturates", "bf16")])
 
-    monkeypatch.setattr("difftrain.device.overflow.check_device", refuse)
+    monkeypatch.setattr("difftrain.device.npu_settings.check_device", refuse)
     assert next(iter(numerics.overflow(Context("cpu")))).verdict == "wrong"
 
 
 def test_precisions_and_small_facts() -> None:
     assert {one.verdict for one in numerics.precision(Context("cpu"))} == {"ok"}
-    assert [one.verdict for one in basics.noise(Context("cpu"))] == ["ok"]
-    assert len(list(basics.compiler(Context("cpu")))) == 1
-    assert {one.about for one in devices.check(Context("cpu"))} == {"npu", "cuda", "cpu", "chosen"}
-    assert {one.about for one in devices.each(Context("cpu"))} == {"memory"}
+    assert [one.verdict for one in machine.noise(Context("cpu"))] == ["ok"]
+    assert len(list(machine.compiler(Context("cpu")))) == 1
+    assert {one.about for one in install.check_devices(Context("cpu"))} == {"npu", "cuda", "cpu", "chosen"}
+    assert {one.about for one in install.check_memory(Context("cpu"))} == {"memory"}

@@ -18,7 +18,7 @@ from difftrain.config.schema.names import ASCEND, OPTIMIZERS, PACKAGES, SCHEDULE
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import Group
 from difftrain.optim import arguments, make_optimizer
-from difftrain.optim.schedules import SCHEDULES
+from difftrain.optim.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[3]
 INSTALLED = [

@@ -190,7 +190,7 @@ def test_rules_name_fields_and_flags_that_exist() -> None:
 
 def test_names_are_those_that_the_rooms_build() -> None:
     from difftrain.optim.registry import REGISTRY
-    from difftrain.optim.schedules import SCHEDULES
+    from difftrain.optim.schedule import SCHEDULES
 
     assert set(names.OPTIMIZERS) == set(REGISTRY)
     assert set(names.SCHEDULERS) == {*SCHEDULES, "adafactor"}

@@ -16,7 +16,7 @@ from difftrain.config.schema.section import CacheDtype
 from difftrain.contracts import ConfigFault
 from difftrain.models.registry import FAMILIES
 from difftrain.models.sd3.family import SD3Family
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.text.encode import outputs_of
 
 LATENTS = [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from difftrain.data.media.augment import fit, resize
+from difftrain.data.media.crop import fit, resize
 
 RNG = np.random.default_rng(1)
 

@@ -9,8 +9,7 @@ import pytest
 
 from difftrain.config import CaptionSection, DataSection
 from difftrain.contracts import Draw, MediaRef, Record
-from difftrain.data.media.augment import recoloured, with_gamma, with_hue
-from difftrain.data.media.crop import crop_window, face_of
+from difftrain.data.media.crop import crop_window, face_of, recoloured, with_gamma, with_hue
 from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.recipe import Recipe
 from difftrain.diffusion.draws import Stream

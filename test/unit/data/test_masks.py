@@ -11,7 +11,7 @@ from PIL import Image
 from difftrain.config import TrainConfig
 from difftrain.contracts import FeatureSpec
 from difftrain.data.loader import make_loader
-from difftrain.data.media.augment import fit
+from difftrain.data.media.crop import fit
 from difftrain.data.media.media import decode, decode_rgba
 from difftrain.data.prepare import make_plan, open_data, prepare
 

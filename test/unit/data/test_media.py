@@ -192,7 +192,7 @@ def test_headers_tell_the_size(form):
     data = encode(Image.fromarray(NOISE), form)
     found = probe(data)
     assert found.size_wh == (40, 30) and found.format == form
-    assert found.whole == (form in ("PNG", "JPEG", "WEBP", "GIF"))
+    assert found.is_complete == (form in ("PNG", "JPEG", "WEBP", "GIF"))
 
 
 def test_webp_headers_of_every_kind():
@@ -216,7 +216,7 @@ def test_a_cut_file_is_refused_or_whole(form):
         assert kind_of(decode, data[:keep]) in ("truncated", "broken", "not a picture"), keep
     for keep in range(len(data) - 40, len(data)):
         try:
-            whole = probe(data[:keep]).whole
+            whole = probe(data[:keep]).is_complete
         except Unusable:
             continue
         if whole:
@@ -228,12 +228,12 @@ def test_a_thumbnail_is_no_end_of_the_picture():
     data = encode(Image.fromarray(NOISE), "JPEG", exif=exif)
     assert data.count(b"\xff\xd9") == 2
     cut = data[: data.rindex(b"\xff\xd9") - 200]
-    assert cut.count(b"\xff\xd9") == 1 and not probe(cut).whole and kind_of(decode, cut) == "truncated"
+    assert cut.count(b"\xff\xd9") == 1 and not probe(cut).is_complete and kind_of(decode, cut) == "truncated"
 
 
 def test_bytes_behind_a_picture_are_no_fault():
     data = encode(Image.fromarray(NOISE), "JPEG") + b"camera's own" * 50
-    assert probe(data).whole and decode(data).shape == (30, 40, 3)
+    assert probe(data).is_complete and decode(data).shape == (30, 40, 3)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_it_is_refused_where_there_is_no_npu(tmp_path: Path) -> None:
 def test_cached_features_of_another_decoder_are_others() -> None:
     from dataclasses import replace
 
-    from difftrain.cache.manifest.transforms import MediaTransforms
+    from difftrain.cache.manifest.address import MediaTransforms
     from difftrain.config.schema.sections import CaptionSection, DatasetSection
     from difftrain.data.plan.buckets import BucketTable
 

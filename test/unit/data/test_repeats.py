@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from difftrain.contracts import Bucket
 from difftrain.data.plan.plan import EpochPlan
-from difftrain.data.plan.repeats import BucketRepeats
+from difftrain.data.plan.sequential import BucketRepeats
 from difftrain.data.plan.table_build import HeldOutSplit, PlanSource
 from difftrain.data.sources.configured import repeats as whole_or_not
 from difftrain.testing.tables import Item, make_tables

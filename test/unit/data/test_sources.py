@@ -305,7 +305,7 @@ def test_many_tars_with_few_open_files(tmp_path):
     source._files = Descriptors(limit=2)
     for i in list(range(9)) * 2:
         assert source.read(MediaRef(0, f"{i}.tar", 512, len(PNG))) == PNG
-    assert len(source._files._held) == 2
+    assert len(source._files._open_files) == 2
 
 
 # ---- parquet

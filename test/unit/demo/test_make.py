@@ -11,7 +11,7 @@ from difftrain.config.parse_flags import Parsed
 from difftrain.config.parse_keys import open_train_door, parse
 from difftrain.config.paths import expecting
 from difftrain.contracts import ConfigFault, DataFault
-from difftrain.demo import light, make, prepare
+from difftrain.demo import make, prepare
 from difftrain.train.dry_run import dry_run
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "sd3_light"
@@ -140,11 +140,11 @@ def test_a_dry_run_names_the_demo_and_judges_what_does_not_hang_on_it(here: Path
     assert any("nothing was made or written" in line for line in said) and not list(here.iterdir())
 
 
-@pytest.mark.parametrize("dataset", sorted(light.STEPS))
+@pytest.mark.parametrize("dataset", sorted(make.STEPS))
 def test_the_launchers_plan_is_of_keys_that_there_are(dataset: str, here: Path) -> None:
     for kind, processes in (("cpu", 1), ("cpu", 8), ("cuda", 8)):
-        plan = light.plan(dataset, kind, processes, 0.1)
-        place = light.folder(dataset, 0.1)
+        plan = make.plan(dataset, kind, processes, 0.1)
+        place = make.folder(dataset, 0.1)
         (place / "model").mkdir(parents=True, exist_ok=True)
         (place / "prompts.txt").write_text("a picture\n")
         for name in ("train", "unseen"):
@@ -157,5 +157,5 @@ def test_the_launchers_plan_is_of_keys_that_there_are(dataset: str, here: Path) 
 
 
 def test_a_file_and_the_launchers_agree() -> None:
-    for dataset, steps in light.STEPS.items():
+    for dataset, steps in make.STEPS.items():
         assert f"max_steps = {steps}\n" in (CONFIGS / f"{dataset}.toml").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from difftrain.demo import datasets, flow_score, splits
-from difftrain.demo.baselines import Baselines, Nearest, gaussian, point, words
+from difftrain.demo.judge import Baselines, Nearest, gaussian, point, words
 from difftrain.demo.splits import LEAST, DemoSplit, unseen
 
 TONES = ("light", "medium-light", "medium", "medium-dark", "dark")

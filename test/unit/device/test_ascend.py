@@ -108,7 +108,7 @@ def test_a_broken_driver_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError("device")
 
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(choice.ascend_packages, "version", lambda name: None)
+    monkeypatch.setattr(choice.ascend, "version", lambda name: None)
     monkeypatch.setattr(choice, "load_npu", broken)
     found = choice.find("npu")
     assert found.count == 0 and "torch_npu cannot be loaded" in found.why_not and found.remedy

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from difftrain.device import ascend_packages
+from difftrain.device import ascend
 
 
 @pytest.fixture
@@ -24,28 +24,28 @@ def package(place: Path, name: str, *files: str) -> None:
 
 
 def test_none_of_them_is_here() -> None:
-    assert not ascend_packages.found_apex() and not ascend_packages.found_torchvision_npu()
-    assert ascend_packages.version("torchvision_npu") is None and ascend_packages.version("torch") is not None
+    assert not ascend.found_apex() and not ascend.found_torchvision_npu()
+    assert ascend.version("torchvision_npu") is None and ascend.version("torch") is not None
 
 
 def test_apex_of_nvidia_is_not_ascends(place: Path) -> None:
     package(place, "apex", "optimizers/fused_adam.py")
-    assert not ascend_packages.found_apex()
+    assert not ascend.found_apex()
 
 
 def test_apex_of_ascend(place: Path) -> None:
     package(place, "apex", "optimizers/npu_fused_adamw.py")
-    assert ascend_packages.found_apex() and "apex" not in sys.modules
+    assert ascend.found_apex() and "apex" not in sys.modules
 
 
 def test_torchvision_npu_needs_torchvision(place: Path) -> None:
     package(place, "torchvision_npu", "io/_image.py")
-    assert not ascend_packages.found_torchvision_npu()
+    assert not ascend.found_torchvision_npu()
     package(place, "torchvision")
-    assert ascend_packages.found_torchvision_npu() and "torchvision_npu" not in sys.modules
+    assert ascend.found_torchvision_npu() and "torchvision_npu" not in sys.modules
 
 
 def test_torchvision_npu_that_reads_files_only(place: Path) -> None:
     package(place, "torchvision")
     package(place, "torchvision_npu")
-    assert not ascend_packages.found_torchvision_npu()
+    assert not ascend.found_torchvision_npu()

@@ -15,7 +15,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from difftrain.device import attention_dispatch as ours
 from difftrain.device import choose, counting, patches, use_attention
-from difftrain.device.attention_encoders import set_attention
+from difftrain.device.attention_dispatch import set_attention
 
 MEMBER = AttentionBackendName._NATIVE_NPU
 REGISTRY = attention_dispatch._AttentionBackendRegistry

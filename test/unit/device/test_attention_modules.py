@@ -17,7 +17,7 @@ from diffusers import (
 from diffusers.models.attention_processor import Attention, AttnAddedKVProcessor2_0, AttnProcessor2_0
 
 from difftrain.device import choose, counting, use_attention
-from difftrain.device.processor import AttentionProcessor
+from difftrain.device.attention_modules import AttentionProcessor
 
 
 def _mask(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""device.groups: HCCL gives up shortly before our groups do, so that its error is seen, and the user's flag counts more than a script's variables."""
+"""device.npu_settings: HCCL gives up shortly before our groups do, so that its error is seen, and the user's flag counts more than a script's variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from difftrain.device import Device, groups
+from difftrain.device import Device, npu_settings
 
 NAMES = ("HCCL_EXEC_TIMEOUT", "HCCL_CONNECT_TIMEOUT")
 
@@ -24,24 +24,24 @@ def found() -> list[str | None]:
 
 def test_without_a_flag_the_default_fills_gaps() -> None:
     os.environ[NAMES[1]] = "600"
-    assert groups.agree_on_waiting(None) == "" and found() == ["1800", "600"]
+    assert npu_settings.agree_on_waiting(None) == "" and found() == ["1800", "600"]
 
 
 @pytest.mark.parametrize(("minutes", "expected"), [(10, ["540", "540"]), (1, ["54", "120"]), (600, ["32400", "7200"])])
 def test_a_flag_sets_both_below_it_and_within_what_hccl_takes(minutes: float, expected: list[str]) -> None:
-    assert groups.agree_on_waiting(minutes) == "" and found() == expected
+    assert npu_settings.agree_on_waiting(minutes) == "" and found() == expected
     assert int(expected[0]) < minutes * 60  # torch_npu warns at as long a wait as the group's
 
 
 def test_a_flag_overrules_variables_and_says_so() -> None:
     os.environ[NAMES[0]] = os.environ[NAMES[1]] = "1800"
-    said = groups.agree_on_waiting(5)
+    said = npu_settings.agree_on_waiting(5)
     assert found() == ["270", "270"]
     assert said == (
         "--ddp_timeout=5: HCCL_EXEC_TIMEOUT is 270 s instead of the environment's 1800, "
         "HCCL_CONNECT_TIMEOUT is 270 s instead of the environment's 1800"
     )
-    assert groups.agree_on_waiting(5) == ""
+    assert npu_settings.agree_on_waiting(5) == ""
 
 
 def test_other_devices_have_no_such_variables() -> None:

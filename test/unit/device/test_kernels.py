@@ -12,8 +12,8 @@ import torch
 from diffusers.models import activations, embeddings, normalization
 from diffusers.models.transformers import transformer_flux
 
-from difftrain.device import adamw, fused_layers, kernels, patches, versions
 from difftrain.device import counters as tally
+from difftrain.device import fused_layers, patches, versions
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Grads = list[torch.Tensor]
@@ -53,7 +53,7 @@ def test_rms_norm_is_that_of_diffusers(dtype: torch.dtype, weight_dtype: torch.d
 
     with patches.without("rms_norm"):
         expected = both_ways(theirs, x, weight)
-    assert_equal(both_ways(lambda x, w: kernels.rms_norm(x, w, 1e-5), x, weight), expected)
+    assert_equal(both_ways(lambda x, w: fused_layers.rms_norm(x, w, 1e-5), x, weight), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,7 +62,7 @@ def test_rms_norm_without_a_weight(dtype: torch.dtype) -> None:
     x = drawn(4, 16, dtype=dtype)
     with patches.without("rms_norm"):
         expected = both_ways(norm, x)
-    assert_equal(both_ways(lambda x: kernels.rms_norm(x, None, 1e-6), x), expected)
+    assert_equal(both_ways(lambda x: fused_layers.rms_norm(x, None, 1e-6), x), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,7 +77,7 @@ def test_rotary_is_that_of_diffusers(unbind_dim: int, sequence_dim: int, dtype: 
         expected = both_ways(lambda x: upstream(x, tables, True, unbind_dim, sequence_dim), x)
     where = (None, None) if sequence_dim == 2 else (None, slice(None), None)
     cos, sin = (table[where] for table in tables)
-    assert_equal(both_ways(lambda x: kernels.rotary(x, cos, sin, interleaved=unbind_dim == -1), x), expected)
+    assert_equal(both_ways(lambda x: fused_layers.rotary(x, cos, sin, interleaved=unbind_dim == -1), x), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,15 +87,15 @@ def test_gated_units_are_those_of_diffusers(dtype: torch.dtype) -> None:
     geglu.proj = swiglu.proj = torch.nn.Identity()  # type: ignore[assignment]
     with patches.without("geglu"):
         expected = both_ways(geglu, x)
-    assert_equal(both_ways(kernels.geglu, x), expected)
-    assert_equal(both_ways(lambda x: kernels.swiglu(x.roll(8, -1)), x), both_ways(swiglu, x))
+    assert_equal(both_ways(fused_layers.geglu, x), expected)
+    assert_equal(both_ways(lambda x: fused_layers.swiglu(x.roll(8, -1)), x), both_ways(swiglu, x))
 
 
 def test_gelu_is_the_exact_one() -> None:
     gate = torch.linspace(-4, 4, 201, dtype=torch.float64)
     exact = gate * 0.5 * (1 + torch.erf(gate / 2**0.5))
     x = torch.stack([torch.ones_like(gate), gate], -1).float()
-    torch.testing.assert_close(kernels.geglu(x)[:, 0].double(), exact, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fused_layers.geglu(x)[:, 0].double(), exact, rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------ which one runs
@@ -110,13 +110,13 @@ class Elsewhere(torch.Tensor):
 
 
 def test_the_tensor_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = kernels.REGISTRY["geglu"]._replace(fused=lambda x: "fused")
-    monkeypatch.setitem(kernels.REGISTRY, "geglu", fused)
+    fused = fused_layers.REGISTRY["geglu"]._replace(fused=lambda x: "fused")
+    monkeypatch.setitem(fused_layers.REGISTRY, "geglu", fused)
     x = drawn(2, 4)
     with tally.counting() as counted:
-        assert kernels.geglu(x.as_subclass(Elsewhere)) == "fused"
-        assert torch.equal(kernels.geglu(x), kernels.plain_geglu(x))
-        assert kernels.geglu(x.double().as_subclass(Elsewhere)).dtype == torch.float64
+        assert fused_layers.geglu(x.as_subclass(Elsewhere)) == "fused"
+        assert torch.equal(fused_layers.geglu(x), fused_layers.plain_geglu(x))
+        assert fused_layers.geglu(x.double().as_subclass(Elsewhere)).dtype == torch.float64
     assert counted == {"geglu fused": 1, "geglu plain": 2}
 
 
@@ -144,7 +144,7 @@ half, four = drawn(2, 3, dtype=torch.float16), drawn(2, 3, 5, 8)
     ],
 )
 def test_limits_of_the_operators_are_kept(name: str, given: Any, reason: str) -> None:
-    found = kernels.REGISTRY[name].why_not(*given)
+    found = fused_layers.REGISTRY[name].why_not(*given)
     assert found is not None and reason in found
 
 
@@ -163,7 +163,7 @@ def test_limits_of_the_operators_are_kept(name: str, given: Any, reason: str) ->
     ],
 )
 def test_what_they_take_they_get(name: str, given: Any) -> None:
-    assert kernels.REGISTRY[name].why_not(*given) is None
+    assert fused_layers.REGISTRY[name].why_not(*given) is None
 
 
 # ------------------------------------------------------------------ in the place of diffusers'
@@ -266,7 +266,7 @@ def test_a_mend_of_our_own_code_is_for_runs_that_load_its_package(monkeypatch: p
 
 
 def test_counting_makes_no_second_graph() -> None:
-    compiled = torch.compile(kernels.geglu, backend="eager", fullgraph=True)
+    compiled = torch.compile(fused_layers.geglu, backend="eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
     with tally.counting() as counted:
         compiled(half)
@@ -298,7 +298,7 @@ def flagless(monkeypatch: pytest.MonkeyPatch) -> None:
     def ignore(*tensors: Any, grad_scale: Any = None, found_inf: Any = None, **settings: Any) -> None:
         kernel(*tensors, **settings)
 
-    monkeypatch.setattr(adamw, "upstream", ignore)
+    monkeypatch.setattr(fused_layers, "upstream", ignore)
 
 
 def state(amsgrad: bool) -> list[list[torch.Tensor]]:
@@ -310,7 +310,7 @@ def state(amsgrad: bool) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_adamw_with_a_flag_that_is_not_set_is_torchs(flagless: None, amsgrad: bool) -> None:
     ours, theirs, flag = state(amsgrad), state(amsgrad), torch.zeros(())
-    adamw.npu_adamw(*ours, found_inf=flag, amsgrad=amsgrad, **SETTINGS)
+    fused_layers.npu_adamw(*ours, found_inf=flag, amsgrad=amsgrad, **SETTINGS)
     torch.ops.aten._fused_adamw_(*theirs, amsgrad=amsgrad, **SETTINGS)
     assert all(torch.equal(a, b) for left, right in zip(ours, theirs) for a, b in zip(left, right))
 
@@ -319,7 +319,7 @@ def test_adamw_with_a_flag_that_is_not_set_is_torchs(flagless: None, amsgrad: bo
 def test_adamw_with_the_flag_set_changes_nothing(flagless: None, amsgrad: bool) -> None:
     ours, before = state(amsgrad), state(amsgrad)
     ours[1][0].fill_(float("nan"))
-    adamw.npu_adamw(*ours, found_inf=torch.ones(1), amsgrad=amsgrad, **SETTINGS)
+    fused_layers.npu_adamw(*ours, found_inf=torch.ones(1), amsgrad=amsgrad, **SETTINGS)
     for place in (0, 2, 3, 4):
         assert all(torch.equal(a, b) for a, b in zip(ours[place], before[place]))
 
@@ -327,7 +327,7 @@ def test_adamw_with_the_flag_set_changes_nothing(flagless: None, amsgrad: bool) 
 def test_adamw_takes_the_scale_off(flagless: None) -> None:
     ours, theirs, scale = state(False), state(False), torch.tensor(1024.0)
     torch._foreach_mul_(ours[1], scale)
-    adamw.npu_adamw(*ours, grad_scale=scale, found_inf=torch.zeros(()), amsgrad=False, **SETTINGS)
+    fused_layers.npu_adamw(*ours, grad_scale=scale, found_inf=torch.zeros(()), amsgrad=False, **SETTINGS)
     torch.ops.aten._fused_adamw_(*theirs, amsgrad=False, **SETTINGS)
     assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0]))
 
@@ -342,7 +342,7 @@ def test_torchs_optimizer_goes_through_the_registry_while_the_patch_is_on() -> N
             optimizer.step()
     finally:
         undo()
-    assert counted == {"adamw plain": 1} and torch._fused_adamw_ is adamw.upstream
+    assert counted == {"adamw plain": 1} and torch._fused_adamw_ is fused_layers.upstream
 
 
 def test_the_page_has_the_table() -> None:

@@ -11,8 +11,17 @@ import pytest
 import torch
 
 from difftrain.diffusion import draws
-from difftrain.diffusion.draws import Stream, choice, integer, normal, uniform
-from difftrain.diffusion.keys import STREAM_VERSION, key_of, module_seed, words_of
+from difftrain.diffusion.draws import (
+    STREAM_VERSION,
+    Stream,
+    choice,
+    integer,
+    key_of,
+    module_seed,
+    normal,
+    uniform,
+    words_of,
+)
 
 
 def test_golden_values() -> None:

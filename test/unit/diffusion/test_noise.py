@@ -10,7 +10,7 @@ import torch
 
 from difftrain.contracts import Bucket, Draw, DrawSpec, NoiseMix
 from difftrain.data.samples import host_draws
-from difftrain.diffusion import noise
+from difftrain.diffusion import draws
 from difftrain.diffusion.draws import normal
 
 SHAPE = (4, 24, 32)
@@ -21,7 +21,7 @@ def key(i: int) -> bytes:
 
 
 def many(mix: NoiseMix, count: int = 300, shape: tuple[int, int, int] = SHAPE) -> np.ndarray:
-    return np.stack([noise.mixed(7, key(i), 0, "noise", shape, mix) for i in range(count)])
+    return np.stack([draws.mixed(7, key(i), 0, "noise", shape, mix) for i in range(count)])
 
 
 def white(count: int = 300, shape: tuple[int, int, int] = SHAPE) -> np.ndarray:
@@ -57,12 +57,12 @@ def test_levels_bring_low_frequencies_and_unit_deviation() -> None:
 def test_levels_are_kohyas_sum() -> None:
     """Level i has discount^i of the strength and 1 / r^i of the sides, and the first of one pixel is the last."""
     mix, seen = NoiseMix(iterations=20, discount=0.5, normalise=False), []
-    real = noise.stretch
+    real = draws.stretch
     try:
-        noise.stretch = lambda image, size: seen.append(image.shape[1:]) or real(image, size)  # type: ignore[assignment]
-        found = noise.mixed(7, key(1), 0, "noise", SHAPE, mix)
+        draws.stretch = lambda image, size: seen.append(image.shape[1:]) or real(image, size)  # type: ignore[assignment]
+        found = draws.mixed(7, key(1), 0, "noise", SHAPE, mix)
     finally:
-        noise.stretch = real
+        draws.stretch = real
     assert seen[0] == (24, 32) and 1 in seen[-1] and not any(1 in size for size in seen[:-1])
     assert all(32 / 4**i - 1 <= size[1] <= 32 / 2**i for i, size in enumerate(seen))
     total = normal(7, key(1), 0, "noise", SHAPE).astype(np.float64)
@@ -70,7 +70,7 @@ def test_levels_are_kohyas_sum() -> None:
         level = torch.from_numpy(normal(7, key(1), 0, f"noise_multires_{i}", (4, *size)))
         total += 0.5**i * torch.nn.functional.interpolate(level[None], SHAPE[1:], mode="bilinear")[0].numpy()
     assert np.abs(found - total).max() < 1e-5
-    whole = noise.mixed(7, key(1), 0, "noise", SHAPE, NoiseMix(iterations=20, discount=0.5))
+    whole = draws.mixed(7, key(1), 0, "noise", SHAPE, NoiseMix(iterations=20, discount=0.5))
     assert np.abs(whole - total / total.std(ddof=1)).max() < 1e-5
 
 
@@ -78,18 +78,18 @@ def test_levels_are_kohyas_sum() -> None:
 def test_stretching_is_torchs(size: tuple[int, int]) -> None:
     image = normal(1, key(0), 0, "x", (2, *size))
     theirs = torch.nn.functional.interpolate(torch.from_numpy(image)[None], (24, 32), mode="bilinear")[0].numpy()
-    assert np.abs(noise.stretch(image, (24, 32)) - theirs).max() < 1e-6
+    assert np.abs(draws.stretch(image, (24, 32)) - theirs).max() < 1e-6
 
 
 def test_the_deviation_does_not_depend_on_the_order_of_sums() -> None:
     x = many(NoiseMix(offset=3.0), 1)[0]
-    assert noise.deviation(x) == noise.deviation(x[::-1, ::-1, ::-1].copy())
+    assert draws.deviation(x) == draws.deviation(x[::-1, ::-1, ::-1].copy())
     exact = x.astype(np.float64).std(ddof=1)
-    assert noise.deviation(x) == pytest.approx(exact, rel=1e-6)  # its squares are of values on a grid
+    assert draws.deviation(x) == pytest.approx(exact, rel=1e-6)  # its squares are of values on a grid
 
 
 def test_noise_is_the_same_bits_for_ever_and_everywhere() -> None:
-    found = noise.mixed(3, key(5), 2, "noise", (4, 16, 16), NoiseMix(0.1, True, 6, 0.3))
+    found = draws.mixed(3, key(5), 2, "noise", (4, 16, 16), NoiseMix(0.1, True, 6, 0.3))
     digest = hashlib.sha256(found.astype("<f4").tobytes()).hexdigest()
     assert digest == "e6691a65aad44d52c7691047d53909e62a90abe97b1664b844e663ff0171c515"
 

@@ -11,7 +11,7 @@ import torch
 from diffusers import DDIMScheduler
 
 from difftrain.config import LossSection
-from difftrain.diffusion import ddpm, losses, weights
+from difftrain.diffusion import ddpm, losses
 
 KOHYA = json.loads((Path(__file__).parents[1] / "files" / "kohya_objective.json").read_text())
 T = torch.tensor(KOHYA["loss_weights"]["timesteps"])
@@ -22,13 +22,13 @@ def weight(name: str) -> torch.Tensor:
     snr, kind = PLAIN.snr[T], "v_prediction" if name.endswith("v=True") else "epsilon"
     value = float(name.partition("=")[2].split()[0]) if "=" in name and not name.startswith("debiased") else 0.0
     if name.startswith("min_snr_gamma"):
-        return weights.min_snr(snr, value, kind)
+        return losses.min_snr(snr, value, kind)
     if name.startswith("debiased"):
-        return weights.debiased(snr, kind)
+        return losses.debiased(snr, kind)
     if name.startswith("v_pred_like_loss"):
-        return weights.plus_like_velocity(snr, value)
+        return losses.plus_like_velocity(snr, value)
     assert name == "scale_v_pred_loss_like_noise_pred"
-    return weights.like_noise_prediction(snr)
+    return losses.like_noise_prediction(snr)
 
 
 @pytest.mark.parametrize("name", KOHYA["loss_weights"]["weight_of_unit_loss"])
@@ -40,12 +40,12 @@ def test_weights_are_kohyas(name: str) -> None:
 def test_the_highest_snr_is_held_at_1000() -> None:
     assert PLAIN.snr[0] > 1000
     snr = PLAIN.snr[:1]
-    assert weights.debiased(snr, "epsilon").item() == pytest.approx(1000**-0.5)
-    assert weights.like_noise_prediction(snr).item() == pytest.approx(1000 / 1001)
+    assert losses.debiased(snr, "epsilon").item() == pytest.approx(1000**-0.5)
+    assert losses.like_noise_prediction(snr).item() == pytest.approx(1000 / 1001)
 
 
 def test_a_prediction_of_neither_kind_is_refused() -> None:
-    for wrong in (lambda: weights.min_snr(PLAIN.snr, 5.0, "sample"), lambda: weights.debiased(PLAIN.snr, "sample")):
+    for wrong in (lambda: losses.min_snr(PLAIN.snr, 5.0, "sample"), lambda: losses.debiased(PLAIN.snr, "sample")):
         with pytest.raises(ValueError, match="got 'sample'"):
             wrong()
 

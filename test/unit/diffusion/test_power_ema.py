@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from difftrain.diffusion.power_ema import (
+from difftrain.diffusion.ema import (
     WIDEST,
     Combination,
     PowerEma,

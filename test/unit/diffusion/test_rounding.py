@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from difftrain.diffusion.keys import words_of
-from difftrain.diffusion.rounding import by_chance, join, nearest, random_bits, split
+from difftrain.diffusion.draws import words_of
+from difftrain.engine.half_precision import by_chance, join, nearest, random_bits, split
 
 CPU = torch.device("cpu")
 

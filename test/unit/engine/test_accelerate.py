@@ -17,7 +17,7 @@ from difftrain.contracts import ConfigFault, DrawSpec, FeatureSpec, Parts
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import ddp, make_engine
-from difftrain.engine.accelerate_setup import make_plugin
+from difftrain.engine.accelerate import make_plugin
 from difftrain.engine.accelerate_zero import as_evaluated
 from difftrain.engine.accelerate_zero_state import LossScale
 from difftrain.engine.base import BaseEngine

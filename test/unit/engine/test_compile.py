@@ -11,8 +11,8 @@ from engines import built, config, one_thread, run, weights  # noqa: F401
 from torch._dynamo.utils import counters
 
 from difftrain.config.schema.sections import DataSection, DatasetSection
-from difftrain.device import Device, compilers
-from difftrain.engine import compiling, make_engine
+from difftrain.device import Device, torch_device
+from difftrain.engine import base, make_engine
 from difftrain.testing.family import TinyFamily
 
 
@@ -49,12 +49,12 @@ def test_blocks_train_the_same_under_the_same_names(graphs):
 def test_kinds_are_counted_by_class_and_shapes():
     blocks = [torch.nn.Linear(4, 8), torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)]
     section = config({"compile": True, "compile_backend": "eager"}).training
-    said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=True)
+    said = base.compile_blocks(blocks, section, Device("cpu"), buckets=True)
     assert "4 blocks with eager, 3 graphs at the first step and about as many at the next shapes" in said
-    said = compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False, spares=True)
+    said = base.compile_blocks(blocks, section, Device("cpu"), buckets=False, spares=True)
     assert "4 blocks with eager, up to 6 graphs (some blocks are spared tokens); " in said
     section = section.model_copy(update={"compile_backend": "inductor"})
-    assert "minutes before the first step" in compiling.compile_blocks(blocks, section, Device("cpu"), buckets=False)
+    assert "minutes before the first step" in base.compile_blocks(blocks, section, Device("cpu"), buckets=False)
 
 
 @pytest.mark.parametrize("buckets", [False, True])
@@ -76,17 +76,17 @@ def test_buckets_of_a_data_set_change_the_shape_too(buckets):
     ],
 )
 def test_a_backend_that_cannot_run_here_is_refused(backend, words):
-    (fault,) = compiling.faults(config({"compile": True, "compile_backend": backend}).training, Device("cpu"))
+    (fault,) = base.faults(config({"compile": True, "compile_backend": backend}).training, Device("cpu"))
     assert words in fault
-    assert compiling.faults(config({"compile_backend": backend}).training, Device("cpu")) == []
-    assert compiling.faults(config({"compile": True}).training, Device("cpu")) == []
+    assert base.faults(config({"compile_backend": backend}).training, Device("cpu")) == []
+    assert base.faults(config({"compile": True}).training, Device("cpu")) == []
 
 
 def test_inductor_needs_a_compiler():
     from torch._inductor import config as inductor
 
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
-        assert "it needs a C++ compiler" in compilers.why_not("inductor", "cpu")
+        assert "it needs a C++ compiler" in torch_device.why_not("inductor", "cpu")
 
 
 def test_what_a_killed_compiler_left_is_swept_away(tmp_path, monkeypatch):
@@ -99,9 +99,9 @@ def test_what_a_killed_compiler_left_is_swept_away(tmp_path, monkeypatch):
     linking.touch()
     for path in (whole, empty):
         os.utime(path, (time.time() - 100, time.time() - 100))
-    assert compilers.sweep("aot_eager", "cpu") == 0
+    assert torch_device.sweep("aot_eager", "cpu") == 0
     section = config({"compile": True, "compile_backend": "inductor"}).training
-    compiling.compile_blocks([], section, Device("cpu"), buckets=False)
+    base.compile_blocks([], section, Device("cpu"), buckets=False)
     assert whole.exists() and linking.exists() and not empty.exists()
 
 

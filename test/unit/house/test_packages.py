@@ -10,7 +10,7 @@ from pathlib import Path
 
 import third_patch
 
-from difftrain.cli.doctor import packages as doctor
+from difftrain.cli.doctor import machine as doctor
 from difftrain.config.schema.validate import choices_of
 
 ROOT = Path(__file__).parents[3]

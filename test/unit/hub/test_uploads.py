@@ -17,8 +17,7 @@ from difftrain.checkpoint import retain_exports
 from difftrain.config.schema.sections import HubSection, SaveSection
 from difftrain.contracts import ConfigFault
 from difftrain.hub import uploads as module
-from difftrain.hub.target import UploadTarget, open_target
-from difftrain.hub.uploads import Uploads
+from difftrain.hub.uploads import Uploads, UploadTarget, open_target
 
 
 @pytest.fixture
@@ -245,9 +244,9 @@ def test_what_is_being_sent_is_not_deleted(hub: HubStub, tmp_path: Path) -> None
         if step == 1:
             sending.add(path, "N")
     window = SaveSection(every_n_steps=1, last_n_steps=1)
-    assert retain_exports(out, "N", window, 4, held=sending.holds) == ["N-step00000002.safetensors"]
+    assert retain_exports(out, "N", window, 4, protected=sending.holds) == ["N-step00000002.safetensors"]
     sending.wait(20)
-    assert retain_exports(out, "N", window, 4, held=sending.holds) == ["N-step00000001.safetensors"]
+    assert retain_exports(out, "N", window, 4, protected=sending.holds) == ["N-step00000001.safetensors"]
 
 
 def test_the_end_waits_for_a_while_and_names_what_is_late(

@@ -68,7 +68,7 @@ def test_only_what_is_missing_is_named(tmp_path: Path, versions: dict[str, str])
 
 def test_a_torch_that_is_too_old_is_the_first_thing_said(tmp_path: Path, versions: dict[str, str]) -> None:
     versions["torch"] = "2.1.0"
-    with pytest.raises(env.UnusableEnvironment, match=r"needs Python 3\.11 / torch 2\.7, found torch 2\.1\.0"):
+    with pytest.raises(env.EnvironmentUnusable, match=r"needs Python 3\.11 / torch 2\.7, found torch 2\.1\.0"):
         env.missing(wanted(tmp_path, "pydantic>=2.7\ntorch==2.13.0\n"))
 
 

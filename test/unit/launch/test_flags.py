@@ -7,7 +7,7 @@ import pytest
 from difftrain.launch import flags
 
 
-def read(*argv: str, **environ: str) -> flags.Given:
+def read(*argv: str, **environ: str) -> flags.LaunchFlags:
     return flags.read(list(argv), environ)
 
 

@@ -23,7 +23,9 @@ def choose(*argv: str, device: Devices = CUDA, layout: str = "1m_8p", name: str 
     return _chosen(name, layout, device, argv)[0]
 
 
-def _chosen(name: str, layout: str, device: Devices, argv: tuple[str, ...]) -> tuple[light.LightRecipe, flags.Given]:
+def _chosen(
+    name: str, layout: str, device: Devices, argv: tuple[str, ...]
+) -> tuple[light.LightRecipe, flags.LaunchFlags]:
     given = flags.read(list(argv), {})
     return light.choose(name, given, machines.where(layout, CARDS[layout], given, device, {})), given
 

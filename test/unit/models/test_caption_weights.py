@@ -10,11 +10,10 @@ import torch
 from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import ConfigFault, Parts
-from difftrain.models.freeze import unread as unread_of
-from difftrain.models.sdxl.family import SDXLFamily
-from difftrain.models.text.clip_tokens import ClipTokenize
+from difftrain.models.base import unread as unread_of
+from difftrain.models.sdxl import SDXLFamily
+from difftrain.models.text.clip_tokens import ClipTokenize, weigh, weighted_pieces
 from difftrain.models.text.encode import join_chunks
-from difftrain.models.text.prompt_weights import weigh, weighted_pieces
 
 CAPTIONS = ["a (large:1.5) red [star]", "two ((small)) green circles (on a white:0.3) background"]
 

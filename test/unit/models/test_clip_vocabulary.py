@@ -15,7 +15,7 @@ from sdxl import config
 from vocabularies import transformers_tokenizer
 
 from difftrain.contracts import ConfigFault
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.text.clip_tokens import ClipTokenize
 from difftrain.models.text.clip_vocabulary import BOS, EOS, ClipVocabulary, byte_symbols, learn_merges
 

@@ -14,8 +14,7 @@ from difftrain.config import ModelSection, TrainConfig, TrainingSection
 from difftrain.contracts import ConfigFault
 from difftrain.models.flux import Flux
 from difftrain.models.weights.find import shipped_sizes
-from difftrain.models.weights.keys import KeyMap
-from difftrain.models.weights.original import vae_rule
+from difftrain.models.weights.keys import KeyMap, vae_rule
 
 
 def config(**model: Any) -> TrainConfig:

@@ -13,7 +13,7 @@ from sd3 import config, loaded
 from difftrain.cache.build import deferred_parts
 from difftrain.contracts import EVERY, ConfigFault
 from difftrain.device import choose, fp8
-from difftrain.device.attention_joint import JointAttention
+from difftrain.device.attention_modules import JointAttention
 from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.models.sd3.family import SD3Family
 from difftrain.models.weights import source

@@ -12,8 +12,7 @@ from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
-from difftrain.models.sdxl.blocks import block_of, count
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily, block_of, num_blocks
 from difftrain.optim import make_optimizer, make_schedule
 
 TINY = 17  # 3 levels of one layer: 6 input, 3 middle and 6 output blocks
@@ -22,7 +21,7 @@ TINY = 17  # 3 levels of one layer: 6 input, 3 middle and 6 output blocks
 def test_base_has_kohyas_23_blocks() -> None:
     unet = source("base").build("unet")
     blocks = block_of(unet)
-    assert count(unet) == 23 and set(blocks.values()) == set(range(23))
+    assert num_blocks(unet) == 23 and set(blocks.values()) == set(range(23))
     assert set(blocks) == {name for name, _ in unet.named_parameters()}
     found = {
         0: ("time_embedding.linear_1.weight", "add_embedding.linear_2.bias"),

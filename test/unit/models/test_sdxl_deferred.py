@@ -17,10 +17,10 @@ from difftrain.cache.build import deferred_parts
 from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import fp8, host
 from difftrain.models.placeholder import MetaPlaceholder
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.weights import fingerprints
 from difftrain.models.weights.source import WeightSource
-from difftrain.sampling.grid import draw_pictures
+from difftrain.sampling.draw import draw_pictures
 from difftrain.sampling.prompts import Prompt
 from difftrain.train.check import check
 from difftrain.train.finalize import parameter_counts

@@ -12,7 +12,7 @@ from sdxl import batch_of, config, loaded, pipeline_over, text_of
 
 from difftrain.contracts import Batch, ConfigFault, Parts
 from difftrain.models.placeholder import DTYPES
-from difftrain.models.sdxl.family import SDXLFamily
+from difftrain.models.sdxl import SDXLFamily
 from difftrain.models.text.encode import join_chunks
 from difftrain.sampling import Prompt, draw_pictures
 

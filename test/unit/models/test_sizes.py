@@ -16,9 +16,9 @@ from sdxl import source
 from transformers import CLIPTextConfig, T5Config
 
 from difftrain.contracts import ConfigFault
+from difftrain.models.build import BY_CLASS, CLIP, T5, VAE, decisive
 from difftrain.models.registry import FAMILIES
 from difftrain.models.sd3.family import SD3Family
-from difftrain.models.sizes import BY_CLASS, CLIP, T5, VAE, decisive
 
 LIBRARY = Path(__file__).parents[3] / "library"
 
@@ -84,7 +84,7 @@ def test_describing_encoders_imports_no_class() -> None:
         "from difftrain.models.registry import make_family\n"
         "family = make_family(TrainConfig.model_validate({'model': {'family': 'sd3', 'init_from_config': 'tiny'}}))\n"
         "from difftrain.contracts import Parts\n"
-        "import difftrain.models.sizes as sizes\n"
+        "import difftrain.models.build as sizes\n"
         "complete = sizes.complete\n"
         "sizes.complete = lambda kind, given: dict(given) if 'Transformer' in kind else complete(kind, given)\n"
         "family.agree = ()\n"

@@ -16,9 +16,8 @@ from fetched import clip_bpe, t5_tokenizer
 from difftrain.models.facts import Text
 from difftrain.models.text.clip_tokens import PAD_1, PAD_2
 from difftrain.models.text.clip_vocabulary import ClipVocabulary
-from difftrain.models.text.small_vocabulary import small_clip, small_t5
 from difftrain.models.text.t5_vocabulary import EOS_ID, UNK_ID, T5Vocabulary
-from difftrain.models.text.tokenize import Tokenize
+from difftrain.models.text.tokenize import Tokenize, small_clip, small_t5
 
 HOUSE = "translate English to German: The house is wonderful."
 HOUSE_IDS = [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5]

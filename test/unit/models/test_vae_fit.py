@@ -12,11 +12,18 @@ from safetensors import safe_open
 from torch.nn import functional as F
 
 from difftrain.models.build import build
-from difftrain.models.materialise import fill
-from difftrain.models.vae.fit import closed_form_encoder, principal, psnr, psnr_of, train_decoder
-from difftrain.models.vae.make_tiny import TEST_SEED, synthetic_pictures
-from difftrain.models.vae.posterior import pixels_to_unit
-from difftrain.models.vae.shipped import shipped_sizes, shipped_vae
+from difftrain.models.placeholder import fill
+from difftrain.models.vae.fit import (
+    TEST_SEED,
+    closed_form_encoder,
+    principal,
+    psnr,
+    psnr_of,
+    synthetic_pictures,
+    train_decoder,
+)
+from difftrain.models.vae.latents import pixels_to_unit
+from difftrain.models.weights.source import shipped_sizes, shipped_vae
 
 FACTOR_4 = {
     "down_block_types": ["DownEncoderBlock2D"] * 3,

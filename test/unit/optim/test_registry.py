@@ -132,7 +132,7 @@ def test_faults_of_optimizer_and_schedule_are_found_together_without_a_device() 
 
 
 def test_adamw_of_torch_npu_is_for_npus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("difftrain.optim.npu_adamw.is_installed", lambda module: True)
+    monkeypatch.setattr("difftrain.optim.builders.is_installed", lambda module: True)
     section = OptimizerSection(type="npufusedadamw", learning_rate=1e-3, args=("weight_decay=0.1",))
     assert faults(section) == []
     with pytest.raises(ConfigFault, match="updates on NPUs alone, and this run is on cpu"):

@@ -14,7 +14,7 @@ from transformers import optimization as oracle
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault
 from difftrain.optim import make_schedule
-from difftrain.optim.schedules import SCHEDULES, updates
+from difftrain.optim.schedule import SCHEDULES, updates
 
 KOHYA = json.loads((Path(__file__).parents[1] / "files" / "kohya_schedules.json").read_text())["schedules"]
 FIELDS = {

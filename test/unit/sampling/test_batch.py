@@ -13,7 +13,7 @@ from cached import loaded as sdxl_parts
 from difftrain.config import TrainConfig
 from difftrain.models.registry import make_family
 from difftrain.sampling import make_sampler
-from difftrain.sampling.batch import draw_batch
+from difftrain.sampling.draw import draw_batch
 
 FAMILIES = ["sdxl", "sd3"]
 CAPTIONS = ["a picture", "two, three", ""]

@@ -14,7 +14,7 @@ from PIL import Image
 from sdxl import config, loaded
 
 from difftrain.sampling import Prompt, draw_grid, draw_pictures
-from difftrain.sampling.grid import drawn_size, grid_of
+from difftrain.sampling.draw import drawn_size, grid_of
 
 
 @cache

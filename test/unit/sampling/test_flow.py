@@ -22,7 +22,7 @@ from difftrain.contracts import ConfigFault, Parts
 from difftrain.device import choose
 from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.sampling import FLOW_SAMPLERS, Prompt, draw_grid, draw_pictures, make_sampler, read_prompts
-from difftrain.sampling.grid import drawn_size
+from difftrain.sampling.draw import drawn_size
 from difftrain.train.drawing import sampler_of
 
 PLAIN = {"num_train_timesteps": 1000, "shift": 1.0}

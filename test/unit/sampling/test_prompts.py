@@ -11,7 +11,7 @@ import pytest
 
 from difftrain.contracts import ConfigFault
 from difftrain.sampling import Prompt, parse_line, read_prompts, samplers
-from difftrain.sampling.grid import drawn_size
+from difftrain.sampling.draw import drawn_size
 
 KOHYA = json.loads((Path(__file__).parents[1] / "files" / "kohya_sample_prompts.json").read_text())
 

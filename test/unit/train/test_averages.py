@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.contracts import ConfigFault
-from difftrain.diffusion.ema import Ema
-from difftrain.diffusion.power_ema import PowerEma
+from difftrain.diffusion.ema import Ema, PowerEma
 from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.drawing import Drawing
 from difftrain.train.state import Position, TrainedModel

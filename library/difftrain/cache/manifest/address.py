@@ -9,9 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from difftrain.contracts import Draw, MediaRef, Record
+from difftrain.data.media.crop import CropWindow, crop_window
+from difftrain.data.media.media import MEDIA_VERSION
+
+if TYPE_CHECKING:
+    from difftrain.data.recipe import Recipe
+
 
 BYTES = 16
 VERSION = 1  # of the words that are hashed; raise it when their meaning changes
@@ -35,7 +44,9 @@ def media_address(content: bytes, cut: Sequence[Any], fingerprint: str, storage:
 
 def text_address(tokens: Mapping[str, Any], fingerprint: str, storage: str) -> bytes:
     """Return the address of what an encoder makes of one tokenised caption: ids, masks, weights, bit by bit."""
-    return text_addresses({name: np.asarray(each)[None] for name, each in tokens.items()}, (), fingerprint, storage)[0]
+    return text_addresses({name: np.asarray(token)[None] for name, token in tokens.items()}, (), fingerprint, storage)[
+        0
+    ]
 
 
 def text_addresses(tokens: Mapping[str, Any], inputs: Sequence[str], fingerprint: str, storage: str) -> list[bytes]:
@@ -46,15 +57,15 @@ def text_addresses(tokens: Mapping[str, Any], inputs: Sequence[str], fingerprint
     """
     names = sorted(name for name in tokens if name in inputs or not inputs)
     arrays = [np.ascontiguousarray(tokens[name]) for name in names]
-    kinds = [[name, each.dtype.str, list(each.shape[1:])] for name, each in zip(names, arrays, strict=True)]
+    kinds = [[name, array.dtype.str, list(array.shape[1:])] for name, array in zip(names, arrays, strict=True)]
     state = _hash_state(b"difftrain.text", [VERSION, kinds, fingerprint, storage])
-    found = []
-    for pieces in zip(*([row.tobytes() for row in each] for each in arrays), strict=True):
+    addresses = []
+    for pieces in zip(*([row.tobytes() for row in array] for array in arrays), strict=True):
         own = state.copy()
         for piece in pieces:
             own.update(piece)
-        found.append(own.digest())
-    return found
+        addresses.append(own.digest())
+    return addresses
 
 
 def joined_address(alone: Sequence[bytes]) -> bytes:
@@ -72,3 +83,70 @@ def _hash_state(person: bytes, words: Any) -> hashlib.blake2b:
     state = hashlib.blake2b(digest_size=BYTES, person=person)
     state.update(len(text).to_bytes(8, "little") + text)
     return state
+
+
+# --- How pictures and masks are cut for a cache: what, besides their bytes, decides the pixels that are encoded
+
+
+MASKS = "masks"  # name of what is made of masks; its feature is "mask"
+MASK_VERSION = 1  # raise it when any value of any mask changes
+_MAX_STATES = 1 << 16
+
+
+def without_augmentation(recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
+    """Return recipes as pictures are cached: without augmentation, since a use is mirrored by its variant."""
+    return tuple(recipe.plain() for recipe in recipes)
+
+
+def pixel_settings(recipe: Recipe) -> list[Any]:
+    """Return what a recipe says of the pixels of its pictures and of their masks, as JSON values."""
+    table = recipe.buckets
+    sizes = [list(table.sizes), table.max_area, table.steps, table.no_upscale, *(["listed"] if table.listed else [])]
+    masks = recipe.masks and (
+        astuple(recipe.masks) if recipe.masks.optional or recipe.masks.default else recipe.masks.folder
+    )
+    return [*sizes, recipe.interpolation, recipe.alpha_mask, masks, recipe.decoder, recipe.flip]
+
+
+class MediaTransforms:
+    """The places where pictures are cut, or their masks, and the addresses of what is made of them."""
+
+    def __init__(self, recipes: Sequence[Recipe], fingerprint: str, storage: str, *, masks: bool) -> None:
+        self.recipes, self._masks = without_augmentation(recipes), masks
+        self._fingerprint, self._storage = fingerprint, storage
+        self._states: dict[tuple[int, tuple[int, int], bool], hashlib.blake2b] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_states": {}}  # they cannot be pickled
+
+    def address(self, source: int, size_hw: tuple[int, int], flip: bool, content: bytes) -> bytes:
+        """Return the address of what is made of a picture's or mask's bytes."""
+        state = self.state(source, size_hw, flip).copy()
+        state.update(content)
+        return state.digest()
+
+    def state(self, source: int, size_hw: tuple[int, int], flip: bool) -> hashlib.blake2b:
+        """Return the hash of all but the bytes. size_hw: of the picture."""
+        asked = source, size_hw, flip
+        state = self._states.get(asked)
+        if state is None:
+            if len(self._states) >= _MAX_STATES:
+                self._states.clear()
+            cut = self._cut(self.recipes[source], self.crop_window(source, size_hw), size_hw, flip)
+            state = self._states[asked] = media_state(cut, self._fingerprint, self._storage)
+        return state
+
+    def crop_window(self, source: int, size_hw: tuple[int, int]) -> CropWindow:
+        """Say where a picture of a source is cut. Raises ValueError where no bucket fits."""
+        record = Record(0, b"", MediaRef(source, ""), (), size_hw)
+        return crop_window(self.recipes[source], record, Draw(0, b"", 0), 0)
+
+    def _cut(self, recipe: Recipe, window: CropWindow, size_hw: tuple[int, int], flip: bool) -> list[Any]:
+        bucket = window.fit.bucket
+        shape = [[bucket.frames, bucket.height, bucket.width], list(window.fit.resized_wh), list(window.crop)]
+        words = [MEDIA_VERSION, *shape, bool(flip), recipe.interpolation, recipe.decoder]
+        if not self._masks:
+            return [*words, "over alpha" if recipe.alpha_mask else "over white"]
+        if recipe.masks is not None:
+            return [*words, MASK_VERSION, "red", list(size_hw)]
+        return [*words, MASK_VERSION, "alpha"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from difftrain.cache.manifest.address import BYTES, as_array, text_addresses
+from difftrain.cache.manifest.address import BYTES, as_array, text_addresses, without_augmentation
 from difftrain.cache.manifest.content_hash import Say
 from difftrain.cache.manifest.manifest import (
     FACTS,
@@ -28,7 +28,6 @@ from difftrain.cache.manifest.manifest import (
     reference_rows,
     write_manifest,
 )
-from difftrain.cache.manifest.transforms import without_augmentation
 from difftrain.contracts import Bucket, Tokenize
 from difftrain.data.index.index import DATABASE, connect
 from difftrain.data.index.writer import disk_faults
@@ -55,8 +54,12 @@ def caption_settings(recipe: Recipe) -> list[Any]:
 
 def tokenizer_identity(tokenize: Tokenize) -> str:
     """Return what tells a tokenizer from another: what it says of itself, or all of it."""
-    said = getattr(tokenize, "identity", None)
-    return said if isinstance(said, str) else hashlib.blake2b(pickle.dumps(tokenize), digest_size=BYTES).hexdigest()
+    identity = getattr(tokenize, "identity", None)
+    return (
+        identity
+        if isinstance(identity, str)
+        else hashlib.blake2b(pickle.dumps(tokenize), digest_size=BYTES).hexdigest()
+    )
 
 
 def caption_kind(request: ManifestRequest, tokenize: Tokenize) -> str:
@@ -76,41 +79,43 @@ def write_captions(
     data: Data, ids: np.ndarray, writers: Sequence[ManifestWriter], tokenize: Tokenize, say: Say
 ) -> None:
     """List every caption that records can be drawn with, and "". ids: of the records, ascending."""
-    index, held = data.index, held_out(data)
-    caption_state = _caption_state(data, held)[ids]
+    index, is_held_out = data.index, held_out(data)
+    caption_state = _caption_state(data, is_held_out)[ids]
     earlier = _PreviousManifests.of(
-        writers, index.folder.parent, [caption_kind(each.request, tokenize) for each in writers]
+        writers, index.folder.parent, [caption_kind(writer.request, tokenize) for writer in writers]
     )
 
     # rows are written for all encoders together: each caption is tokenised once
     with disk_faults(index.folder):
-        asides = [each.open_aside() for each in writers]
+        asides = [writer.open_aside() for writer in writers]
         files = [(aside / "rows.bin").open("wb") for aside in asides]
-        for pieces in _rows(data, ids, held, caption_state, earlier, [each.request for each in writers], tokenize, say):
+        for pieces in _rows(
+            data, ids, is_held_out, caption_state, earlier, [writer.request for writer in writers], tokenize, say
+        ):
             for file, piece in zip(files, pieces, strict=True):
                 file.write(piece.tobytes())
-        for each, aside, file in zip(writers, asides, files, strict=True):
+        for writer, aside, file in zip(writers, asides, files, strict=True):
             file.close()
             np.save(aside / CAPTION_STATE, caption_state)
             every = np.memmap(aside / "rows.bin", dtype=ROW, mode="r")
             references = reference_rows(index.columns().keys, every)
-            facts = each.facts(each.request.batch_size, kind=caption_kind(each.request, tokenize))
+            facts = writer.facts(writer.request.batch_size, kind=caption_kind(writer.request, tokenize))
             write_manifest(
                 aside, facts, every, lambda r: np.zeros(len(r), np.int64), [NO_BUCKET], references, len(every)
             )
             (aside / "rows.bin").unlink()
-            each.publish(aside)
+            writer.publish(aside)
 
 
 def held_out(data: Data) -> np.ndarray:
     """Tell of each record whether it is kept for validation, and so drawn as it is written. Shape: (N,) bool."""
-    held = np.zeros(data.index.count, dtype=bool)
+    is_held_out = np.zeros(data.index.count, dtype=bool)
     for rows in data.tables.validation:
-        held[data.tables.ids()[rows.first : rows.first + rows.records]] = True
-    return held
+        is_held_out[data.tables.ids()[rows.first : rows.first + rows.records]] = True
+    return is_held_out
 
 
-def _caption_state(data: Data, held: np.ndarray) -> np.ndarray:
+def _caption_state(data: Data, is_held_out: np.ndarray) -> np.ndarray:
     """Hash what decides the captions of each record: what is written, and how they are drawn. Shape: (N, 16) uint8."""
     index = data.index
     rows = np.asarray(index.columns().row)
@@ -127,7 +132,7 @@ def _caption_state(data: Data, held: np.ndarray) -> np.ndarray:
     with contextlib.closing(connect(index.folder / DATABASE)) as database:
         for row, captions, source in database.execute(_CAPTIONS):
             record_id = int(ids[row])
-            state = ways[int(held[record_id])][source].copy()
+            state = ways[int(is_held_out[record_id])][source].copy()
             state.update(captions.encode("utf-8", "surrogatepass"))
             caption_state[record_id] = np.frombuffer(state.digest(), np.uint8)
     return caption_state
@@ -150,32 +155,30 @@ class _PreviousManifests:
     @classmethod
     def of(cls, writers: Sequence[ManifestWriter], beside: Path, kinds: Sequence[str]) -> _PreviousManifests | None:
         """Find the newest lists of the same encoders and tokenizers; None where an encoder has none."""
-        found = []
-        for each, kind in zip(writers, kinds, strict=True):
-            positions = [
-                place for place in beside.glob(f"index-*/wanted-{each.request.name}-*") if _kind(place) == kind
-            ]
-            found.append(max(positions, key=lambda place: place.stat().st_mtime_ns, default=None))
+        newest = []
+        for writer, kind in zip(writers, kinds, strict=True):
+            positions = [path for path in beside.glob(f"index-*/wanted-{writer.request.name}-*") if _kind(path) == kind]
+            newest.append(max(positions, key=lambda path: path.stat().st_mtime_ns, default=None))
         with contextlib.suppress(OSError, ValueError):
-            return cls([place for place in found if place is not None]) if None not in found else None
+            return cls([path for path in newest if path is not None]) if None not in newest else None
         return None
 
     def find(self, keys: np.ndarray, caption_state: np.ndarray) -> np.ndarray:
         """Return the places of records that are as they were, -1 for others. Shapes: (n, 16) uint8 -> (n,)."""
         if not len(self._words):
             return np.full(len(keys), -1)
-        place = np.searchsorted(self._words, _first_word(keys)).clip(max=len(self._words) - 1)
-        same = (self._keys[place] == keys).all(axis=1) & (self._caption_state[place] == caption_state).all(axis=1)
-        return np.where(same, place, -1)
+        index = np.searchsorted(self._words, _first_word(keys)).clip(max=len(self._words) - 1)
+        same = (self._keys[index] == keys).all(axis=1) & (self._caption_state[index] == caption_state).all(axis=1)
+        return np.where(same, index, -1)
 
-    def rows(self, which: int, positions: np.ndarray, ids: np.ndarray, held: np.ndarray) -> np.ndarray:
+    def rows(self, which: int, positions: np.ndarray, ids: np.ndarray, is_held_out: np.ndarray) -> np.ndarray:
         """Return the rows of records that are as they were, under their new ids. Shape: (M,) ROW."""
         counts = self._ends[positions] - self._starts[positions]
         firsts = np.repeat(self._starts[positions] - np.cumsum(counts) + counts, counts)
         references = self._references[which][firsts + np.arange(counts.sum())]
         rows = np.zeros(len(references), dtype=ROW)
         rows["address"], rows["variant"] = references["address"], references["variant"]
-        rows["record"], rows["plain"] = np.repeat(ids, counts), np.repeat(held[ids], counts)
+        rows["record"], rows["plain"] = np.repeat(ids, counts), np.repeat(is_held_out[ids], counts)
         return rows
 
 
@@ -193,7 +196,7 @@ def _first_word(keys: np.ndarray) -> np.ndarray:
 def _rows(
     data: Data,
     ids: np.ndarray,
-    held: np.ndarray,
+    is_held_out: np.ndarray,
     caption_state: np.ndarray,
     earlier: _PreviousManifests | None,
     requests: Sequence[ManifestRequest],
@@ -202,7 +205,7 @@ def _rows(
 ) -> Iterator[list[np.ndarray]]:
     """Yield rows of each list: the empty caption, then by record and variant."""
     keys, began = data.index.columns().keys, time.monotonic()
-    said = began
+    reported = began
     yield _tokenised([(b"", NO_RECORD, 0, 0, 0)], [""], requests, tokenize)
     for start in range(0, len(ids), _RECORDS):
         some = ids[start : start + _RECORDS]
@@ -213,29 +216,29 @@ def _rows(
         # records that are as they were keep their rows
         old, kept = positions >= 0, [np.empty(0, ROW) for _ in requests]
         if earlier is not None and old.any():
-            kept = [earlier.rows(which, positions[old], some[old], held) for which in range(len(requests))]
+            kept = [earlier.rows(which, positions[old], some[old], is_held_out) for which in range(len(requests))]
 
         # all others are tokenised
         fresh: list[list[np.ndarray]] = []
-        for done, (facts, captions) in _drawn_captions(data, some[~old].tolist(), held):
+        for done, (facts, captions) in _drawn_captions(data, some[~old].tolist(), is_held_out):
             fresh.append(_tokenised(facts, captions, requests, tokenize))
-            if (now := time.monotonic()) - said > _SAY_EVERY_S:
-                said, count = now, start + done
+            if (now := time.monotonic()) - reported > _SAY_EVERY_S:
+                reported, count = now, start + done
                 left = (len(ids) / count - 1) * (now - began) / 60
                 say(f"cache: the captions of {count:,} of {len(ids):,} records are tokenised, {left:.1f} min left")
-        pieces = [np.concatenate([kept[which], *(each[which] for each in fresh)]) for which in range(len(requests))]
+        pieces = [np.concatenate([kept[which], *(piece[which] for piece in fresh)]) for which in range(len(requests))]
         yield [piece[np.lexsort((piece["variant"], piece["record"]))] for piece in pieces]
 
 
 def _drawn_captions(
-    data: Data, ids: Sequence[int], held: np.ndarray
+    data: Data, ids: Sequence[int], is_held_out: np.ndarray
 ) -> Iterator[tuple[int, tuple[list[tuple[Any, ...]], list[str]]]]:
     """Yield how many records are done, rows without addresses, and their captions."""
     recipes = [data.recipes, without_augmentation(data.recipes)]
     facts: list[tuple[Any, ...]] = []
     captions: list[str] = []
     for done, record_id in enumerate(ids, start=1):
-        record, as_written = data.index.record(record_id), bool(held[record_id])
+        record, as_written = data.index.record(record_id), bool(is_held_out[record_id])
         for variant, caption in enumerate(captions_of(record, recipes[as_written][record.media.source])):
             facts.append((b"", record_id, variant, as_written, 0))
             captions.append(caption)
@@ -251,9 +254,9 @@ def _tokenised(
     distinct = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
     back, tokens = [distinct[caption] for caption in captions], tokenize(list(distinct))
     made = []
-    for each in requests:
+    for request in requests:
         rows = np.array(facts, dtype=ROW)
-        found = text_addresses(tokens, each.encoder.inputs, each.fingerprint, each.storage)
-        rows["address"] = as_array(found)[back]
+        addresses = text_addresses(tokens, request.encoder.inputs, request.fingerprint, request.storage)
+        rows["address"] = as_array(addresses)[back]
         made.append(rows)
     return made

@@ -63,8 +63,8 @@ class MediaBytes(NamedTuple):
     @property
     def stamp(self) -> bytes:
         """Hash where the bytes lie, and what changes with them."""
-        place = (self.media.offset, self.media.length) if self.media else (0, 0)
-        words = json.dumps([self.file, self.size, self.mtime_ns, *place])
+        span = (self.media.offset, self.media.length) if self.media else (0, 0)
+        words = json.dumps([self.file, self.size, self.mtime_ns, *span])
         return hashlib.blake2b(words.encode("utf-8", "surrogatepass"), digest_size=BYTES).digest()
 
 
@@ -85,25 +85,25 @@ class KnownHashes:
         """Read what others have added, every few seconds."""
         if time.monotonic() - self._looked < _LOOK_EVERY_S:
             return
-        self._looked, found = time.monotonic(), [np.empty(0, _ROW)]
+        self._looked, batches = time.monotonic(), [np.empty(0, _ROW)]
         for path in sorted(self._folder.glob("*.rows")):
             if self._file is None or Path(self._file.name) != path:
                 rows, self._read[path] = _whole_rows(path, self._read.get(path, 0))
-                found.append(rows)
-        if any(map(len, found)):
+                batches.append(rows)
+        if any(map(len, batches)):
             if len(self._pieces) >= _PIECES:
-                found, self._pieces = found + self._pieces, []
-            rows = np.concatenate(found)
+                batches, self._pieces = batches + self._pieces, []
+            rows = np.concatenate(batches)
             self._pieces.append(rows[np.argsort(rows["stamp"][:, 0], kind="stable")])
 
     def lookup(self, stamps: np.ndarray) -> np.ndarray:
         """Return contents, zeros where there is none. Shapes: (N, 16) uint8 both."""
-        found, words = np.zeros_like(stamps), np.ascontiguousarray(stamps).view("<u8")
+        contents, words = np.zeros_like(stamps), np.ascontiguousarray(stamps).view("<u8")
         for rows in self._pieces:
-            place = np.searchsorted(rows["stamp"][:, 0], words[:, 0]).clip(max=len(rows) - 1)
-            same = (rows["stamp"][place] == words).all(axis=1)  # half of a stamp is never another's
-            found[same] = rows["content"][place[same]].view(np.uint8).reshape(-1, BYTES)
-        return found
+            index = np.searchsorted(rows["stamp"][:, 0], words[:, 0]).clip(max=len(rows) - 1)
+            same = (rows["stamp"][index] == words).all(axis=1)  # half of a stamp is never another's
+            contents[same] = rows["content"][index[same]].view(np.uint8).reshape(-1, BYTES)
+        return contents
 
     def add(self, stamp: bytes, content: bytes) -> None:
         """Keep what was found. Quiet where nothing can be written: it is found again then."""
@@ -147,8 +147,8 @@ def _whole_rows(path: Path, start: int = 0) -> tuple[np.ndarray, int]:
         data = file.read()
         rows = np.frombuffer(data[: len(data) // _ROW.itemsize * _ROW.itemsize], dtype=_ROW)
         words = np.concatenate([rows["stamp"], rows["content"]], axis=1)
-        whole: np.ndarray = rows[(words * _ODD).sum(axis=1, dtype=np.uint64) == rows["check"]]
-        return whole, start + rows.nbytes
+        complete: np.ndarray = rows[(words * _ODD).sum(axis=1, dtype=np.uint64) == rows["check"]]
+        return complete, start + rows.nbytes
     return np.empty(0, dtype=_ROW), start
 
 
@@ -163,11 +163,11 @@ def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, say: Say) 
 
     # from the index, which has read some of them
     contents, stamps = np.zeros((index.count, BYTES), np.uint8), np.zeros((index.count, BYTES), np.uint8)
-    for record_id, content, place in _media_bytes(index):
+    for record_id, content, media in _media_bytes(index):
         if content is not None:
             contents[record_id] = np.frombuffer(content, np.uint8)
         else:
-            stamps[record_id] = np.frombuffer(place.stamp, np.uint8)
+            stamps[record_id] = np.frombuffer(media.stamp, np.uint8)
 
     # from the files, as far as nobody has hashed them before
     rejects: list[Reject] = []
@@ -181,7 +181,7 @@ def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, say: Say) 
         # machines that share the folder begin at different rows, and so share the work
         first_row = hash((socket.gethostname(), os.getpid())) % index.count
         parts = (_media_bytes(index, first_row), _media_bytes(index, 0, first_row))
-        work = (place for part in parts for record_id, _, place in part if once[record_id])
+        work = (media for part in parts for record_id, _, media in part if once[record_id])
         rejects = hash_media(index, work, int(once.sum()), known, contents, look=look, say=say)
         copy_to_duplicates(contents, left & ~once, once, stamps)
         here = unread[contents[unread].any(axis=1)]
@@ -209,15 +209,15 @@ def copy_to_duplicates(contents: np.ndarray, empty: np.ndarray, once: np.ndarray
     ids, read = np.flatnonzero(empty), np.flatnonzero(once)
     if len(ids):
         order = read[np.argsort(stamps[read].view(V16).reshape(-1), kind="stable")]
-        place = np.searchsorted(stamps[order].view(V16).reshape(-1), stamps[ids].view(V16).reshape(-1))
-        contents[ids] = contents[order[place]]
+        index = np.searchsorted(stamps[order].view(V16).reshape(-1), stamps[ids].view(V16).reshape(-1))
+        contents[ids] = contents[order[index]]
 
 
 def _saved_hashes(index: Index) -> np.ndarray | None:
     with contextlib.suppress(OSError, ValueError):
-        found: np.ndarray = np.load(index.folder / COLUMN)
-        if found.shape == (index.count, BYTES):
-            return found
+        hashes: np.ndarray = np.load(index.folder / COLUMN)
+        if hashes.shape == (index.count, BYTES):
+            return hashes
     return None
 
 
@@ -248,10 +248,10 @@ def _media_bytes(index: Index, low: int = 0, high: int = 1 << 62) -> Iterator[tu
 
 def _size_and_time(file: str) -> tuple[int | None, int | None]:
     try:
-        found = Path(file).stat()
+        stat = Path(file).stat()
     except OSError:
         return None, None
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
 def hash_media(
@@ -263,28 +263,28 @@ def hash_media(
     """
     rejects: list[Reject] = []
     if not look:
-        return [Reject(place.file, f"{UNREADABLE}: its hash is not known, and nothing is read now") for place in work]
+        return [Reject(media.file, f"{UNREADABLE}: its hash is not known, and nothing is read now") for media in work]
     reading, progress = _HashReader(index.folder), _HashProgress(count, say)
     with ThreadPoolExecutor(min(32, 4 + 2 * (os.cpu_count() or 1))) as pool:
         waiting = iter(work)
         while some := list(islice(waiting, _CHUNK)):
             known.look()
-            stamps = np.frombuffer(b"".join(place.stamp for place in some), np.uint8).reshape(-1, BYTES)
+            stamps = np.frombuffer(b"".join(media.stamp for media in some), np.uint8).reshape(-1, BYTES)
 
             # what another process has hashed meanwhile
-            found = known.lookup(stamps)
-            there = np.any(found, axis=1)
-            out[[place.record_id for place in some]] = found
-            progress.known(int(there.sum()))
+            contents = known.lookup(stamps)
+            known_rows = np.any(contents, axis=1)
+            out[[media.record_id for media in some]] = contents
+            progress.known(int(known_rows.sum()))
 
             # the rest is read
-            unread = [place for place, is_known in zip(some, there, strict=True) if not is_known]
-            for place, (content, size, reason) in zip(unread, pool.map(reading, unread), strict=True):
+            unread = [media for media, is_known in zip(some, known_rows, strict=True) if not is_known]
+            for media, (content, size, reason) in zip(unread, pool.map(reading, unread), strict=True):
                 if content is None:
-                    rejects.append(Reject(place.file, reason))
+                    rejects.append(Reject(media.file, reason))
                 else:
-                    out[place.record_id] = np.frombuffer(content, np.uint8)
-                    known.add(place.stamp, content)
+                    out[media.record_id] = np.frombuffer(content, np.uint8)
+                    known.add(media.stamp, content)
                 progress.add(size)
     return rejects
 
@@ -295,15 +295,15 @@ class _HashReader:
     def __init__(self, folder: Path) -> None:
         self._folder, self._local = folder, threading.local()
 
-    def __call__(self, place: MediaBytes) -> tuple[bytes | None, int, str]:
+    def __call__(self, media: MediaBytes) -> tuple[bytes | None, int, str]:
         try:
-            if place.media is None:
-                data = Path(place.file).read_bytes()
+            if media.media is None:
+                data = Path(media.file).read_bytes()
             else:
                 if not hasattr(self._local, "index"):
                     self._local.index = Index(self._folder)
-                data = self._local.index.read(place.media)
-            if place.size is not None and _size_and_time(place.file) != (place.size, place.mtime_ns):
+                data = self._local.index.read(media.media)
+            if media.size is not None and _size_and_time(media.file) != (media.size, media.mtime_ns):
                 return None, len(data), f"{CHANGED}: its size or time is not what it was when it was indexed"
         except OSError as error:
             return None, 0, f"{UNREADABLE}: {error.strerror or error}"
@@ -315,7 +315,7 @@ class _HashProgress:
 
     def __init__(self, count: int, say: Say) -> None:
         self._count, self._say, self._began = count, say, time.monotonic()
-        self._said, self._done, self._bytes = self._began, 0, 0
+        self._reported_at, self._done, self._bytes = self._began, 0, 0
 
     def known(self, count: int) -> None:
         self._count -= count
@@ -323,9 +323,9 @@ class _HashProgress:
     def add(self, size: int) -> None:
         self._done, self._bytes = self._done + 1, self._bytes + size
         now = time.monotonic()
-        if now - self._said < _SAY_EVERY_S:
+        if now - self._reported_at < _SAY_EVERY_S:
             return
-        self._said, took = now, now - self._began
+        self._reported_at, took = now, now - self._began
         left = (self._count - self._done) * took / self._done
         self._say(
             f"cache: {self._done:,} of {self._count:,} files are read once to know their content, "

@@ -75,7 +75,7 @@ class CacheManifest:
         self.source: frozenset[Source] = frozenset(facts.get("source", alone))
         self.batch_size: int = facts["batch_size"]
         self.num_passed: int = facts["num_passed"]
-        self.passed = [Reject(*each) for each in facts["passed"]]  # some of what cannot be read now: tried again later
+        self.passed = [Reject(*row) for row in facts["passed"]]  # some of what cannot be read now: tried again later
         self._runs = [(Bucket(*bucket), count) for bucket, count in facts["runs"]]
         self._ends = np.cumsum([0, *(count for _, count in self._runs)])
         self._batch_ends = np.cumsum([0, *(-(-count // self.batch_size) for _, count in self._runs)])
@@ -96,20 +96,20 @@ class CacheManifest:
     @cached_property
     def addresses(self) -> np.ndarray:
         """Return the address of every entry."""
-        found: np.ndarray = np.load(self.folder / "addresses.npy", mmap_mode="r")
-        return found
+        addresses: np.ndarray = np.load(self.folder / "addresses.npy", mmap_mode="r")
+        return addresses
 
     @cached_property
     def entries(self) -> np.ndarray:
         """Return who each entry is first wanted by. Shape: (N,) ROW."""
-        found: np.ndarray = np.load(self.folder / "entries.npy", mmap_mode="r")
-        return found
+        entries: np.ndarray = np.load(self.folder / "entries.npy", mmap_mode="r")
+        return entries
 
     @cached_property
     def references(self) -> np.ndarray:
         """Return every record and variant with its address. Shape: (M,) REFERENCE_ROW."""
-        found: np.ndarray = np.load(self.folder / "uses.npy", mmap_mode="r")
-        return found
+        references: np.ndarray = np.load(self.folder / "uses.npy", mmap_mode="r")
+        return references
 
     @cached_property
     def _columns(self) -> tuple[Column, Column]:
@@ -141,10 +141,10 @@ class CacheManifest:
 
     def missing(self, has_many: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Tell of every entry whether it is not there. has_many: addresses -> whether each is. Shape: (N,) bool."""
-        found = np.zeros(self.count, dtype=bool)
+        rows = np.zeros(self.count, dtype=bool)
         for start in range(0, self.count, _CHUNK):
-            found[start : start + _CHUNK] = ~has_many(np.array(self.addresses[start : start + _CHUNK]))
-        return found
+            rows[start : start + _CHUNK] = ~has_many(np.array(self.addresses[start : start + _CHUNK]))
+        return rows
 
     def _run(self, batch: int) -> int:
         if not 0 <= batch < self.batches:
@@ -169,10 +169,10 @@ class AddressByRecord:
         Raises: Unusable for one that could not be read when it was to be encoded.
         """
         rows = self._column.take(list(record_ids))
-        found = [rows[i, int(flip)].tobytes() for i, flip in enumerate(flips)]
-        if UNREAD in found:
+        addresses = [rows[i, int(flip)].tobytes() for i, flip in enumerate(flips)]
+        if UNREAD in addresses:
             raise Unusable("not cached", "it could not be read when the cache was built; the next start tries again")
-        return [None if address == _NONE else address for address in found]
+        return [None if address == _NONE else address for address in addresses]
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def write_manifest(
         "inputs": list(facts.inputs),
         "runs": [[list(bucket), int(n)] for bucket, n in zip(buckets, per_bucket, strict=True) if n],
         "num_passed": len(facts.passed),
-        "passed": [[each.path, each.reason] for each in facts.passed[:_MAX_NAMED]],
+        "passed": [[reject.path, reject.reason] for reject in facts.passed[:_MAX_NAMED]],
     }
     write_bytes(folder / FACTS, json.dumps(facts_json).encode())
 
@@ -332,12 +332,12 @@ def first_occurrences(addresses: np.ndarray) -> np.ndarray:
             own = np.flatnonzero((some[:, 0] & np.uint64(0xFFFFFFFF)) * np.uint64(parts) >> np.uint64(32) == part)
             positions.append(own + start)
             words.append(some[own])
-        place, word = np.concatenate(positions), np.concatenate(words)
+        position, word = np.concatenate(positions), np.concatenate(words)
         order = np.lexsort((word[:, 1], word[:, 0]))  # stable: of equal ones the first comes first
         word = word[order]
         fresh = np.ones(len(word), dtype=bool)
         fresh[1:] = (word[1:] != word[:-1]).any(axis=1)
-        first[place[order[fresh]]] = True
+        first[position[order[fresh]]] = True
     return first
 
 

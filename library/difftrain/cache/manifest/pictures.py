@@ -6,17 +6,37 @@ are listed alone first, as those of a text encoder are, so that what has not cha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from difftrain.cache.manifest.address import BYTES, V16, as_array, joined_address
+from difftrain.cache.manifest.address import (
+    BYTES,
+    MASKS,
+    V16,
+    MediaTransforms,
+    as_array,
+    joined_address,
+    pixel_settings,
+)
 from difftrain.cache.manifest.captions import held_out
-from difftrain.cache.manifest.content_hash import Say, picture_contents
+from difftrain.cache.manifest.content_hash import (
+    FOLDER,
+    KnownHashes,
+    MediaBytes,
+    Say,
+    copy_to_duplicates,
+    first_of_duplicates,
+    hash_media,
+    picture_contents,
+    save_array,
+)
 from difftrain.cache.manifest.manifest import (
     ROW,
     UNREAD,
@@ -26,16 +46,16 @@ from difftrain.cache.manifest.manifest import (
     reference_rows,
     write_manifest,
 )
-from difftrain.cache.manifest.mask_hash import NO_MASK, mask_contents
-from difftrain.cache.manifest.transforms import MASKS, MediaTransforms, pixel_settings
 from difftrain.contracts import CAPTION, Bucket, DataFault, Reject
 from difftrain.data.captions import may_drop
 from difftrain.data.index.writer import disk_faults
+from difftrain.data.media.media import Unusable
 
 if TYPE_CHECKING:
     from difftrain.data.index.index import Index
-    from difftrain.data.plan.tables import BucketRows, PlanTables
+    from difftrain.data.plan.tables import PlanTables
     from difftrain.data.prepare import Data
+    from difftrain.data.recipe import Recipe
 
 
 _ROWS = 1 << 18
@@ -100,7 +120,7 @@ class PictureEntries:
     def ordered(self) -> np.ndarray:
         """Put the records in the order in which they are encoded."""
         columns, ids = self.data.index.columns(), self.ids
-        order = (ids, *(np.asarray(each)[ids] for each in (columns.shard, columns.source)), self.bucket_of[ids])
+        order = (ids, *(np.asarray(column)[ids] for column in (columns.shard, columns.source)), self.bucket_of[ids])
         return ids[np.lexsort(order)]
 
 
@@ -129,12 +149,8 @@ def bucket_by_record(tables: PlanTables, count: int) -> tuple[list[Bucket], np.n
     buckets = sorted({rows.bucket for rows in runs})
     bucket_of = np.full(count, -1, dtype=np.int32)
     for rows in runs:
-        bucket_of[_ids(tables, rows)] = buckets.index(rows.bucket)
+        bucket_of[np.array(tables.ids()[rows.first : rows.first + rows.records])] = buckets.index(rows.bucket)
     return buckets, bucket_of
-
-
-def _ids(tables: PlanTables, rows: BucketRows) -> np.ndarray:
-    return np.array(tables.ids()[rows.first : rows.first + rows.records])
 
 
 def _addresses(
@@ -143,19 +159,19 @@ def _addresses(
     """Make the addresses of pictures, those of one size together. Shape: (N, variants, 16) uint8, by id."""
     columns = index.columns()
     record_addresses = np.zeros((index.count, variants, BYTES), dtype=np.uint8)
-    sizes = [np.asarray(each)[ids].astype(np.uint64) for each in (columns.source, columns.height, columns.width)]
+    sizes = [np.asarray(column)[ids].astype(np.uint64) for column in (columns.source, columns.height, columns.width)]
     order = np.lexsort(sizes[::-1])
-    new = np.flatnonzero(np.any([np.diff(each[order]) != 0 for each in sizes], axis=0)) + 1
+    new = np.flatnonzero(np.any([np.diff(size[order]) != 0 for size in sizes], axis=0)) + 1
     for group in np.split(order, new) if len(order) else ():
         own, first = ids[group], group[0]
-        source, height, width = (int(each[first]) for each in sizes)
+        source, height, width = (int(size[first]) for size in sizes)
         bytes_of = contents[own].tobytes()
         for variant in range(1 + bool(flips[own[0]])):
             state, made = transforms.state(source, (height, width), variant == 1), bytearray()
             for start in range(0, len(bytes_of), BYTES):
-                each = state.copy()
-                each.update(bytes_of[start : start + BYTES])
-                made += each.digest()
+                digest = state.copy()
+                digest.update(bytes_of[start : start + BYTES])
+                made += digest.digest()
             record_addresses[own, variant] = np.frombuffer(made, np.uint8).reshape(-1, BYTES)
     record_addresses[ids[~contents[ids].any(axis=1)]] = np.frombuffer(UNREAD, np.uint8)
     return record_addresses
@@ -166,9 +182,9 @@ def _rows(ids: np.ndarray, record_addresses: np.ndarray) -> np.ndarray:
     variants = record_addresses.shape[1]
     rows = np.zeros(len(ids) * variants, dtype=ROW)
     rows["record"], rows["variant"] = np.repeat(ids, variants), np.tile(np.arange(variants), len(ids))
-    found = record_addresses[ids].reshape(-1, BYTES)
-    rows["address"] = found.view(V16).reshape(-1)
-    words = found.view(np.uint64)
+    addresses = record_addresses[ids].reshape(-1, BYTES)
+    rows["address"] = addresses.view(V16).reshape(-1)
+    words = addresses.view(np.uint64)
     return rows[(words[:, 0] != words[:, 1]) | ((words[:, 0] + np.uint64(1)) > 1)]  # neither nothing nor UNREAD
 
 
@@ -236,11 +252,11 @@ class _PairRows:
             raise DataFault(
                 f"{name} has {self._count.max():,} captions; with a picture at most {_MAX_VARIANT // 2 - 1:,}"
             )
-        self._held = held_out(data)
+        self._is_held_out = held_out(data)
         sources = np.asarray(data.index.columns().source)
         drops = [may_drop(recipe.captions) for recipe in data.recipes]
-        self._drops = np.array(drops)[sources] & ~self._held
-        self._flips = pictures.flips & ~self._held
+        self._drops = np.array(drops)[sources] & ~self._is_held_out
+        self._flips = pictures.flips & ~self._is_held_out
 
     def rows(self, ids: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the rows of records in their order, the pairs of each together. Shapes: ids (n,) -> pieces (m,) ROW."""
@@ -250,26 +266,116 @@ class _PairRows:
     def _rows(self, ids: np.ndarray) -> np.ndarray:
         # each caption of each record
         counts = self._count[ids]
-        place = np.repeat(np.arange(len(ids)), counts)
+        row = np.repeat(np.arange(len(ids)), counts)
         at = np.repeat(self._first[ids] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         number = self._references["variant"][at].astype(np.int64) + 1
 
         # and the empty one, which is the first row of all
         dropping = np.flatnonzero(self._drops[ids])
-        place, at = np.append(place, dropping), np.append(at, np.zeros_like(dropping))
+        row, at = np.append(row, dropping), np.append(at, np.zeros_like(dropping))
         number = np.append(number, np.full_like(dropping, DROPPED))
 
         # beside the picture as it is, and mirrored
-        mirrored = np.flatnonzero(self._flips[ids][place])
-        flip = np.append(np.zeros_like(place), np.ones_like(mirrored))
-        place, at, number = (np.append(each, each[mirrored]) for each in (place, at, number))
+        mirrored = np.flatnonzero(self._flips[ids][row])
+        flip = np.append(np.zeros_like(row), np.ones_like(mirrored))
+        row, at, number = (np.append(array, array[mirrored]) for array in (row, at, number))
 
-        order = np.lexsort((flip, number, place))
-        place, at, number, flip = (each[order] for each in (place, at, number, flip))
-        alone = [each.tobytes() for each in self._record_addresses[ids[place], flip]]
-        readable = np.array([each != UNREAD for each in alone], dtype=bool)
-        texts = [each.tobytes() for each in self._references["address"][at]]
-        rows = np.zeros(len(place), dtype=ROW)
-        rows["record"], rows["variant"], rows["plain"] = ids[place], 2 * number + flip, self._held[ids[place]]
-        rows["address"] = as_array([joined_address(each) for each in zip(alone, texts, strict=True)])
+        order = np.lexsort((flip, number, row))
+        row, at, number, flip = (array[order] for array in (row, at, number, flip))
+        alone = [address.tobytes() for address in self._record_addresses[ids[row], flip]]
+        readable = np.array([address != UNREAD for address in alone], dtype=bool)
+        texts = [address.tobytes() for address in self._references["address"][at]]
+        rows = np.zeros(len(row), dtype=ROW)
+        rows["record"], rows["variant"], rows["plain"] = ids[row], 2 * number + flip, self._is_held_out[ids[row]]
+        rows["address"] = as_array([joined_address(pair) for pair in zip(alone, texts, strict=True)])
         return rows[readable]
+
+
+# --- Hashes of the masks of pictures: of the picture itself where its alpha is the mask, else of the mask's own file
+
+
+NO_MASK = np.ones(BYTES, np.uint8)  # content of the mask of a picture that has none, and counts as a whole
+
+
+def mask_contents(
+    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, *, look: bool, say: Say
+) -> tuple[np.ndarray, list[Reject]]:
+    """Return the content of every record's mask, and which of the wanted ones have none and why.
+
+    wanted: ids, ascending, of records that have a mask. look: see whether the files are what they were; else what is
+    known of them counts. Shape: (N, 16) uint8, zeros where it is not known, NO_MASK where there is none.
+    """
+    apart = np.array([recipe.masks is not None for recipe in recipes])[np.asarray(index.columns().source)[wanted]]
+    contents, rejects = np.zeros((index.count, BYTES), np.uint8), list[Reject]()
+    if not apart.all():
+        hashed, rejects = picture_contents(index, wanted[~apart], look=look, say=say)
+        contents[wanted[~apart]] = hashed[wanted[~apart]]
+    if apart.any():
+        files, more = _mask_file_contents(index, recipes, wanted[apart], look, say)
+        contents[wanted[apart]] = files[wanted[apart]]
+        rejects += more
+    return contents, rejects
+
+
+def _mask_file_contents(
+    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, look: bool, say: Say
+) -> tuple[np.ndarray, list[Reject]]:
+    folders = json.dumps([recipe.masks and astuple(recipe.masks) for recipe in recipes]).encode()
+    column = index.folder / f"masks-{hashlib.blake2b(folders, digest_size=6).hexdigest()}.npy"
+    if not look:
+        with contextlib.suppress(OSError, ValueError):
+            saved: np.ndarray = np.load(column)
+            if saved.shape == (index.count, BYTES):
+                left = wanted[~saved[wanted].any(axis=1)]
+                reason = "unreadable: what its mask holds is not known, and nothing is read now"
+                return saved, [Reject(index.path(index.record(int(record_id))), reason) for record_id in left]
+
+    # the mask file of each record, by its stamp
+    contents, stamps, rejects = np.zeros((index.count, BYTES), np.uint8), np.zeros((index.count, BYTES), np.uint8), []
+    own = np.zeros(index.count, dtype=bool)
+    own[wanted] = True
+    complete = []
+    for media in _mask_files(index, recipes, own):
+        if isinstance(media, Reject):
+            rejects.append(media)
+        elif isinstance(media, int):
+            complete.append(media)
+        else:
+            stamps[media.record_id] = np.frombuffer(media.stamp, np.uint8)
+
+    # what is not known of them is read, one file once for all its pictures
+    known = KnownHashes(index.folder.parent / FOLDER)
+    contents[wanted] = known.lookup(stamps[wanted])
+    contents[complete] = NO_MASK
+    own &= stamps.any(axis=1) & ~contents.any(axis=1)
+    if own.any():
+        once = first_of_duplicates(own, stamps)  # one mask may serve many pictures
+        work = (media for media in _mask_files(index, recipes, once) if isinstance(media, MediaBytes))
+        rejects += hash_media(index, work, int(once.sum()), known, contents, look=look, say=say)
+        copy_to_duplicates(contents, own & ~once, once, stamps)
+    here = wanted[contents[wanted].any(axis=1) & stamps[wanted].any(axis=1)]
+    known.close(stamps[here], contents[here])
+    save_array(column, contents)
+    return contents, rejects
+
+
+def _mask_files(index: Index, recipes: Sequence[Recipe], wanted: np.ndarray) -> Iterator[MediaBytes | Reject | int]:
+    """Iterate over the mask files of records; of one that counts as a whole, its id. Shape: wanted (N,) bool."""
+    rows = np.asarray(index.columns().row)
+    ids = np.zeros(int(rows.max(initial=0)) + 1, dtype=np.uint32)
+    ids[rows] = np.arange(len(rows), dtype=np.uint32)
+    sources = [info.ordinal for info in index.sources if recipes[info.ordinal].masks]
+    for row, source, path, member in index.places(sources):
+        record_id = int(ids[row])
+        masks = recipes[source].masks
+        if not wanted[record_id] or masks is None:
+            continue
+        try:
+            file = masks.find(path if member is None else member)
+            if file is None:
+                yield record_id
+                continue
+            stat = file.stat()
+            yield MediaBytes(record_id, None, str(file), stat.st_size, stat.st_mtime_ns)
+        except (Unusable, OSError) as error:
+            yield Reject(index.path(index.record(record_id)), str(error))

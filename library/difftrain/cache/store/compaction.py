@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from difftrain.cache.store import database, tombstones
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder, clean, disk_faults
 from difftrain.cache.store.format import ALIGN, Damaged, OtherFormat, crc32c, rejected
 from difftrain.cache.store.journals import Journal, RowSorter, addresses_of, cannot_build
@@ -89,14 +89,14 @@ def merge(folder: CacheFolder, target: Path | None = None) -> MergeResult:
 
         # what the database holds, and whether it can be gone on from
         state, why = _index_state(path)
-        dropped = tombstones.state(folder)
+        dropped = references.state(folder)
         why = damage or why or ("" if state is None else _outdated(folder, state, dropped))
         base = _IndexState() if state is None or why else state
 
         # what journals hold beyond it
         before, generation = (0, "") if state is None else (state.numbers, state.generation)
         try:
-            scratch = database.scratch_for(_room(folder, base, path), path.parent)
+            scratch = journals.scratch_for(_room(folder, base, path), path.parent)
             news = _new_rows(folder, base, scratch)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and attempt < _TRIES - 1:
@@ -124,6 +124,7 @@ def merge(folder: CacheFolder, target: Path | None = None) -> MergeResult:
             building.publish(path)
         finally:
             building.close()
+        # what killed processes left behind
         clean(path.parent)
         added, notes = base.numbers - before, tuple(news.notes)
         return MergeResult(path, base.numbers, added, base.rejects, len(base.segments), True, why, notes)
@@ -133,10 +134,10 @@ def merge(folder: CacheFolder, target: Path | None = None) -> MergeResult:
 def _index_state(path: Path) -> tuple[_IndexState | None, str]:
     """Return what a database was made from; or none, and why it cannot be used if one is there."""
     try:
-        with closing(database.connect(path)) as db:
-            facts = database.meta(db)
+        with closing(journals.connect(path)) as db:
+            facts = journals.meta(db)
             segments = [_SegmentState(*row) for row in db.execute("SELECT * FROM segments")]
-            known = {each.name: replace(each, sealed=bool(each.sealed)) for each in segments}
+            known = {segment.name: replace(segment, sealed=bool(segment.sealed)) for segment in segments}
             return _IndexState(facts["generation"], facts["drops"], facts["numbers"], facts["rejects"], known), ""
     except FileNotFoundError:
         return None, ""
@@ -182,10 +183,10 @@ def _room(folder: CacheFolder, base: _IndexState, path: Path) -> int:
 def _new_rows(folder: CacheFolder, base: _IndexState, scratch: Path) -> _NewRows:
     """Read what journals hold beyond a state. Raises OSError, DataFault."""
     news = _NewRows(RowSorter(scratch), dict(base.segments))
-    dropped = tombstones.offsets_of(folder)
+    dropped = references.offsets_of(folder)
 
     # every journal that may hold rows beyond the state
-    fresh = 1 + max((each.id for each in base.segments.values()), default=-1)
+    fresh = 1 + max((segment.id for segment in base.segments.values()), default=-1)
     listed = folder.listed()
     for name in sorted(listed[IDX]):
         known = base.segments.get(name)
@@ -239,30 +240,30 @@ def _check_ends(folder: CacheFolder, news: _NewRows, journal: Journal, segment: 
         )
 
 
-def _build(path: Path, base: _IndexState, news: _NewRows, scratch: Path) -> database.DatabaseBuild | None:
+def _build(path: Path, base: _IndexState, news: _NewRows, scratch: Path) -> journals.DatabaseBuild | None:
     """Add news to what a database holds; none where it was replaced meanwhile. Changes `base`. Raises Damaged."""
     try:
-        building = database.DatabaseBuild(scratch, path if base.generation else None)
+        building = journals.DatabaseBuild(scratch, path if base.generation else None)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TrainingFault(cannot_build(scratch, error)) from error
     try:
         db = building.db
-        if base.generation and database.meta(db).get("generation") != base.generation:
+        if base.generation and journals.meta(db).get("generation") != base.generation:
             building.close()
             return None
 
         # rows, in the order of their addresses
         db.execute("BEGIN")
-        by_id = {each.id: each for each in news.segments.values()}
+        by_id = {segment.id: segment for segment in news.segments.values()}
         for rows in news.sorter.sorted():
             for start in range(0, len(rows), _CHUNK):
                 _insert(db, base, rows[start : start + _CHUNK], by_id)
 
         # what it was made from
         base.segments, base.generation = news.segments, uuid.uuid4().hex
-        columns = [tuple(vars(each).values()) for each in base.segments.values()]
+        columns = [tuple(vars(segment).values()) for segment in base.segments.values()]
         db.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)", columns)
         (base.rejects,) = db.execute("SELECT count(*) FROM entries WHERE kind = 1").fetchone()
         facts = {name: value for name, value in vars(base).items() if name != "segments"}
@@ -308,7 +309,7 @@ def _resolve_duplicates(
     """Choose between rows that were not inserted and those that have their addresses; return which rows count."""
     counts = np.ones(len(rows), bool)
     number_of_next = first
-    for place, (address, segment, offset, length, crc, kind) in enumerate(rows):
+    for number, (address, segment, offset, length, crc, kind) in enumerate(rows):
         its_segment, its_offset, its_length = db.execute(_LOCATION, (address,)).fetchone()
         if (its_segment, its_offset) == (segment, offset):  # it was inserted: numbers stay without gaps
             db.execute("UPDATE entries SET number = ? WHERE address = ?", (number_of_next, address))
@@ -318,13 +319,13 @@ def _resolve_duplicates(
             by_id[its_segment].entries -= 1
             by_id[its_segment].bytes -= its_length
         else:
-            counts[place] = False
+            counts[number] = False
     return counts
 
 
-def _write_rejects(folder: CacheFolder, building: database.DatabaseBuild, state: _IndexState) -> None:
+def _write_rejects(folder: CacheFolder, building: journals.DatabaseBuild, state: _IndexState) -> None:
     """Write what could not be encoded, and why. Raises TrainingFault."""
-    names = {each.id: each.name for each in state.segments.values()}
+    names = {segment.id: segment.name for segment in state.segments.values()}
     lines = []
     places = "SELECT segment, offset, length, crc FROM entries WHERE kind = 1 ORDER BY segment, offset"
     for segment, offset, length, crc in building.db.execute(places):

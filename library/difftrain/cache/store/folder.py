@@ -40,19 +40,19 @@ class CacheFolder:
         mark = folder.path / _MARK
         if create and not mark.exists():
             with disk_faults(folder.path):
-                for each in (folder.segments, folder.tombstones_dir, folder.references_dir):
-                    each.mkdir(parents=True, exist_ok=True)
+                for needed in (folder.segments, folder.tombstones_dir, folder.references_dir):
+                    needed.mkdir(parents=True, exist_ok=True)
                 write_bytes(mark, json.dumps({"format": FORMAT}).encode())
         try:
-            said = json.loads(mark.read_bytes())["format"]
+            version = json.loads(mark.read_bytes())["format"]
         except FileNotFoundError:
             remedy = f"give the folder that was named with {option('data.cache_dir')} when it was built"
             raise DataFault(f"{folder.path}: there is no feature cache, no {_MARK} is in it; {remedy}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataFault(f"{mark} cannot be read ({error}); it should be {json.dumps({'format': FORMAT})}") from None
-        if said != FORMAT:
+        if version != FORMAT:
             raise DataFault(
-                f"{folder.path}: the cache is of format {said}, this version reads and writes format {FORMAT}. "
+                f"{folder.path}: the cache is of format {version}, this version reads and writes format {FORMAT}. "
                 f"Use the version that wrote it, or name another folder with {option('data.cache_dir')}"
             )
         return folder
@@ -89,13 +89,13 @@ class CacheFolder:
 
     def listed(self) -> dict[str, set[str]]:
         """Return the segments that have payloads, and those that have a journal, as one look at the folder shows them."""
-        found: dict[str, set[str]] = {BIN: set(), IDX: set()}
+        names: dict[str, set[str]] = {BIN: set(), IDX: set()}
         if self.segments.is_dir():
             for name in os.listdir(self.segments):  # noqa: PTH208
                 stem, suffix = os.path.splitext(name.removesuffix(PART))  # noqa: PTH122
-                if suffix in found:
-                    found[suffix].add(stem)
-        return found
+                if suffix in names:
+                    names[suffix].add(stem)
+        return names
 
     def names(self) -> list[str]:
         """Return the names of all segments that have a journal, in order."""
@@ -119,8 +119,8 @@ def disk_faults(folder: Path) -> Iterator[None]:
 
 def clean(folder: Path, older_s: float = 24 * 3600.0) -> None:
     """Remove what killed processes left half written, a day later. Ages are by the clock of the file system alone."""
-    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as mine:
-        now = os.fstat(mine.fileno()).st_mtime
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as probe:
+        now = os.fstat(probe.fileno()).st_mtime
         for path in (*folder.glob(".*.tmp"), *folder.glob("*.tmp-*")):  # the latter are of version 0.5
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime <= now - older_s:

@@ -106,9 +106,9 @@ def _row_tables() -> np.ndarray:
     """Return what each value of each byte of a row adds to its checksum, which is linear. Shapes: (44, 256) uint32."""
     nothing = crc32c(bytes(_ROW_BODY))
     tables = np.empty((_ROW_BODY, 256), np.uint32)
-    for place in range(_ROW_BODY):
+    for byte in range(_ROW_BODY):
         for value in range(256):
-            tables[place, value] = crc32c(bytes(place) + bytes([value]) + bytes(_ROW_BODY - place - 1)) ^ nothing
+            tables[byte, value] = crc32c(bytes(byte) + bytes([value]) + bytes(_ROW_BODY - byte - 1)) ^ nothing
     return tables
 
 
@@ -116,8 +116,8 @@ def row_crcs(rows: np.ndarray) -> np.ndarray:
     """Return the checksum of each row. Shapes: rows (N,) ROW, result (N,) uint32."""
     body = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), ROW.itemsize)
     crcs = np.full(len(rows), crc32c(bytes(_ROW_BODY)), np.uint32)
-    for place, table in enumerate(_row_tables()):
-        crcs ^= table[body[:, place]]
+    for byte, table in enumerate(_row_tables()):
+        crcs ^= table[body[:, byte]]
     return crcs
 
 
@@ -173,22 +173,22 @@ class PackedEntry:
 
 def pack(features: Sequence[StoredFeature], meta: Mapping[str, Any]) -> list[bytes | np.ndarray]:
     """Return the pieces of one payload. meta: few facts, such as the name of the record."""
-    names = [f"{each.name}\0{each.dtype}\0{each.codec}".encode() for each in features]
+    names = [f"{feature.name}\0{feature.dtype}\0{feature.codec}".encode() for feature in features]
     words = json.dumps(meta).encode()
     until_meta = _PAYLOAD.size + len(features) * _FEATURE.size + sum(map(len, names))
-    place = _aligned(until_meta + len(words))
+    offset = _aligned(until_meta + len(words))
     head = [_PAYLOAD.pack(_PAYLOAD_MAGIC, len(features), 0, until_meta, len(words))]
     pieces: list[bytes | np.ndarray] = []
-    for each, name in zip(features, names):
-        if len(each.shape) > MOST_AXES:
-            raise ValueError(f"{each.name} has {len(each.shape)} axes, the cache stores at most {MOST_AXES}")
-        data, scales = place, 0
-        place = _padded(pieces, place, each.data)
-        if each.scales is not None:
-            scales = place
-            place = _padded(pieces, place, np.ascontiguousarray(each.scales, dtype="<f4").view(np.uint8))
-        shape = (*each.shape, *[0] * (MOST_AXES - len(each.shape)))
-        sizes = len(name), len(each.shape), each.rows, data, each.data.nbytes, scales
+    for feature, name in zip(features, names):
+        if len(feature.shape) > MOST_AXES:
+            raise ValueError(f"{feature.name} has {len(feature.shape)} axes, the cache stores at most {MOST_AXES}")
+        data, scales = offset, 0
+        offset = _padded(pieces, offset, feature.data)
+        if feature.scales is not None:
+            scales = offset
+            offset = _padded(pieces, offset, np.ascontiguousarray(feature.scales, dtype="<f4").view(np.uint8))
+        shape = (*feature.shape, *[0] * (MOST_AXES - len(feature.shape)))
+        sizes = len(name), len(feature.shape), feature.rows, data, feature.data.nbytes, scales
         head.append(_FEATURE.pack(*sizes, *shape))
     start = b"".join([*head, *names, words])
     return [start.ljust(_aligned(len(start)), b"\0"), *pieces]
@@ -196,11 +196,11 @@ def pack(features: Sequence[StoredFeature], meta: Mapping[str, Any]) -> list[byt
 
 def unpack(payload: np.ndarray) -> list[StoredFeature]:
     """Return the features of a payload (uint8) as views of it. Raises Damaged."""
-    found = []
+    features = []
     for name, dtype, codec, shape, rows, start, stop, scales, scales_end in _features(_payload_table(payload)):
         scale = payload[scales:scales_end].view("<f4") if scales else None
-        found.append(StoredFeature(name, dtype, shape, rows, payload[start:stop], scale, codec))
-    return found
+        features.append(StoredFeature(name, dtype, shape, rows, payload[start:stop], scale, codec))
+    return features
 
 
 def feature_spans(head: bytes) -> tuple[FeatureSpan, ...]:
@@ -252,20 +252,20 @@ def _features(start: bytes) -> tuple[FeatureSpan, ...]:
     while len(numbers) * _FEATURE.size + size < len(start):
         numbers.append(_FEATURE.unpack_from(start, len(numbers) * _FEATURE.size))
         size += numbers[-1][0]
-    place = len(numbers) * _FEATURE.size
-    found = []
+    offset = len(numbers) * _FEATURE.size
+    features = []
     for length, axes, rows, data, data_size, scales, *shape in numbers:
-        name, dtype, codec = start[place : place + length].decode().split("\0")
-        place += length
+        name, dtype, codec = start[offset : offset + length].decode().split("\0")
+        offset += length
         count = (rows if axes > 1 else 1) if scales else 0  # a vector has one scale
         place_of = (rows, data, data + data_size, scales, scales + 4 * count)
-        found.append(FeatureSpan(name, dtype, codec, tuple(shape[:axes]), *place_of))
-    return tuple(found)
+        features.append(FeatureSpan(name, dtype, codec, tuple(shape[:axes]), *place_of))
+    return tuple(features)
 
 
-def _padded(pieces: list[bytes | np.ndarray], place: int, data: np.ndarray) -> int:
+def _padded(pieces: list[bytes | np.ndarray], offset: int, data: np.ndarray) -> int:
     """Add data and what fills it up to the alignment; return the place behind it."""
-    end = place + data.nbytes
+    end = offset + data.nbytes
     pieces.append(data)
     if fill := _aligned(end) - end:
         pieces.append(bytes(fill))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from difftrain.cache.store import database
+from difftrain.cache.store import journals
 from difftrain.cache.store.compaction import MergeResult, merge
 from difftrain.cache.store.format import ADDRESS, REJECT, Damaged
 from difftrain.cache.store.journals import order_of
@@ -67,10 +67,10 @@ class Metadata:
             with self._reading():
                 pass
         try:  # not in a context manager: this is done for every entry that is read, and takes a third of the time without
-            found = self._execute(_ROW, (address,)).fetchone()
-            if found is None:
+            row = self._execute(_ROW, (address,)).fetchone()
+            if row is None:
                 return None
-            number, segment, offset, length, crc, kind = found
+            number, segment, offset, length, crc, kind = row
             return EntryRow(number, self._names[segment], offset, length, crc, kind)
         except sqlite3.Error as error:
             raise self._fault(error) from None
@@ -83,30 +83,33 @@ class Metadata:
     def has_many(self, addresses: np.ndarray) -> np.ndarray:
         """Tell which entries are there. Shapes: addresses (N,) V16 or (N, 16) uint8, result (N,) bool. Raises DataFault."""
         words = np.ascontiguousarray(addresses).view(np.uint8).reshape(-1, 16).view(">u8").astype(np.uint64)
+        # sorted, so that the database is walked along its own order
         order = order_of(words[:, 0], words[:, 1])
         ordered = words[order]
-        there = self._scan(ordered) if len(ordered) * _SCAN > self.count else self._ask(ordered)
+        present = self._scan(ordered) if len(ordered) * _SCAN > self.count else self._ask(ordered)
         result = np.empty(len(ordered), bool)
-        result[order] = there
+        result[order] = present
         return result
 
     def _ask(self, ordered: np.ndarray) -> np.ndarray:
         """Tell which of sorted addresses are there, by one look each."""
         asked = _split(ordered.astype(">u8"))
-        there = np.zeros(len(asked), bool)
+        present = np.zeros(len(asked), bool)
         with self._reading() as db:
             for start in range(0, len(asked), _ASKED):
                 some = asked[start : start + _ASKED]
                 marks = ",".join("?" * len(some))
-                found = {row[0] for row in db.execute(f"SELECT address FROM entries WHERE address IN ({marks})", some)}
-                there[start : start + len(some)] = [each in found for each in some]
-        return there
+                addresses = {
+                    row[0] for row in db.execute(f"SELECT address FROM entries WHERE address IN ({marks})", some)
+                }
+                present[start : start + len(some)] = [address in addresses for address in some]
+        return present
 
     def _scan(self, ordered: np.ndarray) -> np.ndarray:
         """Tell which of sorted addresses are there, by reading all entries between the first and the last of them."""
-        there = np.zeros(len(ordered), bool)
+        present = np.zeros(len(ordered), bool)
         if not len(ordered):
-            return there
+            return present
         ends = _split(ordered[[0, -1]].astype(">u8"))
         start = 0
         with self._reading() as db:
@@ -114,10 +117,11 @@ class Metadata:
             while rows := cursor.fetchmany(_FETCHED):
                 some = np.frombuffer(b"".join(row[0] for row in rows), ">u8").astype(np.uint64).reshape(-1, 2)
                 last = some[-1]
+                # merge of two sorted lists, a fetched piece at a time
                 stop = start + int(np.searchsorted(ordered[start:, 0], last[0], side="right"))
-                there[start:stop] |= _in_sorted(ordered[start:stop], some)
+                present[start:stop] |= _in_sorted(ordered[start:stop], some)
                 start += int(np.searchsorted(ordered[start:stop, 0], last[0], side="left"))  # the rest of an equal half
-        return there
+        return present
 
     def rejects(self) -> list[bytes]:
         """Return the addresses of all entries that say why nothing could be made of something. Raises DataFault."""
@@ -150,7 +154,7 @@ class Metadata:
     @cached_property
     def _facts(self) -> dict[str, Any]:
         with self._reading() as db:
-            return database.meta(db)
+            return journals.meta(db)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -159,7 +163,7 @@ class Metadata:
             if (
                 self._connection is None or self._process != os.getpid()
             ):  # one that was opened before a fork is not used
-                self._connection = database.connect(self.path)
+                self._connection = journals.connect(self.path)
                 self._process = os.getpid()
                 self._connection.executescript(_SETTINGS)
                 self._names = dict(self._connection.execute("SELECT id, name FROM segments"))
@@ -188,11 +192,11 @@ def _split(addresses: np.ndarray) -> list[bytes]:
     return [content[start : start + ADDRESS.itemsize] for start in range(0, len(content), ADDRESS.itemsize)]
 
 
-def _in_sorted(asked: np.ndarray, there: np.ndarray) -> np.ndarray:
+def _in_sorted(asked: np.ndarray, present: np.ndarray) -> np.ndarray:
     """Tell which of sorted addresses are in other sorted ones. Shapes: (N, 2) and (M, 2) uint64, result (N,)."""
-    places = np.minimum(np.searchsorted(there[:, 0], asked[:, 0]), len(there) - 1)
-    found: np.ndarray = (there[places] == asked).all(axis=1)
-    for number in np.flatnonzero(~found & (there[places, 0] == asked[:, 0])).tolist():  # equal in their first half
-        same = there[there[:, 0] == asked[number, 0]]
-        found[number] = bool((same == asked[number]).all(axis=1).any())
-    return found
+    places = np.minimum(np.searchsorted(present[:, 0], asked[:, 0]), len(present) - 1)
+    matches: np.ndarray = (present[places] == asked).all(axis=1)
+    for number in np.flatnonzero(~matches & (present[places, 0] == asked[:, 0])).tolist():  # equal in their first half
+        same = present[present[:, 0] == asked[number, 0]]
+        matches[number] = bool((same == asked[number]).all(axis=1).any())
+    return matches

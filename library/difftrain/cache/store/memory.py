@@ -201,9 +201,9 @@ class MemoryEntries:
         high, low = halves(address)
         number = int(highs.searchsorted(np.uint64(high)))
         while number < len(highs) and int(highs[number]) == high:
-            place = places[number]
-            if int(place["low"]) == low:
-                return row_of(number, paths, place)
+            row = places[number]
+            if int(row["low"]) == low:
+                return row_of(number, paths, row)
             number += 1
         return None
 
@@ -221,16 +221,16 @@ class MemoryEntries:
             return np.zeros(len(asked), dtype=bool)
         at = np.minimum(highs.searchsorted(asked[:, 0]), len(highs) - 1)
         begins = highs[at] == asked[:, 0]
-        found: np.ndarray = begins & (places["low"][at] == asked[:, 1])
-        for number in np.flatnonzero(begins & ~found):  # two addresses that begin alike
-            found[number] = self.lookup(asked[number].astype(">u8").tobytes()) is not None
-        return found
+        matches: np.ndarray = begins & (places["low"][at] == asked[:, 1])
+        for number in np.flatnonzero(begins & ~matches):  # two addresses that begin alike
+            matches[number] = self.lookup(asked[number].astype(">u8").tobytes()) is not None
+        return matches
 
     def _open(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
         if self._table is None:
             with Path(self._path).open("rb") as file:
                 block = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-            count, length = (int(each) for each in block[:_HEAD].view("<u8"))
+            count, length = (int(number) for number in block[:_HEAD].view("<u8"))
             first, last = _HEAD + 8 * count, _HEAD + (8 + PLACE.itemsize) * count
             paths = json.loads(bytes(block[last : last + length]))
             self._table = block[_HEAD:first].view("<u8"), block[first:last].view(PLACE), paths
@@ -240,9 +240,9 @@ class MemoryEntries:
         return MemoryEntries, (self._path,)
 
 
-def row_of(number: int, segments: Sequence[str], place: np.void) -> EntryRow:
+def row_of(number: int, segments: Sequence[str], row: np.void) -> EntryRow:
     """Return an entry of a table."""
-    segment, *numbers = (int(place[name]) for name in ("segment", "offset", "length", "crc", "kind"))
+    segment, *numbers = (int(row[name]) for name in ("segment", "offset", "length", "crc", "kind"))
     return EntryRow(number, segments[segment], *numbers)
 
 
@@ -266,7 +266,7 @@ def preload(
     """
     # where the entries lie, and whether they fit
     names: dict[str, int] = {}
-    found = (
+    matches = (
         (
             *halves(address.tobytes()),
             row.offset,
@@ -278,7 +278,7 @@ def preload(
         )
         for address, row in _with_rows(metadata, addresses)
     )
-    wanted = np.fromiter(found, PLACE)
+    wanted = np.fromiter(matches, PLACE)
     total = int((-(-wanted["length"].astype(np.int64) // ALIGN) * ALIGN).sum())
     if room_bytes is not None and total > room_bytes:
         what = f"the cache's {total / 2**30:.3g} GiB do not fit into the {room_bytes / 2**30:.3g} GiB that are free"
@@ -287,6 +287,7 @@ def preload(
     # in the order of the files
     segments = list(names)
     by_name = np.empty(len(segments), np.int64)
+    # rank of each segment by name: disks are read front to back
     by_name[sorted(range(len(segments)), key=segments.__getitem__)] = np.arange(len(segments))
     wanted = wanted[np.lexsort((wanted["offset"], by_name[wanted["segment"]] if segments else wanted["segment"]))]
 
@@ -297,15 +298,15 @@ def preload(
         f"{len(wanted):,}",
         total / 2**30,
     )
-    said = time.monotonic()
+    reported = time.monotonic()
     for group in _groups(wanted):
-        if time.monotonic() - said > _SAY_EVERY_S:
-            said = time.monotonic()
+        if time.monotonic() - reported > _SAY_EVERY_S:
+            reported = time.monotonic()
             log.info(f"{option('cache.preload', True)}: %s of %s entries", f"{sink.written:,}", f"{len(wanted):,}")
-        rows = [row_of(0, segments, place) for place in group]
+        rows = [row_of(0, segments, entry) for entry in group]
         source.want([(row.segment, row.offset, row.length) for row in rows])
-        for place, row in zip(group, rows, strict=True):
-            address = int(place["high"]).to_bytes(8, "big") + int(place["low"]).to_bytes(8, "big")
+        for entry, row in zip(group, rows, strict=True):
+            address = int(entry["high"]).to_bytes(8, "big") + int(entry["low"]).to_bytes(8, "big")
             try:
                 sink.append([PackedEntry(address, [checked_payload(source, row)], row.kind)])
             except Damaged as error:

@@ -105,27 +105,27 @@ class BatchBuffers:
 
 @lru_cache(maxsize=1024)
 def copy_steps(
-    found: tuple[FeatureSpan, ...], dtypes: tuple[tuple[str, str], ...]
+    spans: tuple[FeatureSpan, ...], dtypes: tuple[tuple[str, str], ...]
 ) -> tuple[int, int, tuple[CopyStep, ...]] | None:
     """Return where the first feature that is wanted begins, where the last ends, and how each is read.
 
     None where one is stored otherwise than it is wanted, and has to be converted. Raises: ValueError.
     """
     wanted = dict(dtypes)
-    here = sorted((each for each in found if each.name in wanted), key=lambda each: each.start)
+    here = sorted((span for span in spans if span.name in wanted), key=lambda span: span.start)
     if len(here) < len(wanted):
-        raise ValueError(f"it holds {', '.join(each.name for each in found)}, not {', '.join(wanted)}")
+        raise ValueError(f"it holds {', '.join(span.name for span in spans)}, not {', '.join(wanted)}")
     steps: list[CopyStep] = []
     end = here[0].start
-    for each in here:
-        if each.codec or each.scales or each.dtype != wanted[each.name]:
+    for span in here:
+        if span.codec or span.scales or span.dtype != wanted[span.name]:
             return None
-        size = nbytes_of(each.dtype, each.shape, each.rows)
-        if each.stop - each.start != size:
-            raise ValueError(f"{each.name} has {each.stop - each.start} bytes, not {size}")
-        gap = bytearray(each.start - end) if each.start > end else None
-        steps.append(CopyStep(each.name, each.shape, each.rows, gap))
-        end = each.stop
+        size = nbytes_of(span.dtype, span.shape, span.rows)
+        if span.stop - span.start != size:
+            raise ValueError(f"{span.name} has {span.stop - span.start} bytes, not {size}")
+        gap = bytearray(span.start - end) if span.start > end else None
+        steps.append(CopyStep(span.name, span.shape, span.rows, gap))
+        end = span.stop
     return here[0].start, end, tuple(steps)
 
 
@@ -168,15 +168,15 @@ class Reader:
         cache: what messages call it, as it is given to `difftrain cache repair`.
         """
         self._source, self._entries, self._features, self._verified = source, entries, dict(features), verified
-        self._dtypes = tuple(sorted((name, each.dtype) for name, each in features.items()))
-        self._made_as = {name: memory_dtype(each.dtype) for name, each in features.items()}
+        self._dtypes = tuple(sorted((name, feature.dtype) for name, feature in features.items()))
+        self._made_as = {name: memory_dtype(feature.dtype) for name, feature in features.items()}
         self._cache = cache
         self._files = source if isinstance(source, SegmentFiles) else None
-        self._found: dict[bytes, EntryRow] = {}
+        self._remembered: dict[bytes, EntryRow] = {}
         self._kinds: dict[
             int, PayloadLayout
         ] = {}  # by the size of an entry: entries of one size are most likely of one kind
-        self._settled = False
+        self._is_verified_current = False
 
     def reject(self, address: bytes) -> str | None:
         """Return why an encoder could make nothing of what has this address; None where it could, or did not try.
@@ -211,8 +211,8 @@ class Reader:
             raise damage(self._cache, error.row, error) from error
 
     def _read(self, rows: Sequence[EntryRow]) -> dict[str, Tensor]:
-        if not self._settled:
-            self._settle()
+        if not self._is_verified_current:
+            self._check_generation()
         if self._files is None:
             self._source.want([(row.segment, row.offset, row.length) for row in rows])
         out = BatchBuffers(len(rows), self._made_as)
@@ -231,22 +231,22 @@ class Reader:
                 raise damage(self._cache, row, error) from error
         return out.tensors
 
-    def _settle(self) -> None:
+    def _check_generation(self) -> None:
         """Make sure, once a process, that what was checked is numbered as the index is: it may be a newer one."""
         if self._verified is not None and self._verified.generation != self._entries.generation:
             self._verified = _NoneVerified()
-        self._settled = True
+        self._is_verified_current = True
 
     def _look_again(self) -> None:
         """Open the index anew: `difftrain cache gc` moves entries to other segments while they are read."""
         self._entries = copy.copy(self._entries)
-        self._found.clear()
-        self._settled = False
+        self._remembered.clear()
+        self._is_verified_current = False
 
     def _rows(self, addresses: Sequence[bytes]) -> list[EntryRow]:
         rows, missing = [], []
         for address in addresses:
-            row = self._found.get(address) or self._find(address)
+            row = self._remembered.get(address) or self._find(address)
             if row is None:
                 missing.append(address.hex())
             else:
@@ -260,11 +260,11 @@ class Reader:
         return rows
 
     def _find(self, address: bytes) -> EntryRow | None:
-        row = self._found.get(address)
+        row = self._remembered.get(address)
         if row is None and (row := self._entries.lookup(address)) is not None:
-            if len(self._found) >= _REMEMBERED:
-                self._found.clear()
-            self._found[address] = row
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            self._remembered[address] = row
         return row
 
     def _straight(self, kind: PayloadLayout, row: EntryRow, out: BatchBuffers, number: int, check: bool) -> bool:
@@ -327,16 +327,16 @@ class Reader:
         payload = checked_payload(self._source, row)
         if row.kind == REJECT:
             raise TrainingFault(f"{self._cache}: a record is read that could not be encoded: {rejected(payload)[1]}")
-        here = [one for one in unpack(payload) if one.name in self._features]
+        here = [feature for feature in unpack(payload) if feature.name in self._features]
         if len(here) < len(self._features):
-            raise ValueError(f"it holds {', '.join(one.name for one in here)}, not {', '.join(self._features)}")
-        for one in here:
-            out.array(one.name, one.shape)
-            restore(one, out.tensors[one.name][number])
+            raise ValueError(f"it holds {', '.join(feature.name for feature in here)}, not {', '.join(self._features)}")
+        for feature in here:
+            out.array(feature.name, feature.shape)
+            restore(feature, out.tensors[feature.name][number])
         return payload
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_found": {}, "_settled": False}
+        return self.__dict__ | {"_remembered": {}, "_is_verified_current": False}
 
 
 def _crc(buffers: Sequence[Any]) -> int:

@@ -7,18 +7,20 @@ are named by their checksums, its facts, written after them, name these files: a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from difftrain.cache.store.folder import CacheFolder, disk_faults
-from difftrain.cache.store.format import FORMAT, crc32c
+from difftrain.cache.store.folder import BIN, IDX, CacheFolder, disk_faults
+from difftrain.cache.store.format import FORMAT, Damaged, crc32c, header_block, read_header
 from difftrain.contracts import DataFault
 from difftrain.io.files import write_bytes
 
@@ -32,7 +34,7 @@ class Reference:
 
     id: str
     facts: Mapping[str, Any]
-    whole: bool  # everything that it wants was there
+    complete: bool  # everything that it wants was there
     used_at: float  # when a run last said so, in seconds since the epoch by the clock of the file system
     encoders: tuple[str, ...]
     folder: Path
@@ -75,8 +77,8 @@ def write(folder: CacheFolder, use: str, facts: Mapping[str, Any], rows: Mapping
     with disk_faults(folder.path):
         folder.references_dir.mkdir(exist_ok=True)
         crcs = {}
-        for encoder, each in sorted(rows.items()):
-            head, body = _npy(each)
+        for encoder, row in sorted(rows.items()):
+            head, body = _npy(row)
             crcs[encoder] = crc32c(body, crc32c(head))
             write_bytes(_rows_file(folder.references_dir, use, encoder, crcs[encoder]), head, body)
         _write_facts(folder, use, {"format": FORMAT, "facts": facts, "encoders": crcs, "whole": False})
@@ -85,29 +87,29 @@ def write(folder: CacheFolder, use: str, facts: Mapping[str, Any], rows: Mapping
             path.unlink(missing_ok=True)
 
 
-def mark_whole(folder: CacheFolder, use: str, whole: bool = True) -> None:
+def mark_complete(folder: CacheFolder, use: str, complete: bool = True) -> None:
     """Say whether everything a configuration wants is there. Raises TrainingFault, DataFault, FileNotFoundError."""
     with disk_faults(folder.path):
-        said = _facts(folder.references_dir / f"{use}.json")
-        if said["whole"] != whole:
-            _write_facts(folder, use, {**said, "whole": whole})
+        facts = _facts(folder.references_dir / f"{use}.json")
+        if facts["whole"] != complete:
+            _write_facts(folder, use, {**facts, "whole": complete})
 
 
 def all_references(folder: CacheFolder) -> list[Reference]:
     """Return all uses of a cache, by id. Raises DataFault."""
-    found = []
+    references = []
     for path in sorted(folder.references_dir.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            found.append(one(folder, path.stem))
-    return found
+            references.append(reference_of(folder, path.stem))
+    return references
 
 
-def one(folder: CacheFolder, use: str) -> Reference:
+def reference_of(folder: CacheFolder, use: str) -> Reference:
     """Return a use. Raises DataFault, FileNotFoundError."""
     path = folder.references_dir / f"{use}.json"
-    said = _facts(path)
-    crcs, used_at = said["encoders"], path.stat().st_mtime
-    return Reference(use, said["facts"], said["whole"], used_at, tuple(crcs), folder.references_dir, crcs)
+    facts = _facts(path)
+    crcs, used_at = facts["encoders"], path.stat().st_mtime
+    return Reference(use, facts["facts"], facts["whole"], used_at, tuple(crcs), folder.references_dir, crcs)
 
 
 def touch(folder: CacheFolder, use: str) -> None:
@@ -125,8 +127,8 @@ def remove(folder: CacheFolder, use: str) -> None:
             rows.unlink(missing_ok=True)
 
 
-def _write_facts(folder: CacheFolder, use: str, said: Mapping[str, Any]) -> None:
-    words = json.dumps({key: value for key, value in said.items() if key != "crc"}, sort_keys=True)
+def _write_facts(folder: CacheFolder, use: str, facts: Mapping[str, Any]) -> None:
+    words = json.dumps({key: value for key, value in facts.items() if key != "crc"}, sort_keys=True)
     crc = crc32c(words.encode())
     write_bytes(
         folder.references_dir / f"{use}.json", json.dumps({**json.loads(words), "crc": crc}, sort_keys=True).encode()
@@ -135,11 +137,11 @@ def _write_facts(folder: CacheFolder, use: str, said: Mapping[str, Any]) -> None
 
 def _facts(path: Path) -> dict[str, Any]:
     try:
-        said: dict[str, Any] = json.loads(path.read_bytes())
-        if said["format"] != FORMAT:
-            raise ValueError(f"it is of format {said['format']}, this version reads format {FORMAT}")
-        rest = {key: value for key, value in said.items() if key != "crc"}
-        if said["crc"] != crc32c(json.dumps(rest, sort_keys=True).encode()):
+        facts: dict[str, Any] = json.loads(path.read_bytes())
+        if facts["format"] != FORMAT:
+            raise ValueError(f"it is of format {facts['format']}, this version reads format {FORMAT}")
+        rest = {key: value for key, value in facts.items() if key != "crc"}
+        if facts["crc"] != crc32c(json.dumps(rest, sort_keys=True).encode()):
             raise ValueError("its checksum differs")
     except FileNotFoundError:
         raise
@@ -147,7 +149,7 @@ def _facts(path: Path) -> dict[str, Any]:
         raise DataFault(
             f"{path}, which tells of a use of the feature cache, cannot be read ({error}). Remove it"
         ) from None
-    return said
+    return facts
 
 
 def _rows_file(folder: Path, use: str, encoder: str, crc: int) -> Path:
@@ -159,3 +161,94 @@ def _npy(rows: np.ndarray) -> tuple[bytes, bytes]:
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(np.ascontiguousarray(rows)))
     return head.getvalue(), np.ascontiguousarray(rows).tobytes()
+
+
+# --- Entries that no longer count, by their places: what a repair found damaged, what is to be encoded anew
+# Segments are never changed, so this is written beside them: a file for each time, whole or absent.
+
+
+_ROWS = ".rows"
+_ROW = np.dtype([("segment", "<u4"), ("offset", "<u8")])
+
+
+def add(folder: CacheFolder, places: Iterable[tuple[str, int]]) -> Path | None:
+    """Let entries at (segment, offset) count no longer; return the file that says so. Raises TrainingFault."""
+    offsets: dict[str, list[int]] = {}
+    for name, offset in places:
+        offsets.setdefault(name, []).append(offset)
+    return add_many(folder, {name: np.array(offset, np.uint64) for name, offset in offsets.items()})
+
+
+def add_many(folder: CacheFolder, offsets: Mapping[str, np.ndarray]) -> Path | None:
+    """Do the same for the offsets of each segment. Raises TrainingFault."""
+    names = [name for name, offset in offsets.items() if len(offset)]
+    if not names:
+        return None
+    rows = np.empty(sum(len(offsets[name]) for name in names), _ROW)
+    rows["segment"] = np.repeat(np.arange(len(names)), [len(offsets[name]) for name in names])
+    rows["offset"] = np.concatenate([offsets[name] for name in names])
+    content = rows.tobytes()
+    header = header_block({"segments": names, "count": len(rows), "crc": crc32c(content)})
+    with disk_faults(folder.path):
+        folder.tombstones_dir.mkdir(exist_ok=True)
+        path = folder.tombstones_dir / f"{uuid.uuid4().hex}{_ROWS}"
+        write_bytes(path, header, content)
+    return path
+
+
+def read(folder: CacheFolder) -> dict[str, set[int]]:
+    """Return the offsets that do not count, by segment. Raises DataFault."""
+    return {segment: set(offsets.tolist()) for segment, offsets in offsets_of(folder).items()}
+
+
+def offsets_of(folder: CacheFolder) -> dict[str, np.ndarray]:
+    """Return the same as sorted arrays of uint64, which take less memory. Raises DataFault."""
+    offsets_by_segment: dict[str, list[np.ndarray]] = {}
+    for name in _names(folder):
+        with contextlib.suppress(FileNotFoundError):  # taken away meanwhile, with its segments
+            for segment, offsets in file_offsets(folder, name).items():
+                offsets_by_segment.setdefault(segment, []).append(offsets)
+    return {segment: np.unique(np.concatenate(offsets)) for segment, offsets in offsets_by_segment.items()}
+
+
+def file_offsets(folder: CacheFolder, name: str) -> dict[str, np.ndarray]:
+    """Return the offsets of each segment in one file. Raises DataFault, FileNotFoundError."""
+    names, rows = _read(folder, name)
+    order = np.argsort(rows["segment"], kind="stable")
+    bounds = np.searchsorted(rows["segment"][order], np.arange(len(names) + 1))
+    return {name: rows["offset"][order[start:stop]] for name, start, stop in zip(names, bounds[:-1], bounds[1:])}
+
+
+def prune(folder: CacheFolder) -> None:
+    """Remove the files that speak only of segments that are gone. Raises TrainingFault, DataFault."""
+    for name in _names(folder):
+        with disk_faults(folder.path), contextlib.suppress(FileNotFoundError):
+            segments, _ = _read(folder, name)
+            if not any(folder.exists(segment, suffix) for segment in segments for suffix in (BIN, IDX)):
+                (folder.tombstones_dir / name).unlink()
+
+
+def state(folder: CacheFolder) -> str:
+    """Return a digest that changes with every file that comes or goes; their content never changes."""
+    return hashlib.blake2b("\n".join(_names(folder)).encode(), digest_size=16).hexdigest()
+
+
+def _names(folder: CacheFolder) -> list[str]:
+    return sorted(path.name for path in folder.tombstones_dir.glob(f"*{_ROWS}"))
+
+
+def _read(folder: CacheFolder, name: str) -> tuple[list[str], np.ndarray]:
+    path = folder.tombstones_dir / name
+    try:
+        content = path.read_bytes()
+        header, size = read_header(content)
+        if len(content) - size != header["count"] * _ROW.itemsize or crc32c(content[size:]) != header["crc"]:
+            raise Damaged("its rows are damaged")
+    except FileNotFoundError:
+        raise
+    except (OSError, Damaged, ValueError, KeyError, TypeError) as error:
+        raise DataFault(
+            f"{path}, which lists entries of the feature cache that do not count, cannot be used ({error}). Remove it "
+            "and run `difftrain cache verify` on the cache: it finds what is damaged again"
+        ) from None
+    return header["segments"], np.frombuffer(content, _ROW, offset=size)

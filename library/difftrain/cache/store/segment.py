@@ -240,11 +240,13 @@ class _OpenSegment:
             end += size + fill
         rows["row_crc"] = row_crcs(rows)
         try:
+            # data before its journal: a row on the disk always has its bytes
             _write(self._files[BIN], pieces)
             _sync(self._files[BIN])
             _write(self._files[IDX], [rows.tobytes()])
             _sync(self._files[IDX])
         except OSError:
+            # neither half an entry nor a row without one
             self._take_back()
             raise
         self.size = end

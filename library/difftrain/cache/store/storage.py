@@ -59,35 +59,35 @@ def stored(name: str, value: Tensor, dtype: str, rows: int | None = None) -> Sto
     return StoredFeature(name, dtype, shape, rows, _bytes_of(narrow))
 
 
-def restore(one: StoredFeature, out: Tensor) -> None:
+def restore(stored: StoredFeature, out: Tensor) -> None:
     """Write a stored feature into a tensor of its whole shape, in that tensor's dtype; rows that were left out are zeros.
 
     Raises: ValueError where the bytes are not as many as the feature takes.
     """
-    if tuple(out.shape) != one.shape:
-        raise ValueError(f"{one.name} has shape {one.shape}, not {tuple(out.shape)}")
-    data = one.data
-    size = nbytes_of(one.dtype, one.shape, one.rows)
-    if one.codec == "zlib":
-        data = np.frombuffer(bytearray(_inflated(one, size)), dtype=np.uint8)
-    elif one.codec:
-        raise ValueError(f"{one.name}: its codec {one.codec!r} is unknown")
+    if tuple(out.shape) != stored.shape:
+        raise ValueError(f"{stored.name} has shape {stored.shape}, not {tuple(out.shape)}")
+    data = stored.data
+    size = nbytes_of(stored.dtype, stored.shape, stored.rows)
+    if stored.codec == "zlib":
+        data = np.frombuffer(bytearray(_inflated(stored, size)), dtype=np.uint8)
+    elif stored.codec:
+        raise ValueError(f"{stored.name}: its codec {stored.codec!r} is unknown")
     if data.nbytes != size:
-        raise ValueError(f"{one.name} has {data.nbytes} bytes, not {size}")
+        raise ValueError(f"{stored.name} has {data.nbytes} bytes, not {size}")
 
     # rows that were left out are zeros
-    kept = out[: one.rows]
-    if one.rows < len(out):
-        out[one.rows :].zero_()
+    kept = out[: stored.rows]
+    if stored.rows < len(out):
+        out[stored.rows :].zero_()
     if not size:
         return
     flat = torch.from_numpy(data)
-    if one.dtype == "float8_e4m3fn":
-        if one.scales is None:
-            raise ValueError(f"{one.name} has no scales")
-        _dequantise(flat.view(kept.shape), torch.from_numpy(one.scales), kept)
+    if stored.dtype == "float8_e4m3fn":
+        if stored.scales is None:
+            raise ValueError(f"{stored.name} has no scales")
+        _dequantise(flat.view(kept.shape), torch.from_numpy(stored.scales), kept)
     else:
-        kept.copy_(flat.view(getattr(torch, one.dtype)).view(kept.shape))
+        kept.copy_(flat.view(getattr(torch, stored.dtype)).view(kept.shape))
 
 
 def nbytes_of(dtype: str, shape: Sequence[int], rows: int | None = None) -> int:
@@ -156,9 +156,9 @@ def _dequantise(raw: Tensor, scales: Tensor, out: Tensor) -> None:
         out.copy_(half.float().mul_(factor))
 
 
-def _inflated(one: StoredFeature, size: int) -> bytes:
+def _inflated(stored: StoredFeature, size: int) -> bytes:
     """Undo zlib, and make no more than is wanted."""
     try:
-        return zlib.decompressobj().decompress(one.data.data, size + 1)
+        return zlib.decompressobj().decompress(stored.data.data, size + 1)
     except zlib.error as error:
-        raise ValueError(f"{one.name} cannot be decompressed ({error})") from None
+        raise ValueError(f"{stored.name} cannot be decompressed ({error})") from None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import BIN, IDX, PART, CacheFolder, disk_faults
 from difftrain.cache.store.format import ADDRESS, PackedEntry, crc32c
 from difftrain.cache.store.index import Metadata, merge
@@ -42,18 +42,18 @@ class EntryMover:
         facts = {key: value for key, value in header.items() if key not in _OWN}
         which = json.dumps(facts, sort_keys=True)
         writer = self._writers.setdefault(which, SegmentWriter(self.folder, facts, segment_bytes=SEGMENT_BYTES))
-        whole = np.zeros(len(rows), bool)
+        complete = np.zeros(len(rows), bool)
         waiting: list[PackedEntry] = []
         size = 0
         for number, payload in payloads(self.folder, name, rows):
             waiting.append(PackedEntry(bytes(rows["address"][number]), [payload], int(rows["kind"][number])))
-            whole[number], size = True, size + len(payload)
+            complete[number], size = True, size + len(payload)
             if size >= _COMMIT:
                 writer.append(waiting)
                 self.bytes, waiting, size = self.bytes + size, [], 0
         writer.append(waiting)
         self.bytes += size
-        return whole
+        return complete
 
     def close(self) -> None:
         """Seal what was written. Raises TrainingFault."""
@@ -88,8 +88,8 @@ def why_still_open(folder: CacheFolder, journal: JournalScan, header: Mapping[st
     gone = is_gone(str(header.get("writer", "")))
     if gone is None:
         try:
-            with tempfile.TemporaryFile(dir=folder.segments) as mine:
-                gone = os.fstat(mine.fileno()).st_mtime - path.stat().st_mtime > _SILENT_S
+            with tempfile.TemporaryFile(dir=folder.segments) as probe:
+                gone = os.fstat(probe.fileno()).st_mtime - path.stat().st_mtime > _SILENT_S
         except OSError as error:
             return f"whether a build is writing it cannot be told: {error.strerror}"
         return "" if gone else "a build on another machine may be writing it"
@@ -153,12 +153,14 @@ def _addresses(every: Iterator[Reference]) -> Iterator[np.ndarray]:
 def _numbers(known: Metadata, addresses: np.ndarray) -> list[int]:
     """Return the numbers of the entries at some addresses."""
     asked = np.unique(addresses.view(f"S{ADDRESS.itemsize}")).view(ADDRESS).tolist()
-    found: list[int] = []
+    numbers: list[int] = []
     for start in range(0, len(asked), _ASKED):
         some = asked[start : start + _ASKED]
         marks = ",".join("?" * len(some))
-        found += [number for (number,) in known.query(f"SELECT number FROM entries WHERE address IN ({marks})", *some)]
-    return found
+        numbers += [
+            number for (number,) in known.query(f"SELECT number FROM entries WHERE address IN ({marks})", *some)
+        ]
+    return numbers
 
 
 def count_still_referenced(folder: CacheFolder, going: Mapping[str, np.ndarray]) -> int:
@@ -195,7 +197,7 @@ def _with_all_drops(folder: CacheFolder) -> Metadata:
         merge(folder)
         known = Metadata(folder.database)
         ((state,),) = known.query("SELECT value FROM meta WHERE name = 'drops'")
-        if state == tombstones.state(folder):
+        if state == references.state(folder):
             return known
         time.sleep(random.random() / 10)
     raise TrainingFault(f"{folder.path}: too many others are changing it; nothing was lost. Run this again later")

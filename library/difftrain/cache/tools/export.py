@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from difftrain.cache.remote.remote import fetch_cache
+from difftrain.cache.remote import fetch_cache
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.format import REJECT, Damaged, StoredFeature, meta_of, unpack
 from difftrain.cache.store.index import Metadata
@@ -99,21 +99,21 @@ def export(
     else:
         fetch_rows(used.id)
         wishes = by_record(metadata, used, named)
-    found = ExportReport(use=used.id if used else "")
-    facts = {"cache": shown_url(str(cache)), "layout": layout, "values": values, "use": found.use, "encoders": named}
+    report = ExportReport(use=used.id if used else "")
+    facts = {"cache": shown_url(str(cache)), "layout": layout, "values": values, "use": report.use, "encoders": named}
 
     # it is written aside, and gets its name when it is whole
     aside = _begin_aside(output)
     shards: ShardWriter = LAYOUTS[layout](aside, shard_bytes)
     try:
-        _write(wishes, source, shards, found, values, required=set(named) - {MASKS} if used else set(), say=say)
-        if not found.samples + found.num_damaged:
+        _write(wishes, source, shards, report, values, required=set(named) - {MASKS} if used else set(), say=say)
+        if not report.samples + report.num_damaged:
             raise DataFault(
                 f"{shown_url(str(cache))}: there is nothing of {', '.join(named) or 'any encoder'} to export"
             )
         shards.close()
-        found.shards, found.bytes = shards.count, shards.bytes
-        counts = {name: value for name, value in found.summary().items() if name != "damaged"}
+        report.shards, report.bytes = shards.count, shards.bytes
+        counts = {name: value for name, value in report.summary().items() if name != "damaged"}
         (aside / "export.json").write_text(json.dumps({**facts, **counts}, indent=2) + "\n", encoding="utf-8")
         (aside / _OWNER).unlink()
         if output.exists():
@@ -127,24 +127,24 @@ def export(
     finally:
         shards.abandon()
         shutil.rmtree(aside, ignore_errors=True)
-    return found
+    return report
 
 
 # --- what is wanted ---
 
 
-def _output_folder(given: Path | str, layout: str, shard_bytes: int) -> Path:
+def _output_folder(folder: Path | str, layout: str, shard_bytes: int) -> Path:
     """Return the folder to make. Raises ConfigFault with every fault."""
-    faults, output = [], Path(given)
+    faults, output = [], Path(folder)
     if layout not in LAYOUTS:
         faults.append(Fault("--format", f"{layout!r} is unknown", f"give one of {', '.join(LAYOUTS)}"))
     if shard_bytes < 1:
         faults.append(Fault("--shard_gib", f"must be above 0, got {shard_bytes} bytes"))
-    if is_url(str(given)):
-        what = f"{str(given)!r} is no folder of this machine"
+    if is_url(str(folder)):
+        what = f"{str(folder)!r} is no folder of this machine"
         faults.append(Fault("--output", what, "export to a folder, and copy that"))
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-        faults.append(Fault("--output", f"{str(given)!r} is there and not empty", "name another folder"))
+        faults.append(Fault("--output", f"{str(folder)!r} is there and not empty", "name another folder"))
     if faults:
         raise ConfigFault(faults)
     return output
@@ -166,37 +166,37 @@ def _write(
     wishes: Iterator[SampleEntries],
     source: SegmentSource,
     shards: ShardWriter,
-    found: ExportReport,
+    report: ExportReport,
     values: str,
     *,
     required: set[str],
     say: Say,
 ) -> None:
-    said = time.monotonic()
+    reported = time.monotonic()
     while some := list(islice(wishes, _AT_ONCE)):
         rows = [entry.row for wish in some for entry in wish.entries if entry.row is not None]
         source.want([(row.segment, row.offset, row.length) for row in rows if row.kind != REJECT])
         for wish in some:
             if any(entry.row is not None and entry.row.kind == REJECT for entry in wish.entries):
-                found.rejected += 1
+                report.rejected += 1
             elif required - {entry.encoder for entry in wish.entries} and wish.key != EMPTY_CAPTION_KEY:
-                found.incomplete += 1
-            elif (sample := _sample(wish, source, found, values, say)) is not None:
+                report.incomplete += 1
+            elif (sample := _sample(wish, source, report, values, say)) is not None:
                 shards.add(sample)
-                found.samples += 1
-        if time.monotonic() - said > _SAY_S:
-            said = time.monotonic()
-            say(f"export: {found.samples:,} samples, {shards.bytes / 2**30:,.1f} GiB")
+                report.samples += 1
+        if time.monotonic() - reported > _SAY_S:
+            reported = time.monotonic()
+            say(f"export: {report.samples:,} samples, {shards.bytes / 2**30:,.1f} GiB")
 
 
 def _sample(
-    wish: SampleEntries, source: SegmentSource, found: ExportReport, values: str, say: Say
+    wish: SampleEntries, source: SegmentSource, report: ExportReport, values: str, say: Say
 ) -> ExportSample | None:
     """Read a sample; None where something of it is damaged."""
     parts: list[ExportPart] = []
-    told: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {"key": wish.key, "parts": told}
-    whole = True
+    descriptions: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {"key": wish.key, "parts": descriptions}
+    complete = True
     for entry in wish.entries:
         suffix = f"-{entry.variant}" if entry.variant else ""
         try:
@@ -204,53 +204,53 @@ def _sample(
                 raise Damaged("it is not in the cache")
             payload = checked_payload(source, entry.row)
             stored, meta = unpack(payload), meta_of(payload)
-            tensors = {name: value for one in stored for name, value in _tensors(one, values).items()}
+            tensors = {name: value for feature in stored for name, value in _tensors(feature, values).items()}
         except _UNREADABLE as error:
-            whole = False
-            _name_damaged(entry, wish.key, error, found, say)
+            complete = False
+            _name_damaged(entry, wish.key, error, report, say)
             continue
 
         # its tensors, and what they do not say of themselves
         part = ExportPart(entry.encoder + suffix, suffix, tensors)
         parts.append(part)
-        features = {one.name: _feature_facts(one) for one in stored}
-        told.append(
+        features = {feature.name: _feature_facts(feature) for feature in stored}
+        descriptions.append(
             {"part": part.name, "encoder": entry.encoder, "variant": entry.variant, "address": entry.address.hex()}
             | meta
             | {"features": features}
         )
         for name, value in meta.items():
             facts.setdefault(name, value)
-    return ExportSample(wish.key, facts, parts) if whole else None
+    return ExportSample(wish.key, facts, parts) if complete else None
 
 
-def _tensors(one: StoredFeature, values: str) -> Mapping[str, Tensor]:
+def _tensors(stored: StoredFeature, values: str) -> Mapping[str, Tensor]:
     """Return a feature as a tensor of its whole shape, and as it is stored also its scales."""
-    if one.dtype != "float8_e4m3fn" or values == "plain":
-        dtype = torch.bfloat16 if one.dtype == "float8_e4m3fn" else getattr(torch, one.dtype)
-        made = torch.empty(one.shape, dtype=dtype)
-        restore(one, made)
-        return {one.name: made}
-    assert one.scales is not None
-    raw = torch.zeros(one.shape, dtype=torch.uint8)
-    kept = raw[: one.rows]
-    kept.copy_(torch.from_numpy(one.data.copy()).view(kept.shape))
-    scales = torch.ones(1 if len(one.shape) == 1 else one.shape[0])
-    scales[: len(one.scales)] = torch.from_numpy(one.scales.copy())
-    return {one.name: raw.view(torch.float8_e4m3fn), f"{one.name}.scales": scales}
+    if stored.dtype != "float8_e4m3fn" or values == "plain":
+        dtype = torch.bfloat16 if stored.dtype == "float8_e4m3fn" else getattr(torch, stored.dtype)
+        made = torch.empty(stored.shape, dtype=dtype)
+        restore(stored, made)
+        return {stored.name: made}
+    assert stored.scales is not None
+    raw = torch.zeros(stored.shape, dtype=torch.uint8)
+    kept = raw[: stored.rows]
+    kept.copy_(torch.from_numpy(stored.data.copy()).view(kept.shape))
+    scales = torch.ones(1 if len(stored.shape) == 1 else stored.shape[0])
+    scales[: len(stored.scales)] = torch.from_numpy(stored.scales.copy())
+    return {stored.name: raw.view(torch.float8_e4m3fn), f"{stored.name}.scales": scales}
 
 
-def _feature_facts(one: StoredFeature) -> dict[str, Any]:
+def _feature_facts(stored: StoredFeature) -> dict[str, Any]:
     """Say of a feature what its tensor does not. rows: of the first axis, how many are not padding."""
-    return {"shape": list(one.shape), "stored_as": one.dtype, "rows": one.rows}
+    return {"shape": list(stored.shape), "stored_as": stored.dtype, "rows": stored.rows}
 
 
-def _name_damaged(entry: SampleEntry, key: str, error: Exception, found: ExportReport, say: Say) -> None:
-    place = f" (segment {entry.row.segment}, byte {entry.row.offset:,})" if entry.row else ""
-    words = f"{entry.encoder} of sample {key}, address {entry.address.hex()}{place}: {error}"
-    found.num_damaged += 1
-    if len(found.damaged) < NAMED:
-        found.damaged.append(words)
+def _name_damaged(entry: SampleEntry, key: str, error: Exception, report: ExportReport, say: Say) -> None:
+    position = f" (segment {entry.row.segment}, byte {entry.row.offset:,})" if entry.row else ""
+    words = f"{entry.encoder} of sample {key}, address {entry.address.hex()}{position}: {error}"
+    report.num_damaged += 1
+    if len(report.damaged) < NAMED:
+        report.damaged.append(words)
         say(f"export: damaged: {words}")
 
 

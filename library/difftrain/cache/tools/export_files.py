@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from difftrain.cache.store import database, references
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import CacheFolder
 from difftrain.cache.store.index import EntryRow, Metadata
 from difftrain.cache.store.references import Reference
@@ -53,52 +53,55 @@ def choose_reference(folder: CacheFolder, use: str | None, *, dated: bool) -> tu
     dated: the folder tells which one was used last; a copy of it does not.
     """
     known = references.all_references(folder)
-    whole = sorted((each for each in known if each.whole), key=lambda each: (each.used_at, each.id))
+    complete = sorted(
+        (reference for reference in known if reference.complete),
+        key=lambda reference: (reference.used_at, reference.id),
+    )
     if use is not None:
-        found = next((each for each in known if each.id == use), None)
-        if found is None:
-            remedy = did_you_mean(use, [each.id for each in known]) or "`difftrain cache info` lists them"
+        reference = next((reference for reference in known if reference.id == use), None)
+        if reference is None:
+            remedy = did_you_mean(use, [reference.id for reference in known]) or "`difftrain cache info` lists them"
             raise ConfigFault([Fault("--use", f"{use!r} is no configuration that this cache knows", remedy)])
-        if not found.whole:
+        if not reference.complete:
             what = f"{use!r} was not built to its end"
             raise ConfigFault([Fault("--use", what, "build it first, or leave this out to get what others have built")])
-        return found, ""
+        return reference, ""
 
     # none is named: the one that was used last
-    if not whole:
+    if not complete:
         return (
             None,
             "no configuration was built to its end, so every entry is a sample of its own, named by its address",
         )
-    if len(whole) > 1 and not dated:
-        what = f"is missing: {len(whole)} configurations were built, {', '.join(each.id for each in whole[:20])}"
+    if len(complete) > 1 and not dated:
+        what = f"is missing: {len(complete)} configurations were built, {', '.join(reference.id for reference in complete[:20])}"
         raise ConfigFault([Fault("--use", what, "name one of them")])
-    note = f"of {len(whole)} configurations the one that was used last is taken, --use={whole[-1].id}"
-    return whole[-1], note if len(whole) > 1 else ""
+    note = f"of {len(complete)} configurations the one that was used last is taken, --use={complete[-1].id}"
+    return complete[-1], note if len(complete) > 1 else ""
 
 
 def encoders_of(metadata: Metadata, use: Reference | None, asked: Sequence[str] | None) -> list[str]:
     """Return the encoders to export, all that there are unless asked for."""
-    there = sorted(use.encoders if use else {str(info.header.get("encoder")) for info in metadata.segments()})
+    names = sorted(use.encoders if use else {str(info.header.get("encoder")) for info in metadata.segments()})
     for name in asked or ():
-        if name not in there:
-            remedy = did_you_mean(name, there) or f"there are {', '.join(there) or 'none'}"
+        if name not in names:
+            remedy = did_you_mean(name, names) or f"there are {', '.join(names) or 'none'}"
             raise ConfigFault([Fault("--encoders", f"{name!r} has nothing in this cache", remedy)])
-    return [name for name in there if not asked or name in asked]
+    return [name for name in names if not asked or name in asked]
 
 
 def by_record(metadata: Metadata, use: Reference, encoders: Sequence[str]) -> Iterator[SampleEntries]:
     """Yield every record with all its variants of all encoders, by key."""
     streams = [_by_key(use.rows(encoder), encoder) for encoder in encoders]
-    for key, group in groupby(heapq.merge(*streams, key=lambda each: each[0]), key=lambda each: each[0]):
+    for key, group in groupby(heapq.merge(*streams, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
         samples: list[list[SampleEntry]] = []
         seen: Counter[tuple[str, int]] = Counter()  # one name may be in several data sets
         for _, encoder, variant, address in group:
-            place = seen[encoder, variant]
+            variants = seen[encoder, variant]
             seen[encoder, variant] += 1
-            while len(samples) <= place:
+            while len(samples) <= variants:
                 samples.append([])
-            samples[place].append(SampleEntry(encoder, variant, address, metadata.lookup(address)))
+            samples[variants].append(SampleEntry(encoder, variant, address, metadata.lookup(address)))
         for number, entries in enumerate(samples):
             yield SampleEntries(key.hex() + (f"-{number}" if number else ""), sorted(entries))
 
@@ -122,7 +125,7 @@ def by_address(metadata: Metadata, encoders: Sequence[str]) -> Iterator[SampleEn
         "SELECT address, number, name, offset, length, crc, kind FROM entries JOIN segments ON segments.id = segment "
         "ORDER BY name, offset"
     )
-    with closing(database.connect(metadata.path)) as db:
+    with closing(journals.connect(metadata.path)) as db:
         for address, *row in db.execute(query):
             encoder = encoder_of[row[1]]
             if encoder in encoders:
@@ -250,11 +253,11 @@ class SafetensorsShards:
         if not self._lines:
             return
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        place = 0
+        size = 0
         for name, value in (pair for width in self._table for pair in self._table[width]):
             numbers = {"dtype": _SAFETENSORS[value.dtype], "shape": list(value.shape)}
-            table[name] = {**numbers, "data_offsets": [place, place + value.nbytes]}
-            place += value.nbytes
+            table[name] = {**numbers, "data_offsets": [size, size + value.nbytes]}
+            size += value.nbytes
         words = json.dumps(table).encode()
         words = words.ljust(-(-len(words) // 8) * 8)
         with self._path("safetensors").open("wb") as file:

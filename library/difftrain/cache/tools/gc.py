@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import CacheFolder, clean, disk_faults
 from difftrain.cache.store.index import Metadata, SegmentInfo, merge
 from difftrain.cache.store.references import Reference
@@ -85,34 +85,34 @@ def collect_garbage(folder: CacheFolder, *, unused_days: int | None = None, dry_
     if known.count > SAID_FROM:
         yield f"looking up what {len(kept):,} configurations want of {known.count:,} entries"
     wanted = referenced_numbers(folder, known, {use.id for use in forgotten})
-    found, notes = _sparse(folder, known, wanted)
+    sparse, notes = _sparse(folder, known, wanted)
     yield from notes
 
     # free it, a group of segments after another
     done = _Freed()
     if dry_run:
-        for one in found:
-            _count(done, one)
-        done.freed = sum(one.size - one.live_bytes for one in found)
+        for segment in sparse:
+            _count(done, segment)
+        done.freed = sum(segment.size - segment.live_bytes for segment in sparse)
     else:
-        for group in _groups(found, folder):
+        for group in _groups(sparse, folder):
             yield from _free(folder, known, wanted, group, done)
         done.freed += _sweep(folder)
     would = "would be " if dry_run else ""
     yield (
         f"{folder.path}: {size_text(done.freed)} {would}freed: {done.deleted:,} segments {would}deleted, "
-        f"{done.rewritten:,} written anew, {done.entries:,} entries {would}removed; {_wanted(known, found):,} stay"
+        f"{done.rewritten:,} written anew, {done.entries:,} entries {would}removed; {_wanted(known, sparse):,} stay"
     )
 
 
-def _wanted(known: Metadata, found: Iterable[_SparseSegment]) -> int:
-    return known.count - sum(one.info.entries - one.live for one in found)
+def _wanted(known: Metadata, sparse: Iterable[_SparseSegment]) -> int:
+    return known.count - sum(segment.info.entries - segment.live for segment in sparse)
 
 
-def _count(done: _Freed, one: _SparseSegment) -> None:
-    done.deleted += not one.live
-    done.rewritten += bool(one.live)
-    done.entries += one.info.entries - one.live
+def _count(done: _Freed, segment: _SparseSegment) -> None:
+    done.deleted += not segment.live
+    done.rewritten += bool(segment.live)
+    done.entries += segment.info.entries - segment.live
 
 
 def _split_by_age(
@@ -122,8 +122,8 @@ def _split_by_age(
     if unused_days is None:
         return every, []
     try:
-        with tempfile.TemporaryFile(dir=folder.references_dir) as mine:
-            now = os.fstat(mine.fileno()).st_mtime
+        with tempfile.TemporaryFile(dir=folder.references_dir) as probe:
+            now = os.fstat(probe.fileno()).st_mtime
     except OSError:  # a cache that is only looked at
         now = max((use.used_at for use in every), default=0.0)
     old = [use for use in every if use.used_at <= now - unused_days * DAY_S]
@@ -137,7 +137,7 @@ def _sparse(folder: CacheFolder, known: Metadata, wanted: np.ndarray) -> tuple[l
     """Return segments of which too little is wanted, and why some must stay."""
     live, live_bytes = _live(known, wanted)
     rows = dict(known.query("SELECT name, rows FROM segments"))
-    found, notes = [], []
+    sparse, notes = [], []
     for info in known.segments():
         size = _size(folder, info.name)
         kept = live_bytes.get(info.name, 0)
@@ -149,8 +149,8 @@ def _sparse(folder: CacheFolder, known: Metadata, wanted: np.ndarray) -> tuple[l
         elif journal.damages:
             notes.append(f"segments/{info.name}: {journal.damages[0].says}; it stays: difftrain cache repair first")
         elif len(journal.rows) == rows[info.name]:  # or somebody has just added to it
-            found.append(_SparseSegment(info, journal, size, live.get(info.name, 0), kept))
-    return found, notes
+            sparse.append(_SparseSegment(info, journal, size, live.get(info.name, 0), kept))
+    return sparse, notes
 
 
 def _live(known: Metadata, wanted: np.ndarray) -> tuple[dict[str, int], dict[str, int]]:
@@ -172,17 +172,17 @@ def _size(folder: CacheFolder, name: str) -> int | None:
         return None  # taken away meanwhile
 
 
-def _groups(found: list[_SparseSegment], folder: CacheFolder) -> Iterator[list[_SparseSegment]]:
+def _groups(segments: list[_SparseSegment], folder: CacheFolder) -> Iterator[list[_SparseSegment]]:
     """Yield segments that go together, first those of which nothing stays: then there is room for copies of the rest."""
     group: list[_SparseSegment] = []
     rows = size = 0
-    for one in sorted(found, key=lambda each: each.live > 0):
+    for segment in sorted(segments, key=lambda segment: segment.live > 0):
         room = os.statvfs(folder.segments)
-        if group and (rows > GROUP_ROWS or size + one.live_bytes > room.f_bavail * room.f_frsize // 2):
+        if group and (rows > GROUP_ROWS or size + segment.live_bytes > room.f_bavail * room.f_frsize // 2):
             yield group
             group, rows, size = [], 0, 0
-        group.append(one)
-        rows, size = rows + len(one.journal.rows), size + one.live_bytes
+        group.append(segment)
+        rows, size = rows + len(segment.journal.rows), size + segment.live_bytes
     if group:
         yield group
 
@@ -196,17 +196,17 @@ def _free(
     """Copy what is wanted of some segments, and take them away."""
     mover = EntryMover(folder)
     going: dict[str, np.ndarray] = {}
-    for one in group:
-        name, rows = one.info.name, one.journal.rows
-        if one.live:
+    for segment in group:
+        name, rows = segment.info.name, segment.journal.rows
+        if segment.live:
             kept = rows[_kept(known, wanted, name, rows)]
-            if not mover.take(name, one.journal.header or {}, kept).all():
+            if not mover.take(name, segment.journal.header or {}, kept).all():
                 yield f"segments/{name}: some entries cannot be read; it stays: difftrain cache repair first"
                 continue
         going[name] = rows
     mover.close()
     # also what others have dropped: they may take that back
-    file = tombstones.add_many(folder, {name: rows["offset"] for name, rows in going.items()})
+    file = references.add_many(folder, {name: rows["offset"] for name, rows in going.items()})
     lost = None
     try:
         lost = count_still_referenced(folder, going)
@@ -217,21 +217,21 @@ def _free(
     if lost:
         yield f"{lost:,} entries of {len(going):,} segments are wanted by a build that has just begun: they stay"
         return
-    for one in group:
-        if one.info.name in going:
-            done.freed += delete_segment(folder, one.info.name)
-            _count(done, one)
+    for segment in group:
+        if segment.info.name in going:
+            done.freed += delete_segment(folder, segment.info.name)
+            _count(done, segment)
     done.freed -= mover.bytes
-    tombstones.prune(folder)
+    references.prune(folder)
     merge(folder)
 
 
 def _kept(known: Metadata, wanted: np.ndarray, name: str, rows: np.ndarray) -> np.ndarray:
     """Tell which rows of a segment count, rather than a copy elsewhere, and are wanted."""
     kept = np.zeros(len(rows), bool)
-    for at, (place, offset) in enumerate(zip(known.rows(rows["address"]), rows["offset"].tolist(), strict=True)):
-        if place is not None and (place.segment, place.offset) == (name, offset):
-            kept[at] = wanted[place.number >> 3] >> (place.number & 7) & 1
+    for at, (row, offset) in enumerate(zip(known.rows(rows["address"]), rows["offset"].tolist(), strict=True)):
+        if row is not None and (row.segment, row.offset) == (name, offset):
+            kept[at] = wanted[row.number >> 3] >> (row.number & 7) & 1
     return kept
 
 
@@ -243,9 +243,9 @@ def _sweep(folder: CacheFolder) -> int:
             if path.is_file() and (SEGMENT_FILE.fullmatch(path.name) or path.name == folder.database.name):
                 freed += path.stat().st_size
                 path.unlink(missing_ok=True)
-        for each in sorted([folder.path / ASIDE, *(folder.path / ASIDE).rglob("*")], reverse=True):
+        for leftover in sorted([folder.path / ASIDE, *(folder.path / ASIDE).rglob("*")], reverse=True):
             with suppress(OSError):  # a file, or it holds something else
-                each.rmdir()
+                leftover.rmdir()
         for name in (folder.segments, folder.references_dir, folder.tombstones_dir):
             clean(name)
     return freed

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from difftrain.cache.store import references, tombstones
+from difftrain.cache.store import references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder
 from difftrain.cache.store.format import FEATURES, FORMAT, Damaged, feature_spans
 from difftrain.cache.store.index import Metadata, SegmentInfo
@@ -39,7 +39,7 @@ def describe(folder: CacheFolder) -> dict[str, Any]:
         **_summed(encoders := _encoders(folder, infos)),
         "encoders": encoders,
         "segments": _segments(folder, known),
-        "dropped": sum(map(len, tombstones.offsets_of(folder).values())),
+        "dropped": sum(map(len, references.offsets_of(folder).values())),
         "uses": retry_while_changing(folder, lambda every: [_use(use) for use in every]),
         "unused": _unused(folder, known, notes),
         "writable": folder.writable,
@@ -71,10 +71,10 @@ def _encoders(folder: CacheFolder, infos: list[SegmentInfo]) -> list[dict[str, A
     for info in infos:
         words = (str(info.header.get(word, "")) for word in ("encoder", "fingerprint", "storage"))
         alike.setdefault(tuple(words), []).append(info)
-    found = []
+    encoders = []
     for (encoder, fingerprint, storage), same in sorted(alike.items()):
         features, looked_at = _features(folder, same)
-        found.append(
+        encoders.append(
             {
                 "encoder": encoder,
                 "fingerprint": fingerprint,
@@ -86,7 +86,7 @@ def _encoders(folder: CacheFolder, infos: list[SegmentInfo]) -> list[dict[str, A
                 "measured": looked_at,
             }
         )
-    return found
+    return encoders
 
 
 def _summed(encoders: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,13 +94,16 @@ def _summed(encoders: list[dict[str, Any]]) -> dict[str, Any]:
     sizes: dict[str, float] = {}
     weights: Counter[str] = Counter()
     fingerprints: dict[str, list[str]] = {}
-    for each in encoders:
-        fingerprints.setdefault(each["encoder"], []).append(each["fingerprint"])
-        for name, feature in each["features"].items():
-            weights[name] += each["entries"]
-            sizes[name] = sizes.get(name, 0.0) + feature["bytes_per_sample"] * each["entries"]
+    for encoder in encoders:
+        fingerprints.setdefault(encoder["encoder"], []).append(encoder["fingerprint"])
+        for name, feature in encoder["features"].items():
+            weights[name] += encoder["entries"]
+            sizes[name] = sizes.get(name, 0.0) + feature["bytes_per_sample"] * encoder["entries"]
     mean = {name: round(size / max(1, weights[name]), 1) for name, size in sizes.items()}
-    return {"bytes_per_sample": mean, "fingerprints": {name: sorted(set(each)) for name, each in fingerprints.items()}}
+    return {
+        "bytes_per_sample": mean,
+        "fingerprints": {name: sorted(set(fingerprint)) for name, fingerprint in fingerprints.items()},
+    }
 
 
 def _features(folder: CacheFolder, infos: list[SegmentInfo]) -> tuple[dict[str, Any], int]:
@@ -116,13 +119,13 @@ def _features(folder: CacheFolder, infos: list[SegmentInfo]) -> tuple[dict[str, 
                 count += 1
                 continue
             sizes[name] += size
-            one = features.setdefault(name, {"dtypes": [], "shapes": []})
-            if dtype not in one["dtypes"]:
-                one["dtypes"].append(dtype)
-            if shape not in one["shapes"] and len(one["shapes"]) < 8:
-                one["shapes"].append(shape)
-    for name, one in features.items():
-        one["bytes_per_sample"] = round(sizes[name] / count, 1)
+            facts = features.setdefault(name, {"dtypes": [], "shapes": []})
+            if dtype not in facts["dtypes"]:
+                facts["dtypes"].append(dtype)
+            if shape not in facts["shapes"] and len(facts["shapes"]) < 8:
+                facts["shapes"].append(shape)
+    for name, feature in features.items():
+        feature["bytes_per_sample"] = round(sizes[name] / count, 1)
     return features, count
 
 
@@ -135,9 +138,9 @@ def _measured(folder: CacheFolder, info: SegmentInfo, most: int) -> Iterator[tup
             for row in rows[:: max(1, len(rows) // most)][:most]:
                 head = os.pread(file.fileno(), min(int(row["length"]), _HEAD), int(row["offset"]))
                 yield "", "", [], 0
-                for each in feature_spans(head):
-                    size = each.stop - each.start + (each.scales_stop - each.scales if each.scales else 0)
-                    yield each.name, each.dtype, list(each.shape), size
+                for span in feature_spans(head):
+                    size = span.stop - span.start + (span.scales_stop - span.scales if span.scales else 0)
+                    yield span.name, span.dtype, list(span.shape), size
 
 
 # --- files ---
@@ -165,7 +168,7 @@ def _segments(folder: CacheFolder, known: Metadata | None) -> dict[str, Any]:
 def _use(use: references.Reference) -> dict[str, Any]:
     return {
         "id": use.id,
-        "whole": use.whole,
+        "whole": use.complete,
         "used_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(use.used_at)),
         "wants": {encoder: len(use.rows(encoder)) for encoder in use.encoders},
         "facts": dict(use.facts),
@@ -199,12 +202,12 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{facts['entries']:,} entries, {size_text(facts['bytes'])}, of which {facts['rejects']:,} rejected"
 
     # encoders and their features
-    for each in facts["encoders"]:
+    for encoder in facts["encoders"]:
         yield (
-            f"{each['encoder']}: {each['entries']:,} entries, {size_text(each['bytes'])}, stored as "
-            f"{each['storage'] or 'it came'}, fingerprint {each['fingerprint']}"
+            f"{encoder['encoder']}: {encoder['entries']:,} entries, {size_text(encoder['bytes'])}, stored as "
+            f"{encoder['storage'] or 'it came'}, fingerprint {encoder['fingerprint']}"
         )
-        for name, feature in each["features"].items():
+        for name, feature in encoder["features"].items():
             shapes = ", ".join("x".join(map(str, shape)) for shape in feature["shapes"][:4])
             more = ", ..." if len(feature["shapes"]) > 4 else ""
             yield f"  {name}: {feature['bytes_per_sample']:,.0f} bytes a sample, {'/'.join(feature['dtypes'])}, {shapes}{more}"

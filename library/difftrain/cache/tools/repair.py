@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from difftrain.cache.store import database, references, tombstones
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder, disk_faults
 from difftrain.cache.store.format import ROW
 from difftrain.cache.store.index import Metadata, merge
@@ -58,9 +58,9 @@ def _unmark(folder: CacheFolder) -> None:
     """Let no configuration be trusted to have all of its entries that has not."""
     known = Metadata(folder.database)
     for use in references.all_references(folder):
-        if use.whole and any(lacks(use, known).values()):
+        if use.complete and any(lacks(use, known).values()):
             with suppress(FileNotFoundError):  # forgotten meanwhile
-                references.mark_whole(folder, use.id, whole=False)
+                references.mark_complete(folder, use.id, complete=False)
 
 
 def _lists(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterator[str]:
@@ -95,8 +95,8 @@ def _segments(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterato
     places = [(checked.name, offset) for checked in report.hurt.values() for offset in checked.bad]
     # damaged entries count no longer
     lost, broken, mover = len(places), [], EntryMover(folder)
-    tombstones.add(folder, places)
-    dropped = tombstones.offsets_of(folder)
+    references.add(folder, places)
+    dropped = references.offsets_of(folder)
 
     # whole ones of broken files go to new segments
     for name, known in _known(folder, report).items():
@@ -114,7 +114,7 @@ def _segments(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterato
     mover.close()
 
     # the broken files are set aside once nothing of them counts
-    tombstones.add_many(folder, {journal.name: rows["offset"] for journal, rows in broken})
+    references.add_many(folder, {journal.name: rows["offset"] for journal, rows in broken})
     merged = merge(folder)
     yield f"{lost:,} damaged entries are dropped; metadata.db has {merged.entries:,} entries"
     for journal, _ in broken:
@@ -122,7 +122,7 @@ def _segments(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterato
             if (path := find(folder.segments, journal.name, suffix)) is not None:
                 yield from _set_aside(folder, path, aside)
     if broken:
-        tombstones.prune(folder)
+        references.prune(folder)
         merge(folder)
 
 
@@ -136,21 +136,21 @@ def _countable(journal: JournalScan, known: np.ndarray, dropped: np.ndarray | No
 
 def _known(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
     """Return what metadata.db knows of the segments whose files are broken, as rows of journals."""
-    found = {name: np.empty(0, ROW) for name, checked in report.hurt.items() if checked.rewrite}
-    if report.database is None or not found:
-        return found
-    with closing(database.connect(folder.database)) as db:
-        ids = {number: name for number, name in db.execute("SELECT id, name FROM segments") if name in found}
+    known = {name: np.empty(0, ROW) for name, checked in report.hurt.items() if checked.rewrite}
+    if report.database is None or not known:
+        return known
+    with closing(journals.connect(folder.database)) as db:
+        ids = {number: name for number, name in db.execute("SELECT id, name FROM segments") if name in known}
         asked = ",".join(map(str, ids))
-        each = "SELECT segment, address, offset, length, crc, kind FROM entries WHERE segment IN"
-        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in found}
-        for number, *row in db.execute(f"{each} ({asked})"):
+        query = "SELECT segment, address, offset, length, crc, kind FROM entries WHERE segment IN"
+        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in known}
+        for number, *row in db.execute(f"{query} ({asked})"):
             rows[ids[number]].append((*row, 0, 0))
-    return {name: np.array(each, ROW) for name, each in rows.items()}
+    return {name: np.array(row, ROW) for name, row in rows.items()}
 
 
 def _header(folder: CacheFolder, name: str) -> dict[str, Any]:
     """Return the header that metadata.db remembers of a segment whose own are both broken."""
     with suppress(DataFault):
-        return next((each.header for each in Metadata(folder.database).segments() if each.name == name), {})
+        return next((segment.header for segment in Metadata(folder.database).segments() if segment.name == name), {})
     return {}

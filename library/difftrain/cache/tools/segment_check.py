@@ -44,10 +44,10 @@ class SegmentDamage:
     entries: int = 0  # that are lost by it, as far as is known
 
     def __str__(self) -> str:
-        place = f" at offset {self.offset:,}" if self.offset is not None else ""
+        position = f" at offset {self.offset:,}" if self.offset is not None else ""
         address = f", address {self.address}" if self.address else ""
         record = f", of {self.record!r}" if self.record else ""
-        return f"{self.file}{place}: {self.says}{address}{record}"
+        return f"{self.file}{position}: {self.says}{address}{record}"
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -114,43 +114,43 @@ def _take_headers(journal: JournalScan, content: bytes) -> int | None:
         heads[journal.bin] = _head_of_file(journal.bin)
     if journal.idx is not None:
         heads[journal.idx] = content[:_MOST_HEADER]
-    whole: list[tuple[dict[str, Any], int]] = []
+    headers: list[tuple[dict[str, Any], int]] = []
     torn = {}
     for path, head in heads.items():
         try:
             facts, size = read_header(head)
             if head[:size] != header_block(facts):
                 raise Damaged("its header is torn")
-            whole.append((facts, size))
+            headers.append((facts, size))
         except (Damaged, ValueError, TypeError) as error:
             torn[path] = str(error) if isinstance(error, Damaged) else "its header is torn"
 
     # nothing is wrong where a writer has just begun
-    if not journal.sealed and _is_being_begun(journal, whole, len(content)):
+    if not journal.sealed and _is_being_begun(journal, headers, len(content)):
         journal.begun = True
         return None
     journal.damages += [
         SegmentDamage("header", f"segments/{path.name}", why, journal.name) for path, why in torn.items()
     ]
-    if len(whole) == 2 and whole[0][0] != whole[1][0]:
+    if len(headers) == 2 and headers[0][0] != headers[1][0]:
         what = "its header is not that of its journal"
         journal.damages.append(SegmentDamage("header", f"segments/{next(iter(heads)).name}", what, journal.name))
         return None
-    if whole:
-        journal.header, journal.first = whole[0]
+    if headers:
+        journal.header, journal.first = headers[0]
     return journal.first
 
 
-def _is_being_begun(journal: JournalScan, whole: list[tuple[dict[str, Any], int]], journal_size: int) -> bool:
+def _is_being_begun(journal: JournalScan, headers: list[tuple[dict[str, Any], int]], journal_size: int) -> bool:
     """Tell whether a writer stands, or was killed, before its first payload: it writes one header after the other."""
     if journal.bin is None:
         return False
-    first = whole[0][1] if whole else _MOST_HEADER
+    first = headers[0][1] if headers else _MOST_HEADER
     try:
         size = journal.bin.stat().st_size
     except FileNotFoundError:  # sealed, or taken away, between two looks
         return False
-    return size <= first and (not whole or journal_size < first)
+    return size <= first and (not headers or journal_size < first)
 
 
 def _head_of_file(path: Path) -> bytes:
@@ -163,6 +163,7 @@ def _head_of_file(path: Path) -> bytes:
 
 def _size_by_rows(content: bytes) -> int | None:
     """Find where the rows begin behind a header that is broken."""
+    # headers end on a multiple of ALIGN, and a row proves itself by its checksum
     for size in range(0, min(len(content), _MOST_HEADER), ALIGN):
         head = content[size : size + 8 * ROW.itemsize]
         if len(head) >= ROW.itemsize and any(head) and whole_rows(head)[1].any():
@@ -177,8 +178,8 @@ def _take_rows(journal: JournalScan, content: bytes) -> None:
     assert journal.idx is not None
     file = f"segments/{journal.idx.name}"
     wrong = np.flatnonzero(~right)
-    for place in wrong[:MOST_NAMED]:
-        says = f"row {place:,} of the journal has a wrong checksum"
+    for position in wrong[:MOST_NAMED]:
+        says = f"row {position:,} of the journal has a wrong checksum"
         journal.damages.append(SegmentDamage("journal", file, says, journal.name, entries=1))
     if len(wrong) > MOST_NAMED:
         says = f"{len(wrong) - MOST_NAMED:,} more rows of the journal have wrong checksums"
@@ -218,45 +219,45 @@ class SegmentReport:
 def check_segment(segments: Path, name: str, dropped: np.ndarray) -> tuple[SegmentReport, JournalScan]:
     """Read a segment to its end. dropped: sorted offsets of entries that do not count any more."""
     journal = read_journal(segments, name)
-    found = SegmentReport(name)
+    report = SegmentReport(name)
     for damage in journal.damages:
-        found.add(damage, rewrite=True)
+        report.add(damage, rewrite=True)
     counts = ~np.isin(journal.rows["offset"], dropped)
     if journal.bin is None:
-        _deleted(journal, found, counts)
-        return found, journal
+        _deleted(journal, report, counts)
+        return report, journal
     if journal.idx is None:
-        _without_journal(journal, found, segments)
-        return found, journal
+        _without_journal(journal, report, segments)
+        return report, journal
     try:
         with journal.bin.open("rb", buffering=0) as file:
-            _read_through(journal, _Window(file.fileno()), found, counts)
+            _read_through(journal, _Window(file.fileno()), report, counts)
     except FileNotFoundError:  # sealed since its journal was read
         journal.bin = find(segments, name, BIN)
         if journal.bin is None:
-            _deleted(journal, found, counts)
+            _deleted(journal, report, counts)
         else:
             with journal.bin.open("rb", buffering=0) as file:
-                _read_through(journal, _Window(file.fileno()), found, counts)
-    return found, journal
+                _read_through(journal, _Window(file.fileno()), report, counts)
+    return report, journal
 
 
-def _deleted(journal: JournalScan, found: SegmentReport, counts: np.ndarray) -> None:
-    found.bad = [int(offset) for offset in journal.rows["offset"][counts]]
-    if not found.bad and not found.damages:
+def _deleted(journal: JournalScan, report: SegmentReport, counts: np.ndarray) -> None:
+    report.bad = [int(offset) for offset in journal.rows["offset"][counts]]
+    if not report.bad and not report.damages:
         return  # what is left of a segment that was taken away on purpose
-    says = f"is deleted: {len(found.bad):,} entries are lost"
-    found.add(
-        SegmentDamage("deleted", f"segments/{journal.name}{BIN}", says, journal.name, entries=len(found.bad)),
+    says = f"is deleted: {len(report.bad):,} entries are lost"
+    report.add(
+        SegmentDamage("deleted", f"segments/{journal.name}{BIN}", says, journal.name, entries=len(report.bad)),
         rewrite=True,
     )
 
 
-def _without_journal(journal: JournalScan, found: SegmentReport, segments: Path) -> None:
+def _without_journal(journal: JournalScan, report: SegmentReport, segments: Path) -> None:
     if journal.begun or find(segments, journal.name, IDX) or not find(segments, journal.name, BIN):
         return  # a writer makes its two files one after the other, and a clean-up takes them away so
     says = "has no journal: what it holds cannot be told"
-    found.add(SegmentDamage("deleted", f"segments/{journal.name}{IDX}", says, journal.name), rewrite=True)
+    report.add(SegmentDamage("deleted", f"segments/{journal.name}{IDX}", says, journal.name), rewrite=True)
 
 
 class _Window:
@@ -287,7 +288,7 @@ class _Window:
         self.stop = start + got
 
 
-def _read_through(journal: JournalScan, window: _Window, found: SegmentReport, counts: np.ndarray) -> None:
+def _read_through(journal: JournalScan, window: _Window, report: SegmentReport, counts: np.ndarray) -> None:
     """Compare every payload that counts with its row, and what lies between with zeros."""
     assert journal.bin is not None
     file = f"segments/{journal.bin.name}"
@@ -300,27 +301,27 @@ def _read_through(journal: JournalScan, window: _Window, found: SegmentReport, c
     for (address, offset, length, crc, kind, *_), count in zip(row_tuples(rows), counts[order], strict=True):
         stop = offset + length
         if whole_journal and end is not None and end < offset:
-            _padding(window, end, min(offset, window.size), file, found)
+            _padding(window, end, min(offset, window.size), file, report)
         end = stop
         beyond += stop > window.size
-        found.bytes += length if count else 0
+        report.bytes += length if count else 0
         if not count:
             continue
         if stop > window.size:
             cut += 1
-            found.bad.append(offset)
+            report.bad.append(offset)
         elif why := _wrong(window, offset, stop, crc):
-            found.bad.append(offset)
+            report.bad.append(offset)
             record = _record(window, offset, stop, kind)
             word = "checksum" if why.endswith("checksum") else "unreadable"
-            found.add(SegmentDamage(word, file, why, journal.name, offset, address.hex(), record, 1))
+            report.add(SegmentDamage(word, file, why, journal.name, offset, address.hex(), record, 1))
         else:
-            found.entries += 1
+            report.entries += 1
     if cut:
         says = f"is truncated to {window.size:,} bytes: {cut:,} entries are lost"
-        found.add(SegmentDamage("truncated", file, says, journal.name, window.size, entries=cut))
+        report.add(SegmentDamage("truncated", file, says, journal.name, window.size, entries=cut))
     if whole_journal and end is not None and not beyond:
-        _tail(window, end, journal, found)
+        _tail(window, end, journal, report)
 
 
 def row_tuples(rows: np.ndarray) -> Iterator[tuple[Any, ...]]:
@@ -329,39 +330,39 @@ def row_tuples(rows: np.ndarray) -> Iterator[tuple[Any, ...]]:
         yield from rows[start : start + _TUPLES].tolist()
 
 
-def _tail(window: _Window, end: int, journal: JournalScan, found: SegmentReport) -> None:
+def _tail(window: _Window, end: int, journal: JournalScan, report: SegmentReport) -> None:
     """A sealed segment ends with its last entry: what stands behind it has lost its rows."""
     assert journal.idx is not None and journal.bin is not None
     file, aligned = f"segments/{journal.bin.name}", -(-end // ALIGN) * ALIGN
     if window.size < aligned:
         says = f"is truncated to {window.size:,} bytes, in the zeros behind its last entry"
-        found.add(SegmentDamage("truncated", file, says, journal.name, window.size), rewrite=True)
+        report.add(SegmentDamage("truncated", file, says, journal.name, window.size), rewrite=True)
         return
-    _padding(window, end, aligned, file, found)
+    _padding(window, end, aligned, file, report)
     if journal.sealed and window.size > aligned:
         says = f"the journal is cut: {window.size - aligned:,} bytes of {journal.bin.name} belong to none of its rows"
-        found.add(SegmentDamage("journal", f"segments/{journal.idx.name}", says, journal.name, aligned), rewrite=True)
+        report.add(SegmentDamage("journal", f"segments/{journal.idx.name}", says, journal.name, aligned), rewrite=True)
 
 
-def _padding(window: _Window, start: int, stop: int, file: str, found: SegmentReport) -> None:
+def _padding(window: _Window, start: int, stop: int, file: str, report: SegmentReport) -> None:
     try:
         zeros = stop <= start or not any(piece.any() for piece in window.pieces(start, stop))
         why = "bytes between two entries are not zeros"
     except OSError as error:
         zeros, why = False, f"cannot be read: {error.strerror}"
     if not zeros:
-        found.add(SegmentDamage("padding", file, why, found.name, start), rewrite=True)
+        report.add(SegmentDamage("padding", file, why, report.name, start), rewrite=True)
 
 
 def _wrong(window: _Window, start: int, stop: int, crc: int) -> str:
     """Say why a payload is not what was written; nothing where it is."""
-    found = 0
+    checksum = 0
     try:
         for piece in window.pieces(start, stop):
-            found = crc32c(piece, found)
+            checksum = crc32c(piece, checksum)
     except OSError as error:
         return f"an entry cannot be read: {error.strerror}"
-    return "" if found == crc else "an entry has a wrong checksum"
+    return "" if checksum == crc else "an entry has a wrong checksum"
 
 
 def _record(window: _Window, start: int, stop: int, kind: int) -> str:

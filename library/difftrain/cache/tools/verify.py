@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from difftrain.cache.store import database, references, tombstones
+from difftrain.cache.store import journals, references
 from difftrain.cache.store.folder import BIN, IDX, CacheFolder
 from difftrain.cache.store.format import Damaged
 from difftrain.cache.store.index import Metadata
@@ -120,7 +120,7 @@ def _database(folder: CacheFolder, report: VerifyReport) -> Metadata | None:
     """Read metadata.db through."""
     name, remedy = folder.database.name, "repair, or the next build, makes it anew"
     try:
-        database.check(folder.database)
+        journals.check(folder.database)
         known = Metadata(folder.database)
         report.database = DatabaseReport(name, known.count)
         return known
@@ -146,7 +146,7 @@ def _foreign(report: VerifyReport, file: str) -> None:
 
 def _drops(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
     """Return the offsets of what does not count, of each segment, from the files that can be read."""
-    found: dict[str, list[np.ndarray]] = {}
+    offsets_by_segment: dict[str, list[np.ndarray]] = {}
     for name in _listed(folder, "drops"):
         if _PASSING.fullmatch(name):
             continue
@@ -154,15 +154,15 @@ def _drops(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
             _foreign(report, f"drops/{name}")
             continue
         try:
-            for segment, offsets in tombstones.file_offsets(folder, name).items():
-                found.setdefault(segment, []).append(offsets)
+            for segment, offsets in references.file_offsets(folder, name).items():
+                offsets_by_segment.setdefault(segment, []).append(offsets)
         except FileNotFoundError:
             continue  # taken away meanwhile, with its segments
         except DataFault:
             report.drops.append(f"drops/{name}")
             says = "a list of entries that do not count any more is damaged"
             report.damages.append(SegmentDamage("drops", f"drops/{name}", says))
-    return {segment: np.unique(np.concatenate(each)) for segment, each in found.items()}
+    return {segment: np.unique(np.concatenate(offsets)) for segment, offsets in offsets_by_segment.items()}
 
 
 def _segment_names(folder: CacheFolder, report: VerifyReport) -> list[str]:
@@ -188,11 +188,12 @@ def _segments(
     tasks = ((folder, name, dropped.get(name, nothing), compare) for name in names)
     count = min(workers or _MOST_WORKERS, len(names) or 1)
     if workers is None:
+        # a process takes longer to start than a small cache to read
         count = min(count, os.cpu_count() or 1, 1 + total // _SMALL)
-    for found in _in_processes(tasks, count) if count > 1 else map(_task, tasks):
-        done += sizes[found.checked.name]
+    for findings in _in_processes(tasks, count) if count > 1 else map(_task, tasks):
+        done += sizes[findings.checked.name]
         progress(done, total)
-        _take(found, report)
+        _take(findings, report)
 
 
 def _size(folder: CacheFolder, name: str) -> int:
@@ -213,9 +214,9 @@ def _in_processes(tasks: Iterable[tuple[Any, ...]], count: int) -> Iterator[Segm
                 waiting.add(pool.submit(_task, task))
                 if len(waiting) >= 3 * count:
                     ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    yield from (each.result() for each in ready)
-            for each in waiting:
-                yield each.result()
+                    yield from (future.result() for future in ready)
+            for future in waiting:
+                yield future.result()
         except BrokenProcessPool as error:
             raise TrainingFault("a process that was reading segments was killed: perhaps memory ran out") from error
         finally:
@@ -239,45 +240,45 @@ def _task(task: tuple[CacheFolder, str, np.ndarray, bool]) -> SegmentFindings:
     checked, journal = check_segment(folder.segments, name, dropped)  # which knows what the database took before
     if any(damage.kind == "deleted" for damage in checked.damages):  # a clean-up may just be taking it away
         with suppress(DataFault):
-            dropped = tombstones.offsets_of(folder).get(name, dropped)
+            dropped = references.offsets_of(folder).get(name, dropped)
         checked, journal = check_segment(folder.segments, name, dropped)
-    found = SegmentFindings(checked)
+    findings = SegmentFindings(checked)
     if compare:
-        _look_up(known, name, journal.rows, found)
-        lost = (entries or (0,))[0] - found.matched
+        _look_up(known, name, journal.rows, findings)
+        lost = (entries or (0,))[0] - findings.matched
         if journal.idx is not None and lost > 0 and not checked.rewrite:
             says = f"the journal lacks {lost:,} entries that metadata.db names"
             checked.add(
                 SegmentDamage("journal", f"segments/{journal.idx.name}", says, name, entries=lost), rewrite=True
             )
-    return found
+    return findings
 
 
-def _look_up(known: Metadata, name: str, rows: np.ndarray, found: SegmentFindings) -> None:
+def _look_up(known: Metadata, name: str, rows: np.ndarray, findings: SegmentFindings) -> None:
     """Look up the rows of a journal: each is known as it stands there, or by an earlier copy, or came later."""
     chunks = (rows["address"][start : start + _CHUNK] for start in range(0, len(rows), _CHUNK))
-    places = (place for chunk in chunks for place in known.rows(chunk))
-    for (address, offset, length, crc, kind, *_), place in zip(row_tuples(rows), places, strict=True):
-        if place is None or (place.segment, place.offset) > (name, offset):
-            found.behind += 1
-        elif (place.segment, place.offset) == (name, offset):
-            found.matched += 1
-            if (place.length, place.crc, place.kind) != (length, crc, kind):
+    places = (row for chunk in chunks for row in known.rows(chunk))
+    for (address, offset, length, crc, kind, *_), row in zip(row_tuples(rows), places, strict=True):
+        if row is None or (row.segment, row.offset) > (name, offset):
+            findings.behind += 1
+        elif (row.segment, row.offset) == (name, offset):
+            findings.matched += 1
+            if (row.length, row.crc, row.kind) != (length, crc, kind):
                 says = "describes an entry otherwise than its journal does"
-                found.wrong.append(SegmentDamage("database", "metadata.db", says, name, offset, address.hex()))
+                findings.wrong.append(SegmentDamage("database", "metadata.db", says, name, offset, address.hex()))
 
 
-def _take(found: SegmentFindings, report: VerifyReport) -> None:
-    checked = found.checked
+def _take(findings: SegmentFindings, report: VerifyReport) -> None:
+    checked = findings.checked
     report.entries += checked.entries
     report.bytes += checked.bytes
     room = max(1, _MOST_LISTED - len(report.damages))  # each segment is named at least
-    every = [*checked.damages, *found.wrong]
+    every = [*checked.damages, *findings.wrong]
     report.damages += every[:room]
     report.unnamed += checked.unnamed + len(every[room:])
     if report.database is not None:
-        report.database.matched += found.matched
-        report.database.behind += found.behind
+        report.database.matched += findings.matched
+        report.database.behind += findings.behind
     if checked.damages:
         report.hurt[checked.name] = checked
 
@@ -289,9 +290,11 @@ def _compare(folder: CacheFolder, known: Metadata, names: set[str], report: Veri
     """What metadata.db knows must be in journals; that it does not know all of them is only said."""
     assert report.database is not None
     name, lost = folder.database.name, 0
-    gone = {each.name: each.entries for each in known.segments() if each.name not in names and each.entries}
+    gone = {
+        segment.name: segment.entries for segment in known.segments() if segment.name not in names and segment.entries
+    }
     for _ in range(3 if gone else 0):  # unless a clean-up is just taking them away, and makes the database anew
-        still = {each.name for each in Metadata(folder.database).segments()}
+        still = {segment.name for segment in Metadata(folder.database).segments()}
         gone = {segment: entries for segment, entries in gone.items() if segment in still}
         time.sleep(0.1 if gone else 0.0)
     for segment, entries in gone.items():
@@ -331,7 +334,7 @@ def _uses(folder: CacheFolder, known: Metadata | None, report: VerifyReport) -> 
             report.uses.append(name)
             report.damages.append(SegmentDamage("uses", f"uses/{file}", str(fault)))
             continue
-        if use.whole and any(missing.values()):
+        if use.complete and any(missing.values()):
             which = ", ".join(f"{count:,} of {encoder}" for encoder, count in missing.items() if count)
             says = f"a configuration is marked as whole and lacks entries: {which}"
             report.damages.append(SegmentDamage("missing", f"uses/{file}", says, entries=sum(missing.values())))
@@ -341,7 +344,7 @@ def _read_use(folder: CacheFolder, name: str, known: Metadata | None) -> tuple[r
     """Read a use through, and count what it lacks. Raises DataFault, FileNotFoundError where it is gone."""
     for tries in (2, 1, 0):
         try:
-            use = references.one(folder, name)
+            use = references.reference_of(folder, name)
             for encoder in use.encoders:
                 use.check(encoder)
             return use, lacks(use, known) if known is not None else {}
@@ -354,9 +357,9 @@ def _read_use(folder: CacheFolder, name: str, known: Metadata | None) -> tuple[r
 
 def lacks(use: references.Reference, known: Metadata) -> dict[str, int]:
     """Count the rows of a use, of each encoder, whose entries are not there. Raises DataFault."""
-    found = dict.fromkeys(use.encoders, 0)
+    missing = dict.fromkeys(use.encoders, 0)
     for encoder in use.encoders:
         rows = use.rows(encoder)
         for start in range(0, len(rows), _CHUNK):
-            found[encoder] += int((~known.has_many(rows["address"][start : start + _CHUNK])).sum())
-    return found
+            missing[encoder] += int((~known.has_many(rows["address"][start : start + _CHUNK])).sum())
+    return missing

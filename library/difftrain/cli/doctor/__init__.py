@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import difftrain
-from difftrain.cli.doctor.checks import CHECKS, DEVICES, QUICK_LEAVES_OUT
-from difftrain.cli.doctor.runner import DoctorReport, examine
+from difftrain.cli.doctor.runner import CHECKS, DEVICES, QUICK_LEAVES_OUT, DoctorReport, examine
 from difftrain.config.door import guard
 from difftrain.config.parse_flags import scan
 from difftrain.config.render.help import entries
@@ -25,7 +24,7 @@ from difftrain.config.schema.names import did_you_mean
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
-from difftrain.device.health.finding import Context, Verdict
+from difftrain.device.health import Context, Verdict
 
 SCHEMA = 1  # of the JSON document; a field that goes or changes its meaning makes it 2
 PROG = "difftrain doctor"
@@ -65,17 +64,17 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> Mapping[str, list[str]]:
     """Read the command line. Raises: ConfigFault with every fault."""
-    found = scan(argv, FLAGS)
-    faults = list(found.faults)
-    kind = found.words.get("device", ["auto"])[-1]
+    scanned = scan(argv, FLAGS)
+    faults = list(scanned.faults)
+    kind = scanned.words.get("device", ["auto"])[-1]
     if kind not in ("auto", *KINDS):
         faults.append(Fault("--device", f"got {kind!r}", f"one of auto, {', '.join(KINDS)}"))
-    for name in _named(found.words):
+    for name in _named(scanned.words):
         if name not in CHECKS:
             faults.append(Fault("--checks", f"no check {name!r}", did_you_mean(name, CHECKS) or FLAGS["checks"].help))
     if faults:
         raise ConfigFault(faults)
-    return found.words
+    return scanned.words
 
 
 def chosen(words: Mapping[str, list[str]]) -> list[str]:

@@ -14,52 +14,52 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from difftrain.device.health.devices import link_remedy
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device.health import Context, HealthFinding
+from difftrain.device.health.install import link_remedy
 
 LIMIT_S = 150.0  # the runner's limit is above it, so that what is known is told
 _GRACE_S = 3.0  # for the others, once one has failed
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 
 
-def check(context: Context) -> Iterator[Finding]:
+def check(context: Context) -> Iterator[HealthFinding]:
     """Start a rank for every device, two on the CPU, and compare their sums with arithmetic."""
     device = context.device
     size = device.count if device.module is not None else 2
     if size < 2:
-        yield Finding("ok", f"one {device.kind} device: there is none to sum with")
+        yield HealthFinding("ok", f"one {device.kind} device: there is none to sum with")
         return
 
     # the ranks meet and sum; each leaves its answer, or its last words, in a folder
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="doctor-ranks-") as folder:
         codes = _run(device.kind, size, Path(folder))
-        told = [_told(Path(folder), rank) for rank in range(size)]
+        reports = [_report_of(Path(folder), rank) for rank in range(size)]
         words = [_last_words(Path(folder), rank) for rank in range(size)]
 
     # a rank that fails keeps the others waiting: one that ended by itself is named before them
     who = f"{size} {device.kind} {'processes' if device.module is None else 'devices'} ({device.backend})"
-    failed = [rank for rank, code in enumerate(codes) if code != 0 or told[rank] is None]
+    failed = [rank for rank, code in enumerate(codes) if code != 0 or reports[rank] is None]
     if failed:
         late = [rank for rank in failed if codes[rank] is None]
         first = next((rank for rank in failed if rank not in late), failed[0])
         how = f"rank {first}: {words[first]}" if first not in late else f"ranks {late} gave no answer in {LIMIT_S:g} s"
-        yield Finding("wrong", f"{who} do not sum: {how}", link_remedy(device.kind))
+        yield HealthFinding("wrong", f"{who} do not sum: {how}", link_remedy(device.kind))
         return
 
     # a wrong sum is worse than none: training would go on with it, unnoticed
-    wrong = sorted({name for one in told for name, right in one["sums"].items() if not right})  # type: ignore[index]
+    wrong = sorted({name for report in reports for name, right in report["sums"].items() if not right})  # type: ignore[index]
     if wrong:
         what = f"{who} sum up wrongly in {', '.join(wrong)}"
-        yield Finding("wrong", what, f"do not train on several of them; {link_remedy(device.kind)}")
+        yield HealthFinding("wrong", what, f"do not train on several of them; {link_remedy(device.kind)}")
         return
 
     # all is well: the slowest rank is the one that training would wait for
-    slowest: dict[str, Any] = max(told, key=lambda one: one["connect_s"])  # type: ignore[index, arg-type]
-    rate = min(one["gib_s"] for one in told)  # type: ignore[index]
+    slowest: dict[str, Any] = max(reports, key=lambda report: report["connect_s"])  # type: ignore[index, arg-type]
+    rate = min(report["gib_s"] for report in reports)  # type: ignore[index]
     right = ", ".join(slowest["sums"])
-    said = f"{who} sum up right in {right}: {slowest['connect_s']:.1f} s to meet, {rate:.2f} GiB/s"
-    yield Finding("ok", f"{said}, {time.monotonic() - start:.1f} s in all")
+    text = f"{who} sum up right in {right}: {slowest['connect_s']:.1f} s to meet, {rate:.2f} GiB/s"
+    yield HealthFinding("ok", f"{text}, {time.monotonic() - start:.1f} s in all")
 
 
 def _run(kind: str, size: int, folder: Path) -> list[int | None]:
@@ -99,12 +99,12 @@ def _run(kind: str, size: int, folder: Path) -> list[int | None]:
     return codes
 
 
-def _told(folder: Path, rank: int) -> dict[str, Any] | None:
+def _report_of(folder: Path, rank: int) -> dict[str, Any] | None:
     for line in reversed((folder / f"{rank}.out").read_text(errors="replace").splitlines()):
         with contextlib.suppress(json.JSONDecodeError):
-            told = json.loads(line)
-            if isinstance(told, dict) and "sums" in told:
-                return told
+            report = json.loads(line)
+            if isinstance(report, dict) and "sums" in report:
+                return report
     return None
 
 

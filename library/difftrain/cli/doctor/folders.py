@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from difftrain.config.paths import is_url, shown_url, unreadable_url
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device.health import Context, HealthFinding
 
 # kinds as mountinfo calls them; fuse.* are added
 NETWORK = {
@@ -26,23 +26,23 @@ _PROBE = b"\0" * (1 << 20)
 _FEW_INODES = 10_000
 
 
-def check(context: Context) -> Iterator[Finding]:
+def check(context: Context) -> Iterator[HealthFinding]:
     """Look at the folders that were given, and at the user's cache folder."""
     if context.data_dir:
         yield from _readable(Path(context.data_dir))
-    given = context.cache_dir
-    if given and is_url(given):
-        fault = unreadable_url(given)
-        what, remedy = fault or (f"{shown_url(given)} is only read, and tried when a run begins", "")
-        yield Finding("wrong" if fault else "ok", f"--cache_dir: {what}", remedy, "cache_url")
-        given = None
-    cache = given or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    yield from _writable(Path(cache), "cache", "--cache_dir" if given else "the user's cache folder")
+    folder = context.cache_dir
+    if folder and is_url(folder):
+        fault = unreadable_url(folder)
+        what, remedy = fault or (f"{shown_url(folder)} is only read, and tried when a run begins", "")
+        yield HealthFinding("wrong" if fault else "ok", f"--cache_dir: {what}", remedy, "cache_url")
+        folder = None
+    cache = folder or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    yield from _writable(Path(cache), "cache", "--cache_dir" if folder else "the user's cache folder")
     if context.output_dir:
         yield from _writable(Path(context.output_dir), "output", "--output_dir")
 
 
-def _readable(folder: Path) -> Iterator[Finding]:
+def _readable(folder: Path) -> Iterator[HealthFinding]:
     start = time.monotonic()
     try:
         with os.scandir(folder) as entries:
@@ -54,50 +54,50 @@ def _readable(folder: Path) -> Iterator[Finding]:
     except OSError as error:
         at = error.filename or folder
         remedy = "give the folder of the pictures, and let this user read it"
-        yield Finding("wrong", f"--train_data_dir: {at} cannot be read: {error.strerror}", remedy, "data")
+        yield HealthFinding("wrong", f"--train_data_dir: {at} cannot be read: {error.strerror}", remedy, "data")
         return
     if not first:
-        yield Finding("wrong", f"--train_data_dir: {folder} is empty", "give the folder of the pictures", "data")
+        yield HealthFinding("wrong", f"--train_data_dir: {folder} is empty", "give the folder of the pictures", "data")
         return
     took = time.monotonic() - start
-    said = (
+    text = (
         f"{folder} can be read, {len(first)}{' or more' if len(first) == 1000 else ''} entries in {took * 1e3:.0f} ms"
     )
-    yield Finding("ok", said, about="data")
+    yield HealthFinding("ok", text, about="data")
     yield from _disk(folder, "data")
 
 
-def _writable(folder: Path, about: str, flag: str) -> Iterator[Finding]:
+def _writable(folder: Path, about: str, flag: str) -> Iterator[HealthFinding]:
     """Write, sync, read and delete a file; a folder that is still to be made is judged by the one above it."""
-    there = next((place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()), Path("/"))
+    nearest = next((above for above in (folder.absolute(), *folder.absolute().parents) if above.exists()), Path("/"))
     word = f"{flag}: {folder}"
-    if not there.is_dir():
-        yield Finding("wrong", f"{word} cannot be made: {there} is a file", _ANOTHER, about)
+    if not nearest.is_dir():
+        yield HealthFinding("wrong", f"{word} cannot be made: {nearest} is a file", _ANOTHER, about)
         return
 
     # permissions and quotas are known for certain only once something was written
-    free = shutil.disk_usage(there).free / 2**30
+    free = shutil.disk_usage(nearest).free / 2**30
     try:
-        took = _try(there)
+        took = _try(nearest)
     except OSError as error:
         if free < _FULL_GIB:
-            yield Finding("wrong", f"{word} cannot be written: the disk is full", f"make room; {_ANOTHER}", about)
+            yield HealthFinding("wrong", f"{word} cannot be written: the disk is full", f"make room; {_ANOTHER}", about)
         else:
             what = f"{word} cannot be written: {error.strerror or 'what was written is not what is read'}"
-            yield Finding("wrong", what, f"let this user write there; {_ANOTHER}", about)
+            yield HealthFinding("wrong", what, f"let this user write there; {_ANOTHER}", about)
         return
 
     # it can be written to: is there room for what will be?
     least = _LEAST_GIB[about]
-    said = f"{word} can be {'written' if there == folder.absolute() else 'made'}, {free:.1f} GiB free, 1 MiB synced in {took * 1e3:.0f} ms"
+    text = f"{word} can be {'written' if nearest == folder.absolute() else 'made'}, {free:.1f} GiB free, 1 MiB synced in {took * 1e3:.0f} ms"
     if free < _FULL_GIB:
-        yield Finding("wrong", f"{said}: the disk is full", f"make room; {_ANOTHER}", about)
+        yield HealthFinding("wrong", f"{text}: the disk is full", f"make room; {_ANOTHER}", about)
     elif free < least:
         what = "checkpoints of SDXL with their optimizer" if about == "output" else "indices and caches"
-        yield Finding("note", f"{said}: {what} may need {least:g} GiB", f"make room; {_ANOTHER}", about)
+        yield HealthFinding("note", f"{text}: {what} may need {least:g} GiB", f"make room; {_ANOTHER}", about)
     else:
-        yield Finding("ok", said, about=about)
-    yield from _disk(there, about)
+        yield HealthFinding("ok", text, about=about)
+    yield from _disk(nearest, about)
 
 
 def _try(folder: Path) -> float:
@@ -115,12 +115,12 @@ def _try(folder: Path) -> float:
             raise OSError(f"{folder} gives back other bytes than were written")
         return time.monotonic() - start
     finally:
-        for each in (name, renamed):
+        for path in (name, renamed):
             with contextlib.suppress(OSError):
-                Path(each).unlink()
+                Path(path).unlink()
 
 
-def _disk(folder: Path, about: str) -> Iterator[Finding]:
+def _disk(folder: Path, about: str) -> Iterator[HealthFinding]:
     kind = kind_of(folder)
     if is_network(kind):
         what = f"{folder} is on a network disk ({kind}): nothing here relies on its locks; small files are slow on it"
@@ -129,12 +129,12 @@ def _disk(folder: Path, about: str) -> Iterator[Finding]:
             "cache": "a local disk is faster; with several machines each may have its own",
             "output": "nothing, where all machines see the same folder; that is what several of them need",
         }[about]
-        yield Finding("note", what, remedy, f"{about}_disk")
+        yield HealthFinding("note", what, remedy, f"{about}_disk")
     with contextlib.suppress(OSError):
         inodes = os.statvfs(folder)
         if about != "data" and inodes.f_files and inodes.f_favail < _FEW_INODES:
             what = f"{folder}: the disk has room for {inodes.f_favail} more files only"
-            yield Finding("note", what, "delete small files there", f"{about}_files")
+            yield HealthFinding("note", what, "delete small files there", f"{about}_files")
 
 
 def kind_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

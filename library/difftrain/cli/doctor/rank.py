@@ -29,13 +29,15 @@ def main(kind: str) -> int:
     with Ranks.open(launch, device, TIMEOUT_MIN) as ranks:
         ranks.barrier()
         connected = time.monotonic() - start
-        place = torch.arange(_ELEMENTS) % launch.size
+        ranks_of_elements = torch.arange(_ELEMENTS) % launch.size
         sums = {}
         for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
             # element i gets its value from one rank alone: whole numbers, so the sum is exact, and a rank whose part
             # is lost is seen
-            mine = torch.where(place == launch.rank, place + 1, 0).to(device.torch_device, dtype)
-            sums[name] = bool(torch.equal(ranks.sum_(mine).cpu(), (place + 1).to(dtype)))
+            summands = torch.where(ranks_of_elements == launch.rank, ranks_of_elements + 1, 0).to(
+                device.torch_device, dtype
+            )
+            sums[name] = bool(torch.equal(ranks.sum_(summands).cpu(), (ranks_of_elements + 1).to(dtype)))
         large = torch.ones(_LARGE, device=device.torch_device)
         ranks.sum_(large)  # the first builds its buffers
         device.synchronise()

@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import difftrain
-from difftrain.cli.doctor.checks import DEVICES, Check
-from difftrain.cli.doctor.packages import installed
-from difftrain.device.health.finding import Context, Verdict
+from difftrain.cli.doctor.machine import installed
+from difftrain.device.health import Context, Verdict
 
 _LIBRARY = Path(difftrain.__file__).resolve().parents[1]
 _START_S = 30.0  # for Python itself, on a slow disk
@@ -115,14 +114,14 @@ class _DoctorWorker:
         if not self._ready and self._next(start + _START_S) is None:
             return [self._lost(name, time.monotonic() - start, _START_S)], True
         self._ready, begun = True, time.monotonic()
-        told = self._next(begun + limit_s)
-        if told is None:
+        message = self._next(begun + limit_s)
+        if message is None:
             return [self._lost(name, time.monotonic() - begun, limit_s)], True
-        self.usable = told["usable"]
-        seconds = round(told["seconds"], 3)
+        self.usable = message["usable"]
+        seconds = round(message["seconds"], 3)
         return [
-            DoctorReport(f"{name}.{about}" if about else name, verdict, found, remedy, seconds)
-            for verdict, found, remedy, about in told["findings"]
+            DoctorReport(f"{name}.{about}" if about else name, verdict, what, remedy, seconds)
+            for verdict, what, remedy, about in message["findings"]
         ], False
 
     def end(self) -> None:
@@ -142,21 +141,21 @@ class _DoctorWorker:
                 return None
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _lost(self, name: str, seconds: float, limit_s: float) -> DoctorReport:
         if self.hangs:
             self._kill()
-            found = f"{name}: no answer within {limit_s:g} s, so it was stopped{self._last_words()}"
+            what = f"{name}: no answer within {limit_s:g} s, so it was stopped{self._last_words()}"
             return DoctorReport(
-                name, "wrong", found, "see what it waits for: the driver, a network disk, another machine", seconds
+                name, "wrong", what, "see what it waits for: the driver, a network disk, another machine", seconds
             )
         self.end()
         code = self._process.returncode
         how = f"died of {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
-        found = f"{name}: the process that looked {how}{self._last_words()}"
-        return DoctorReport(name, "wrong", found, "report it with these words; the driver's log may say more", seconds)
+        what = f"{name}: the process that looked {how}{self._last_words()}"
+        return DoctorReport(name, "wrong", what, "report it with these words; the driver's log may say more", seconds)
 
     def _last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)
@@ -170,3 +169,40 @@ class _DoctorWorker:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits in the kernel cannot be ended
             self._process.wait(_END_S)
+
+
+# --- The checks of the doctor, in the order in which they are done
+
+
+Needs = Literal["", "torch", "device"]
+
+
+class Check(NamedTuple):
+    """One check. target: "module:function" of a Context, which gives Findings. limit_s: after it, it hangs."""
+
+    target: str
+    limit_s: float
+    needs: Needs = ""
+
+
+CHECKS: dict[str, Check] = {
+    "system": Check("difftrain.cli.doctor.machine:check_machine", 30),
+    "packages": Check("difftrain.cli.doctor.machine:check_packages", 30),
+    "installation": Check("difftrain.device.health.install:check", 30),
+    "variables": Check("difftrain.device.health.variables:check", 30),
+    "launch": Check("difftrain.cli.doctor.machine:launch", 30),
+    "folders": Check("difftrain.cli.doctor.folders:check", 60),
+    "imports": Check("difftrain.cli.doctor.machine:imports", 180, "torch"),
+    "devices": Check("difftrain.device.health.install:check_devices", 120, "torch"),
+    "memory": Check("difftrain.device.health.install:check_memory", 120, "device"),
+    "noise": Check("difftrain.cli.doctor.machine:noise", 60, "device"),
+    "attention": Check("difftrain.device.health.numerics:attention", 180, "device"),
+    "kernels": Check("difftrain.device.health.numerics:kernels", 180, "device"),
+    "overflow": Check("difftrain.device.health.numerics:overflow", 60, "device"),
+    "precision": Check("difftrain.device.health.numerics:precision", 60, "device"),
+    "compiler": Check("difftrain.cli.doctor.machine:compiler", 60, "device"),
+    "speed": Check("difftrain.cli.doctor.machine:speed", 120, "device"),
+    "collective": Check("difftrain.cli.doctor.collective:check", 180, "device"),
+}
+DEVICES = "devices"  # where it is wrong, checks that need a device are left out
+QUICK_LEAVES_OUT = ("speed", "collective")

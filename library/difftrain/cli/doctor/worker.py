@@ -14,7 +14,7 @@ from typing import Any
 
 from difftrain.contracts.errors import ConfigFault, DifftrainError
 from difftrain.device.choice import hold_autoload
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device.health import Context, HealthFinding
 
 
 def main(pipe: int, order: dict[str, Any]) -> None:
@@ -25,34 +25,36 @@ def main(pipe: int, order: dict[str, Any]) -> None:
         print("{}", file=out, flush=True)
         for name, target in order["checks"].items():
             start = time.monotonic()
-            found = findings(name, target, context)
-            told = {
+            results = findings(name, target, context)
+            message = {
                 "name": name,
-                "findings": found,
+                "findings": results,
                 "seconds": time.monotonic() - start,
                 "usable": "device" in context.__dict__,
             }
-            print(json.dumps(told), file=out, flush=True)
+            print(json.dumps(message), file=out, flush=True)
 
 
-def findings(name: str, target: str, context: Context) -> list[Finding]:
+def findings(name: str, target: str, context: Context) -> list[HealthFinding]:
     """Do one check; what it raises is its finding, after what it found before."""
-    found: list[Finding] = []
+    results: list[HealthFinding] = []
     try:
         module, _, function = target.partition(":")
-        found.extend(getattr(import_module(module), function)(context))
+        results.extend(getattr(import_module(module), function)(context))
     except ConfigFault as error:
-        found += [Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy or "mend it") for fault in error.faults]
+        results += [
+            HealthFinding("wrong", f"{fault.where}: {fault.what}", fault.remedy or "mend it") for fault in error.faults
+        ]
     except DifftrainError as error:
-        found.append(Finding("wrong", f"{name}: {error}", "the sentence names it"))
+        results.append(HealthFinding("wrong", f"{name}: {error}", "the sentence names it"))
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")
-        found.append(
-            Finding(
+        results.append(
+            HealthFinding(
                 "wrong", f"{name}: {type(error).__name__}: {text}", "report it, with the output of --json beside it"
             )
         )
-    return found
+    return results
 
 
 if __name__ == "__main__":

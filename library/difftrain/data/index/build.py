@@ -111,9 +111,9 @@ def build_index(
 
 
 def _previous(folder: Path, log: Log) -> IndexSummary | None:
-    found = newest(folder)
+    index_folder = newest(folder)
     try:
-        return IndexSummary.load(found) if found else None
+        return IndexSummary.load(index_folder) if index_folder else None
     except DataFault as fault:
         log(f"index: {fault}")
         return None
@@ -148,8 +148,8 @@ class _Builder:
         same, had = match_files(writer, previous, infos, foreign=own is None) if previous else (0, 0)
 
         # what is known before any picture is looked at
-        found = [*_about_captions(listing), why, *listing.passed_over, *self._check()]
-        notes = [*dict.fromkeys(self.configured.notes), *about_shared_sources(infos), *found]
+        remarks = [*_about_captions(listing), why, *listing.passed_over, *self._check()]
+        notes = [*dict.fromkeys(self.configured.notes), *about_shared_sources(infos), *remarks]
         summary = IndexSummary(
             folder="",
             count=0,

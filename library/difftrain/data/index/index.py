@@ -153,8 +153,8 @@ def newest(folder: Path) -> Path | None:
         name = (folder / CURRENT).read_text(encoding="utf-8").strip()
     except OSError:
         return None
-    found = folder / name
-    return found if name and (found / META).is_file() and (found / DATABASE).is_file() else None
+    folder_path = folder / name
+    return folder_path if name and (folder_path / META).is_file() and (folder_path / DATABASE).is_file() else None
 
 
 def connect(database: Path) -> sqlite3.Connection:
@@ -176,10 +176,10 @@ class Index:
 
         Raises: DataFault where there is none.
         """
-        found = newest(Path(folder))
-        if found is None:
+        path = newest(Path(folder))
+        if path is None:
             raise DataFault(f"{folder}: no index here; it is built when training is prepared")
-        return cls(found)
+        return cls(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Index, (self.folder,)  # the very folder, not the newest: workers see what their parent sees
@@ -252,11 +252,11 @@ class Index:
 
         The hash of the bytes where all were read; else of the file's size and time, and the place in it.
         """
-        found = np.zeros((int(self._columns.row.max(initial=0)) + 1, 16), dtype=np.uint8)
+        rows = np.zeros((int(self._columns.row.max(initial=0)) + 1, 16), dtype=np.uint8)
         for row, content, *rest in self._connection().execute(_STAMPS):
             stamp = content or hashlib.blake2b(json.dumps(rest).encode(), digest_size=16).digest()
-            found[row] = np.frombuffer(stamp, dtype=np.uint8)
-        return found[np.asarray(self._columns.row)]
+            rows[row] = np.frombuffer(stamp, dtype=np.uint8)
+        return rows[np.asarray(self._columns.row)]
 
     def path(self, record: Record) -> str:
         """Return what rejects call a record: the whole path, and the member where it lies in a shard."""
@@ -290,7 +290,7 @@ class Index:
         return [path for (path,) in rows] if self.summary.shards[source] else []
 
     def _connection(self) -> sqlite3.Connection:
-        held = getattr(self._local, "held", None)
-        if held is None or held[0] != os.getpid():  # SQLite must not be carried across a fork
-            self._local.held = held = (os.getpid(), connect(self.folder / DATABASE))
-        return held[1]
+        connection = getattr(self._local, "connection", None)
+        if connection is None or connection[0] != os.getpid():  # SQLite must not be carried across a fork
+            self._local.connection = connection = (os.getpid(), connect(self.folder / DATABASE))
+        return connection[1]

@@ -149,7 +149,7 @@ def _quick(item: SourceItem, position: int, beat: Heartbeat) -> tuple[tuple[int,
     with item.open() as file:
         with beat.item(position):
             header = probe(file)
-        if header.whole:
+        if header.is_complete:
             return header.size_wh, None
         file.seek(0)
         data = file.read()

@@ -100,10 +100,10 @@ def list_sources(writer: IndexWriter, infos: Sequence[SourceInfo]) -> Listing:
         writer.db.executescript(_SCRATCH)
 
     # one transaction a source; memory does not grow with the number of files
-    others: dict[str, Counter[str]] = {}
+    by_source: dict[str, Counter[str]] = {}
     uses = Counter(firsts_of(infos))
     for info in _distinct_sources(infos):
-        rows = _rows(info, others.setdefault(info.root, Counter()))
+        rows = _rows(info, by_source.setdefault(info.root, Counter()))
         with disk_faults(writer.folder):
             writer.db.execute("BEGIN")
             for table, row in rows:
@@ -115,7 +115,7 @@ def list_sources(writer: IndexWriter, infos: Sequence[SourceInfo]) -> Listing:
     with disk_faults(writer.folder):
         writer.db.execute("CREATE INDEX scan.by_stem ON captions (source, stem, rank)")
     listing = Listing()
-    listing.passed_over = [sentence for root, counts in others.items() for sentence in _about_others(root, counts)]
+    listing.passed_over = [sentence for root, counts in by_source.items() for sentence in _about_others(root, counts)]
     return listing
 
 
@@ -123,13 +123,13 @@ def _distinct_sources(infos: Sequence[SourceInfo]) -> list[SourceInfo]:
     return [info for info, first in zip(infos, firsts_of(infos), strict=True) if first == info.ordinal]
 
 
-def _rows(info: SourceInfo, others: Counter[str]) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _rows(info: SourceInfo, by_folder: Counter[str]) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Iterate over (table, row) of a source's files; count those that are no data."""
     try:
         for file in open_source(info).listing():
             stem, suffix = split_suffix(file.path)
             if printable(file.path) != file.path:
-                others["names that are not UTF-8"] += file.role != "media"
+                by_folder["names that are not UTF-8"] += file.role != "media"
                 if file.role == "media":
                     reason = "name not UTF-8: the file's name cannot be written down; rename it"
                     yield "rejects", (None, f"{info.root}/{printable(file.path)}", reason)
@@ -139,7 +139,7 @@ def _rows(info: SourceInfo, others: Counter[str]) -> Iterator[tuple[str, tuple[o
                 rank = info.suffixes.index(suffix)
                 yield "captions", (info.ordinal, stem, rank, file.path, file.size, file.mtime_ns)
             elif file.path != info.captions_file:
-                others[_kind_of_other(file.path)] += 1
+                by_folder[_kind_of_other(file.path)] += 1
     except OSError as error:
         raise DataFault(f"{error.filename or info.root}: cannot be listed ({error.strerror})") from None
 
@@ -244,9 +244,9 @@ def _count_masks(writer: IndexWriter, infos: Sequence[SourceInfo], listing: List
         stems = [stem for (stem,) in writer.db.execute("SELECT stem FROM scan.media WHERE source = ?", (info.ordinal,))]
         own = sum(stem in masked or stem.rpartition("/")[2] in masked for stem in stems)
         if own < len(stems):
-            others = "the others have the one for all" if info.default_mask else "the others count as a whole"
+            remainder = "the others have the one for all" if info.default_mask else "the others count as a whole"
             listing.passed_over.append(
-                f"{info.root}: {own:,} of {len(stems):,} pictures have a mask in {folder}, {others}"
+                f"{info.root}: {own:,} of {len(stems):,} pictures have a mask in {folder}, {remainder}"
             )
 
 
@@ -309,8 +309,8 @@ def nothing_new(writer: IndexWriter, infos: Iterable[SourceInfo]) -> bool:
     before = now | {"db": "old", "row": "old", "source": "(SELECT new FROM scan.mapping p WHERE p.old = f.source)"}
     with disk_faults(writer.folder):
         for rows in _UNTAKEN:
-            for one, other in ((now, before), (before, now)):
-                more = f"SELECT EXISTS ({rows.format(**one)} EXCEPT {rows.format(**other)})"
+            for newer, older in ((now, before), (before, now)):
+                more = f"SELECT EXISTS ({rows.format(**newer)} EXCEPT {rows.format(**older)})"
                 if writer.db.execute(more).fetchone()[0]:
                     return False
     return True

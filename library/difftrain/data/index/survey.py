@@ -78,16 +78,16 @@ def _parts(data: Data) -> tuple[np.ndarray, np.ndarray]:
 
 def _fits(table: BucketTable, width: np.ndarray, height: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return scale and kept share; each distinct size is fitted once."""
-    distinct, place = np.unique(
+    distinct, position = np.unique(
         width.astype(np.uint64) << np.uint64(32) | height.astype(np.uint64), return_inverse=True
     )
     facts = np.empty((len(distinct), 2), np.float32)
     for number, size in enumerate(distinct.tolist()):
         wide, high = size >> 32, size & 0xFFFFFFFF
-        found = table.select((wide, high))
-        area = found.resized_wh[0] * found.resized_wh[1]
-        facts[number] = found.resized_wh[0] / wide, found.bucket.width * found.bucket.height / area
-    return facts[place, 0], facts[place, 1]
+        bucket = table.select((wide, high))
+        area = bucket.resized_wh[0] * bucket.resized_wh[1]
+        facts[number] = bucket.resized_wh[0] / wide, bucket.bucket.width * bucket.bucket.height / area
+    return facts[position, 0], facts[position, 1]
 
 
 @dataclass
@@ -137,8 +137,8 @@ def _keep(heap: list[tuple[int, int, str]], item: tuple[int, int, str], most: in
 def _ids_of(index: Index, rows: list[int]) -> dict[int, int]:
     """Find the ids of rows of the database."""
     column = np.asarray(index.columns().row)
-    found = np.flatnonzero(np.isin(column, rows))
-    return dict(zip(column[found].tolist(), found.tolist(), strict=True))
+    ids = np.flatnonzero(np.isin(column, rows))
+    return dict(zip(column[ids].tolist(), ids.tolist(), strict=True))
 
 
 def copies(index: Index, most: int = 100) -> tuple[int, list[list[int]]]:
@@ -152,22 +152,22 @@ def copies(index: Index, most: int = 100) -> tuple[int, list[list[int]]]:
         groups.setdefault(content, []).append(row)
     database.close()
     ids = _ids_of(index, [row for rows in groups.values() for row in rows])
-    found = [sorted(ids[row] for row in rows) for rows in groups.values()]
+    copies = [sorted(ids[row] for row in rows) for rows in groups.values()]
     several = {info.root for info in index.sources}
     if len(several) < len(index.sources):  # some folder is read more than once
-        found = [group for group in found if len({index.path(index.record(i)) for i in group}) > 1]
-    found.sort(key=lambda group: (-len(group), group))
-    return len(found), found[:most]
+        copies = [group for group in copies if len({index.path(index.record(i)) for i in group}) > 1]
+    copies.sort(key=lambda group: (-len(group), group))
+    return len(copies), copies[:most]
 
 
 def rejects_by_source(index: Index) -> dict[int | None, dict[str, int]]:
     """Count what was refused, by source and kind of reason; None: what was refused before any file was opened."""
     database = connect(index.folder / DATABASE)
-    found: dict[int | None, dict[str, int]] = {}
+    rejects: dict[int | None, dict[str, int]] = {}
     for source, kind, count in database.execute(_REJECTS):
-        found.setdefault(source, {})[kind] = count
+        rejects.setdefault(source, {})[kind] = count
     database.close()
-    return found
+    return rejects
 
 
 def folder_of(index: Index, source: int) -> str:

@@ -133,17 +133,21 @@ def run_jobs(jobs: Iterable[PoolJob], handler: str, *, workers: int, limit_s: fl
 
     try:
         while True:
+            # a worker without a job gets the next one, or ends where none is left
             crew = [worker for worker in crew if worker.job is not None or _assign(worker, next_job())]
+            # in place of those that died or were stopped, too
             while len(crew) < workers and (job := next_job()) is not None:
                 crew.append(_PoolWorker(handler))
                 crew[-1].give(job)
             if not crew:
                 return
+            # looks up now and then: a worker over its limit sends nothing
             ready = wait([worker.connection for worker in crew], timeout=min(1.0, limit_s / 4))
             for worker in list(crew):
                 if worker.connection in ready:
                     try:
                         kind, value = worker.connection.recv()
+                    # it died, as decoders do of a broken file: the rest of its job goes to another
                     except (EOFError, OSError):
                         again.append(_after_death(worker))
                         crew.remove(worker)

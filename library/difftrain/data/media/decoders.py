@@ -164,7 +164,7 @@ def pixels(image: Image.Image, data: bytes, shrink: int = 1, decoder: str = HOST
     decoder: of JPEG in its full size; what it refuses, and all else, is the host's.
     Shape of an array: (H, W), (H, W, 3) or (H, W, 4) uint8, in the picture's mode.
     """
-    fast = _other(decoder, image, data) if decoder != HOST and shrink == 1 else None
+    fast = _decode_with(decoder, image, data) if decoder != HOST and shrink == 1 else None
     if fast is None:
         fast = _fast(image, data, shrink)
     if fast is not None:
@@ -180,7 +180,7 @@ def _fast(image: Image.Image, data: bytes, shrink: int) -> np.ndarray | None:
     return _checked(image, size, lambda: _array(image, data, size))
 
 
-def _other(decoder: str, image: Image.Image, data: bytes) -> np.ndarray | None:
+def _decode_with(decoder: str, image: Image.Image, data: bytes) -> np.ndarray | None:
     if image.format not in _JPEG or image.mode not in ("RGB", "L"):
         return None
     module, _, attribute = DECODERS[decoder].partition(":")

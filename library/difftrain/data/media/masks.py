@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from difftrain.contracts import Record
-from difftrain.data.media.augment import resize
-from difftrain.data.media.crop import CropWindow
+from difftrain.data.media.crop import CropWindow, resize
 from difftrain.data.media.media import Unusable, decode_rgba
 from difftrain.data.sources.base import IMAGE_SUFFIXES, picture_name, split_suffix
 

@@ -26,7 +26,7 @@ from PIL import (
     features,
 )
 
-from difftrain.data.media.augment import fit, resize
+from difftrain.data.media.crop import fit, resize
 from difftrain.data.media.decoders import HOST, late_exif, pixels, read_webp_header, seems_whole, shrink_of
 
 __all__ = [
@@ -103,7 +103,7 @@ class Header(NamedTuple):
 
     size_wh: tuple[int, int]
     format: str
-    whole: bool  # the end of the file is where it should be; False: only decoding can tell
+    is_complete: bool  # the end of the file is where it should be; False: only decoding can tell
 
 
 class Decoded(NamedTuple):
@@ -165,12 +165,12 @@ def _decode(
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # turned by Pillow itself as it loads
             image.load()
             turn, whole_wh = _orientation(image, None), image.size
-        found = pixels(image, data, shrink, decoder)
-        if isinstance(found, np.ndarray):
-            if convert is _to_rgb and turn == 1 and found.shape[2:] == (3,):
-                return Decoded(found, whole_wh)
-            found = Image.fromarray(found)
-        converted = convert(found)
+        picture = pixels(image, data, shrink, decoder)
+        if isinstance(picture, np.ndarray):
+            if convert is _to_rgb and turn == 1 and picture.shape[2:] == (3,):
+                return Decoded(picture, whole_wh)
+            picture = Image.fromarray(picture)
+        converted = convert(picture)
         if turn in _TURNS:
             converted = converted.transpose(_TURNS[turn])
         return Decoded(np.asarray(converted), _swapped(whole_wh, turn >= 5))
@@ -203,14 +203,14 @@ def _probe(stream: BinaryIO, max_pixels: int) -> Header:
 
 
 def _probe_webp(stream: BinaryIO, max_pixels: int) -> Header | None:
-    found = read_webp_header(stream)
+    header = read_webp_header(stream)
     stream.seek(0)
-    if found is None or not seems_whole(stream, "WEBP"):
+    if header is None or not seems_whole(stream, "WEBP"):
         stream.seek(0)
         return None
-    width, height = found.size_wh
+    width, height = header.size_wh
     _check_pixels(width, height, max_pixels)
-    if found.exif is not None and _orientation_of(found.exif) >= 5:
+    if header.exif is not None and _orientation_of(header.exif) >= 5:
         width, height = height, width
     return Header((width, height), "WEBP", True)
 

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from difftrain.config import TrainingSection
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Bucket, DataFault, Draw
-from difftrain.data.plan.repeats import BucketRepeats, LruCache, bucket_key
-from difftrain.data.plan.sequential import SequentialOrder
+from difftrain.data.plan.sequential import BucketRepeats, LruCache, SequentialOrder, bucket_key
 from difftrain.data.plan.tables import BucketRows, PlanTables, total_uses
-from difftrain.diffusion.keys import STREAM_VERSION
+from difftrain.diffusion.draws import STREAM_VERSION
 from difftrain.diffusion.permutation import Permutation
 
 ALL = slice(None)
@@ -149,6 +149,7 @@ class EpochPlan:
 
     def served(self, epoch: int) -> np.ndarray:
         """Return how many batches of each bucket come before an epoch."""
+        # uses of full passes over batch size: what is left over begins the next epoch's first batch
         uses = epoch * self._even_uses
         for bucket in self._fractional:
             uses[bucket] = self._repeats[bucket].before(epoch)
@@ -190,6 +191,7 @@ class EpochPlan:
         served = self.served(epoch)
         counts = self.served(epoch + 1) - served
         bucket, k = self.arrangement.pick(epoch, index, counts)
+        # the stream of a bucket is endless: this epoch begins where the last one's full batches ended
         first = int(served[bucket]) * int(self._batches[bucket])
         positions = self.arrangement.positions(bucket, k, first, int(counts[bucket]))[part]
 
@@ -236,6 +238,7 @@ class EpochPlan:
             "global_batch": self.global_batches[0] if self._single else list(self.global_batches),
             **self._settings,
             "records": sum(rows.records for rows in self.buckets),
+            # by name and not in order, so that a checkpoint tells which bucket changed
             "buckets": {
                 self.tables.name(rows): {"records": rows.records, "uses": rows.uses, "digest": rows.digest}
                 for rows in self.buckets
@@ -283,3 +286,27 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif a["digest"] != b["digest"]:
             differences.append(f"bucket {name}: as many records as before, but others (or named otherwise)")
     return differences
+
+
+# --- How long a run is: by epochs, by steps, or by what comes first
+
+
+def why(training: TrainingSection, plan: EpochPlan) -> str:
+    """Say what ends the run."""
+    if not training.max_epochs:
+        return f"by {option('training.max_steps')}"
+    epochs = f"{training.max_epochs} epoch{'s' if training.max_epochs > 1 else ''}"
+    if not training.first_limit:
+        return f"by {option('training.max_epochs')}={training.max_epochs}"
+    steps = plan.total_steps(training.max_epochs)
+    if steps <= training.max_steps:
+        return f"by {epochs}, which come before the {training.max_steps} steps of max_steps"
+    return f"by max_steps, which comes before the {steps} steps of {epochs}"
+
+
+def total_steps(training: TrainingSection, plan: EpochPlan) -> int:
+    """Return the steps of the whole run; epochs win over steps, unless what comes first is asked for."""
+    if not training.max_epochs:
+        return training.max_steps
+    steps = plan.total_steps(training.max_epochs)
+    return min(steps, training.max_steps) if training.first_limit else steps

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.data.plan.plan import EpochPlan
-from difftrain.data.plan.repeats import LruCache
-from difftrain.data.plan.sequential import SequentialOrder
+from difftrain.data.plan.sequential import LruCache, SequentialOrder
 
 if TYPE_CHECKING:
     from difftrain.data.index.index import Index

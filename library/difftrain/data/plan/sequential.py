@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from difftrain.data.index.index import Index, IndexColumns
-from difftrain.data.plan.repeats import BucketRepeats, LruCache, RepeatSegments, bucket_key
-from difftrain.data.plan.tables import PlanTables
+from difftrain.data.plan.tables import BucketRows, PlanTables
 from difftrain.data.sources import open_source
-from difftrain.diffusion.keys import key_of
+from difftrain.diffusion.draws import key_of, words_of
 from difftrain.diffusion.permutation import Permutation
 
 
@@ -24,6 +24,7 @@ def with_plain_shards(index: Index, size: int) -> IndexColumns:
     id_of[rows] = np.arange(len(rows))
     for info in index.sources:
         if not open_source(info).sharded:
+            # by path, so that a shard holds neighbours on the disk
             named = sorted((path, row) for row, _, path, _ in index.places([info.ordinal]))
             ids = id_of[np.fromiter((row for _, row in named), np.int64, len(named))]
             shard[ids] = np.arange(len(ids)) // size
@@ -50,6 +51,7 @@ class Slots(NamedTuple):
     @classmethod
     def of(cls, global_batch: int, most: int) -> Slots:
         """Take the largest number of streams, at most `most`, that divides a global batch."""
+        # a stream must serve the same number of rows in every batch
         streams = max(s for s in range(1, min(most, global_batch) + 1) if global_batch % s == 0)
         slots = np.arange(global_batch)
         return cls(streams, global_batch // streams, slots % streams, slots // streams)
@@ -79,6 +81,7 @@ class SequentialOrder:
         """Return the positions of the endless stream that batch k of an epoch's `count` batches takes; the epoch begins at `first`."""
         slots = self.slots[bucket]
         g = slots.rows_per_stream
+        # stream s reads the s-th of equal stretches of the epoch, g rows a batch
         positions: np.ndarray = first + slots.stream * (count * g) + k * g + slots.row
         return positions
 
@@ -150,8 +153,10 @@ def merged(index: int, counts: np.ndarray) -> tuple[int, int]:
     the items around that share need sorting. The share is one correctly rounded division, the same on every machine.
     """
     total, slack = int(counts.sum()), len(counts)
+    # counts of shares below are off by less than one a bucket, so the item lies between these two
     first = _below((index - slack) / total, counts)
     after = _below((index + slack + 1) / total, counts)
+    # the few candidates, each bucket's k from its first
     number = after - first
     bucket = np.repeat(np.arange(len(counts)), number)
     k = np.arange(len(bucket)) - np.repeat(np.cumsum(number) - number - first, number)
@@ -171,3 +176,129 @@ def _below(share: float, counts: np.ndarray) -> np.ndarray:
     number -= (number > 0) & (_share(number - 1, some) >= share)  # rounding can be one off, never two
     number += (number < counts) & (_share(number, some) < share)
     return number
+
+
+# --- How the uses of a bucket lie in its endless stream: pass by pass, one pass an epoch, repeats counted
+
+
+T = TypeVar("T")
+
+
+class LruCache:
+    """Keep the values that were last asked for. Picklable: a copy starts empty."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: dict[Any, Any] = {}
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """Return the value of a key, made where it is not kept."""
+        value = self._values.pop(key, None)
+        if value is None:
+            value = make()
+            if len(self._values) >= self._limit:
+                self._values.pop(next(iter(self._values)))
+        self._values[key] = value
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LruCache, (self._limit,)
+
+
+def bucket_key(rows: BucketRows) -> tuple[int, ...]:
+    """Identify a bucket in keys: by its size and data set, so that another bucket more reshuffles nothing."""
+    size = rows.bucket.height, rows.bucket.width, rows.bucket.frames
+    return (*size, rows.dataset) if rows.dataset else size
+
+
+class RepeatSegments:
+    """The segments of a bucket in some order, and the uses of each in any pass.
+
+    phase: of the extra uses, of each segment in the order of the table. Shape: (segments,).
+    """
+
+    def __init__(self, segments: np.ndarray, phase: np.ndarray) -> None:
+        self._first, self._records, self._repeats = (np.array(segments[n]) for n in ("first", "records", "repeats"))
+        self._extra, self._of, self._phase = np.array(segments["extra"]), np.array(segments["of"]), phase
+        self.even = not self._extra.any()  # every pass is like the first
+        self._starts = LruCache(4)
+
+    def extras(self, pass_: int) -> np.ndarray:
+        """Return X of a pass: how many extra uses each segment has before it."""
+        extras: np.ndarray = (pass_ * self._records * self._extra + self._phase) // self._of
+        return extras
+
+    def counts(self, pass_: int) -> np.ndarray:
+        """Return the uses of each segment in a pass."""
+        counts: np.ndarray = self._records * self._repeats
+        return counts if self.even else counts + self.extras(pass_ + 1) - self.extras(pass_)
+
+    def before(self, pass_: int) -> int:
+        """Count the uses before a pass."""
+        uses = pass_ * int((self._records * self._repeats).sum())
+        return uses if self.even else uses + int(self.extras(pass_).sum())
+
+    def find(self, pass_: int, uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows and occurrences of uses in a pass: an occurrence is the number of the record's uses before."""
+        starts = self._starts.get(0 if self.even else pass_, lambda: np.append(0, np.cumsum(self.counts(pass_))))
+        segment = np.searchsorted(starts, uses, side="right") - 1
+        use, repeats = uses - starts[segment], self._repeats[segment]
+        if self.even:
+            # whole repeats: record after record, each `repeats` times in a row
+            row, repeat = np.divmod(use, repeats)
+            return self._first[segment] + row, pass_ * repeats + repeat
+        records, gone = self._records[segment], self.extras(pass_)[segment]
+        # fractions: after the whole repeats, `extra` of the records once more, in turn from pass to pass
+        extra = use - records * repeats
+        row, repeat = np.divmod(use, np.maximum(repeats, 1))
+        row, repeat = np.where(extra < 0, row, (gone + extra) % records), np.where(extra < 0, repeat, repeats)
+        return self._first[segment] + row, pass_ * repeats + (gone - row - 1) // records + 1 + repeat
+
+
+class BucketRepeats:
+    """The endless stream of a bucket, cut into passes. rate: uses of a pass, on average."""
+
+    def __init__(self, rows: BucketRows) -> None:
+        self._table = rows.segments
+        shift = words_of("extra uses", *bucket_key(rows), count=1)[0] >> 1
+        self._phase = (np.asarray(rows.segments["first"]) - rows.first + shift) % np.asarray(rows.segments["of"])
+        self.segments = RepeatSegments(self._table, self._phase)
+        self.fractional = 0 if self.segments.even else int(np.count_nonzero(rows.segments["extra"]))
+        pieces = np.unique(rows.segments[["extra", "of"]]) if self.fractional else ()
+        self.rate = Fraction(int((rows.segments["records"] * rows.segments["repeats"]).sum()))
+        for extra, of in (map(int, piece) for piece in pieces):
+            # summed as fractions, so that the rate is exact
+            own = (rows.segments["extra"] == extra) & (rows.segments["of"] == of)
+            self.rate += int(rows.segments["records"][own].sum()) * Fraction(extra, of)
+
+    def ordered(self, order: np.ndarray) -> RepeatSegments:
+        """Return the segments in another order."""
+        return RepeatSegments(self._table[order], self._phase[order])
+
+    def before(self, pass_: int) -> int:
+        """Count the uses before a pass."""
+        return self.segments.before(pass_)
+
+    def uses(self, pass_: int) -> int:
+        """Count the uses of a pass."""
+        return self.before(pass_ + 1) - self.before(pass_)
+
+    def pass_of(self, position: int) -> int:
+        """Return the pass that a position of the stream lies in."""
+        slack = self.fractional + 1  # each segment's extra uses are less than one off their average
+        low, high = max(0, (position - slack) // self.rate), (position + slack) // self.rate + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.before(middle) <= position else (low, middle)
+        return int(low)
+
+    def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pass of each position, and the offset within it."""
+        if self.segments.even:
+            return np.divmod(positions, int(self.rate))
+        first, most = self.pass_of(int(positions.min())), int(positions.max())
+        starts = [self.before(first)]
+        while starts[-1] <= most:
+            starts.append(self.before(first + len(starts)))
+        which = np.searchsorted(starts, positions, side="right") - 1
+        return first + which, positions - np.array(starts)[which]

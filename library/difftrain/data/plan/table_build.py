@@ -18,7 +18,7 @@ import numpy as np
 from difftrain.contracts import Bucket, DataFault
 from difftrain.data.index.inspection import record_key
 from difftrain.data.plan.tables import SEGMENT, VERSION, Layout
-from difftrain.diffusion.keys import words_of
+from difftrain.diffusion.draws import words_of
 from difftrain.io.files import fsync_file
 
 if TYPE_CHECKING:
@@ -174,6 +174,7 @@ def _dataset_buckets(
     """
     datasets = 1 + max(source.dataset for source in sources)
     dataset_buckets = sorted({DatasetBucket(dataset, bucket) for dataset in range(datasets) for bucket in buckets})
+    # the last column answers for the ordinal -1: no bucket fits
     rank_of = {pair: rank for rank, pair in enumerate(dataset_buckets)}
     ranks = np.array([[rank_of[DatasetBucket(d, b)] for b in buckets] + [-1] for d in range(datasets)], dtype=np.int64)
     dataset = np.array([source.dataset for source in sources])
@@ -194,6 +195,7 @@ def _arrange(
     for number, source in enumerate(sources):
         if source.share < 1:
             own = np.flatnonzero(np.asarray(columns.source) == number)
+            # the records that a subset's share leaves out are drawn like held-out ones, by key
             part[own[~HeldOutSplit(source.share, 0).held_out(columns.keys[own], "subsample")]] = LEFT_OUT
     part[rank < 0] = UNPLACED
 
@@ -359,7 +361,7 @@ def held_out(index: Index, shares: Sequence[float], seed: int) -> np.ndarray:
 
     # the share of each source: overlapping ones have the same outermost folder
     tops = _tops(sources)
-    together = {top: [n for n, other in enumerate(tops) if other == top] for top in set(tops)}
+    together = {top: [n for n, rival in enumerate(tops) if rival == top] for top in set(tops)}
     common = [max(shares[n] for n in together[top]) for top in tops]
     common = [0.0 if info.is_reg else share for info, share in zip(sources, common, strict=True)]
 
@@ -370,7 +372,7 @@ def held_out(index: Index, shares: Sequence[float], seed: int) -> np.ndarray:
     mask = np.zeros(len(columns.keys), dtype=bool)
     source = np.asarray(columns.source)
     for share in sorted(set(common) - {0.0}):
-        own = np.array([other == share for other in common])[source]
+        own = np.array([rival == share for rival in common])[source]
         mask[own] = HeldOutSplit(share, seed).held_out(split_hashes[own])
     return mask
 

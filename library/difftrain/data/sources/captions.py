@@ -86,7 +86,7 @@ def names_in(info: SourceInfo) -> set[str]:
 def blanks_in(info: SourceInfo) -> int:
     """Return how many empty captions stand in lists beside others: no use draws one."""
     lists = [value for value in _entries(info).values() if isinstance(value, list)]
-    blank = [sum(isinstance(each, str) and not each.strip() for each in value) for value in lists]
+    blank = [sum(isinstance(caption, str) and not caption.strip() for caption in value) for value in lists]
     return sum(count for count, value in zip(blank, lists, strict=True) if count < len(value))
 
 
@@ -105,13 +105,13 @@ def captions_in(info: SourceInfo, name: str) -> tuple[str, ...]:
 def lacking(info: SourceInfo, name: str) -> str:
     """Say why a picture has no caption."""
     bare = name.rpartition("/")[2]
-    there = bool(_entries(info).keys() & {name, bare})
+    present = bool(_entries(info).keys() & {name, bare})
     what = (
         f"{info.captions_file} has an empty one for {bare!r}"
-        if there
+        if present
         else f"{info.captions_file} does not name {bare!r}"
     )
-    return f"{'empty' if there else 'no'} caption: {what}"
+    return f"{'empty' if present else 'no'} caption: {what}"
 
 
 def _path(info: SourceInfo) -> Path:
@@ -128,10 +128,10 @@ def _bytes(path: Path) -> bytes:
 def _entries(info: SourceInfo) -> dict[str, Any]:
     path = _path(info)
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError as error:
         raise DataFault(f"{path}: cannot be read ({error.strerror})") from None
-    return _parsed(path, found.st_size, found.st_mtime_ns)
+    return _parsed(path, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4)

@@ -14,12 +14,12 @@ from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.media.media import Unusable, decode_rgba
-from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, printable, split_suffix
-from difftrain.data.sources.folder import is_folder
-from difftrain.data.sources.kohya import KohyaFolder, kohya_folders, outside
+from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, is_picture, printable, split_suffix
+from difftrain.data.sources.folder import is_folder, walk
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import CaptionSection, DataSection, SubsetSection
+
 
 CAPTION_SUFFIXES = (".caption", ".txt")  # tried in this order where none is configured
 _SHARDS = {".tar": "tar", ".parquet": "parquet"}
@@ -75,9 +75,9 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
     made, faults = Configured(), []
     number = 0
     for ordinal, dataset in enumerate(datasets_of(data, captions)):
-        for place, subset in enumerate(dataset.subsets):
+        for index, subset in enumerate(dataset.subsets):
             try:
-                _add(made, {"name": str(number), "dataset": ordinal, "subset": place}, subset, data)
+                _add(made, {"name": str(number), "dataset": ordinal, "subset": index}, subset, data)
             except DataFault as fault:
                 faults.append(str(fault))
             number += 1
@@ -90,9 +90,9 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
     return made
 
 
-def _place(given: str) -> Path:
+def _absolute(path_text: str) -> Path:
     """Return the absolute path; a file that is a link keeps its name, which says what it is."""
-    path = Path(given).expanduser()
+    path = Path(path_text).expanduser()
     return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
 
@@ -107,10 +107,10 @@ def _mask(path: Path) -> Path:
     return path
 
 
-def repeats(given: float, times: int = 1) -> int | float:
+def repeats(count: float, times: int = 1) -> int | float:
     """Return how often an epoch uses a picture: a whole number as such, 0.1 exactly a tenth."""
-    found = Fraction(str(given)) * times
-    return found.numerator if found.denominator == 1 else float(found)
+    product = Fraction(str(count)) * times
+    return product.numerator if product.denominator == 1 else float(product)
 
 
 def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data: DataSection) -> None:
@@ -121,8 +121,8 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
     of_file: dict[str, Any] = {"captions_file": subset.captions_file} if subset.captions_file else {}
     if of_file:
         suffixes = ()  # caption files beside it are passed over
-    known["masks"] = str(_place(subset.conditioning_dir)) if subset.conditioning_dir else ""
-    known["default_mask"] = str(_mask(_place(subset.default_mask))) if subset.default_mask else ""
+    known["masks"] = str(_absolute(subset.conditioning_dir)) if subset.conditioning_dir else ""
+    known["default_mask"] = str(_mask(_absolute(subset.default_mask))) if subset.default_mask else ""
     known |= {"masks_optional": subset.masks_optional, "share": subset.share}
     known |= {"allow_empty": subset.captions.allow_empty, "whole_text": subset.captions.dialect == "diffusion_pipe"}
 
@@ -130,41 +130,44 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         facts = {"ordinal": len(made.infos), "kind": kind, "root": str(root), "repeats": repeats(subset.repeats, times)}
         made.infos.append(SourceInfo(**(known | facts | more)))  # type: ignore[arg-type]
 
+    # --- a class of the user's, or a metadata file: they name their pictures themselves
     if subset.dataset_class:
-        add("class", subset.dataset_class, only=str(_place(subset.image_dir)) if subset.image_dir else "")
+        add("class", subset.dataset_class, only=str(_absolute(subset.image_dir)) if subset.image_dir else "")
         made.notes.append(f"{subset.dataset_class}: pictures as the class hands them out")
         return
     if subset.metadata_file:
-        file = _place(subset.metadata_file)
-        place = _place(subset.image_dir) if subset.image_dir else file.parent
-        add("metadata", place, only=os.path.relpath(file, place), separator=subset.captions.separator)
-        made.notes.append(f"{place}: pictures and captions as {file.name} names them")
+        file = _absolute(subset.metadata_file)
+        image_dir = _absolute(subset.image_dir) if subset.image_dir else file.parent
+        add("metadata", image_dir, only=os.path.relpath(file, image_dir), separator=subset.captions.separator)
+        made.notes.append(f"{image_dir}: pictures and captions as {file.name} names them")
         return
-    place = _place(subset.image_dir or "")
+    # --- one tar or parquet file
+    image_dir = _absolute(subset.image_dir or "")
     columns: dict[str, Any] = {"image_column": data.image_column or "", "caption_column": data.caption_column or ""}
-    if place.is_file() and place.suffix.lower() in _SHARDS:
-        kind = _SHARDS[place.suffix.lower()]
-        add(kind, place.parent, only=place.name, **(columns if kind == "parquet" else {}))
+    if image_dir.is_file() and image_dir.suffix.lower() in _SHARDS:
+        kind = _SHARDS[image_dir.suffix.lower()]
+        add(kind, image_dir.parent, only=image_dir.name, **(columns if kind == "parquet" else {}))
         return
-    kind, depth = made.kind(place, 0 if subset.flat else None)
-    made.notes.append(f"{place}: {_SENTENCES[kind]}")
-    folders = kohya_folders(place) if kind == "folder" and depth == 1 else []
+    # --- a folder, whose kind is read from what is in it
+    kind, depth = made.kind(image_dir, 0 if subset.flat else None)
+    made.notes.append(f"{image_dir}: {_SENTENCES[kind]}")
+    folders = kohya_folders(image_dir) if kind == "folder" and depth == 1 else []
     if folders:
-        made.kohya.append((place, folders))
+        made.kohya.append((image_dir, folders))
         listed = ", ".join(f"{folder.name} x {folder.repeats}" for folder in folders[:8])
         more = f" and {len(folders) - 8} more" if len(folders) > 8 else ""
-        made.notes[-1] = f"{place}: kohya's <repeats>_<class> folders: {listed}{more}"
+        made.notes[-1] = f"{image_dir}: kohya's <repeats>_<class> folders: {listed}{more}"
         for folder in folders:
             name = f"{folder.name}/"
-            add("folder", place, folder.repeats, prefix=name, words=folder.words, suffixes=suffixes, **of_file)
+            add("folder", image_dir, folder.repeats, prefix=name, words=folder.words, suffixes=suffixes, **of_file)
     elif kind == "folder":
-        add(kind, place, suffixes=suffixes, words=subset.class_tokens or "", **of_file)
+        add(kind, image_dir, suffixes=suffixes, words=subset.class_tokens or "", **of_file)
     else:
-        add(kind, place, **(columns if kind == "parquet" else of_file))
+        add(kind, image_dir, **(columns if kind == "parquet" else of_file))
         if of_file and kind == "parquet":
-            made.notes.append(f"{place}: {subset.captions_file} has no effect: parquet files bring their captions")
+            made.notes.append(f"{image_dir}: {subset.captions_file} has no effect: parquet files bring their captions")
         if subset.class_tokens:
-            made.notes.append(f"{place}: class_tokens have no effect: {kind} files bring their captions")
+            made.notes.append(f"{image_dir}: class_tokens have no effect: {kind} files bring their captions")
 
 
 _SENTENCES = {
@@ -193,11 +196,11 @@ def _kind(root: Path, deepest: int | None = None) -> tuple[str, int]:
         if kind := kind_of_suffixes(suffixes):
             return kind, depth
         level, depth = below, depth + 1
-    found = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in seen.most_common(5)) or "nothing"
+    counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in seen.most_common(5)) or "nothing"
     where = "at any depth" if deepest is None else "in the folder itself (image_dir leaves out what lies below it)"
     raise DataFault(
         f"{root}: no pictures here {where}, loose ({', '.join(sorted(IMAGE_SUFFIXES))}) or in .tar or .parquet "
-        f"files; found: {found}"
+        f"files; found: {counts}"
     )
 
 
@@ -219,10 +222,10 @@ def _look(level: list[Path], visited: set[tuple[int, int]]) -> tuple[Counter[str
     """Count the suffixes of a level's files and return its sub-folders."""
     suffixes, below = Counter[str](), []
     for folder in level:
-        found = folder.stat()
-        if (found.st_dev, found.st_ino) in visited:
+        stat = folder.stat()
+        if (stat.st_dev, stat.st_ino) in visited:
             continue
-        visited.add((found.st_dev, found.st_ino))
+        visited.add((stat.st_dev, stat.st_ino))
         try:
             entries = os.scandir(folder)
         except OSError as error:
@@ -240,3 +243,51 @@ def _look(level: list[Path], visited: set[tuple[int, int]]) -> tuple[Counter[str
 
 def _suffix(extension: str) -> str:
     return extension.lower() if extension.startswith(".") else f".{extension.lower()}"
+
+
+# --- kohya's folders: `<repeats>_<class words>` below the data folder, each its own number of repeats
+
+
+@dataclass(frozen=True)
+class KohyaFolder:
+    """One sub-folder: its name, how often an epoch uses it, and the caption of pictures that have none."""
+
+    name: str
+    repeats: int
+    words: str
+
+
+def parse_name(name: str) -> KohyaFolder | None:
+    """Read `10_sks dog` as (10, "sks dog"); None where it is no such name. Fewer than one repeat is none.
+
+    A bare number is none either, though kohya takes it for repeats: large folders are often divided into 000, 001, ...
+    """
+    number, line, words = name.partition("_")
+    if not line or not (number.isascii() and number.isdigit()) or int(number) < 1:
+        return None
+    return KohyaFolder(name, int(number), words.strip())
+
+
+def kohya_folders(root: Path) -> list[KohyaFolder]:
+    """Return the sub-folders of kohya's layout that hold pictures directly, by name."""
+    folders = []
+    for entry in os.scandir(root):
+        parsed = parse_name(entry.name) if is_folder(entry) else None
+        if parsed is not None and _holds_pictures(Path(entry.path)):
+            folders.append(parsed)
+    return sorted(folders, key=lambda folder: folder.name)
+
+
+def outside(root: Path, folders: list[KohyaFolder]) -> Iterator[str]:
+    """Iterate over pictures that lie in none of the folders: kohya passes them over, we name them."""
+    inside = {folder.name for folder in folders}
+    for entry in os.scandir(root):
+        if is_folder(entry) and entry.name not in inside and not entry.name.startswith("."):
+            for path, _ in walk(root, entry.name):
+                if is_picture(path):
+                    yield path
+
+
+def _holds_pictures(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(is_picture(entry.name) and not entry.name.startswith(".") for entry in entries)

@@ -67,9 +67,9 @@ class FolderSource(DataSource):
             data = opened.read(MAX_CAPTION_BYTES + 1)
         if len(data) > MAX_CAPTION_BYTES:
             raise BadCaption(f"caption too long: {file.caption} has more than {MAX_CAPTION_BYTES} bytes")
-        whole = decode_text(data, file.caption)
+        whole_text = decode_text(data, file.caption)
         shaped = all_lines if self.info.multi_line else one_line if self.info.whole_text else first_line
-        text = shaped(whole)
+        text = shaped(whole_text)
         return (text,) if text else ()
 
     def read(self, media: MediaRef) -> bytes:
@@ -85,10 +85,10 @@ def walk(root: Path, below: str = "", *, deep: bool = True) -> Iterator[tuple[st
     waiting, seen = [below.rstrip("/")], set()
     while waiting:
         folder = waiting.pop()
-        found = (root / folder).stat()
-        if (found.st_dev, found.st_ino) in seen:
+        stat = (root / folder).stat()
+        if (stat.st_dev, stat.st_ino) in seen:
             continue
-        seen.add((found.st_dev, found.st_ino))
+        seen.add((stat.st_dev, stat.st_ino))
         with os.scandir(root / folder) as entries:
             for entry in entries:
                 if entry.name.startswith(".") or entry.name == "__MACOSX":
@@ -114,7 +114,7 @@ def leads_nowhere(entry: os.DirEntry[str]) -> bool:
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
     """Return (size, mtime_ns) of a listed file, zeros for one that has gone or is a broken link."""
     try:
-        found = entry.stat()
+        stat = entry.stat()
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns

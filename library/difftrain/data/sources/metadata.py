@@ -35,16 +35,16 @@ class MetadataSource(DataSource):
     """One file; info.only is its path from the root, the folder of the pictures."""
 
     def listing(self) -> Iterator[ListedFile]:
-        found = (self.root / self.info.only).stat()
-        yield ListedFile("media", self.info.only, found.st_size, self._stamp(found.st_mtime_ns))
+        stat = (self.root / self.info.only).stat()
+        yield ListedFile("media", self.info.only, stat.st_size, self._stamp(stat.st_mtime_ns))
 
     def _stamp(self, mtime_ns: int) -> int:
         """Return what changes with the file and with any picture: one that came, went or is another has to be seen."""
         state = hashlib.blake2b(f"{mtime_ns}".encode(), digest_size=7)
         for name in self._entries:
             try:
-                found = self._find(name)
-                seen = found.stat() if found else None
+                path = self._find(name)
+                seen = path.stat() if path else None
             except OSError:
                 seen = None
             state.update(f" {seen.st_size} {seen.st_mtime_ns}".encode() if seen else b" none")
@@ -75,17 +75,17 @@ class MetadataSource(DataSource):
         seen: dict[str, str] = {}
         for name, entry in self._entries.items():
             try:
-                found = self._find(name)
-                size = found.stat().st_size if found else 0
+                captions_path = self._find(name)
+                size = captions_path.stat().st_size if captions_path else 0
             except OSError as error:
                 yield BadItem(printable(name), f"cannot be read: {error.strerror}")
                 continue
-            if found is None:
+            if captions_path is None:
                 yield BadItem(printable(name), f"no picture: none of this path, and none of this name in {self.root}")
                 continue
 
             # entries may call a picture by several names: it is taken once, for the first of them
-            path = Path(os.path.relpath(found, self.root)).as_posix()
+            path = Path(os.path.relpath(captions_path, self.root)).as_posix()
             key = printable(name if path.startswith("../") else path)
             if key in seen:
                 yield BadItem(printable(name), f"same picture twice: {seen[key]!r} names it too")
@@ -105,7 +105,7 @@ class MetadataSource(DataSource):
                 0,
                 size,
                 captions,
-                lambda at=found: at.open("rb"),  # type: ignore[misc]
+                lambda at=captions_path: at.open("rb"),  # type: ignore[misc]
                 lacking,
                 path,
                 key=key,
@@ -115,9 +115,9 @@ class MetadataSource(DataSource):
         """Find a picture by its path, below the root, whole or from where we are, or by its name without suffix."""
         here = self.root / name  # a whole path stays one
         by_path = (here, Path.cwd() / name) if is_picture(name) else ()
-        for place in (*by_path, *(here.with_name(here.name + suffix) for suffix in _SUFFIXES if here.name)):
-            if _is_file(place):
-                return place
+        for path in (*by_path, *(here.with_name(here.name + suffix) for suffix in _SUFFIXES if here.name)):
+            if _is_file(path):
+                return path
         return None
 
     def _captions(self, entry: Any) -> tuple[str, ...]:
@@ -135,9 +135,9 @@ class MetadataSource(DataSource):
         return (self.root / media.path).read_bytes()
 
 
-def _is_file(place: Path) -> bool:
+def _is_file(path: Path) -> bool:
     try:
-        return place.is_file()
+        return path.is_file()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return False

@@ -54,7 +54,7 @@ class ParquetSource(DataSource):
             return ""  # a damaged file is listed when it is read
         image, _ = self._columns(file, path)
         largest = max((file.metadata.row_group(g).total_byte_size for g in range(file.num_row_groups)), default=0) >> 20
-        if largest <= _LARGE_GROUP_MIB or _holds_paths(file.schema_arrow.field(image).type):
+        if largest <= _LARGE_GROUP_MIB or _is_text(file.schema_arrow.field(image).type):
             return ""
         return (
             f"{path}: row groups of {largest} MiB; a picture drawn at random reads a whole one. "
@@ -98,15 +98,15 @@ class ParquetSource(DataSource):
         self, file: str, member: str, path: str, captions: tuple[str, ...], lacking: str
     ) -> SourceItem | BadItem:
         """Make the item of a row that names a file, relative to the parquet file's own folder."""
-        place = posixpath.normpath(posixpath.join(posixpath.dirname(file), path.replace("\\", "/")))
-        if posixpath.isabs(place) or place.split("/")[0] == "..":
+        inner_path = posixpath.normpath(posixpath.join(posixpath.dirname(file), path.replace("\\", "/")))
+        if posixpath.isabs(inner_path) or inner_path.split("/")[0] == "..":
             return BadItem(member, f"outside its folder: {path}")
-        full = self.root / place
+        full = self.root / inner_path
         try:
             size = full.stat().st_size
         except OSError:
             return BadItem(member, f"no picture: {path} does not exist")
-        return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=place)
+        return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=inner_path)
 
     def read(self, media: MediaRef) -> bytes:
         if media.length != -1:
@@ -152,8 +152,8 @@ class ParquetSource(DataSource):
         if caption is None:
             missing.append(_missing("captions", self.info.caption_column, "data.caption_column", CAPTION_COLUMNS))
         if image is None or caption is None:
-            found = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
-            raise DataFault(f"{self.root / path}: {'; '.join(missing)}. Columns found: {found}")
+            columns = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
+            raise DataFault(f"{self.root / path}: {'; '.join(missing)}. Columns found: {columns}")
         return image, caption
 
 
@@ -174,10 +174,6 @@ def _can_be_picture(kind: Any) -> bool:
     if pyarrow.types.is_struct(kind):
         return {kind.field(i).name for i in range(kind.num_fields)} & {"bytes", "path"} != set()
     return _is_binary(kind) or _is_text(kind)
-
-
-def _holds_paths(kind: Any) -> bool:
-    return _is_text(kind)
 
 
 def _can_be_caption(kind: Any) -> bool:

@@ -39,17 +39,17 @@ class Descriptors:
     def __init__(self, limit: int = _OPEN_FILES) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._held: OrderedDict[Path, io.FileIO] = OrderedDict()
+        self._open_files: OrderedDict[Path, io.FileIO] = OrderedDict()
 
     def get(self, path: Path) -> io.FileIO:
         """Return an unbuffered open file; it closes when nobody holds it any more."""
         with self._lock:
-            file = self._held.pop(path, None)
+            file = self._open_files.pop(path, None)
             if file is None:
                 file = io.FileIO(path)
-            self._held[path] = file
-            while len(self._held) > self._limit:
-                self._held.popitem(last=False)
+            self._open_files[path] = file
+            while len(self._open_files) > self._limit:
+                self._open_files.popitem(last=False)
             return file
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -155,8 +155,8 @@ class TarSource(DataSource):
 def list_shards(source: DataSource, suffix: str) -> Iterator[ListedFile]:
     """List the files of a suffix below a source's root as media, everything else as other."""
     if source.info.only:
-        found = (source.root / source.info.only).stat()
-        yield ListedFile("media", source.info.only, found.st_size, found.st_mtime_ns)
+        stat = (source.root / source.info.only).stat()
+        yield ListedFile("media", source.info.only, stat.st_size, stat.st_mtime_ns)
         return
     for path, entry in walk(source.root, deep=not source.info.flat):
         if path.lower().endswith(suffix):

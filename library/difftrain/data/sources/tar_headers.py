@@ -165,13 +165,13 @@ def _extended(file: BinaryIO, body: int, size: int, end: int) -> bytes:
 
 def _pax(data: bytes) -> dict[str, str]:
     """Parse "<length> <keyword>=<value>\\n" records."""
-    found = {}
+    records = {}
     at = 0
     while at < len(data) and data[at : at + 1] != b"\0":
         number, _, _ = data[at : at + 20].partition(b" ")
         if not number.isdigit() or not int(number):
             raise _HeaderFault(f"a pax header holds {number!r} where a length should be")
         key, _, value = data[at + len(number) + 1 : at + int(number) - 1].partition(b"=")
-        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        records[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         at += int(number)
-    return found
+    return records

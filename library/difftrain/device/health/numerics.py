@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from difftrain.contracts import ConfigFault
-from difftrain.device.health.finding import Context, Finding, Verdict
+from difftrain.device.health import Context, HealthFinding, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,36 +37,38 @@ _CASES = (
 )
 
 
-def attention(context: Context) -> Iterator[Finding]:
+def attention(context: Context) -> Iterator[HealthFinding]:
     """Compare the attention that training uses, forwards and backwards, in each precision."""
     for name, dtype in _dtypes().items():
         errors, ways = {}, set()
-        for place, case in enumerate(_CASES):
+        for number, case in enumerate(_CASES):
             try:
-                errors[case.name], way = _attention_error(context, case, dtype, seed=place)
+                errors[case.name], way = _attention_error(context, case, dtype, seed=number)
             except (RuntimeError, NotImplementedError) as error:
                 text = next(iter(str(error).splitlines()), type(error).__name__)
-                yield Finding("wrong", f"attention in {name}, {case.name}: {text}", _REPORT, name)
+                yield HealthFinding("wrong", f"attention in {name}, {case.name}: {text}", _REPORT, name)
                 break
             ways.add(way)
         else:
             yield _attention_finding(context, name, dtype, errors, ways)
 
 
-def _attention_finding(context: Context, name: str, dtype: Any, errors: dict[str, float], ways: set[str]) -> Finding:
-    said = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
-    said = f"attention in {name}, {' and '.join(sorted(ways))}: off fp64 by {said}"
+def _attention_finding(
+    context: Context, name: str, dtype: Any, errors: dict[str, float], ways: set[str]
+) -> HealthFinding:
+    text = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
+    text = f"attention in {name}, {' and '.join(sorted(ways))}: off fp64 by {text}"
     if not all(error < BOUNDS[name] for error in errors.values()):  # a NaN is off too
-        return Finding("wrong", f"{said}; {BOUNDS[name]:.0e} is its rounding", _REPORT, name)
+        return HealthFinding("wrong", f"{text}; {BOUNDS[name]:.0e} is its rounding", _REPORT, name)
     if name == "fp32" and max(errors.values()) > _REAL_FP32:
-        return Finding(
-            "note", f"{said}: TF32 or HF32, not fp32", "torch.set_float32_matmul_precision, if that matters", name
+        return HealthFinding(
+            "note", f"{text}: TF32 or HF32, not fp32", "torch.set_float32_matmul_precision, if that matters", name
         )
     if context.device.kind == "npu" and ways != {"fused"}:
-        return Finding(
-            "note", f"{said}; not fused, because {_why_not_fused(context, dtype)}", "train in bf16 or fp16", name
+        return HealthFinding(
+            "note", f"{text}; not fused, because {_why_not_fused(context, dtype)}", "train in bf16 or fp16", name
         )
-    return Finding("ok", said, about=name)
+    return HealthFinding("ok", text, about=name)
 
 
 def _dtypes() -> dict[str, Any]:
@@ -92,19 +94,23 @@ def _attention_error(context: Context, case: _Case, dtype: Any, seed: int) -> tu
     mask = None
     if case.masked:
         mask = torch.rand(2, 1, case.queries, case.keys, generator=generator) > 0.3
+        # a row without any key has no softmax
         mask[..., 0] = True
+    # fp64 on the host, from operands that the tested dtype holds exactly
     exact = _with_gradients(lambda q, k, v: reference(q, k, v, mask, case.causal), operands, upstream)
     device = context.device.torch_device
-    there = tuple(each.to(device, dtype) for each in (*operands, upstream))
+    operands_there = tuple(tensor.to(device, dtype) for tensor in (*operands, upstream))
     mask_there = None if mask is None else mask.to(device)
     with counting() as tally:
-        found = _with_gradients(lambda q, k, v: attend(q, k, v, mask_there, case.causal), there[:3], there[3])
-    apart = [float((a.cpu().double() - b).abs().max()) for a, b in zip(found, exact)]
+        result = _with_gradients(
+            lambda q, k, v: attend(q, k, v, mask_there, case.causal), operands_there[:3], operands_there[3]
+        )
+    apart = [float((a.cpu().double() - b).abs().max()) for a, b in zip(result, exact)]
     return max(apart), "fused" if tally["fused"] else "sdpa"
 
 
 def _with_gradients(call: Any, operands: tuple[Tensor, ...], upstream: Tensor) -> list[Tensor]:
-    leaves = [each.detach().clone().requires_grad_() for each in operands]
+    leaves = [operand.detach().clone().requires_grad_() for operand in operands]
     out = call(*leaves)
     out.backward(upstream)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -114,7 +120,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     """Attend by the formula, in the operands' precision. mask: True = keep."""
     import torch
 
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     keep = torch.ones(scores.shape[-2:], dtype=torch.bool)
     keep = keep.tril() if causal else keep
@@ -127,31 +133,31 @@ def _why_not_fused(context: Context, dtype: Any) -> str:
 
     from difftrain.device import why_not_fused
 
-    one = torch.empty(2, 4, 130, 64, dtype=dtype, device=context.device.torch_device)
-    return why_not_fused(one, one, one) or "some of its cases are outside the operator's limits"
+    query = torch.empty(2, 4, 130, 64, dtype=dtype, device=context.device.torch_device)
+    return why_not_fused(query, query, query) or "some of its cases are outside the operator's limits"
 
 
-def kernels(context: Context) -> Iterator[Finding]:
+def kernels(context: Context) -> Iterator[HealthFinding]:
     """Compare every fused kernel with its plain version in fp64 on the host."""
     from difftrain.device import counters
-    from difftrain.device import kernels as table
+    from difftrain.device import fused_layers as table
 
     for name in table.REGISTRY:
         for precision, dtype in _dtypes().items():
             with counters.counting() as ways:
                 error = _adamw_error(context, dtype) if name == "adamw" else _kernel_error(context, name, dtype)
             way = "fused" if ways[f"{name} fused"] else "plain"
-            said, about = f"{name} in {precision}, {way}: off fp64 by {error:.1e}", f"{name}_{precision}"
+            text, about = f"{name} in {precision}, {way}: off fp64 by {error:.1e}", f"{name}_{precision}"
             if error < BOUNDS[precision]:
-                yield Finding("ok", said, about=about)
+                yield HealthFinding("ok", text, about=about)
             else:
-                yield Finding("wrong", f"{said}; {BOUNDS[precision]:.0e} is its rounding", _REPORT, about)
+                yield HealthFinding("wrong", f"{text}; {BOUNDS[precision]:.0e} is its rounding", _REPORT, about)
 
 
 def _kernel_error(context: Context, name: str, dtype: Any) -> float:
     import torch
 
-    from difftrain.device import kernels as table
+    from difftrain.device import fused_layers as table
 
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 4, 33, 64, generator=generator).to(dtype).double()
@@ -163,20 +169,21 @@ def _kernel_error(context: Context, name: str, dtype: Any) -> float:
         "geglu": (x,),
     }
     settings = {"interleaved": True} if name == "rotary" else {}
+    # the plain formula in fp64 on the host
     exact = table.REGISTRY[name].plain(*operands[name], **settings)
-    there = [
-        each.to(context.device.torch_device, dtype) if isinstance(each, torch.Tensor) else each
-        for each in operands[name]
+    operands_there = [
+        tensor.to(context.device.torch_device, dtype) if isinstance(tensor, torch.Tensor) else tensor
+        for tensor in operands[name]
     ]
-    found = getattr(table, name)(*there, **settings)
-    return float((found.cpu().double() - exact).abs().max())
+    result = getattr(table, name)(*operands_there, **settings)
+    return float((result.cpu().double() - exact).abs().max())
 
 
 def _adamw_error(context: Context, dtype: Any) -> float:
     """Return the error of one update, or infinity where an update that is to be skipped changes a weight."""
     import torch
 
-    from difftrain.device import kernels as table
+    from difftrain.device import fused_layers as table
 
     generator = torch.Generator().manual_seed(2)
     weight, grad = (torch.randn(65, generator=generator).to(dtype) for _ in range(2))
@@ -201,29 +208,29 @@ def _adamw_error(context: Context, dtype: Any) -> float:
     return float((update(skipped=False).double() - exact).abs().max())
 
 
-def overflow(context: Context) -> Iterator[Finding]:
+def overflow(context: Context) -> Iterator[HealthFinding]:
     """Look whether fp16 overflows to INF and an impossible result is NaN, which loss scaling depends on."""
     import torch
 
-    from difftrain.device.overflow import check_device
+    from difftrain.device.npu_settings import check_device
 
     at = context.device.torch_device
     try:
         check_device(at)
     except ConfigFault as error:
         for fault in error.faults:
-            yield Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy)
+            yield HealthFinding("wrong", f"{fault.where}: {fault.what}", fault.remedy)
         return
     seen = torch.tensor([12.0, -1.0], dtype=torch.float16, device=at)
     large, impossible = float(seen.exp()[0]), float(seen.sqrt()[1])
     if large != float("inf") or impossible == impossible:
         what = f"in fp16, exp(12) is {large:g} and sqrt(-1) is {impossible:g}, not inf and nan"
-        yield Finding("wrong", what, "unset INF_NAN_MODE_ENABLE and INF_NAN_MODE_FORCE_DISABLE, or train in bf16")
+        yield HealthFinding("wrong", what, "unset INF_NAN_MODE_ENABLE and INF_NAN_MODE_FORCE_DISABLE, or train in bf16")
     else:
-        yield Finding("ok", "fp16 overflows to inf, and what cannot be computed is nan: loss scaling sees it")
+        yield HealthFinding("ok", "fp16 overflows to inf, and what cannot be computed is nan: loss scaling sees it")
 
 
-def precision(context: Context) -> Iterator[Finding]:
+def precision(context: Context) -> Iterator[HealthFinding]:
     """Take a gradient in each mixed precision, with the loss scaling that training uses."""
     import torch
 
@@ -238,9 +245,9 @@ def precision(context: Context) -> Iterator[Finding]:
             fine = weight.grad is not None and bool(torch.isfinite(weight.grad).all())
         except (RuntimeError, NotImplementedError) as error:
             text = next(iter(str(error).splitlines()), type(error).__name__)
-            yield Finding(verdict, f"--mixed_precision={name}: {text}", remedy, name)
+            yield HealthFinding(verdict, f"--mixed_precision={name}: {text}", remedy, name)
             continue
         if fine:
-            yield Finding("ok", f"--mixed_precision={name} gives finite gradients", about=name)
+            yield HealthFinding("ok", f"--mixed_precision={name} gives finite gradients", about=name)
         else:
-            yield Finding(verdict, f"--mixed_precision={name} gives gradients that are no numbers", remedy, name)
+            yield HealthFinding(verdict, f"--mixed_precision={name} gives gradients that are no numbers", remedy, name)

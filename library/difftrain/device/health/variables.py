@@ -12,65 +12,69 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from difftrain.contracts import ConfigFault
-from difftrain.device import ascend, choice, groups, overflow
-from difftrain.device.health.finding import Context, Finding
+from difftrain.device import ascend, choice, npu_settings
+from difftrain.device.health import Context, HealthFinding
 
 SENSIBLE_S = 300  # below it, a rank that compiles or saves is taken for lost
 
 
-def check(context: Context) -> Iterator[Finding]:
+def check(context: Context) -> Iterator[HealthFinding]:
     """Look at the variables that matter for what is here."""
-    found = list(_cuda())
+    findings = list(_cuda())
     if importlib.util.find_spec("torch_npu") is not None or ascend.nodes() or context.kind == "npu":
-        found += [*_waiting(), *_queue(), *_places(), *_devices(), *_overflow(), *_network(), *_logs()]
-    yield from found
-    if not any(one.verdict != "ok" for one in found):
-        yield Finding("ok", "no variable of the environment stands in the way")
+        findings += [*_waiting(), *_queue(), *_places(), *_devices(), *_overflow(), *_network(), *_logs()]
+    yield from findings
+    if not any(finding.verdict != "ok" for finding in findings):
+        yield HealthFinding("ok", "no variable of the environment stands in the way")
 
 
 def _get(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
-def _cuda() -> Iterator[Finding]:
+def _cuda() -> Iterator[HealthFinding]:
     if _get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield Finding(
+        yield HealthFinding(
             "note", "CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel", "unset it", "CUDA_LAUNCH_BLOCKING"
         )
 
 
-def _waiting() -> Iterator[Finding]:
+def _waiting() -> Iterator[HealthFinding]:
     """Judge HCCL's time-outs: how long ranks try to connect, and how long a collective waits for one."""
     name, text = "HCCL_CONNECT_TIMEOUT", _get("HCCL_CONNECT_TIMEOUT")
-    low, high = groups.CONNECT_RANGE_S
+    low, high = npu_settings.CONNECT_RANGE_S
     if text and not (text.isdecimal() and low <= int(text) <= high):
-        yield Finding("wrong", f"{name}={text}: HCCL takes {low} to {high} (seconds)", f"export {name}=1800", name)
+        yield HealthFinding(
+            "wrong", f"{name}={text}: HCCL takes {low} to {high} (seconds)", f"export {name}=1800", name
+        )
     elif text and int(text) < SENSIBLE_S:
-        yield Finding(
+        yield HealthFinding(
             "note",
             f"{name}={text}: ranks give up before first compilations and caching are done on every machine",
             f"export {name}=1800, or give --ddp_timeout (minutes), which sets it",
             name,
         )
     elif text:
-        yield Finding("ok", f"{name}={text}", about=name)
+        yield HealthFinding("ok", f"{name}={text}", about=name)
     yield from _executing()
 
 
-def _executing() -> Iterator[Finding]:
+def _executing() -> Iterator[HealthFinding]:
     name, text, event = "HCCL_EXEC_TIMEOUT", _get("HCCL_EXEC_TIMEOUT"), _get("HCCL_EVENT_TIMEOUT")
     if text and not text.replace(".", "", 1).isdecimal():
-        yield Finding("wrong", f"{name}={text} is no number of seconds", f"export {name}=1800", name)
+        yield HealthFinding("wrong", f"{name}={text} is no number of seconds", f"export {name}=1800", name)
         return
     if text and float(text) == 0:
-        yield Finding("note", f"{name}=0: a rank that is lost is waited for for ever", f"export {name}=1800", name)
+        yield HealthFinding(
+            "note", f"{name}=0: a rank that is lost is waited for for ever", f"export {name}=1800", name
+        )
     elif text and float(text) < SENSIBLE_S:
         remedy = f"export {name}=1800, or give --ddp_timeout (minutes), which sets it"
-        yield Finding("note", f"{name}={text}: too short while one rank saves a checkpoint", remedy, name)
+        yield HealthFinding("note", f"{name}={text}: too short while one rank saves a checkpoint", remedy, name)
     elif text:
-        yield Finding("ok", f"{name}={text}", about=name)
+        yield HealthFinding("ok", f"{name}={text}", about=name)
     if event.isdecimal() and int(event) and text and int(event) <= float(text):
-        yield Finding(
+        yield HealthFinding(
             "wrong",
             f"HCCL_EVENT_TIMEOUT={event} must be above {name}={text}",
             "unset HCCL_EVENT_TIMEOUT",
@@ -78,20 +82,20 @@ def _executing() -> Iterator[Finding]:
         )
 
 
-def _queue() -> Iterator[Finding]:
+def _queue() -> Iterator[HealthFinding]:
     name, text = "TASK_QUEUE_ENABLE", _get("TASK_QUEUE_ENABLE")
     if text not in ("", "0", "1", "2"):
-        yield Finding("wrong", f"{name}={text}: must be 0, 1 or 2", f"export {name}=2", name)
+        yield HealthFinding("wrong", f"{name}={text}: must be 0, 1 or 2", f"export {name}=2", name)
     elif text == "0":
-        yield Finding(
+        yield HealthFinding(
             "note", f"{name}=0: the host launches every kernel itself, which is slow", f"export {name}=2", name
         )
     elif text != "2":
-        yield Finding(
+        yield HealthFinding(
             "note", f"{name} is {text or 'unset, so 1'}", f"export {name}=2 is faster (test/env_npu.sh does)", name
         )
     if _get("ASCEND_LAUNCH_BLOCKING") == "1":
-        yield Finding(
+        yield HealthFinding(
             "note",
             "ASCEND_LAUNCH_BLOCKING=1: the host waits for every kernel, and the task queue is off",
             "unset it; it is for debugging",
@@ -99,49 +103,51 @@ def _queue() -> Iterator[Finding]:
         )
 
 
-def _places() -> Iterator[Finding]:
+def _places() -> Iterator[HealthFinding]:
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
         if _get(name) and not Path(_get(name)).is_dir():
-            yield Finding("wrong", f"{name}={_get(name)} is no folder", ascend.source_cann(), name)
+            yield HealthFinding("wrong", f"{name}={_get(name)} is no folder", ascend.source_cann(), name)
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[HealthFinding]:
     visible = _get("ASCEND_RT_VISIBLE_DEVICES")
     parts = [part.strip() for part in visible.split(",")] if visible else []
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
         what = f"ASCEND_RT_VISIBLE_DEVICES={visible}: numbers with commas between, each once"
-        yield Finding("wrong", what, "such as 0,1,2,3", "ASCEND_RT_VISIBLE_DEVICES")
+        yield HealthFinding("wrong", what, "such as 0,1,2,3", "ASCEND_RT_VISIBLE_DEVICES")
     try:
         choice.ascend_index()
     except ConfigFault as error:
         for fault in error.faults:
-            yield Finding("wrong", f"{fault.where}: {fault.what}", fault.remedy, "ASCEND_DEVICE_ID")
+            yield HealthFinding("wrong", f"{fault.where}: {fault.what}", fault.remedy, "ASCEND_DEVICE_ID")
     else:
         if _get("ASCEND_DEVICE_ID") and parts:
             what = f"both ASCEND_DEVICE_ID={_get('ASCEND_DEVICE_ID')} and ASCEND_RT_VISIBLE_DEVICES={visible} are set"
-            yield Finding("note", f"{what}; ranks of a job take no notice of the first", "set one", "ASCEND_DEVICE_ID")
+            yield HealthFinding(
+                "note", f"{what}; ranks of a job take no notice of the first", "set one", "ASCEND_DEVICE_ID"
+            )
 
 
-def _overflow() -> Iterator[Finding]:
+def _overflow() -> Iterator[HealthFinding]:
     try:
-        overflow.check_environment()
+        npu_settings.check_environment()
     except ConfigFault as error:
         for fault in error.faults:
             name = fault.where.removeprefix("environment ")
-            yield Finding("wrong", f"{name}={_get(name)}: {fault.what}", fault.remedy, name)
+            yield HealthFinding("wrong", f"{name}={_get(name)}: {fault.what}", fault.remedy, name)
 
 
-def _network() -> Iterator[Finding]:
+def _network() -> Iterator[HealthFinding]:
     address = _get("HCCL_IF_IP")
     if address and not _is_ours(address):
-        yield Finding(
+        yield HealthFinding(
             "wrong",
             f"HCCL_IF_IP={address} is no address of this machine",
             "set the address of the network that leads to the other machines, or unset it (test/env_npu.sh finds it)",
             "HCCL_IF_IP",
         )
     if _get("HCCL_WHITELIST_DISABLE") == "0" and not Path(_get("HCCL_WHITELIST_FILE") or os.devnull).is_file():
-        yield Finding(
+        yield HealthFinding(
             "wrong",
             "HCCL_WHITELIST_DISABLE=0 without a file in HCCL_WHITELIST_FILE: no machine may join",
             "export HCCL_WHITELIST_DISABLE=1",
@@ -160,11 +166,11 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-def _logs() -> Iterator[Finding]:
+def _logs() -> Iterator[HealthFinding]:
     name = "ASCEND_GLOBAL_LOG_LEVEL"
     if _get(name) in ("0", "1"):
         what = f"{name}={_get(name)}: writing debug and info logs costs more time than small kernels"
-        yield Finding("note", what, f"export {name}=3", name)
+        yield HealthFinding("note", what, f"export {name}=3", name)
     if _get("ASCEND_SLOG_PRINT_TO_STDOUT") == "1":
         what = "ASCEND_SLOG_PRINT_TO_STDOUT=1: CANN's log is mixed into ours"
-        yield Finding("note", what, "export ASCEND_SLOG_PRINT_TO_STDOUT=0", "ASCEND_SLOG_PRINT_TO_STDOUT")
+        yield HealthFinding("note", what, "export ASCEND_SLOG_PRINT_TO_STDOUT=0", "ASCEND_SLOG_PRINT_TO_STDOUT")

@@ -1,1 +1,4 @@
-"""What a denoiser learns: flow.py (rectified flows) and edm.py (Karras et al.); each makes inputs of latents and draws."""
+"""What a denoiser learns: ddpm.py (Ho et al.), flow.py (rectified flows, and EDM of Karras et al.).
+
+Each makes the inputs of a forward pass of latents and draws.
+"""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch, DrawSpec, Inputs, NoiseMix
-from difftrain.diffusion import ddpm, losses, weights
+from difftrain.diffusion import ddpm, losses
 from difftrain.diffusion.ddpm import BETA_END, BETA_START, STEPS
 from difftrain.models.facts import Shift
 
@@ -29,7 +29,7 @@ OFFSET, OFFSET_STRENGTH, PERTURBATION, PERTURBATION_STRENGTH = (
 
 def noise_draws(section: NoiseSection, plain: Mapping[str, DrawSpec]) -> dict[str, DrawSpec]:
     """Return the host draws of a run: the plain ones, and what its noises want beside or in them."""
-    found = dict(plain)
+    draws = dict(plain)
     noise, timestep = plain["noise"], plain["timestep"]
     adaptive = _is_adaptive(section)
     mix = NoiseMix(
@@ -42,19 +42,19 @@ def noise_draws(section: NoiseSection, plain: Mapping[str, DrawSpec]) -> dict[st
 
     # --- mixed into the noise, or drawn beside it
     if mix.offset or mix.iterations:
-        found["noise"] = replace(noise, mix=mix)
+        draws["noise"] = replace(noise, mix=mix)
     if adaptive:  # waits for the latents
-        found[OFFSET] = replace(noise, factor=0)
+        draws[OFFSET] = replace(noise, factor=0)
         if section.offset_random_strength:
-            found[OFFSET_STRENGTH] = DrawSpec("uniform")
+            draws[OFFSET_STRENGTH] = DrawSpec("uniform")
     if section.ip_gamma:
-        found[PERTURBATION] = noise
+        draws[PERTURBATION] = noise
         if section.ip_gamma_random_strength:
-            found[PERTURBATION_STRENGTH] = DrawSpec("uniform")
-    found["timestep"] = replace(
+            draws[PERTURBATION_STRENGTH] = DrawSpec("uniform")
+    draws["timestep"] = replace(
         timestep, low=section.min_timestep or 0, high=min(section.max_timestep or timestep.high, timestep.high)
     )
-    return found
+    return draws
 
 
 def _is_adaptive(section: NoiseSection) -> bool:
@@ -74,6 +74,7 @@ def noise_of(section: NoiseSection, batch: Batch, latents: Tensor) -> Tensor:
     strength = strength + (section.adaptive_scale or 0.0) * latents.mean(dim=(2, 3), keepdim=True).abs()
     noise = noise + strength.clamp(min=0.0) * batch.draws[OFFSET]
     if section.multires_iterations:
+        # levels and offset together make the deviation larger than 1
         noise = noise / noise.flatten(1).std(1).view(-1, 1, 1, 1)
     return noise
 
@@ -98,13 +99,13 @@ def weight_of(cfg: TrainConfig, batch: Batch, t: Tensor) -> Tensor:
     snr = ddpm.tables(t.device).snr[t]
     weight = torch.ones(len(t), device=t.device)
     if section.min_snr_gamma:
-        weight = weight * weights.min_snr(snr, section.min_snr_gamma, kind)
+        weight = weight * losses.min_snr(snr, section.min_snr_gamma, kind)
     if section.scale_v_pred_like_noise_pred:
-        weight = weight * weights.like_noise_prediction(snr)
+        weight = weight * losses.like_noise_prediction(snr)
     if section.v_pred_like:
-        weight = weight * weights.plus_like_velocity(snr, section.v_pred_like)
+        weight = weight * losses.plus_like_velocity(snr, section.v_pred_like)
     if section.debiased_estimation:
-        weight = weight * weights.debiased(snr, kind)
+        weight = weight * losses.debiased(snr, kind)
     if "loss_weight" in batch.features:
         weight = weight * batch.features["loss_weight"]
     return weight
@@ -148,6 +149,7 @@ class DdpmObjective:
         section, t = self.cfg.noise, batch.draws["timestep"].long()
         noise, table = noise_of(section, batch, latents), table_of(section, latents.device)
         target = ddpm.target(table, latents, noise, t, self.cfg.model.prediction_type)
+        # the input sees perturbed noise, the target the plain one
         x_t = ddpm.add_noise(table, latents, perturbed(section, batch, noise), t)
         return Inputs(x_t, t, conditions, target, weight_of(self.cfg, batch, t), mask_of(batch, latents))
 

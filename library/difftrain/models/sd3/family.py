@@ -19,17 +19,17 @@ from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault
 from difftrain.models.facts import Agree, Bound, Shift, Sizes, Text, clip_bounds
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
-from difftrain.models.sd3.model_card import card
 from difftrain.models.sd3.text_branch import BranchSource, folded
 from difftrain.models.text.tokenize import Tokenize
+from difftrain.models.weights.files import read_json
 from difftrain.models.weights.find import parts_elsewhere, shipped_sizes, source_of
 from difftrain.models.weights.part_files import PartFiles
-from difftrain.models.weights.stored_part import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
+
 
 LIGHT = "sd3_light_pretrain"
 LIGHT_LAYERS = 15
@@ -140,7 +140,7 @@ class SD3Family(ModelFamily):
     def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
         """Return the host draws: of the flow, and which text encoders are dropped, of tokens and pooled state alike."""
         dropped = self.texts if self.cfg.model.enable_uncond_text_dropout else ()
-        own = {f"uncond_{place}": DrawSpec("uniform", trains=True) for place, _ in enumerate(dropped, start=1)}
+        own = {f"uncond_{position}": DrawSpec("uniform", trains=True) for position, _ in enumerate(dropped, start=1)}
         return super().draws(latent) | own
 
     def conditions(self, made: dict[str, Tensor], batch: Batch | None = None) -> dict[str, Tensor]:
@@ -149,14 +149,16 @@ class SD3Family(ModelFamily):
         CLIP's two stand side by side, filled up with zeros; T5's come behind them.
         """
 
-        def kept(name: str, place: int) -> Tensor:
-            value, u = made[f"{name}_{place}"], None if batch is None else batch.draws.get(f"uncond_{place}")
+        def kept(name: str, position: int) -> Tensor:
+            value, u = made[f"{name}_{position}"], None if batch is None else batch.draws.get(f"uncond_{position}")
             if u is None:
                 return value
             keep = (u >= self.cfg.model.uncond_text_dropout_prob).view(-1, *(1,) * (value.ndim - 1))
             return torch.where(keep, value, torch.zeros_like(value))
 
-        clip, pooled = (torch.cat([kept(name, place) for place in (1, 2)], dim=-1) for name in ("hidden", "pooled"))
+        clip, pooled = (
+            torch.cat([kept(name, position) for position in (1, 2)], dim=-1) for name in ("hidden", "pooled")
+        )
         clip = torch.nn.functional.pad(clip, (0, self.sizes["joint_attention_dim"] - clip.shape[-1]))
         return {"tokens": torch.cat([clip, kept("hidden", 3)], dim=1), "pooled": pooled}
 
@@ -165,10 +167,10 @@ class SD3Family(ModelFamily):
         dropped = self.cfg.model.enable_uncond_text_dropout
         return {name: torch.zeros_like(value) for name, value in conditions.items()} if dropped else None
 
-    def text_settings(self, place: int) -> str:
+    def text_settings(self, position: int) -> str:
         """Say what decides what a text encoder makes of a caption in the words of version 0.5, whose caches are read."""
-        tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(place)
-        return f"{self.precision(self.texts[place - 1].part)}, {tokens}"
+        tokens = Tokenize(self.texts, self.vocabularies, self.lengths).describe(position)
+        return f"{self.precision(self.texts[position - 1].part)}, {tokens}"
 
     # ------------------------------------------------------------------ sizes, depth and the text branch
 
@@ -238,8 +240,8 @@ class SD3Family(ModelFamily):
             stored = None
 
         # --- the last block's text branch: as it was trained, anew, or none
-        whole = cfg.loss.text_recon_gamma > 0
-        if stored is not None and whole:
+        keeps_all = cfg.loss.text_recon_gamma > 0
+        if stored is not None and keeps_all:
             full = stored.path.parent / FULL
             if stored.path.name == "transformer" and (full / "config.json").is_file():
                 kind, mmap = self.parts["transformer"], not cfg.model.disable_mmap
@@ -258,7 +260,7 @@ class SD3Family(ModelFamily):
             readers=readers,
             notes=(*notes, *source.notes),
             scheduler={"num_train_timesteps": 1000, "shift": float(shift)} if isinstance(shift, int | float) else {},
-            text_branch=whole,
+            text_branch=keeps_all,
             branchless=branchless,
         )
 
@@ -335,3 +337,50 @@ def _of_depth(transformer: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     if "dual_attention_layers" in made:
         made["dual_attention_layers"] = tuple(i for i in made["dual_attention_layers"] or () if i < num_layers)
     return made
+
+
+# --- The page beside an exported SD3: how to draw with it. Prose, so apart from the family's code
+
+
+_ZEROS = """
+This model was trained with texts dropped as **zeros**: that is what guidance starts from, not the encoded empty text.
+
+```python
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+pipe = StableDiffusion3Pipeline.from_pretrained(".")
+tokens, _, pooled, _ = pipe.encode_prompt("a red cat", None, None, max_sequence_length={length})
+image = pipe(
+    prompt_embeds=tokens, pooled_prompt_embeds=pooled,
+    negative_prompt_embeds=torch.zeros_like(tokens), negative_pooled_prompt_embeds=torch.zeros_like(pooled),
+).images[0]
+```
+"""
+_EMPTY = """
+Guidance starts from the **encoded empty text**, which is what diffusers takes where no negative prompt is given.
+
+```python
+from diffusers import StableDiffusion3Pipeline
+
+pipe = StableDiffusion3Pipeline.from_pretrained(".")
+image = pipe("a red cat", max_sequence_length={length}).images[0]
+```
+"""
+_MASKED = """
+T5 was read with its attention mask, and rows at its pad positions were zeros: diffusers' own `encode_prompt` does
+neither, so pass `prompt_embeds` that are made so.
+"""
+_FULL = """
+`transformer_full/` holds the transformer as it is trained: with the text branch of its last block, which reconstructs
+the text and which the velocity does not need. Training goes on from it; diffusers does not look at it.
+"""
+
+
+def card(facts: Mapping[str, Any]) -> str:
+    """Write the page. facts: what difftrain.json says."""
+    kind = "SD3-Light" if facts["light"] else "Stable Diffusion 3"
+    text = f"# {kind}, {facts['num_layers']} joint blocks\n\nWritten by difftrain {facts['difftrain']}.\n"
+    text += (_ZEROS if facts["unconditional"] == "zeros" else _EMPTY).replace("{length}", str(facts["t5_max_length"]))
+    text += _MASKED if facts["t5_attention_mask"] else ""
+    return text + (_FULL if facts["transformer_full"] else "")

@@ -87,7 +87,7 @@ def last_block(num_layers: int) -> str:
 def is_branch(name: str, num_layers: int) -> bool:
     """Tell whether a tensor of a whole transformer is left out of the cut one."""
     prefix = last_block(num_layers)
-    return name.startswith(tuple(prefix + each for each in BRANCH))
+    return name.startswith(tuple(prefix + name_part for name_part in BRANCH))
 
 
 def folded(name: str, value: Tensor, num_layers: int) -> Tensor | None:

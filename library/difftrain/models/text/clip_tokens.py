@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from difftrain.models.text.clip_vocabulary import LENGTH, ClipVocabulary
-from difftrain.models.text.prompt_weights import weighted_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 PAD_1, PAD_2 = "<|endoftext|>", "!"  # CLIP-L fills up with EOS, bigG with id 0
 CHUNK = LENGTH - 2  # of a caption's tokens in a sequence of CLIP's
@@ -53,31 +53,33 @@ class ClipTokenize:
     def __call__(self, captions: list[str]) -> dict[str, Tensor]:
         import torch
 
-        found: dict[str, Tensor] = {}
+        tokens: dict[str, Tensor] = {}
         shape = (len(captions), self.num_chunks, self._length)
         read: list[tuple[list[int], list[float]]] = []
         for i, vocabulary in enumerate(self._pair):
             if not i or not self._alike:
                 read = [self._encode(i, text) for text in captions]
             ids = np.array([self._chunks(vocabulary, numbers) for numbers, _ in read], dtype=np.int64)
-            found[f"input_ids_{i + 1}"] = torch.from_numpy(ids).view(shape)
+            tokens[f"input_ids_{i + 1}"] = torch.from_numpy(ids).view(shape)
             if self.weighted:
                 weights = np.array([self._weight_chunks(weights) for _, weights in read], dtype=np.float32)
-                found[f"token_weights_{i + 1}"] = torch.from_numpy(weights).view(shape)
-        return found
+                tokens[f"token_weights_{i + 1}"] = torch.from_numpy(weights).view(shape)
+        return tokens
 
     @functools.cached_property
     def identity(self) -> str:
         """Return what tells it from others: all that decides the ids of a caption."""
         tables = [[vocabulary.ids, vocabulary.merges, vocabulary.pad] for vocabulary in self._pair]
-        told = [tables, self.num_chunks, self.weighted, *([self._length] if self._length != LENGTH else [])]
-        words = json.dumps(told, sort_keys=True)
+        facts = [tables, self.num_chunks, self.weighted, *([self._length] if self._length != LENGTH else [])]
+        words = json.dumps(facts, sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
 
     @staticmethod
     def digest(vocabularies: Sequence[ClipVocabulary]) -> str:
         """Hash the vocabularies alone."""
-        tables = json.dumps([[each.ids, each.merges, each.pad] for each in vocabularies], sort_keys=True)
+        tables = json.dumps(
+            [[vocabulary.ids, vocabulary.merges, vocabulary.pad] for vocabulary in vocabularies], sort_keys=True
+        )
         return hashlib.blake2b(tables.encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
@@ -97,10 +99,10 @@ class ClipTokenize:
         No token of CLIP spans a blank, so each distinct word is looked at once: ten times as fast for many captions.
         """
         words = [_BLANK.split(_plain(" ".join(piece for piece, _ in self._pieces(text)))) for text in captions]
-        distinct = list({word for found in words for word in found})
+        distinct = list({word for encoded_word in words for word in encoded_word})
         encoded = self._tokenizers()[0].encode_batch_fast(distinct, add_special_tokens=False)
-        counts = {word: len(found.ids) for word, found in zip(distinct, encoded, strict=True)}
-        return [sum(counts[word] for word in found) for found in words]
+        counts = {word: len(encoded_word.ids) for word, encoded_word in zip(distinct, encoded, strict=True)}
+        return [sum(counts[word] for word in encoded_word) for encoded_word in words]
 
     def _tokenizers(self) -> list[Any]:
         if self._backends is None:
@@ -124,14 +126,14 @@ class ClipTokenize:
         """Return the ids of a text. No token of CLIP spans a blank, so each word is encoded when it first comes."""
         known, ids = self._known[which], list[int]()
         for word in _BLANK.split(_plain(text)):
-            found = known.get(word)
-            if found is None:
-                found = self._tokenizers()[which].encode(word, add_special_tokens=False).ids
+            known_ids = known.get(word)
+            if known_ids is None:
+                known_ids = self._tokenizers()[which].encode(word, add_special_tokens=False).ids
                 if len(known) >= _WORDS:
                     known.clear()
                 if len(word) <= _LONG:
-                    known[word] = found
-            ids += found
+                    known[word] = known_ids
+            ids += known_ids
         return ids
 
     def _weight_chunks(self, weights: list[float]) -> list[list[float]]:
@@ -159,3 +161,76 @@ class ClipTokenize:
 def _plain(text: str) -> str:
     """Replace halves of surrogate pairs, which JSON lets through and no tokenizer takes."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+# --- Weights in captions as prompts write them, `a (red:1.3) [small] star`: from text to pieces, from weights to states
+
+
+_UP, _DOWN = 1.1, 1 / 1.1  # of (a) and [a]
+_PIECE = re.compile(r"\\(?P<kept>[()\[\]\\]?)|:(?P<weight>[+-]?[.\d]+)\)|(?P<bracket>[()\[\]])|[^\\()\[\]:]+|:")
+
+
+def weighted_pieces(text: str) -> list[tuple[str, float]]:
+    """Cut a text into pieces with their weights; neighbours of one weight are one piece.
+
+    (a) weighs 1.1, (a:1.3) what it says, [a] 1 / 1.1; brackets multiply. A backslash keeps the bracket behind it and
+    goes itself. A bracket that is never closed reaches to the end; one that was never opened is text.
+    """
+    pieces: list[tuple[str, float]] = []
+    opened: dict[str, list[int]] = {"(": [], "[": []}
+
+    # one pass: an opening bracket is remembered, a closing one weighs all that came since
+    for match in _PIECE.finditer(text):
+        bracket, weight = match["bracket"], _number(match["weight"])
+        if match["kept"] is not None:
+            pieces.append((match["kept"], 1.0))
+        elif bracket and bracket in opened:
+            opened[bracket].append(len(pieces))
+        elif weight is not None and opened["("]:
+            _multiply(pieces, opened["("].pop(), weight)
+        elif bracket == ")" and opened["("]:
+            _multiply(pieces, opened["("].pop(), _UP)
+        elif bracket == "]" and opened["["]:
+            _multiply(pieces, opened["["].pop(), _DOWN)
+        else:
+            pieces.append((match[0], 1.0))
+
+    # brackets that were never closed
+    for bracket, factor in (("(", _UP), ("[", _DOWN)):
+        for start in opened[bracket]:
+            _multiply(pieces, start, factor)
+    return _merged(pieces)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:  # "1.2.3": text like any other
+        return None
+
+
+def _multiply(pieces: list[tuple[str, float]], start: int, factor: float) -> None:
+    pieces[start:] = [(text, weight * factor) for text, weight in pieces[start:]]
+
+
+def _merged(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    merged: list[tuple[str, float]] = []
+    for text, weight in pieces:
+        if merged and merged[-1][1] == weight:
+            merged[-1] = (merged[-1][0] + text, weight)
+        else:
+            merged.append((text, weight))
+    return merged
+
+
+def weigh(states: Tensor, weights: Tensor) -> Tensor:
+    """Multiply the states of each token by its weight, then scale each text so that its mean stays what it was.
+
+    Shapes: states (B, L, D), weights (B, L) -> (B, L, D) of the dtype of states; computed in fp32.
+    Source: AUTOMATIC1111's emphasis, which kohya's scripts took over.
+    """
+    plain = states.float()
+    weighed = plain * weights.float().unsqueeze(-1)
+    before, after = (value.mean(dim=(-2, -1), keepdim=True) for value in (plain, weighed))
+    scale = (before / after).where(after != 0, 1.0)
+    return (weighed * scale).to(states.dtype)

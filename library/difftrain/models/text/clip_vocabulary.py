@@ -29,8 +29,8 @@ _MERGES_OF_CLIP = 49152 - 256 - 2  # the released BPE file holds more merges tha
 def byte_symbols() -> list[str]:
     """Return one printable character a byte, in the order of CLIP's ids ("!" is 0)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
+    unprintable = [b for b in range(256) if b not in printable]
+    return [chr(b) for b in printable] + [chr(256 + i) for i in range(len(unprintable))]
 
 
 @dataclass(frozen=True)

@@ -10,36 +10,36 @@ import torch
 
 from difftrain.contracts import Feature
 from difftrain.models.facts import Text
-from difftrain.models.text.prompt_weights import weigh
+from difftrain.models.text.clip_tokens import weigh
 from difftrain.models.text.tokenize import mask_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def outputs_of(texts: Sequence[Text], place: int) -> tuple[str, ...]:
+def outputs_of(texts: Sequence[Text], position: int) -> tuple[str, ...]:
     """Name what one encoder makes; places count from 1."""
-    text = texts[place - 1]
-    hidden = (f"hidden_{place}",) if text.hidden is not None else ()
-    return (*hidden, *((text.pooled_as or f"pooled_{place}",) if text.pooled else ()))
+    text = texts[position - 1]
+    hidden = (f"hidden_{position}",) if text.hidden is not None else ()
+    return (*hidden, *((text.pooled_as or f"pooled_{position}",) if text.pooled else ()))
 
 
-def inputs_of(texts: Sequence[Text], place: int) -> tuple[str, ...]:
+def inputs_of(texts: Sequence[Text], position: int) -> tuple[str, ...]:
     """Name what one encoder reads of the tokenised caption, as far as it is there: ids, and a mask or weights of tokens.
 
     Lists in a cache are named by this too. Captions have weights where CLIP alone reads them.
     """
-    if texts[place - 1].kind != "clip" or texts[place - 1].masked:
-        return f"input_ids_{place}", mask_name(texts, place)
-    weights = (f"token_weights_{place}",) if all(text.kind == "clip" for text in texts) else ()
-    return f"input_ids_{place}", *weights
+    if texts[position - 1].kind != "clip" or texts[position - 1].masked:
+        return f"input_ids_{position}", mask_name(texts, position)
+    weights = (f"token_weights_{position}",) if all(text.kind == "clip" for text in texts) else ()
+    return f"input_ids_{position}", *weights
 
 
 def features_of(
-    texts: Sequence[Text], place: int, length: int, sizes: Mapping[str, Any], dtype: str
+    texts: Sequence[Text], position: int, length: int, sizes: Mapping[str, Any], dtype: str
 ) -> dict[str, Feature]:
     """Describe what one encoder makes. length: rows of hidden states. sizes: complete ones of the encoder."""
-    text, names = texts[place - 1], outputs_of(texts, place)
+    text, names = texts[position - 1], outputs_of(texts, position)
     inner = sizes.get("text_config") or sizes
     width = inner.get("d_model") or inner["hidden_size"]
     made: dict[str, Feature] = {}
@@ -47,19 +47,19 @@ def features_of(
         channels = width * max(1, len(text.layers))
         made[names[0]] = Feature(channels, length=length, dtype=dtype, maskable=text.masked and text.zeros)
     if text.passes_mask:
-        made[mask_name(texts, place)] = Feature(length, dtype="uint8")
+        made[mask_name(texts, position)] = Feature(length, dtype="uint8")
     if text.pooled:
         made[names[-1]] = Feature(sizes["projection_dim"] if text.pooled == "text_embeds" else width, dtype=dtype)
     return made
 
 
 @torch.no_grad()
-def encode(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def encode(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Encode the ids of one frozen encoder; see run."""
-    return run(texts, place, encoder, features)
+    return run(texts, position, encoder, features)
 
 
-def run(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Encode the ids of one encoder. Shapes: (B, L) -> hidden (B, L - drop, D), pooled (B, P), mask (B, L - drop).
 
     Rows behind the mask are zeros where the facts say so. A T5 in fp16 computes without autocast, which would put into
@@ -67,8 +67,8 @@ def run(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, 
     Captions of CLIP may come in N chunks, (B, N, 77): their states are joined, (B, 75 N + 2, D), and weighed where
     tokens weigh; what is pooled is the first chunk's, as it is.
     """
-    text, names = texts[place - 1], outputs_of(texts, place)
-    ids, mask = features[f"input_ids_{place}"], features.get(mask_name(texts, place))
+    text, names = texts[position - 1], outputs_of(texts, position)
+    ids, mask = features[f"input_ids_{position}"], features.get(mask_name(texts, position))
 
     # --- run
     states = bool(text.layers) or isinstance(text.hidden, int)
@@ -89,7 +89,7 @@ def run(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, 
         else:
             hidden = out.hidden_states[text.hidden] if isinstance(text.hidden, int) else out.last_hidden_state
         hidden = join_chunks(hidden, num_chunks)[:, text.drop :]
-        if (weights := features.get(f"token_weights_{place}")) is not None:
+        if (weights := features.get(f"token_weights_{position}")) is not None:
             hidden = weigh(hidden, join_chunks(weights.flatten(0, 1).unsqueeze(-1), num_chunks).squeeze(-1))
         if text.kind != "clip":
             hidden = hidden.to(dtype)
@@ -98,7 +98,7 @@ def run(texts: Sequence[Text], place: int, encoder: Any, features: Mapping[str, 
             hidden = torch.where(kept.unsqueeze(-1), hidden, torch.zeros_like(hidden))
         made[names[0]] = hidden
         if kept is not None:
-            made[mask_name(texts, place)] = kept.to(torch.uint8)
+            made[mask_name(texts, position)] = kept.to(torch.uint8)
     if text.pooled:
         pooled = getattr(out, text.pooled)[::num_chunks]
         # behind a norm, which autocast computes wide on some devices

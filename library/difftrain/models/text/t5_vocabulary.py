@@ -11,16 +11,16 @@ import functools
 import hashlib
 import json
 import math
+import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftrain.models.text.sentencepiece_file import read_pieces
-
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # of every T5
@@ -44,10 +44,10 @@ class T5Vocabulary:
         """
         file = path
         if path.is_dir():
-            found = [path / name for name in (JSON, PIECES) if (path / name).is_file()]
-            if not found:
+            files = [path / name for name in (JSON, PIECES) if (path / name).is_file()]
+            if not files:
                 raise ValueError(f"{path} holds neither {JSON} nor {PIECES}")
-            file = found[0]
+            file = files[0]
         if file.suffix == ".model":
             return cls(_checked(_converted(file), file))
         return cls(_checked(file.read_text(encoding="utf-8"), file))
@@ -134,7 +134,7 @@ def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()
     # how spaces are marked, and of what a sequence of one or two texts is made
     space = {"type": "Metaspace", "replacement": META, "prepend_scheme": "always", "split": True}
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": EOS, "type_id": 0}}
-    other = {"Sequence": {"id": "B", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
 
     # the keys are in the order in which tokenizers writes them
     return {
@@ -147,7 +147,7 @@ def _tokenizer_json(pieces: list[tuple[str, float]], special: Sequence[str] = ()
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [text, end],
-            "pair": [text, end, other, end],
+            "pair": [text, end, second, end],
             "special_tokens": {
                 EOS: {
                     "id": EOS,
@@ -203,3 +203,85 @@ def _converted(path: Path) -> str:
     content["normalizer"] = {"type": "Sequence", "normalizers": steps}
     content["pre_tokenizer"] = content["decoder"]
     return json.dumps(content, ensure_ascii=False)
+
+
+# --- Read a SentencePiece model file (spiece.model) without SentencePiece: pieces, scores, and its table of characters
+# The file is a protocol buffer, ModelProto of sentencepiece_model.proto: field 1 is a piece (1 text, 2 score as fp32, 3
+# kind), field 2 how it was trained (3 kind of model), field 3 how texts are normalised (2 compiled table of characters).
+
+
+UNIGRAM, UNKNOWN = 1, 2  # kind of model; kind of piece
+
+
+@dataclass(frozen=True)
+class PieceFile:
+    """The content of a Unigram model: pieces in the order of their ids. characters: empty where texts stay as they are."""
+
+    pieces: tuple[tuple[str, float], ...]
+    unknown: int
+    characters: bytes
+
+
+def read_pieces(content: bytes) -> PieceFile:
+    """Read a file's content. Raises ValueError where it is none, or is no Unigram model."""
+    pieces: list[tuple[str, float]] = []
+    unknown, model, characters = 0, UNIGRAM, b""
+    for number, value in _fields(content):
+        if number == 1:
+            piece = dict(_fields(_bytes(value)))
+            if piece.get(3, 1) == UNKNOWN:
+                unknown = len(pieces)
+            pieces.append((_bytes(piece[1]).decode("utf-8"), _score(piece.get(2))))
+        elif number == 2:
+            model = dict(_fields(_bytes(value))).get(3, UNIGRAM)
+        elif number == 3:
+            characters = _bytes(dict(_fields(_bytes(value))).get(2, b""))
+    if not pieces:
+        raise ValueError("holds no pieces")
+    if model != UNIGRAM:
+        raise ValueError("is no Unigram model")
+    return PieceFile(tuple(pieces), unknown, characters)
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of a message: whole numbers, or bytes of texts, messages and numbers of fixed width."""
+    offset = 0
+    while offset < len(content):
+        tag, offset = _varint(content, offset)
+        kind = tag & 7
+        if kind == 0:
+            value: Any
+            value, offset = _varint(content, offset)
+        else:
+            if kind == 2:
+                size, offset = _varint(content, offset)
+            elif kind in (1, 5):
+                size = 8 if kind == 1 else 4
+            else:
+                raise ValueError("is no protocol buffer")
+            value, offset = content[offset : offset + size], offset + size
+            if offset > len(content):
+                raise ValueError("ends too early")
+        yield tag >> 3, value
+
+
+def _varint(content: bytes, offset: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while True:
+        if offset >= len(content) or shift > 63:
+            raise ValueError("ends too early")
+        byte = content[offset]
+        value |= (byte & 127) << shift
+        offset, shift = offset + 1, shift + 7
+        if byte < 128:
+            return value, offset
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("is no SentencePiece model")
+    return value
+
+
+def _score(value: Any) -> float:
+    return float(struct.unpack("<f", value)[0]) if value is not None else 0.0

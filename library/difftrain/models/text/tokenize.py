@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +18,13 @@ import numpy as np
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.facts import Text
 from difftrain.models.text.clip_tokens import PAD_1, PAD_2, ClipTokenize
-from difftrain.models.text.llm_vocabulary import LlmVocabulary
-from difftrain.models.text.small_vocabulary import MAX_BUILT_IN, clip_misfits, clip_vocabulary, small_t5
-from difftrain.models.text.t5_vocabulary import T5Vocabulary
+from difftrain.models.text.clip_vocabulary import NUM_FIXED, ClipVocabulary, byte_symbols
+from difftrain.models.text.t5_vocabulary import T5Vocabulary, bare_tokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
+
 
 _CLIP_REMEDY = (
     "give a folder with CLIP's vocab.json and merges.txt ({folder} of any {title} folder of diffusers), "
@@ -30,9 +35,9 @@ _LLM_REMEDY = "give the folder of the language model's tokenizer, with tokenizer
 _REMEDIES = {"clip": _CLIP_REMEDY, "t5": _T5_REMEDY, "llm": _LLM_REMEDY}
 
 
-def mask_name(texts: Sequence[Text], place: int) -> str:
+def mask_name(texts: Sequence[Text], position: int) -> str:
     """Return what the mask of a text encoder is called among features; places count from 1."""
-    return texts[place - 1].mask or f"mask_{place}"
+    return texts[position - 1].mask or f"mask_{position}"
 
 
 def vocabularies(
@@ -44,8 +49,8 @@ def vocabularies(
     """
     made: list[Any] = []
     problems: list[Fault] = []
-    for place, text in enumerate(texts, start=1):
-        where, size = f"--tokenizer{place}_path", sizes[text.part]
+    for position, text in enumerate(texts, start=1):
+        where, size = f"--tokenizer{position}_path", sizes[text.part]
         size = size.get("text_config") or size
         try:
             vocabulary, misfits = _vocabulary(text, dirs.get(text.tokenizer), size, where)
@@ -113,53 +118,53 @@ class Tokenize:
         import torch
 
         made: dict[str, Tensor] = {}
-        for place, (text, vocabulary, length) in enumerate(zip(self.texts, self.vocabularies, self.kept), start=1):
+        for position, (text, vocabulary, length) in enumerate(zip(self.texts, self.vocabularies, self.kept), start=1):
             if text.kind == "clip":
-                made[f"input_ids_{place}"] = self._backend(place)(captions)["input_ids_1"][:, 0]
+                made[f"input_ids_{position}"] = self._backend(position)(captions)["input_ids_1"][:, 0]
                 continue
             ids = np.full((len(captions), length + text.drop), vocabulary.pad_id, dtype=np.int64)
             mask = np.zeros(ids.shape, dtype=bool)
             for row, caption in enumerate(captions):
-                numbers = self._ids(place, caption, ids.shape[1])
+                numbers = self._ids(position, caption, ids.shape[1])
                 ids[row, : len(numbers)], mask[row, : len(numbers)] = numbers, True
-            made[f"input_ids_{place}"] = torch.from_numpy(ids)
+            made[f"input_ids_{position}"] = torch.from_numpy(ids)
             if text.masked:
-                made[mask_name(self.texts, place)] = torch.from_numpy(mask)
+                made[mask_name(self.texts, position)] = torch.from_numpy(mask)
         return made
 
-    def _ids(self, place: int, caption: str, limit: int) -> list[int]:
-        text, whole = self.texts[place - 1], _plain(caption)
+    def _ids(self, position: int, caption: str, limit: int) -> list[int]:
+        text, plain = self.texts[position - 1], _plain(caption)
         if text.kind == "t5":
-            ids = self._backend(place).encode(whole, add_special_tokens=False).ids
-            return [*ids[: limit - 1], self.vocabularies[place - 1].eos_id]
-        return list(self._backend(place).encode(text.template.replace("{}", whole)).ids[:limit])
+            ids = self._backend(position).encode(plain, add_special_tokens=False).ids
+            return [*ids[: limit - 1], self.vocabularies[position - 1].eos_id]
+        return list(self._backend(position).encode(text.template.replace("{}", plain)).ids[:limit])
 
-    def _backend(self, place: int) -> Any:
-        if place not in self._backends:
-            vocabulary, is_clip = self.vocabularies[place - 1], self.texts[place - 1].kind == "clip"
-            self._backends[place] = ClipTokenize((vocabulary, vocabulary)) if is_clip else vocabulary.backend()
-        return self._backends[place]
+    def _backend(self, position: int) -> Any:
+        if position not in self._backends:
+            vocabulary, is_clip = self.vocabularies[position - 1], self.texts[position - 1].kind == "clip"
+            self._backends[position] = ClipTokenize((vocabulary, vocabulary)) if is_clip else vocabulary.backend()
+        return self._backends[position]
 
     @functools.cached_property
     def identity(self) -> str:
         """Return what tells it from others: all that decides the ids of a caption. Lists in a cache are named by it."""
         parts: list[Any] = []
-        for place, text in enumerate(self.texts, start=1):
+        for position, text in enumerate(self.texts, start=1):
             if text.kind != "clip":
                 template = [] if text.template == "{}" else [text.template]
-                parts += [self.vocabularies[place - 1].digest, self.kept[place - 1], text.masked, *template]
-            elif (clip := self._clip_identity(place)) not in parts:
+                parts += [self.vocabularies[position - 1].digest, self.kept[position - 1], text.masked, *template]
+            elif (clip := self._clip_identity(position)) not in parts:
                 parts.append(clip)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
-    def describe(self, place: int) -> str:
+    def describe(self, position: int) -> str:
         """Return what decides the ids of one encoder, in words."""
-        text, vocabulary = self.texts[place - 1], self.vocabularies[place - 1]
+        text, vocabulary = self.texts[position - 1], self.vocabularies[position - 1]
         if text.kind == "clip":
-            return f"tokens {self._clip_identity(place)}"
+            return f"tokens {self._clip_identity(position)}"
         read = "read with their mask" if text.masked and text.reads_mask else "read with the padding"
         template = "" if text.template == "{}" else f" in {text.template!r}"
-        return f"tokens {vocabulary.digest}{template} up to {self.kept[place - 1]}, {read}"
+        return f"tokens {vocabulary.digest}{template} up to {self.kept[position - 1]}, {read}"
 
     def _clip_identity(self, place: int) -> str:
         """Return what decides the ids of a CLIP encoder; two are told together."""
@@ -170,8 +175,8 @@ class Tokenize:
     @property
     def _longest(self) -> int:
         """Return the place of the encoder that reads furthest: CLIP only where there is no other."""
-        others = [place for place, text in enumerate(self.texts, start=1) if text.kind != "clip"]
-        return max(others or range(1, len(self.texts) + 1), key=lambda place: (self.kept[place - 1], -place))
+        later = [position for position, text in enumerate(self.texts, start=1) if text.kind != "clip"]
+        return max(later or range(1, len(self.texts) + 1), key=lambda position: (self.kept[position - 1], -position))
 
     @property
     def limit(self) -> int:
@@ -186,9 +191,175 @@ class Tokenize:
         if self.texts[self._longest - 1].kind == "clip":
             return list(backend.lengths(captions))
         encoded = backend.encode_batch([_plain(text) for text in captions], add_special_tokens=False)
-        return [len(each.ids) for each in encoded]
+        return [len(encoding.ids) for encoding in encoded]
 
 
 def _plain(text: str) -> str:
     """Replace halves of surrogate pairs, which JSON lets through and no tokenizer takes."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+# --- Which CLIP vocabulary an encoder has: one of files, or a small one learned from words that captions use
+
+
+MAX_BUILT_IN = 2048  # larger vocabularies are CLIP's own, which has to be given or fetched
+WORDS = """
+a a a a an the the of of and in on with at to by is for from photo photo picture image drawing painting sketch icon
+small small large large big little tiny huge red red orange yellow green green blue blue purple violet pink brown black
+white gray grey cyan magenta gold silver dark light bright colourful colorful striped dotted round flat tall short wide
+circle square triangle star cross ring diamond heart arrow line dot shape shapes object background border frame pattern
+face faces smiling smile eyes mouth nose ear hand hands finger thumb person people man woman boy girl child baby family
+hair beard hat glasses shirt dress shoe shoes crown bag cat dog horse cow pig sheep goat rabbit mouse bear lion tiger
+monkey bird chicken duck eagle owl fish whale shark turtle frog snake insect butterfly bee spider tree flower rose leaf
+plant grass forest mountain river lake sea ocean beach island desert sky cloud rain snow sun moon stars night day water
+fire wind ice stone sand house building castle tower bridge road street city village garden window door wall roof room
+table chair bed lamp clock book paper pen pencil phone computer screen camera key lock tool hammer knife fork spoon cup
+bottle glass plate food bread cheese egg rice meat apple banana orange lemon cherry grape strawberry tomato potato cake
+ice cream chocolate coffee tea milk wine beer car bus train truck bicycle boat ship plane rocket wheel flag medal ball
+game music guitar piano drum bell gift candle balloon letter number sign symbol mark button music sport football tennis
+sitting standing running walking holding wearing looking playing happy sad angry sleeping open closed left right up down
+"""
+
+
+@functools.cache
+def small_clip(size: int, pad: str) -> ClipVocabulary:
+    """Learn a CLIP vocabulary of so many tokens."""
+    return ClipVocabulary.learn(WORDS, size - NUM_FIXED, pad)
+
+
+def clip_vocabulary(path: Path | None, size: int, pad: str) -> ClipVocabulary:
+    """Read a vocabulary, or take the built-in one of a small size. Raises ValueError that says what is missing."""
+    if path is not None:
+        if not path.exists():
+            raise ValueError(f"there is no file or folder '{path}'")
+        return ClipVocabulary.read(path, pad)
+    if size > MAX_BUILT_IN:
+        raise ValueError("is needed: the weights come without a tokenizer")
+    return small_clip(size, pad)
+
+
+def clip_misfits(flag: str, vocabulary: ClipVocabulary, size: dict[str, Any]) -> list[Fault]:
+    """Say where a vocabulary does not belong to its encoder. eos_token_id 2 is CLIP's old mark for "the largest id"."""
+    faults = []
+    if len(vocabulary) > size["vocab_size"]:
+        faults.append(Fault(flag, f"has {len(vocabulary)} tokens, the text encoder knows {size['vocab_size']}"))
+    marked = size.get("eos_token_id", 2)
+    if marked not in (2, vocabulary.eos_id) or vocabulary.eos_id != len(vocabulary) - 1:
+        faults.append(Fault(flag, f"ends texts with id {vocabulary.eos_id}, the text encoder expects {marked}"))
+    return faults
+
+
+@functools.cache
+def small_t5(size: int) -> T5Vocabulary:
+    """Make a T5 vocabulary of so many tokens."""
+    return T5Vocabulary.learn(WORDS, size)
+
+
+# --- Vocabularies of language models: any tokenizer.json as it is shipped, or a small byte-level one with a template's marks
+
+
+PAD = "<|endoftext|>"
+_MARK = re.compile(r"<\|[^|<>]+\|>|<[A-Z][A-Za-z ]+>")  # <|im_start|>, <Prompt Start>
+# what may lie beside a tokenizer.json, and is exported with it
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
+    "chat_template.jinja", "tokenizer.model",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LlmVocabulary:
+    """A tokenizer.json, as text. pad: the token that fills up. folder: where it lay, whose files are exported."""
+
+    content: str
+    pad: str = PAD
+    folder: Path | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> LlmVocabulary:
+        """Read a tokenizer's folder. Raises ValueError that says what is missing."""
+        file = folder / "tokenizer.json" if folder.is_dir() else folder
+        if not file.is_file():
+            raise ValueError(f"{folder} has no tokenizer.json")
+        try:
+            text = file.read_text(encoding="utf-8")
+            json.loads(text)["model"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no tokenizer.json: {error!r}") from None
+        config = folder / "tokenizer_config.json"
+        pad = json.loads(config.read_text(encoding="utf-8")).get("pad_token") if config.is_file() else None
+        pad = pad.get("content") if isinstance(pad, dict) else pad
+        vocabulary = cls(text, pad or PAD, folder if folder.is_dir() else None)
+        if vocabulary.backend().token_to_id(vocabulary.pad) is None:
+            raise ValueError(f"{file} has no token {vocabulary.pad!r} to fill texts up with")
+        return vocabulary
+
+    @classmethod
+    def small(cls, template: str, size: int) -> LlmVocabulary:
+        """Make one of 256 bytes and a template's marks. Raises ValueError where there is no room for them."""
+        marks = list(dict.fromkeys([PAD, *marks_of(template)]))
+        if 256 + len(marks) > size:
+            raise ValueError(f"a built-in vocabulary has {256 + len(marks)} tokens, {size} are allowed")
+        added = [
+            {"id": 256 + index, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}
+            for index, mark in enumerate(marks)
+        ]  # fmt: skip
+        bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+        content: dict[str, Any] = {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "normalizer": {"type": "NFC"}, "pre_tokenizer": bytes_only, "post_processor": None, "decoder": bytes_only,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+                      "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
+                      "vocab": {symbol: number for number, symbol in enumerate(byte_symbols())}, "merges": []},
+        }  # fmt: skip
+        return cls(json.dumps(content, ensure_ascii=False))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"content": self.content, "pad": self.pad, "folder": self.folder}
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Return what tells it from others."""
+        return hashlib.blake2b(self.content.encode(), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def pad_id(self) -> int:
+        return int(self.backend().token_to_id(self.pad) or 0)
+
+    def __len__(self) -> int:
+        return int(self.backend().get_vocab_size())
+
+    def lacks(self, template: str) -> list[str]:
+        """Name the marks of a template that are no tokens here: they would be read as plain text."""
+        backend = self.backend()
+        return [mark for mark in marks_of(template) if mark.startswith("<|") and backend.token_to_id(mark) is None]
+
+    def backend(self) -> Tokenizer:
+        """Build the tokenizer that turns text into ids, without padding and cutting."""
+        return bare_tokenizer(self.content)
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that transformers loads: what was read, or the small one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.folder is not None:
+            for name in _FILES:
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, folder / name)
+            return
+        (folder / "tokenizer.json").write_text(self.content, encoding="utf-8")
+        model = json.loads(self.content)
+        marks = [token["content"] for token in model["added_tokens"]]
+        config = {
+            "tokenizer_class": "Qwen2Tokenizer", "pad_token": self.pad, "eos_token": self.pad, "unk_token": None,
+            "add_prefix_space": False, "additional_special_tokens": [mark for mark in marks if mark != self.pad],
+        }  # fmt: skip
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        vocabulary = json.dumps(model["model"]["vocab"], ensure_ascii=False)
+        (folder / "vocab.json").write_text(vocabulary, encoding="utf-8")
+        (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+
+
+def marks_of(template: str) -> Iterable[str]:
+    """Return the marks that stand in a template, each once."""
+    return dict.fromkeys(_MARK.findall(template))

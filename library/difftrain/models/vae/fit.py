@@ -10,17 +10,25 @@ Trained end to end, a VAE of this size stays several dB behind in the same time.
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
-from difftrain.models.vae.posterior import pixels_to_unit
+from difftrain.models.build import build
+from difftrain.models.placeholder import fill
+from difftrain.models.vae.latents import pixels_to_unit
 from difftrain.models.weights.initial import by_fan_in, initial_weights
+from difftrain.models.weights.source import shipped_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 BIG = 16384.0  # the constant channels: exact in every float type
 POSTERIOR_STD = 0.02  # of the latents' own deviation
@@ -36,6 +44,7 @@ def principal(x: Tensor, num: int) -> tuple[Tensor, Tensor]:
     flat = x.movedim(1, -1).flatten(0, -2).double()
     centred = flat - flat.mean(0)
     variances, directions = torch.linalg.eigh(centred.T @ centred / len(centred))
+    # signs are free in an eigenbasis: the largest entry is made positive
     order = variances.argsort(descending=True)[:num]
     basis = directions[:, order].T
     largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))
@@ -58,6 +67,7 @@ def closed_form_encoder(vae: Any, pictures: Tensor, *, whiten: float = 1.0) -> N
     _copy_channels(encoder.conv_in, 3)
     for i, block in enumerate(encoder.down_blocks[:-1]):
         _pass_on(block.resnets[0], x.shape[1])
+        # the last level keeps what becomes latents, the others what the next one has room for
         room = vae.config.latent_channels if i == len(widths) - 2 else min(widths[i], widths[i + 1])
         basis, _ = principal(patches(x), min(4 * x.shape[1], room))
         _place_strided(block.downsamplers[0].conv, basis)
@@ -113,10 +123,12 @@ def _finish(vae: Any, plan: list[list[int]], scale: Tensor, shift: Tensor) -> No
         if not members:
             continue
         start, reference = g * size, g * size + 2
+        # two huge constants fix the deviation of a group, so that its norm is a known factor
         bias[start], bias[start + 1] = BIG, -BIG
         for row, channel in enumerate(members, start=reference + 1):
             spread[row, channel], bias[row] = scale[channel], shift[channel]
             out.weight[channel, row, 1, 1] = 2 * BIG * (2 / size) ** 0.5
+            # an empty channel beside them takes the norm's and SiLU's offset away again
             out.weight[channel, reference, 1, 1] = -out.weight[channel, row, 1, 1]
     _place_last(vae, spread, bias)
     norm.weight.fill_(1.0)
@@ -191,6 +203,111 @@ def psnr(vae: Any, pictures: Tensor) -> float:
     return psnr_of(vae.decode(vae.encode(x).latent_dist.mean, return_dict=False)[0].clamp(-1, 1), x)
 
 
-def psnr_of(found: Tensor, wanted: Tensor) -> float:
+def psnr_of(image: Tensor, wanted: Tensor) -> float:
     """Return the mean over pictures of 10 log10(4 / mean squared error) for values in [-1, 1], in dB."""
-    return float(10 * torch.log10(4 / (found - wanted).square().flatten(1).mean(1)).mean().detach())
+    return float(10 * torch.log10(4 / (image - wanted).square().flatten(1).mean(1)).mean().detach())
+
+
+# --- Make tiny_vae.safetensors, the VAE of the size `tiny`: `python -m difftrain.models.vae.fit FILE`
+# Trained by us, on synthetic pictures made here; no other model and no other data went into it.
+
+
+TRAIN_SEED, TEST_SEED = 1, 2
+METADATA = {
+    "title": "VAE of the tiny SDXL",
+    "origin": "trained by difftrain on synthetic pictures (models/vae/fit.py)",
+    "license": "Apache-2.0",
+}
+
+
+def synthetic_pictures(count: int, size: int, seed: int) -> Tensor:
+    """Draw (count, 3, size, size) uint8: shapes over plain, shaded or cloudy grounds.
+
+    A third of the grounds is white, a third a gradient between two colours, a third blurred noise.
+    """
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(np.stack([_picture(rng, size, i % 3) for i in range(count)]))
+
+
+def _picture(rng: np.random.Generator, size: int, ground: int) -> np.ndarray:
+    picture = (_white, _gradient, _clouds)[ground](rng, size)
+    for _ in range(rng.integers(1, 5)):
+        mask = _shape(rng, size)
+        picture += mask * (rng.random((3, 1, 1)) - picture)
+    return np.rint(picture.clip(0, 1) * 255).astype(np.uint8)
+
+
+def _white(rng: np.random.Generator, size: int) -> np.ndarray:
+    return np.ones((3, size, size))
+
+
+def _gradient(rng: np.random.Generator, size: int) -> np.ndarray:
+    y, x = np.mgrid[:size, :size] / (size - 1) - 0.5
+    angle = rng.random() * 2 * np.pi
+    t = (np.cos(angle) * x + np.sin(angle) * y) / 1.42 + 0.5
+    a, b = rng.random((2, 3, 1, 1))
+    return a + (b - a) * t
+
+
+def _clouds(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Blur noise by cutting its spectrum off as a power law."""
+    radius = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None]) + 1 / size
+    spectrum = np.fft.rfft2(rng.standard_normal((3, size, size))) * radius ** -rng.uniform(1.2, 2.5)
+    noise = np.fft.irfft2(spectrum, (size, size))
+    noise -= noise.mean((1, 2), keepdims=True)
+    return rng.random((3, 1, 1)) + noise / noise.std() * rng.uniform(0.05, 0.25)
+
+
+def _shape(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Return the soft mask of an ellipse, a box, or a star with three to seven points, anywhere and turned."""
+    y, x = (np.mgrid[:size, :size] + 0.5) / size - rng.uniform(0.15, 0.85, (2, 1, 1))
+    angle = rng.random() * 2 * np.pi
+    u, v = np.cos(angle) * x + np.sin(angle) * y, np.cos(angle) * y - np.sin(angle) * x
+    extent = rng.uniform(0.08, 0.35, 2)
+    kind = rng.integers(3)
+    if kind == 0:
+        distance = (np.hypot(u / extent[0], v / extent[1]) - 1) * extent.min()
+    elif kind == 1:
+        distance = np.maximum(abs(u) - extent[0], abs(v) - extent[1])
+    else:
+        wave = 1 + rng.uniform(0.1, 0.6) * np.cos(rng.integers(3, 8) * np.arctan2(v, u))
+        distance = np.hypot(u, v) - extent[0] * wave / 1.3
+    return (0.5 - distance * size).clip(0, 1)[None]
+
+
+def make(steps: int, count: int) -> torch.nn.Module:
+    """Fit tiny's VAE."""
+    vae: Any = build("diffusers:AutoencoderKL", "vae", shipped_sizes())
+    fill(vae, ((name, torch.zeros(value.shape)) for name, value in vae.state_dict().items()), torch.float32)
+    pictures = synthetic_pictures(count, 64, TRAIN_SEED)
+    closed_form_encoder(vae, pictures[:1000])
+    train_decoder(
+        vae, pictures, steps=steps, batch_size=8, report=lambda step, error: print(f"step {step} error {error:.5f}")
+    )
+    return vae
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pictures", type=int, default=4000)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    vae = make(args.steps, args.pictures)
+    held_out = psnr(vae, synthetic_pictures(300, 64, TEST_SEED))
+    print(f"{time.perf_counter() - start:.0f} s, held-out PSNR {held_out:.2f} dB")
+    save(vae, args.file)
+
+
+def save(vae: torch.nn.Module, path: Path) -> None:
+    """Write the weights in fp16, without the tensors that are all zeros (most of the encoder)."""
+    from safetensors.torch import save_file
+
+    tensors = {name: value.half().contiguous() for name, value in vae.state_dict().items() if value.any()}
+    save_file(tensors, path, METADATA)
+
+
+if __name__ == "__main__":
+    main()

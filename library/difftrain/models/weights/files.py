@@ -7,11 +7,13 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from difftrain.contracts import ConfigFault, Fault
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +93,7 @@ class _ReadSafetensors:
                 header = json.loads(file.read(length))
             self._start = 8 + length
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self._places = {key: _place(entry, size - self._start) for key, entry in header.items()}
+            self._places = {key: _entry_of(entry, size - self._start) for key, entry in header.items()}
             if not all(isinstance(text, str) for text in self.metadata.values()):
                 raise UnreadableWeights("is not a whole safetensors file: its metadata are no texts")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -114,7 +116,7 @@ class _ReadSafetensors:
         return value
 
 
-def _place(entry: dict[str, Any], size: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _entry_of(entry: dict[str, Any], size: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Return dtype, shape, start and stop of a tensor. Raises ValueError where they do not fit together."""
     dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(side) is not int or side < 0 for side in shape):
@@ -173,3 +175,56 @@ def open_weights(path: Path, *, mmap: bool = True) -> WeightFile:
     if path.suffix != ".safetensors":
         return _TorchFile(path, mmap)
     return _Safetensors(path) if mmap else _ReadSafetensors(path)
+
+
+# --- The files that hold one part of a model: found by their usual names, opened, and what of them is no weight
+
+
+MODEL_STEMS, TEXT_STEMS = ("diffusion_pytorch_model",), ("model", "pytorch_model")
+
+
+def opened(path: Path, flag: str, *, mmap: bool = True) -> WeightFile:
+    """Open a file of weights. Raises ConfigFault that names the flag."""
+    try:
+        return open_weights(path, mmap=mmap)
+    except UnreadableWeights as error:
+        raise ConfigFault([Fault(flag, f"{path} {error}")]) from None
+
+
+def is_extra(key: str) -> bool:
+    """Tell buffers and training helpers that old files carry beside the weights."""
+    return key.endswith("embeddings.position_ids") or key.startswith(("loss.", "model_ema."))
+
+
+def find_weights(folder: Path, stems: Sequence[str], flag: str) -> list[Path]:
+    """List the files with a part's weights: whole or in shards, fp16 variants where nothing else is there.
+
+    Raises ConfigFault that names what was looked for.
+    """
+    kinds = [(stem, variant, end) for variant in ("", ".fp16") for end in (".safetensors", ".bin") for stem in stems]
+    for stem, variant, end in kinds:
+        file = folder / f"{stem}{variant}{end}"
+        if file.is_file():
+            return [file]
+        # diffusers and transformers put a variant behind "index"
+        for index in (file.with_name(f"{file.name}.index.json"), folder / f"{stem}{end}.index{variant}.json"):
+            if index.is_file():
+                return _shards(index, flag)
+    names = ", ".join("".join(kind) for kind in kinds)
+    raise ConfigFault([Fault(flag, f"{folder} has no weights", f"looked for {names} and their .index.json")])
+
+
+def _shards(index: Path, flag: str) -> list[Path]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ConfigFault([Fault(flag, f"{index} names no files of weights", "fetch the folder again")])
+    return [index.parent / name for name in sorted(set(places.values()))]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; nothing where there is none, or no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

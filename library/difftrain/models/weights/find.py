@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models import sizes as known
+from difftrain.models import build as known
 from difftrain.models.registry import FAMILIES
 from difftrain.models.weights import infer
-from difftrain.models.weights.part_files import PartFiles
-from difftrain.models.weights.single_file import PartInFile, SingleFile
+from difftrain.models.weights.files import read_json
+from difftrain.models.weights.part_files import PartFiles, PartInFile, SingleFile
 from difftrain.models.weights.source import INITS, WeightSource
-from difftrain.models.weights.stored_part import read_json
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -47,16 +46,16 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
     root = Path(model.pretrained).expanduser() if model.pretrained else None
     base = drawn_sizes()
     readers: dict[str, PartFiles] = {}
-    whole = None
+    file = None
     problems: list[Fault] = []
     if root is not None and root.is_file() and family.one_file:
-        whole = SingleFile(root, where, family.one_file, mmap=not model.disable_mmap)
-        content = whole.sizes()
+        file = SingleFile(root, where, family.one_file, mmap=not model.disable_mmap)
+        content = file.sizes()
         base = shipped_sizes(family, family.one_file.released) if content is None else content
         problems = [] if content is None else section_faults(family, content, str(root))
         if problems:
             raise ConfigFault(problems)
-        readers = {part: PartInFile(whole, part, kind, rule=family.rule(part)) for part, kind in family.parts.items()}
+        readers = {part: PartInFile(file, part, kind, rule=family.rule(part)) for part, kind in family.parts.items()}
     elif root is not None:
         problems = _folder_faults(root, family)
         if not problems:
@@ -104,9 +103,9 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
         init=base.get("init", INITS[0]),
         tokenizer_dirs=_tokenizer_dirs(cfg, family, root, readers),
         scheduler=read_json(root / "scheduler" / "scheduler_config.json") if root else {},
-        name=str(base.get("name", "custom")) if whole or set(readers) <= {"vae"} else "custom",
+        name=str(base.get("name", "custom")) if file or set(readers) <= {"vae"} else "custom",
         named_hashes=family.named_hashes,
-        single_file=whole,
+        single_file=file,
     )
     notes = [*_of_the_draw(drawn, family, source), *(f"{title} is {path}" for title, path in elsewhere)]
     return WeightSource(**{**source.__dict__, "notes": tuple(notes)})
@@ -126,8 +125,8 @@ def _of_the_draw(drawn: list[str], family: Description, source: WeightSource) ->
 
 def parts_elsewhere(cfg: TrainConfig, family: Description) -> dict[str, tuple[str, str]]:
     """Return path and field of parts that do not come with the model: part -> (path, "[model] field")."""
-    given = {part: (getattr(cfg.model, name, None), family.where(name)) for part, name in _fields(family).items()}
-    return {part: (path, where) for part, (path, where) in given.items() if path}
+    fields = {part: (getattr(cfg.model, name, None), family.where(name)) for part, name in _fields(family).items()}
+    return {part: (path, where) for part, (path, where) in fields.items() if path}
 
 
 def _fields(family: Description) -> dict[str, str]:
@@ -138,9 +137,9 @@ def _fields(family: Description) -> dict[str, str]:
     return {part: name for part, name in fields.items() if part in family.parts}
 
 
-def part_path(given: str, folder: str, where: str) -> Path:
+def part_path(text: str, folder: str, where: str) -> Path:
     """Return the folder or file of a part; of a whole model's folder the part's own. Raises ConfigFault."""
-    path = Path(given).expanduser()
+    path = Path(text).expanduser()
     if not path.exists():
         remedy = "give a folder as diffusers writes it (config.json beside the weights), a whole model's, or a file"
         raise ConfigFault([Fault(where, f"there is no file or folder '{path}'", remedy)])
@@ -205,9 +204,9 @@ def section_faults(family: Description, content: Mapping[str, Any], where: str) 
         section = content.get(family.folder(part))
         if isinstance(section, dict):
             taken = known.accepted(family.parts[part], section)
-            place = f"{where} [{family.folder(part)}]"
-            problems += [Fault(place, f"unknown key {key!r}") for key in sorted(set(section) - set(taken))]
-            problems += family.wrong_sizes(part, section, place)
+            table = f"{where} [{family.folder(part)}]"
+            problems += [Fault(table, f"unknown key {key!r}") for key in sorted(set(section) - set(taken))]
+            problems += family.wrong_sizes(part, section, table)
     return problems
 
 
@@ -241,11 +240,11 @@ def _folder_faults(root: Path, family: Description) -> list[Fault]:
     kind = str(read_json(root / "model_index.json").get("_class_name", "nothing"))
     if kind.startswith(pipeline.removesuffix("Pipeline")) and not _is_of_another(kind, family):
         return []
-    others = {row.pipeline: name for name, row in FAMILIES.items()}
-    near = others.get(kind) or next(iter(others[each] for each in get_close_matches(kind, others, n=1)), None)
+    families = {row.pipeline: name for name, row in FAMILIES.items()}
+    near = families.get(kind) or next(iter(families[match] for match in get_close_matches(kind, families, n=1)), None)
     nearest = (
         f"; type = {near!r} trains {kind}"
-        if near and others.get(kind)
+        if near and families.get(kind)
         else f"; the nearest is type = {near!r}"
         if near
         else ""
@@ -281,14 +280,14 @@ def _tokenizer_dirs(
     cfg: TrainConfig, family: Description, root: Path | None, readers: Mapping[str, PartFiles]
 ) -> dict[str, Path]:
     """Find the folders of vocabularies: given, beside an encoder that comes from elsewhere, else the model's."""
-    found = {}
+    folders = {}
     for number, text in enumerate(family.texts, start=1):
         reader = readers.get(text.part)
         near = [reader.path.parent / text.tokenizer] if reader and not isinstance(reader, PartInFile) else []
         near += [root / text.tokenizer] if root else []
-        given = getattr(cfg.model, f"tokenizer{number}", None)
-        if given:
-            found[text.tokenizer] = Path(given).expanduser()
+        own_folder = getattr(cfg.model, f"tokenizer{number}", None)
+        if own_folder:
+            folders[text.tokenizer] = Path(own_folder).expanduser()
         elif (folder := next((path for path in near if path.is_dir()), None)) is not None:
-            found[text.tokenizer] = folder
-    return found
+            folders[text.tokenizer] = folder
+    return folders

@@ -38,12 +38,12 @@ def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     """Hash tensors by name, dtype, shape and bits; their order does not count."""
     import torch
 
-    found = []
+    hashes = []
     for name, tensor in named:
         state = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
         state.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-        found.append(state.hexdigest())
-    return hashed(*sorted(found))
+        hashes.append(state.hexdigest())
+    return hashed(*sorted(hashes))
 
 
 def of_files(files: Sequence[Path], what: str, compute: Callable[[], str], since: Sequence[Stamp] | None = None) -> str:
@@ -58,15 +58,15 @@ def of_files(files: Sequence[Path], what: str, compute: Callable[[], str], since
         if since is not None and _content(before) != _content(since):
             break
         # machines may share the folder and not the files: each finds its own
-        place = user_cache() / FOLDER / f"{hashed(_VERSION, what, paths, before)}.txt"
-        known = _read(place)
+        file = user_cache() / FOLDER / f"{hashed(_VERSION, what, paths, before)}.txt"
+        known = _read(file)
         if known:
             return known
-        found, now = compute(), time.time_ns()
+        digest, now = compute(), time.time_ns()
         if before == [stamp(file) for file in files]:
             if all(now - max(modified, changed) > _SETTLED_NS for _, modified, changed, _ in before):
-                _write(place, found)
-            return found
+                _write(file, digest)
+            return digest
     raise ConfigFault([Fault(", ".join(map(str, files)), "changes while it is read", "start when it is whole")])
 
 
@@ -77,20 +77,20 @@ def _content(stamps: Sequence[Stamp]) -> list[Stamp]:
 
 def stamp(file: Path) -> Stamp:
     """Return what tells a file's content from any other that it had: size, both times, and which file it is."""
-    told = file.stat()
-    return [told.st_size, told.st_mtime_ns, told.st_ctime_ns, told.st_ino]
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def _read(place: Path) -> str:
+def _read(path: Path) -> str:
     """Return what was kept; nothing where it is not a whole hash."""
     try:
-        content = place.read_bytes()
+        content = path.read_bytes()
     except OSError:
         return ""
     return content.decode() if re.fullmatch(rb"[0-9a-f]{32}", content) else ""
 
 
-def _write(place: Path, content: str) -> None:
+def _write(path: Path, content: str) -> None:
     """Keep a hash; where that cannot be done it is made again the next time."""
     with suppress(OSError):
-        write_text(place, content)
+        write_text(path, content)

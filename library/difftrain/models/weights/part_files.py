@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.models import sizes as known
+from difftrain.models import build as known
 from difftrain.models.build import is_transformers
-from difftrain.models.weights.file_names import file_name, is_second_name, stored_name, tied
-from difftrain.models.weights.files import WeightFile, dtypes_of
+from difftrain.models.facts import OneFile
+from difftrain.models.weights.files import (
+    MODEL_STEMS,
+    TEXT_STEMS,
+    WeightFile,
+    dtypes_of,
+    find_weights,
+    is_extra,
+    opened,
+    read_json,
+)
 from difftrain.models.weights.fingerprints import Stamp, of_files, of_tensors, stamp
-from difftrain.models.weights.folder_export import plain_files
+from difftrain.models.weights.folder_export import file_name, is_second_name, plain_files, stored_name, tied
+from difftrain.models.weights.infer import differences, looks_like
 from difftrain.models.weights.keys import KeyMap, KeyPiece, Rule
-from difftrain.models.weights.recognise import differences, looks_like
-from difftrain.models.weights.stored_part import MODEL_STEMS, TEXT_STEMS, find_weights, is_extra, opened, read_json
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
 
 Shapes = dict[str, tuple[int, ...]]
 Infer = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]  # shapes of the original layout -> sizes
@@ -78,7 +89,7 @@ class PartFiles:
         """Map every tensor, without the prefix of a whole model, to its file and its key there."""
         keys = {key: file for _, file in self._opened for key in file.shapes()}
         known = VAE_PREFIXES if "Autoencoder" in self.kind else PREFIXES
-        prefix = next((each for each in known if any(key.startswith(each) for key in keys)), "")
+        prefix = next((prefix for prefix in known if any(key.startswith(prefix) for key in keys)), "")
         prefix = "" if self.path.is_dir() else prefix
         located = {key[len(prefix) :]: (file, key) for key, file in keys.items() if key.startswith(prefix)}
         for second, first in tied(self.kind):  # some files hold a table under nothing but its second name
@@ -89,8 +100,8 @@ class PartFiles:
     @cached_property
     def shapes(self) -> Shapes:
         """Give the shapes of the part's tensors, without what lies beside it."""
-        whole = {id(file): file.shapes() for file, _ in self._located.values()}
-        return {name: whole[id(file)][key] for name, (file, key) in self._located.items() if not self._is_beside(name)}
+        shapes = {id(file): file.shapes() for file, _ in self._located.values()}
+        return {name: shapes[id(file)][key] for name, (file, key) in self._located.items() if not self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
         return is_extra(name) or name.startswith(_BESIDE.get(self.kind.partition(":")[2], ("loss.", "model_ema.")))
@@ -177,7 +188,7 @@ class PartFiles:
     @property
     def _since(self) -> list[Stamp] | None:
         """Return what the files were when they were opened, where they are open."""
-        return [told for told, _ in self._opened] if "_opened" in self.__dict__ else None
+        return [known for known, _ in self._opened] if "_opened" in self.__dict__ else None
 
     def reusable_files(self, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
         """Name the files that readers of a folder take as they are; None: something in them is not as it must be.
@@ -192,3 +203,102 @@ class PartFiles:
             return None
         beside = [name for name in self._located if self._is_beside(name) and not is_second_name(self.kind, name)]
         return None if beside else files
+
+
+# --- One file that holds all parts of a model in their original layout: its sizes, what is wrong with it, and its parts
+
+
+SIZES = "difftrain.architecture"  # where a file of ours says its sizes: in its header, in a .ckpt as a tensor of bytes
+
+
+class SingleFile:
+    """A file of safetensors or of torch, opened once. flag: what it was given by. facts: what such a file is like."""
+
+    def __init__(self, path: Path, flag: str, facts: OneFile, *, mmap: bool = True) -> None:
+        self.path, self.flag, self.facts, self.mmap = path, flag, facts, mmap
+
+    @cached_property
+    def opened(self) -> tuple[Stamp, WeightFile]:
+        """Open it, with what it was then. Raises ConfigFault."""
+        return stamp(self.path), opened(self.path, self.flag, mmap=self.mmap)
+
+    @property
+    def header(self) -> dict[str, str]:
+        """Return its metadata; a .ckpt has none."""
+        return self.opened[1].metadata
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """Name all that is in it, what no part reads too."""
+        return frozenset(self.opened[1].shapes())
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Give the shapes of its weights, and of what readers expect beside them."""
+        ignored = re.compile(self.facts.ignored)
+        return {key: shape for key, shape in self.opened[1].shapes().items() if not ignored.match(key)}
+
+    def get(self, key: str) -> Tensor:
+        """Give a tensor by its key."""
+        return self.opened[1].get(key)
+
+    def sizes(self) -> dict[str, Any] | None:
+        """Return the sizes that it says; None where it is a release's. Raises ConfigFault."""
+        text = self.header.get(SIZES)
+        if text is None and SIZES in self.marks:
+            text = bytes(self.get(SIZES).tolist()).decode()
+        try:
+            content = None if text is None else json.loads(text)
+        except ValueError:
+            content = ()
+        if content is not None and not isinstance(content, dict):
+            raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is not JSON")])
+        return content
+
+    def faults(self, parts: Mapping[str, tuple[PartInFile, nn.Module]]) -> list[Fault]:
+        """Compare keys and shapes with those of the parts that are to come from it, all at once."""
+        wanted = {
+            reader.prefix + key: shape
+            for reader, module in parts.values()
+            for key, shape in reader.key_map(module).stored.items()
+        }
+        foreign = tuple(prefix for part, prefix in self.facts.prefixes.items() if part not in parts)
+        actual = {
+            key: shape
+            for key, shape in self.shapes.items()
+            if key not in self.facts.beside and not (foreign and key.startswith(foreign))
+        }
+        lines = differences(wanted, actual)
+        if not lines:
+            return []
+        what = f"{self.path} looks like {looks_like(self.shapes)}; tensors {'; '.join(lines)}"
+        return [Fault(self.flag, what, self.facts.layout)]
+
+
+class PartInFile(PartFiles):
+    """One part of such a file."""
+
+    def __init__(
+        self, source: SingleFile, part: str, kind: str, *, rule: Callable[[nn.Module], Rule] | None = None
+    ) -> None:
+        super().__init__(source.path, kind, source.flag, mmap=source.mmap, rule=rule)
+        self.single_file, self.part, self.prefix = source, part, source.facts.prefixes[part]
+
+    @cached_property
+    def _opened(self) -> list[tuple[Stamp, WeightFile]]:
+        return [self.single_file.opened]
+
+    def paths(self) -> list[Path]:
+        """List the file, whether or not it is still there: it was opened at the start."""
+        return [self.path]
+
+    @cached_property
+    def _located(self) -> dict[str, tuple[WeightFile, str]]:
+        file = self.single_file.opened[1]
+        beside = self.single_file.facts.beside
+        inside = [key for key in self.single_file.shapes if key.startswith(self.prefix) and key not in beside]
+        return {key.removeprefix(self.prefix): (file, key) for key in inside}
+
+    def faults(self, module: nn.Module) -> list[Fault]:
+        """Compare names and shapes with those of a module."""
+        return self.single_file.faults({self.part: (self, module)})

@@ -35,8 +35,8 @@ def weights(files: Sequence[str], path: str, read: Read) -> Files:
     for folder in _components(read(_join(path, INDEX))):
         chosen += [_join(path, folder, name) for name in _component(_inside(files, _join(path, folder)), folder)]
     if OURS in inside:  # written by difftrain: what diffusers' index does not name
-        whole = _inside(files, _join(path, WHOLE))
-        chosen += [_join(path, OURS), *(_join(path, WHOLE, name) for name in _component(whole, WHOLE))]
+        file = _inside(files, _join(path, WHOLE))
+        chosen += [_join(path, OURS), *(_join(path, WHOLE, name) for name in _component(file, WHOLE))]
     return chosen, path
 
 
@@ -58,11 +58,11 @@ def tokenizer(files: Sequence[str], path: str, read: Read) -> Files:
         return [path], path
     chosen = [name for name in _VOCABULARY if name in _inside(files, path)]
     if not {"vocab.json", "merges.txt"} <= set(chosen) and "tokenizer.json" not in chosen:
-        others = sorted(
+        tokenizers = sorted(
             {file.rpartition("/")[0] for file in files if file.endswith(("/vocab.json", "/tokenizer.json"))}
         )
-        there = f"; tokenizers there: {', '.join(others)}" if others else ""
-        raise Unfit(f"has neither vocab.json and merges.txt nor tokenizer.json{there}")
+        nearby = f"; tokenizers there: {', '.join(tokenizers)}" if tokenizers else ""
+        raise Unfit(f"has neither vocab.json and merges.txt nor tokenizer.json{nearby}")
     return [_join(path, name) for name in chosen], path
 
 
@@ -78,11 +78,11 @@ def t5_tokenizer(files: Sequence[str], path: str, read: Read) -> Files:
 
 def _single(inside: Sequence[str], path: str) -> Files:
     """Take the one file of weights of a folder. Raises Unfit where there is none, or more than one."""
-    found = [name for name in inside if name.endswith(".safetensors") and "/" not in name]
-    if len(found) == 1:
-        return [_join(path, found[0])], _join(path, found[0])
-    if found:
-        raise Unfit(f"holds {len(found)} files of weights; name one of {_some(found)}")
+    files = [name for name in inside if name.endswith(".safetensors") and "/" not in name]
+    if len(files) == 1:
+        return [_join(path, files[0])], _join(path, files[0])
+    if files:
+        raise Unfit(f"holds {len(files)} files of weights; name one of {_some(files)}")
     pickles = [name for name in inside if name.endswith((".ckpt", ".pt"))]
     if pickles:
         raise Unfit(f"holds pickles only, which are fetched where one is named: {_some(pickles)}")
@@ -107,14 +107,14 @@ def _component(inside: Sequence[str], folder: str) -> list[str]:
         return small
     for variant in ("", ".fp16"):
         for stem in _STEMS:
-            whole = f"{stem}{variant}.safetensors"
-            if whole in names:
-                return [*small, whole]
-            if f"{whole}.index.json" in names:
+            file = f"{stem}{variant}.safetensors"
+            if file in names:
+                return [*small, file]
+            if f"{file}.index.json" in names:
                 shard = re.compile(rf"{re.escape(stem + variant)}-\d+-of-\d+\.safetensors")
-                return [*small, f"{whole}.index.json", *filter(shard.fullmatch, names)]
-    found = [name for name in names if name.endswith(_WEIGHTS)]
-    raise Unfit(f"has no .safetensors weights in {folder}, only {_some(found)}; pickles are not fetched")
+                return [*small, f"{file}.index.json", *filter(shard.fullmatch, names)]
+    files = [name for name in names if name.endswith(_WEIGHTS)]
+    raise Unfit(f"has no .safetensors weights in {folder}, only {_some(files)}; pickles are not fetched")
 
 
 def _inside(files: Sequence[str], path: str) -> list[str]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.contracts import Fault
-from difftrain.diffusion.keys import STREAM_VERSION
-from difftrain.models import counts
-from difftrain.models import sizes as known
+from difftrain.diffusion.draws import STREAM_VERSION
+from difftrain.models import build as known
 from difftrain.models.build import build, possible
-from difftrain.models.vae import shipped as vae_shipped
-from difftrain.models.weights.fingerprints import hashed
+from difftrain.models.weights.fingerprints import hashed, of_files, of_tensors
 from difftrain.models.weights.initial import DRAW_VERSION, Scale, by_fan_in, clip_scale, initial_weights, t5_scale
-from difftrain.models.weights.part_files import PartFiles
-from difftrain.models.weights.single_file import PartInFile, SingleFile
+from difftrain.models.weights.part_files import PartFiles, PartInFile, SingleFile
 
 if TYPE_CHECKING:
     import torch
@@ -64,14 +65,14 @@ class WeightSource:
         kind = self.kinds[part]
         with possible(part):
             if kind == "diffusers:AutoencoderKL":
-                return counts.vae(self.complete(part))
+                return vae(self.complete(part))
             if kind in _CLIP:
-                return counts.clip(self.sizes[part], projected=kind == _CLIP[1])
+                return clip(self.sizes[part], projected=kind == _CLIP[1])
             if kind == _T5[0]:
-                return counts.t5(self.sizes[part])
+                return t5(self.sizes[part])
         if part in self.readers:
             return self.readers[part].count()
-        return sum(each.numel() for each in self.build(part).parameters())
+        return sum(param.numel() for param in self.build(part).parameters())
 
     def decisive(self, part: str) -> dict[str, Any]:
         """Return what decides, weights aside, what an encoder makes."""
@@ -92,7 +93,7 @@ class WeightSource:
             yield from self.readers[part].weights(module)
             return
         if part == "vae" and self.ships_vae:
-            yield from vae_shipped.shipped_vae(module)
+            yield from shipped_vae(module)
             return
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         yield from ((name, value) for name, value in module.state_dict().items() if name not in parameters)
@@ -103,7 +104,7 @@ class WeightSource:
         """Tell whether the random VAE would be of the size whose trained weights are shipped; scales change no weight."""
         if self.kinds.get("vae") != "diffusers:AutoencoderKL":
             return False
-        shipped = vae_shipped.shipped_sizes()
+        shipped = shipped_sizes()
         if self.named_hashes:
             return bool(self.sizes["vae"] == shipped)
         ours = {key: value for key, value in self.sizes["vae"].items() if key not in ("scaling_factor", "shift_factor")}
@@ -126,13 +127,98 @@ class WeightSource:
         if part in self.readers:
             return self.readers[part].fingerprint(part)
         if part == "vae" and self.ships_vae:
-            return (
-                vae_shipped.shipped_fingerprint(lambda: self.build(part))
-                if self.named_hashes
-                else vae_shipped.shipped_digest()
-            )
+            return shipped_fingerprint(lambda: self.build(part)) if self.named_hashes else shipped_digest()
         return hashed("random", STREAM_VERSION, DRAW_VERSION, self.seed, part, sizes)
 
     def reusable_files(self, part: str, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
         """Name the files of a part that an export can have as they are; None: they must be written anew."""
         return self.readers[part].reusable_files(stem, dtype) if part in self.readers else None
+
+
+# --- Parameters of encoders, counted from their sizes by formula: no class is imported for it, as none may be here
+
+
+Config = Mapping[str, Any]
+
+
+def clip(config: Config, *, projected: bool = True) -> int:
+    """Count a CLIP text encoder, with its projection or without."""
+    d, inner = config["hidden_size"], config["intermediate_size"]
+    layer = 4 * _linear(d, d) + _linear(d, inner) + _linear(inner, d) + 4 * d
+    tables = (config["vocab_size"] + config.get("max_position_embeddings", 77)) * d
+    return tables + config["num_hidden_layers"] * layer + 2 * d + (d * config["projection_dim"] if projected else 0)
+
+
+def t5(config: Config) -> int:
+    """Count T5's encoder: no biases, positions in the first layer alone."""
+    d, attention = config["d_model"], config["num_heads"] * config["d_kv"]
+    gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
+    layer = 4 * d * attention + (3 if gated else 2) * d * config["d_ff"] + 2 * d
+    tables = config["vocab_size"] * d + config.get("relative_attention_num_buckets", 32) * config["num_heads"]
+    return tables + config["num_layers"] * layer + d
+
+
+def vae(config: Config) -> int:
+    """Count AutoencoderKL with attention in the middle, encoder and decoder."""
+    widths, layers, latents = config["block_out_channels"], config["layers_per_block"], config["latent_channels"]
+    middle = 2 * _resnet(widths[-1], widths[-1])
+    if config.get("mid_block_add_attention", True):
+        middle += 2 * widths[-1] + 4 * _linear(widths[-1], widths[-1])
+    total = 2 * middle
+    for side, repeats in ((list(widths), layers), (list(reversed(widths)), layers + 1)):
+        entering = side[0]
+        for i, width in enumerate(side):
+            for _ in range(repeats):
+                total += _resnet(entering, width)
+                entering = width
+            total += _conv(width, width, 3) if i < len(side) - 1 else 0
+    total += _conv(config.get("in_channels", 3), widths[0], 3) + 2 * widths[-1] + _conv(widths[-1], 2 * latents, 3)
+    total += _conv(latents, widths[-1], 3) + 2 * widths[0] + _conv(widths[0], config.get("out_channels", 3), 3)
+    total += _conv(2 * latents, 2 * latents, 1) if config.get("use_quant_conv", True) else 0
+    return total + (_conv(latents, latents, 1) if config.get("use_post_quant_conv", True) else 0)
+
+
+def _linear(entering: int, leaving: int) -> int:
+    return entering * leaving + leaving
+
+
+def _conv(entering: int, leaving: int, kernel: int) -> int:
+    return entering * leaving * kernel**2 + leaving
+
+
+def _resnet(entering: int, leaving: int) -> int:
+    shortcut = _conv(entering, leaving, 1) if entering != leaving else 0
+    return 2 * entering + _conv(entering, leaving, 3) + 2 * leaving + _conv(leaving, leaving, 3) + shortcut
+
+
+# --- The VAE of the tiny sizes: trained by us (models/vae/fit.py), shipped beside SDXL's tiny
+
+
+def shipped_sizes() -> dict[str, Any]:
+    """Return the sizes that the weights are for."""
+    return dict(json.loads(resources.files("difftrain.models.vae").joinpath("tiny_vae.json").read_text("utf-8")))
+
+
+def shipped_vae(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Give the weights of the tiny VAE. Absent tensors are zeros."""
+    import torch
+    from safetensors.torch import load
+
+    stored = load(_file().read_bytes())
+    for name, param in module.state_dict().items():
+        yield name, stored[name].float() if name in stored else torch.zeros(param.shape)
+
+
+def shipped_digest() -> str:
+    """Hash the file: what the weights are, without a module that they are for."""
+    return hashlib.blake2b(_file().read_bytes(), digest_size=16).hexdigest()
+
+
+def shipped_fingerprint(make: Callable[[], Any]) -> str:
+    """Hash the weights one by one, zeros too. make: builds the module, where the user's cache folder has no such hash."""
+    with resources.as_file(_file()) as path:
+        return of_files([path], "the tiny VAE", lambda: of_tensors(shipped_vae(make())))
+
+
+def _file() -> Traversable:
+    return resources.files("difftrain.models.vae").joinpath("tiny_vae.safetensors")

@@ -14,7 +14,7 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import DataFault, FeatureSpec, Parts
 from difftrain.data.index import survey
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan.length import total_steps
+from difftrain.data.plan.plan import total_steps
 from difftrain.data.prepare import global_batches, make_plan, open_data, prepare
 from difftrain.data.samples import SampleMaker
 from difftrain.distributed.launch import Launch

@@ -130,19 +130,19 @@ class LocalCopies:
 
     def _tidy(self, folder: Path, share: int, coming: int) -> None:
         """Make room for what is coming. Raises OSError where others have filled the disk."""
-        found, now, used = [], time.time(), 0
+        copies, now, used = [], time.time(), 0
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     stat = entry.stat()
                     used += stat.st_size
                     if not entry.name.startswith("tmp-"):
-                        found.append((stat.st_mtime, stat.st_size, entry.path))
+                        copies.append((stat.st_mtime, stat.st_size, entry.path))
                     elif stat.st_mtime < now - _STALE_S:
-                        found.append((0.0, stat.st_size, entry.path))
+                        copies.append((0.0, stat.st_size, entry.path))
         full = self._full()
         limit = used // 2 if full else share * _KEPT
-        for _, size, path in sorted(found) if full or used + coming > share else ():
+        for _, size, path in sorted(copies) if full or used + coming > share else ():
             if used + coming <= limit:
                 break
             with contextlib.suppress(FileNotFoundError):
@@ -268,11 +268,13 @@ class ObjectStore:
 
         def call() -> list[File]:
             with self._system() as (system, root):
-                found = system.ls(f"{root}/{folder}", detail=True)
+                listing = system.ls(f"{root}/{folder}", detail=True)
             names = [
-                (str(each["name"]).rstrip("/").rpartition("/")[2], each) for each in found if each["type"] == "file"
+                (str(entry["name"]).rstrip("/").rpartition("/")[2], entry)
+                for entry in listing
+                if entry["type"] == "file"
             ]
-            return sorted((_file(f"{folder}/{name}", each) for name, each in names), key=lambda each: each.name)
+            return sorted((_file(f"{folder}/{name}", entry) for name, entry in names), key=lambda entry: entry.name)
 
         try:
             return self._patiently(f"{folder}/", call)
@@ -299,6 +301,7 @@ class ObjectStore:
         for attempt in range(1, attempts + 1):
             try:
                 return _within(limit_s, call)
+            # asking again does not bring what is not there
             except (*GONE, TrainingFault):
                 raise
             except TimeoutError as error:

@@ -16,15 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from difftrain.cache.remote.object_store import (
-    GONE,
-    File,
-    LocalCopies,
-    ObjectStore,
-    OpenCopy,
-    RetryPolicy,
-    in_parallel,
-)
+from difftrain.cache.object_store import GONE, File, LocalCopies, ObjectStore, OpenCopy, RetryPolicy, in_parallel
 from difftrain.cache.store.folder import BIN, PART
 from difftrain.config.paths import shown_url, unreadable_url, user_cache
 from difftrain.config.spellings.spelling import option
@@ -51,12 +43,12 @@ class RemoteRange(NamedTuple):
 
 
 class RemoteSegments:
-    """Read segments as reader.py wants to: whole entries are asked for, then read in parts. Picklable."""
+    """Read segments as store/read.py wants to: whole entries are asked for, then read in parts. Picklable."""
 
     def __init__(self, url: str, patience: RetryPolicy, copies: LocalCopies, state: Path) -> None:
         """Prepare. state: the folder of the state that is read, which must not be removed meanwhile."""
         self._store, self._copies, self._state = ObjectStore(url, patience), copies, state
-        self._held: dict[
+        self._cached_pieces: dict[
             str, tuple[list[int], list[OpenCopy | memoryview]]
         ] = {}  # segment -> starts, ascending; contents
         self._names: dict[str, str] = {}
@@ -72,21 +64,21 @@ class RemoteSegments:
         """
         self._stay_alive()
         wanted: dict[RemoteRange, int] = {}
-        for each in ranges:
-            for piece, least in _pieces(*each):
+        for span in ranges:
+            for piece, least in _pieces(*span):
                 wanted[piece] = max(least, wanted.get(piece, 0))
-        self._held = {}
-        found = self._bring(wanted)
-        for piece in sorted(found):
-            starts, contents = self._held.setdefault(piece.segment, ([], []))
+        self._cached_pieces = {}
+        copies = self._bring(wanted)
+        for piece in sorted(copies):
+            starts, contents = self._cached_pieces.setdefault(piece.segment, ([], []))
             starts.append(piece.start)
-            contents.append(found[piece])
+            contents.append(copies[piece])
 
     def read(self, segment: str, offset: int, buffers: Sequence[Any]) -> None:
         """Fill buffers one after another with the bytes from an offset on. Raises TrainingFault."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         length = sum(map(len, views))
-        starts, contents = self._held.get(segment, ([], []))
+        starts, contents = self._cached_pieces.get(segment, ([], []))
         which = bisect_right(starts, offset) - 1
         if which >= 0 and _fill(contents[which], offset - starts[which], views, length):
             return
@@ -106,30 +98,30 @@ class RemoteSegments:
     def _joined(self, segment: str, offset: int, length: int) -> memoryview:
         """Return bytes of several blocks: of a small entry, or of nobody knows which."""
         wanted = dict(_blocks(segment, offset, length))
-        starts, contents = self._held.get(segment, ([], []))
-        held = {piece: contents[starts.index(piece.start)] for piece in wanted if piece.start in starts}
-        found = held | self._bring({piece: least for piece, least in wanted.items() if piece not in held})
+        starts, contents = self._cached_pieces.get(segment, ([], []))
+        cached = {piece: contents[starts.index(piece.start)] for piece in wanted if piece.start in starts}
+        copies = cached | self._bring({piece: least for piece, least in wanted.items() if piece not in cached})
         joined = bytearray(sum(wanted.values()))
-        place = 0
+        at = 0
         for piece, least in wanted.items():
-            part = memoryview(joined)[place : place + least]
-            if not _fill(found[piece], 0, [part], least):
+            part = memoryview(joined)[at : at + least]
+            if not _fill(copies[piece], 0, [part], least):
                 self._copies.drop(piece.name)
                 part[:] = self._ask(piece, least)[:least]
-            place += least
+            at += least
         begin = offset - min(piece.start for piece in wanted)
         return memoryview(joined)[begin : begin + length]
 
     def _bring(self, wanted: dict[RemoteRange, int]) -> dict[RemoteRange, OpenCopy | memoryview]:
         """Return pieces, from the local copies or the store."""
-        found: dict[RemoteRange, OpenCopy | memoryview] = {}
+        copies: dict[RemoteRange, OpenCopy | memoryview] = {}
         for piece, least in wanted.items():
             copy = self._copies.open(piece.name)
             if copy is not None and copy.size >= least:
-                found[piece] = copy if len(found) < _OPEN else copy.content()
-        missing = [piece for piece in wanted if piece not in found]
+                copies[piece] = copy if len(copies) < _OPEN else copy.content()
+        missing = [piece for piece in wanted if piece not in copies]
         brought = in_parallel([partial(self._fetched, piece, wanted[piece]) for piece in missing])
-        return found | dict(zip(missing, brought, strict=True))
+        return copies | dict(zip(missing, brought, strict=True))
 
     def _fetched(self, piece: RemoteRange, least: int) -> memoryview:
         content = self._ask(piece, least)
@@ -235,7 +227,7 @@ def fetch_cache(
 
     # a folder for each state of the store
     state = hashlib.blake2b(repr(files).encode(), digest_size=12)
-    if not all(each.stamp for each in files):  # a store that tells of no change
+    if not all(file.stamp for file in files):  # a store that tells of no change
         state.update(uuid.uuid4().bytes)
     folder = home / state.hexdigest()
 
@@ -259,13 +251,13 @@ def fetch_cache(
 def _look(store: ObjectStore) -> list[File]:
     """Return what is to be fetched. Raises DataFault."""
     return [
-        *(_found(store, name) for name in _NEEDED),
-        *(each for each in store.files("uses") if each.name.endswith(".json")),
-        *(each for each in store.files("drops") if each.name.endswith(".rows")),
+        *(_needed_file(store, name) for name in _NEEDED),
+        *(file for file in store.files("uses") if file.name.endswith(".json")),
+        *(file for file in store.files("drops") if file.name.endswith(".rows")),
     ]
 
 
-def _found(store: ObjectStore, name: str) -> File:
+def _needed_file(store: ObjectStore, name: str) -> File:
     try:
         return store.file(name)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -314,12 +306,12 @@ def _fetch(store: ObjectStore, file: File, path: Path) -> None:
 
 def _earlier(home: Path) -> dict[File, Path]:
     """Return what is here of earlier states."""
-    found = {}
+    stamps = {}
     for path in home.glob(f"*/{_STAMPS}"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            files = [File(*each) for each in json.loads(path.read_text())]
-            found.update({file: path.parent / file.name for file in files if file.stamp})
-    return found
+            files = [File(*fields) for fields in json.loads(path.read_text())]
+            stamps.update({file: path.parent / file.name for file in files if file.stamp})
+    return stamps
 
 
 def _taken(earlier: Path | None, path: Path) -> bool:

@@ -7,6 +7,8 @@ than 77 tokens and weigh; any layer of the encoders may be read.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,22 +17,22 @@ import torch
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Bucket, Fault, Group, Parts
-from difftrain.models import passes, unet_flops
+from difftrain.models import flops, passes
 from difftrain.models.facts import Agree, OneFile, Sizes, Text
 from difftrain.models.family import ModelFamily
 from difftrain.models.objective.ddpm import DdpmObjective
-from difftrain.models.sdxl import blocks
 from difftrain.models.text.clip_tokens import CHUNK, ClipTokenize, chunks_of
-from difftrain.models.weights import original
+from difftrain.models.weights import keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
     from difftrain.models.root import DenoiserRoot
     from difftrain.models.weights.keys import Rule
+
 
 CLIP_SKIP = 2  # SDXL's: hidden_states[-2]; 1 is the last layer's output, before its norm
 SIZE_FEATURES = ("original_size", "crop_top_left", "target_size")  # (B, 2) each, height or top first
@@ -137,11 +139,11 @@ class SDXLFamily(DdpmObjective, ModelFamily):
 
     def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
         """List the blocks in the order in which they run."""
-        found = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
+        layers = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
         unet: Any = parts.root.get_submodule("unet")
         names = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
         names += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
-        return found + [(f"unet.{name}", unet.get_submodule(name)) for name in names]
+        return layers + [(f"unet.{name}", unet.get_submodule(name)) for name in names]
 
     def repeated(self, parts: Parts) -> list[nn.Module]:
         """List the blocks that recur, each compiled once a width; whole UNet blocks would unroll dozens of them."""
@@ -149,10 +151,10 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         return [module for module in parts.root.modules() if type(module).__name__ in kinds]
 
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
-        """Count forward and backward of one sample (see unet_flops.py)."""
+        """Count forward and backward of one sample (see flops.py)."""
         latent = (bucket.height // self.vae.factor, bucket.width // self.vae.factor)
         chunks = chunks_of(self.cfg.model.max_token_length)
-        return unet_flops.flops(self.source.sizes, latent, num_chunks=chunks, trained=self.rates)
+        return flops.sdxl_flops(self.source.sizes, latent, num_chunks=chunks, trained=self.rates)
 
     # ------------------------------------------------------------------ captions
 
@@ -169,10 +171,10 @@ class SDXLFamily(DdpmObjective, ModelFamily):
     def _length(self, text: Text) -> int:
         return CHUNK * chunks_of(self.cfg.model.max_token_length) + 2
 
-    def text_settings(self, place: int) -> str:
+    def text_settings(self, position: int) -> str:
         """Say all that decides what a text encoder makes of a caption, weights aside, for its fingerprint."""
         tokens = f"tokens {ClipTokenize.digest(self.vocabularies)} in {chunks_of(self.cfg.model.max_token_length)}"
-        return f"clip_skip {self.clip_skip}, {self.precision(self.texts[place - 1].part)}, {tokens}"
+        return f"clip_skip {self.clip_skip}, {self.precision(self.texts[position - 1].part)}, {tokens}"
 
     def reader(self, text: Text) -> str:
         """Name who decides which states of an encoder are read, for messages."""
@@ -181,8 +183,8 @@ class SDXLFamily(DdpmObjective, ModelFamily):
     def remarks(self) -> list[str]:
         """Say where weights predict something else, and how a model of other layers is used: no format carries that."""
         notes, wanted = [], self.cfg.model.prediction_type
-        if (said := self._prediction_of_source()) not in (None, wanted):
-            notes.append(f"these weights say that they predict {said}; this run trains {wanted}")
+        if (prediction := self._prediction_of_source()) not in (None, wanted):
+            notes.append(f"these weights say that they predict {prediction}; this run trains {wanted}")
         if self.skips:
             notes.append(
                 f"clip_skip {self.clip_skip}: draw with the same clip skip; in diffusers, which counts from SDXL's own, "
@@ -191,12 +193,12 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         return notes
 
     def _prediction_of_source(self) -> str | None:
-        whole = self.source.single_file
-        if whole is None:
+        file = self.source.single_file
+        if file is None:
             return self.source.scheduler.get("prediction_type")
-        if {"v_pred", "edm_vpred.sigma_max"} & whole.marks:
+        if {"v_pred", "edm_vpred.sigma_max"} & file.marks:
             return "v_prediction"
-        return {"v": "v_prediction", "epsilon": "epsilon"}.get(whole.header.get("modelspec.prediction_type", ""))
+        return {"v": "v_prediction", "epsilon": "epsilon"}.get(file.header.get("modelspec.prediction_type", ""))
 
     # ------------------------------------------------------------------ rates, checks
 
@@ -205,15 +207,15 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         groups, rates = super().param_groups(root), self.cfg.optimizer.block_lr
         if not rates or "unet" not in self.rates:
             return groups
-        return [*blocks.groups(root.get_submodule("unet"), groups[0].named_params, rates), *groups[1:]]
+        return [*block_groups(root.get_submodule("unet"), groups[0].named_params, rates), *groups[1:]]
 
     def freeze(self, parts: Parts, root: DenoiserRoot) -> list[str]:
         notes = super().freeze(parts, root)
-        return notes + (blocks.freeze(root.denoiser, self.cfg.optimizer.block_lr) if "unet" in self.rates else [])
+        return notes + (freeze_blocks(root.denoiser, self.cfg.optimizer.block_lr) if "unet" in self.rates else [])
 
     def faults(self, net: nn.Module) -> list[Fault]:
         """Find what a configuration asks of this model and it has not. net: without weights."""
-        problems = super().faults(net) + blocks.faults(net, self.cfg.optimizer.block_lr)
+        problems = super().faults(net) + block_faults(net, self.cfg.optimizer.block_lr)
         layers = min(self.source.sizes[text.part]["num_hidden_layers"] for text in self.texts)
         if self.clip_skip > layers:
             what = f"is {self.clip_skip}, a text encoder here has {layers} layers"
@@ -239,14 +241,14 @@ class SDXLFamily(DdpmObjective, ModelFamily):
 
     def rule(self, part: str) -> Callable[[Any], Rule] | None:
         """Return what says, of a part's module, where its tensors lie in the original layout."""
-        own = {"unet": original.unet_rule, "text_encoder_2": original.clip_rule}
+        own = {"unet": keys.unet_rule, "text_encoder_2": keys.clip_rule}
         return own.get(part) or super().rule(part)
 
     def beside(self, parts: Parts) -> dict[str, Tensor]:
         """Return two tensors that the released file has; the contrastive temperature is the loaded file's, or OpenCLIP's."""
-        whole = self.source.single_file
-        stored = whole is not None and LOGIT_SCALE in whole.marks
-        scale = whole.get(LOGIT_SCALE) if whole and stored else torch.tensor(math.log(1 / 0.07))
+        file = self.source.single_file
+        stored = file is not None and LOGIT_SCALE in file.marks
+        scale = file.get(LOGIT_SCALE) if file and stored else torch.tensor(math.log(1 / 0.07))
         length = self.source.complete("text_encoder_1")["max_position_embeddings"]
         return {POSITION_IDS: torch.arange(length)[None], LOGIT_SCALE: scale}
 
@@ -259,3 +261,72 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         native = self.source.sizes["unet"].get("sample_size", 128) * self.vae.factor
         width, height = self.cfg.data.resolution or (native, native)
         return {"architecture": self.modelspec, "resolution": f"{width}x{height}", **super().header_facts()}
+
+
+# --- The UNet's blocks as kohya's --block_lr counts them, by the names of the original layout
+# Of n input and n output blocks (9 in SDXL): 0 is the time and label embeddings, 1 to n the input blocks, then the three
+# parts of the middle block, the n output blocks, and last the way out.
+
+
+_MIDDLE = 3
+
+
+def num_blocks(unet: Any) -> int:
+    """Count the blocks: 23 in SDXL."""
+    return 2 * _inputs(unet) + _MIDDLE + 2
+
+
+def _inputs(unet: Any) -> int:
+    return len(unet.config.block_out_channels) * (unet.config.layers_per_block + 1)
+
+
+def block_of(unet: Any) -> Mapping[str, int]:
+    """Map every tensor of the UNet, by its name in the module, to its block."""
+    number = _inputs(unet)
+    starts = {"input_blocks": 1, "middle_block": 1 + number, "output_blocks": 1 + number + _MIDDLE}
+    blocks, rule = {}, keys.unet_rule(unet)
+    for name in unet.state_dict():
+        key = rule(name).key
+        numbered = re.match(r"(input_blocks|middle_block|output_blocks)\.(\d+)\.", key)
+        if numbered:
+            blocks[name] = starts[numbered[1]] + int(numbered[2])
+        else:
+            blocks[name] = 0 if key.startswith(("time_embed.", "label_emb.")) else num_blocks(unet) - 1
+    return blocks
+
+
+def block_faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
+    """Say where there is not one rate for each block of this UNet."""
+    if not rates or len(rates) == num_blocks(unet):
+        return []
+    n = _inputs(unet)
+    remedy = f"1 for the embeddings, {n} input, {_MIDDLE} middle, {n} output, 1 for the way out"
+    return [
+        Fault(
+            option("optimizer.block_lr"),
+            f"has {len(rates)} values, this UNet has {num_blocks(unet)} blocks",
+            remedy,
+        )
+    ]
+
+
+def block_groups(unet: Any, named: list[tuple[str, Any]], rates: tuple[float, ...]) -> list[Group]:
+    """Group what is trained by block, named as in kohya's logs. named: parameters under root's names."""
+    blocks = block_of(unet)
+    groups = {block: Group(f"block{block}", [], rate) for block, rate in enumerate(rates) if rate > 0}
+    for name, parameter in named:
+        groups[blocks[name.removeprefix("unet.")]].named_params.append((name, parameter))
+    return list(groups.values())
+
+
+def freeze_blocks(unet: Any, rates: tuple[float, ...]) -> list[str]:
+    """Freeze the blocks whose rate is 0; return a sentence that names them, or nothing."""
+    frozen = [block for block, rate in enumerate(rates) if rate == 0]
+    for name, block in block_of(unet).items() if frozen else ():
+        if block in frozen:
+            unet.get_parameter(name).requires_grad_(False)
+    return (
+        [f"UNet blocks {', '.join(map(str, frozen))} are frozen: {option('optimizer.block_lr')} is 0 there"]
+        if frozen
+        else []
+    )

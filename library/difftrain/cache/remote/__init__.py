@@ -1,1 +1,0 @@
-"""A cache on an object store: copied where it is small, else read by ranges."""

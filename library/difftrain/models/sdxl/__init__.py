@@ -1,1 +1,0 @@
-"""Stable Diffusion XL: UNet, VAE, CLIP-L and OpenCLIP bigG."""
