@@ -94,7 +94,7 @@ def test_the_configuration_knows_it_in_any_case_and_checks_it_without_a_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(REGISTRY) == set(names.OPTIMIZERS)
-    monkeypatch.setattr("difftrain.optim.npu_adamw.is_installed", lambda module: True)
+    monkeypatch.setattr("difftrain.optim.builders.is_installed", lambda module: True)
     kinds = {type(made(section(spelt))) for spelt in (name, name.lower(), name.upper()) if name not in names.ASCEND}
     assert len(kinds) <= 1 and faults(section(name)) == []
 
@@ -102,7 +102,7 @@ def test_the_configuration_knows_it_in_any_case_and_checks_it_without_a_device(
 def test_what_it_does_not_take_is_named_before_a_device_is_touched(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("difftrain.optim.npu_adamw.is_installed", lambda module: True)
+    monkeypatch.setattr("difftrain.optim.builders.is_installed", lambda module: True)
     for words, found in (
         (("nonsense=1",), "takes no nonsense here"),
         (("lr=1",), "takes no lr here"),  # the flags' own

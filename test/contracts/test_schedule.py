@@ -16,7 +16,7 @@ from difftrain.config.schema.rates import ADAFACTOR
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault
 from difftrain.optim import factor_of, faults, make_schedule
-from difftrain.optim.schedules import SCHEDULES
+from difftrain.optim.schedule import SCHEDULES
 
 TOTAL, WARM_UP, FLOOR = 23, 5, 0.2
 # what a schedule cannot do without

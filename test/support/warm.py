@@ -348,7 +348,6 @@ def _import() -> None:
     calm_threads()
     import diffusers
     import transformers
-    from difftrain.models.text.small_vocabulary import small_clip, small_t5
 
     import difftrain.config.parse_flags
     import difftrain.config.parse_keys
@@ -359,6 +358,7 @@ def _import() -> None:
     import difftrain.train.door
     import difftrain.train.run  # noqa: F401
     from difftrain.models.text.clip_tokens import PAD_1, PAD_2
+    from difftrain.models.text.tokenize import small_clip, small_t5
 
     for name in ("AutoencoderKL", "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel",
                  "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"):  # fmt: skip

@@ -171,7 +171,7 @@ def test_only_the_device_room_names_devices(path: Path) -> None:
 
 def test_a_class_name_occurs_once() -> None:
     names = Counter(n.name for path in FILES for n in ast.walk(parsed(path)) if isinstance(n, ast.ClassDef))
-    assert {name for name, count in names.items() if count > 1} == {"Finding"}  # the doctor's is to be renamed
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 @pytest.mark.parametrize("room", ["config", "contracts"])

@@ -15,7 +15,7 @@ from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import Resolved
 from difftrain.config.datasets.keys import DIFFUSION_PIPE, KEYS
 from difftrain.config.datasets.kohya import KohyaReader
-from difftrain.config.datasets.reader import Reader, Table
+from difftrain.config.datasets.reader import Table, TomlReader
 from difftrain.config.paths import expanded, is_file, is_folder, resolve_path
 from difftrain.config.schema.families import row_of
 from difftrain.config.schema.sections import CaptionSection, DatasetSection, PictureSection, SubsetSection, TrainConfig
@@ -125,7 +125,7 @@ def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | 
     return out
 
 
-class DirectoryReader(Reader):
+class DirectoryReader(TomlReader):
     """Reads what stands above all directories, and each [[directory]]."""
 
     file = "diffusion_pipe"

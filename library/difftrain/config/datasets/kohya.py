@@ -9,7 +9,7 @@ from typing import Any
 from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import Resolved
 from difftrain.config.datasets.keys import KOHYA, DatasetKey, SubsetKind
-from difftrain.config.datasets.reader import Reader, Table, converted
+from difftrain.config.datasets.reader import Table, TomlReader, converted
 from difftrain.config.paths import expanded, is_file, is_folder
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import DatasetSection, SubsetSection, TrainConfig
@@ -28,7 +28,7 @@ def resolve(path: Path, cfg: TrainConfig) -> Resolved:
     return reader.out if tables is None else reader.take(tables)
 
 
-class KohyaReader(Reader):
+class KohyaReader(TomlReader):
     """Reads [general], [[datasets]] and their [[datasets.subsets]]."""
 
     file = "kohya"

@@ -22,7 +22,7 @@ Table = dict[str, Any]
 _SECTIONS: dict[str, type[Section]] = {"dataset": DatasetSection, "subset": SubsetSection}  # that no run has by a name
 
 
-class Reader:
+class TomlReader:
     """One reading of one file. A value that does not fit is a fault, and left out so that the rest can be judged."""
 
     file: ClassVar[File]
