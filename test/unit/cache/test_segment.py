@@ -31,7 +31,7 @@ def listing(folder):
 
 
 def test_nothing_of_it_loads_torch():
-    modules = ["format", "segment", "folder", "index", "compaction", "journals", "database", "tombstones", "references"]
+    modules = ["format", "segment", "folder", "index", "compaction", "journals", "references"]
     code = "; ".join(f"import difftrain.cache.store.{name}" for name in modules)
     code += "; import sys; print('torch' in sys.modules)"
     library = str(Path(__file__).parents[3] / "library")
