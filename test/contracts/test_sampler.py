@@ -137,7 +137,7 @@ def test_names_that_are_none_and_those_of_the_other_kind_are_refused(name: str) 
         with pytest.raises(ConfigFault) as caught:
             make_sampler(wrong, config)
         (fault,) = caught.value.faults
-        assert fault.where == "--sample_sampler" and what in fault.what and f"one of {', '.join(own)}" in fault.what
+        assert fault.where == "sampler" and what in fault.what and f"one of {', '.join(own)}" in fault.what
 
 
 @pytest.mark.parametrize(("registry", "kind"), [(SAMPLERS, "epsilon"), (FLOW_SAMPLERS, "flow")])
