@@ -66,7 +66,7 @@ def commit(
         manifest = Manifest(
             commit=token,
             name=name,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             world_size=ranks.size,
             meta=dict(meta),
             files={path: files[path] for path in own[ranks.rank][1]},
@@ -201,7 +201,7 @@ class Manifest:
 
     commit: str
     name: str
-    created: str  # UTC, ISO 8601
+    created: str  # UTC, ISO 8601; to the millisecond, since a session may begin in the second of the last save
     world_size: int
     meta: dict[str, Any]
     files: dict[str, FileEntry] = field(default_factory=dict)

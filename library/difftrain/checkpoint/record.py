@@ -20,7 +20,7 @@ _OF_A_RUN = ("metrics.jsonl", "report.json", "report.html")
 
 def now() -> str:
     """Return the time as run.json spells it: UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)
