@@ -19,7 +19,7 @@ _OF_A_RUN = ("metrics.jsonl", "report.json", "report.html")
 
 
 def now() -> str:
-    """Return the time as run.json spells it: UTC, to the second."""
+    """Return the time as run.json spells it: UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,9 @@ def test_the_order_is_that_of_steps_whatever_the_names(tmp_path):
 
 
 def test_other_names_are_other_runs(tmp_path):
-    save(tmp_path, "N2-state", 10)
     save(tmp_path, "N-step4-state", 10)
+    time.sleep(0.002)  # of one step, what was saved last counts
+    save(tmp_path, "N2-state", 10)
     assert newest(tmp_path, "N") is None
     assert newest(tmp_path).name == "N2-state"
     assert newest(tmp_path / "missing", "N") is None
