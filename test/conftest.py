@@ -10,8 +10,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Handed out first, the longest before others: a long file at the end would keep one of two workers waiting for it.
 LONGEST = (
-    "unit/models/test_sd3_speedups", "unit/third_patch/test_all", "unit/evaluation/test_features",
-    "integration/test_evaluation_sets", "integration/test_run_dirs", "integration/test_cache_runs",
+    "unit/evaluation/test_features", "contracts/test_sd3_speedups_flops", "integration/test_docs_adding",
+    "integration/test_third_patch", "integration/test_evaluation_sets", "integration/test_run_dirs", "integration/test_cache_runs",
     "integration/test_train_door", "integration/test_sd3_speedups_engines", "integration/test_configs",
     "integration/test_sdxl_contract", "integration/test_engine_accelerate", "integration/test_sd3_cache",
     "integration/test_engine_ddp", "integration/test_hub_runs", "integration/test_family_runs",

@@ -216,7 +216,7 @@ def in_single_bytes(png):
 
 def test_a_picture_that_takes_too_long_is_given_up(tmp_path):
     root = write_folder(tmp_path / "a", [(20, 20)] * 3)
-    (root / "slow.png").write_bytes(in_single_bytes(picture(7, (400, 400))))
+    (root / "slow.png").write_bytes(in_single_bytes(picture(7, (640, 640))))
     (root / "slow.txt").write_text("slow")
     index, _ = build(tmp_path, root, decode_limit_s=0.5, verify="full")
     assert reasons(index, root) == {"slow.png": "too slow: decoding took longer than 0.5 s"} and index.count == 3

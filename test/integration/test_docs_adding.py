@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("library", "third_patch", "sd_scripts_xl", "configs", "docs", "test")
 PAGES = {
     name: (ROOT / "docs" / "adding" / f"{name}.md").read_text("utf-8")
