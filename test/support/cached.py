@@ -36,6 +36,9 @@ from difftrain.testing.pictures import picture, write_folder
 BOTH = {"latents": True, "text": True}
 ON_DISK = {"latents_to_disk": True, "text_to_disk": True}
 SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (130, 130), (64, 64), (96, 40), (64, 66)]
+# entries of their cache: of the table each its own and one for all; and the empty one
+PICTURES, CAPTIONS = len(SIZES) + 5, len(SIZES) + 5 + 1 + 1
+FLIPPED = 2 * PICTURES
 
 
 def write_data(root: Path) -> Path:

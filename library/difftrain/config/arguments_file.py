@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config.schema.names import did_you_mean
-from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.row import Row, convert
+from difftrain.config.spellings.spelling import meaning
 from difftrain.contracts.errors import ConfigFault, Fault
 
 _ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")  # say what to do, not how to train

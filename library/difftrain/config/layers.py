@@ -18,8 +18,8 @@ from difftrain.config.schema.validate import misfit_of, section_class, show, uns
 from difftrain.config.secrets import KNOWN, keep_in_environment, looks_secret, variable_of
 from difftrain.config.spellings.key_meanings import MEANINGS, KeyValue
 from difftrain.config.spellings.keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES, home_of, key_at
-from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.row import Row, misfit
+from difftrain.config.spellings.spelling import meaning
 from difftrain.config.toml import origin
 from difftrain.contracts.errors import Fault
 

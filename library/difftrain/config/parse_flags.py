@@ -24,9 +24,8 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of
 from difftrain.config.secrets import keep_in_environment, redact
 from difftrain.config.spellings.flags import FLAGS, flag_of
-from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.row import Row, convert
-from difftrain.config.spellings.spelling import option, speaking
+from difftrain.config.spellings.spelling import meaning, option, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.models.registry import FamilyRow
 

@@ -32,8 +32,7 @@ from difftrain.config.schema.sections import EvalSetSection, TrainConfig
 from difftrain.config.schema.validate import default_of
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
 from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, TABLES
-from difftrain.config.spellings.meaning import meaning
-from difftrain.config.spellings.spelling import speaking
+from difftrain.config.spellings.spelling import meaning, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
 
 _FILE, _SETS, _EVAL = "data.dataset_config", "data.datasets", "eval.sets"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cached import BOTH, ON_DISK, SIZES, config, count_encoded, entries, make, use_of, write_data
+from cached import (
+    BOTH,
+    CAPTIONS,
+    FLIPPED,
+    ON_DISK,
+    config,
+    entries,
+    make,
+    use_of,
+)
 
 from difftrain.cache import encoding
 from difftrain.cache.decoding import BatchQueue
@@ -26,40 +34,7 @@ from difftrain.contracts import ConfigFault, TrainingFault
 from difftrain.data import prepare as preparing
 from difftrain.models.sdxl import SDXLFamily
 
-PICTURES, CAPTIONS = (
-    len(SIZES) + 5,
-    len(SIZES) + 5 + 1 + 1,
-)  # of the table each its own and one for all; and the empty one
-FLIPPED = 2 * PICTURES
 Change = Callable[[Path], None]
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirteen pictures."""
-    return write_data(tmp_path_factory.mktemp("caching"))
-
-
-@pytest.fixture(scope="module")
-def built(pictures: Path) -> Path:
-    """A folder with a whole cache of the pictures."""
-    make(config(pictures, pictures / "built", ON_DISK))
-    return pictures / "built"
-
-
-@pytest.fixture
-def own(built: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(built, tmp_path / "own"))
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many samples each call of an encoder gets."""
-    found: list[int] = []
-    monkeypatch.setattr(encoding, "decoded_batches", encoding.decoded_batches)
-    count_encoded(found)
-    return found
 
 
 @pytest.fixture

@@ -14,16 +14,17 @@ import pytest
 import torch
 from cached import (
     BOTH,
+    CAPTIONS,
+    FLIPPED,
     ON_DISK,
+    PICTURES,
     SIZES,
     break_picture,
     config,
-    count_encoded,
     entries,
     loaded,
     make,
     same_inputs,
-    write_data,
 )
 from PIL import Image
 
@@ -36,40 +37,7 @@ from difftrain.device import choose
 from difftrain.models.sdxl import SDXLFamily
 from difftrain.testing.pictures import picture, write_folder
 
-PICTURES, CAPTIONS = (
-    len(SIZES) + 5,
-    len(SIZES) + 5 + 1 + 1,
-)  # of the table each its own and one for all; and the empty one
-FLIPPED = 2 * PICTURES
 Change = Callable[[Path], None]
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirteen pictures."""
-    return write_data(tmp_path_factory.mktemp("caching"))
-
-
-@pytest.fixture(scope="module")
-def built(pictures: Path) -> Path:
-    """A folder with a whole cache of the pictures."""
-    make(config(pictures, pictures / "built", ON_DISK))
-    return pictures / "built"
-
-
-@pytest.fixture
-def own(built: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(built, tmp_path / "own"))
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many samples each call of an encoder gets."""
-    found: list[int] = []
-    monkeypatch.setattr(encoding, "decoded_batches", encoding.decoded_batches)
-    count_encoded(found)
-    return found
 
 
 @pytest.mark.flags(

@@ -11,9 +11,8 @@ from difftrain.config.render.schema import schema_of_files, schema_of_sections
 from difftrain.config.schema.validate import choices_of, default_of, description_of, fields
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.keys import KEYS, OPTIONS
-from difftrain.config.spellings.meaning import field_meaning, meaning
 from difftrain.config.spellings.row import Row
-from difftrain.config.spellings.spelling import FIELD, fill_in
+from difftrain.config.spellings.spelling import FIELD, field_meaning, fill_in, meaning
 
 ROWS = (*FLAGS.values(), *KEYS, *OPTIONS.values())
 OF_A_FIELD = [row for row in ROWS if row.to in set(fields())]

@@ -9,7 +9,7 @@ import pytest
 from difftrain.config.parse_flags import Parsed, parse
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.flags import FLAGS
-from difftrain.config.spellings.meaning import meaning
+from difftrain.config.spellings.spelling import meaning
 from difftrain.contracts import ConfigFault
 
 

@@ -19,7 +19,7 @@ from difftrain.config.schema.names import OPTIMIZERS_LATER
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of, fields
 from difftrain.config.spellings.keys import KEYS, SWAPPED, TABLES, key_at, key_of
-from difftrain.config.spellings.meaning import meaning
+from difftrain.config.spellings.spelling import meaning
 from difftrain.config.toml import dump, value_text
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.registry import LATER, UNTRAINED, make_family

@@ -16,8 +16,8 @@ from difftrain.config.render.keys import every_table, lines, nearest, not_built,
 from difftrain.config.schema.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
 from difftrain.config.spellings.flags import KOHYA, OURS
 from difftrain.config.spellings.keys import OPTIONS
-from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.row import AS_OURS, Row
+from difftrain.config.spellings.spelling import meaning
 from difftrain.models.registry import FAMILIES, LATER, TRAINED, UNTRAINED
 
 _HERE = Path(__file__).parent

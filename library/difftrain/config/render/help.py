@@ -11,8 +11,8 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of, section_class
 from difftrain.config.spellings.flags import FLAGS, KOHYA, OURS
 from difftrain.config.spellings.keys import OPTIONS
-from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.row import Row
+from difftrain.config.spellings.spelling import meaning
 from difftrain.config.toml import value_text
 from difftrain.models.registry import LATER, UNTRAINED
 

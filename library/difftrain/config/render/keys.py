@@ -10,8 +10,8 @@ from difftrain.config.layers import ONE_NUMBER
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import OFFERED, default_of, form_of, section_class
 from difftrain.config.spellings.keys import KEYS, TABLES, key_of
-from difftrain.config.spellings.meaning import field_meaning, meaning
 from difftrain.config.spellings.row import Row
+from difftrain.config.spellings.spelling import field_meaning, meaning
 from difftrain.config.toml import value_text
 
 # fields that are written by what reads the files, and never by hand

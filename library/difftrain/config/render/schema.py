@@ -11,9 +11,8 @@ from difftrain.config.render.keys import says
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import section_class
 from difftrain.config.spellings.keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES
-from difftrain.config.spellings.meaning import meaning
 from difftrain.config.spellings.row import Row
-from difftrain.config.spellings.spelling import fill_in, option
+from difftrain.config.spellings.spelling import fill_in, meaning, option
 
 _TYPES = {"bool": "boolean", "int": "integer", "number": "number", "str": "string"}
 

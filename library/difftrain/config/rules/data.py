@@ -53,7 +53,7 @@ def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding((path, "data.dirs"), what, "give one; for several, write a data set TOML")
 
 
-def there(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def sources_exist(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """What is named exists, and a class has the form of one."""
     data = cfg.data
     if data.in_json and not is_file(expanded(data.in_json)):
@@ -128,7 +128,7 @@ def overridden(fields: set[str], origin: str) -> Iterator[str]:
         yield f"{option(path)}: has no effect: {origin} sets it for every data set"
 
 
-DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, there, sizes)
+DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, sources_exist, sizes)
 
 
 _PICTURE = {

@@ -2,7 +2,7 @@
 
 A field's meaning stands at the field and nowhere else; help, docs, messages and JSON schemas take it from there. Another
 setting is named in it by its field, {training.max_steps} or {cache.latents=true}, which is rendered in the spelling of
-who asks (config/spellings/meaning.py). Field names are the ones users see in TOML. No torch here.
+who asks (config/spellings/spelling.py). Field names are the ones users see in TOML. No torch here.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def default_of(path: str) -> Any:
 
 
 def description_of(path: str) -> str:
-    """Return what "section.field" means; other settings are named in braces (config/spellings/meaning.py)."""
+    """Return what "section.field" means; other settings are named in braces (config/spellings/spelling.py)."""
     return (_info(path).description or "") if path else ""
 
 

@@ -22,7 +22,7 @@ class Row:
     """One spelling of a setting.
 
     to: "section.field" that it sets, "?name" of something that is settled when all is read, or nothing. help: empty
-    where it means what its field means (config/spellings/meaning.py), else its own meaning, or why it is not offered
+    where it means what its field means (config/spellings/spelling.py), else its own meaning, or why it is not offered
     and what to use instead. status: offered; nearest: it means the nearest thing here, which is said once; later: known
     and not built yet, so that it is a fault where it is given; refused: not offered.
     """

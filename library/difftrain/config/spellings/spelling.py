@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
+from difftrain.config.schema.validate import description_of
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.keys import key_of
+from difftrain.config.spellings.row import Row
 
 Door = Literal["kohya", "train"]
 
@@ -62,6 +64,16 @@ def fill_in(text: str, spell: Callable[[str, Any], str]) -> str:
     """Do so in a spelling of one's own. spell: takes a field, and a value of it or None."""
     values: dict[str, Any] = {"true": True, "false": False}
     return FIELD.sub(lambda named: spell(named[1], values.get(named[2], named[2])), text)
+
+
+def meaning(row: Row, door: Door) -> str:
+    """Return what a row means: what it says itself, else what its field does (config/schema/)."""
+    return spelled(row.help or description_of(row.to), door=door)
+
+
+def field_meaning(path: str, door: Door) -> str:
+    """Return what "section.field" means."""
+    return spelled(description_of(path), door=door)
 
 
 def _flag(path: str, value: Any) -> str:
