@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from difftrain.checkpoint import clean, commit, newest, open_given
+from difftrain.checkpoint import Manifest, clean, commit, newest, open_given
+from difftrain.checkpoint.record import now
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
 from difftrain.io.files import aside_of
@@ -41,6 +42,13 @@ def test_other_names_are_other_runs(tmp_path):
     assert newest(tmp_path, "N") is None
     assert newest(tmp_path).name == "N2-state"
     assert newest(tmp_path / "missing", "N") is None
+
+
+def test_a_session_that_begins_right_after_a_save_is_dated_after_it(tmp_path):
+    """A resume tells by these dates which saves are of the branch that it left."""
+    saved = save(tmp_path, "global_step10", 10)
+    time.sleep(0.002)
+    assert now() > Manifest.read(saved).created > "2026"
 
 
 def test_what_a_dead_run_left_is_put_away_by_name(tmp_path):
