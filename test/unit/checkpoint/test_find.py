@@ -48,7 +48,7 @@ def test_a_session_that_begins_right_after_a_save_is_dated_after_it(tmp_path):
     """A resume tells by these dates which saves are of the branch that it left."""
     saved = save(tmp_path, "global_step10", 10)
     time.sleep(0.002)
-    assert now() > Manifest.read(saved).created > "2026"
+    assert now() > Manifest.read(saved).created
 
 
 def test_what_a_dead_run_left_is_put_away_by_name(tmp_path):
