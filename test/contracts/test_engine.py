@@ -96,7 +96,7 @@ def test_the_configuration_and_the_patches_know_it(way: str, make: Build) -> Non
 def test_one_that_is_not_there_is_named(way: str) -> None:
     cfg = TrainConfig()
     cfg.training.__dict__["engine"] = f"{way}x"
-    with pytest.raises(ConfigFault, match=f"there is no engine '{way}x'.*one of: {', '.join(sorted(ENGINES))}"):
+    with pytest.raises(ConfigFault, match=f"there .*no engine '{way}x'.*one of: {', '.join(sorted(ENGINES))}"):
         make_engine(cfg, choose("cpu"), Ranks())
 
 
@@ -250,20 +250,20 @@ def test_a_snapshot_owns_its_memory(make: Build, tmp_path: Path) -> None:
     for path in (tmp_path / "at once").iterdir():
         assert path.read_bytes() == (tmp_path / "later" / path.name).read_bytes()
     engine.snapshot()
-    with pytest.raises(RuntimeError, match="belongs to a newer one"):
+    with pytest.raises(RuntimeError, match=r"snapshot.* newer"):
         snapshot.write(tmp_path / "later")
 
 
 @pytest.mark.parametrize(
     ("family", "optimizer", "words"),
     [
-        (TinyFamily(blocks=4), {}, ["weights missing from it: blocks.3.0.bias", "resume folder of another model"]),
-        (TinyFamily(blocks=2), {}, ["weights that this model has not: blocks.2.0.bias"]),
-        (TinyFamily(width=8), {}, ["weights of another shape: blocks.0.0.bias"]),
+        (TinyFamily(blocks=4), {}, ["it: blocks.3.0.bias"]),
+        (TinyFamily(blocks=2), {}, ["has not: blocks.2.0.bias"]),
+        (TinyFamily(width=8), {}, ["another shape: blocks.0.0.bias"]),
         (
             TinyFamily(),
             {"type": "torch.optim.SGD"},
-            ["trained with torch.optim.adamw.AdamW, this run uses torch.optim.sgd.SGD"],
+            ["trained with torch.optim.adamw.AdamW", "torch.optim.sgd.SGD"],
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_resume_folder_of_another_model_is_refused_and_changes_nothing(
     before = weights(engine)
     with pytest.raises(ConfigFault) as caught:
         engine.restore(tmp_path)
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert all(word in str(caught.value) for word in [str(tmp_path), *words]), caught.value
     assert equal(weights(engine), before) and engine.position == 0
     with pytest.raises(ConfigFault, match=r"has no engine\.json"):
         engine.restore(tmp_path / "missing")
@@ -295,7 +295,7 @@ def test_other_weights_for_a_while(make: Build, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), engine.swapped(average):
         assert all(bool((tensor == 0.5).all()) for _, tensor, _ in engine.shards())
         for action in (engine.snapshot, lambda: run(engine, 3, 4), lambda: engine.restore(tmp_path)):
-            with pytest.raises(AssertionError, match="other weights are in place"):
+            with pytest.raises(AssertionError, match="other weights"):
                 action()
         raise ZeroDivisionError
     assert equal(weights(engine), before)
@@ -343,14 +343,14 @@ def test_frozen_parameters_of_root_are_saved_and_not_trained(make: Build, tmp_pa
 
 
 def test_parameters_that_take_no_part_are_named(make: Build) -> None:
-    with pytest.raises(ConfigFault, match=r"take no part in the loss: extra\.weight, extra\.bias"):
+    with pytest.raises(ConfigFault, match=r"no part .*: extra\.weight, extra\.bias"):
         make(family=Spare()).step(tiny_step(0, 8), COUNTS)
 
 
 def test_an_optimizer_that_wants_the_loss_again_is_refused(make: Build) -> None:
     family = TinyFamily()
     family.param_groups = lambda root, groups=family.param_groups: [_one(groups(root))]  # type: ignore[method-assign]
-    with pytest.raises(ConfigFault, match="LBFGS evaluates the loss several times"):
+    with pytest.raises(ConfigFault, match=r"LBFGS evaluates .*loss"):
         make(family=family, type="torch.optim.LBFGS")
 
 

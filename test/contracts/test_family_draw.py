@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 from families import Conditions, Tiny, config, exported, loaded, pipeline_of
+from PIL import Image
 
 from difftrain.models import passes
-from difftrain.models.registry import TRAINED
+from difftrain.models.registry import FAMILIES, TRAINED
+from difftrain.models.weights.find import shipped_sizes
 from difftrain.sampling.draw import walk
-from difftrain.sampling.samplers import is_flow, make_sampler
+from difftrain.sampling.edits import SourcePicture
+from difftrain.sampling.samplers import SAMPLERS, is_flow, make_sampler
 
 SIZE, STEPS, PROMPT, NEGATIVE = (64, 96), 3, 'a red cat beside a "sign"', "blurry"
 
@@ -41,6 +45,21 @@ def _sdxl(ours: Conditions, negative: Conditions | None, scale: float) -> dict[s
     return {"prompt": PROMPT, "negative_prompt": NEGATIVE if negative else None, "guidance_scale": scale}
 
 
+def _sd(skip: int | None) -> Callable[[Conditions, Conditions | None, float], dict[str, Any]]:
+    """Tell which state of the encoder is read, which lies in no file: a pipeline counts from its own, and of prompts
+    alone. Negative ones it reads as if nothing were skipped, so ours are given to it.
+    """
+
+    def options(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
+        plain = _sdxl(ours, negative, scale)
+        if skip is None:
+            return plain
+        without = None if negative is None else negative["hidden_1"]
+        return plain | {"clip_skip": skip, "negative_prompt": None, "negative_prompt_embeds": without}
+
+    return options
+
+
 def _sd3(ours: Conditions, negative: Conditions | None, scale: float) -> dict[str, Any]:
     """From the conditions on: transformers' T5 tokenizer reads a tiny vocabulary in another way."""
     given = {"prompt_embeds": ours["tokens"], "pooled_prompt_embeds": ours["pooled"], "guidance_scale": scale}
@@ -57,6 +76,8 @@ ORACLES = {
     ),
     "sd3": Oracle(_sd3),
     "sdxl": Oracle(_sdxl),
+    "sd1": Oracle(_sd(None)),
+    "sd2": Oracle(_sd(None)),
 }
 LENGTHS = {"flux": 32}
 # what a family may be made with that decides how pictures are drawn
@@ -65,6 +86,10 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("sd3", {}),
     ("sd3", {"flow": {"flux_shift": True}}),
     ("sdxl", {}),
+    ("sd1", {}),
+    ("sd1", {"model": {"clip_skip": 2}}),
+    ("sd2", {"model": {"prediction_type": "v_prediction"}}),
+    ("sd2", {"model": {"prediction_type": "epsilon"}}),
     ("sdxl", {"model": {"prediction_type": "v_prediction"}, "noise": {"zero_terminal_snr": True}}),
 ]
 
@@ -82,6 +107,10 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
     pipeline = pipeline_of(exported(tiny, tmp_path / "folder"), name)
     pipeline.set_progress_bar_config(disable=True)
     model, oracle = tiny.family.drawer(tiny.parts), ORACLES[name]
+    if (skip := tiny.family.cfg.model.clip_skip) is not None:
+        oracle = Oracle(_sd(skip - tiny.family.own_skip))
+        # diffusers 0.42 looks for the norm where transformers before 5.6 had it
+        object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
     noise = torch.randn((1, *model.latent_shape(SIZE)), generator=torch.Generator().manual_seed(5))
     sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
     for scale in (1.0, 3.0):
@@ -93,20 +122,107 @@ def test_own_sampler_is_the_pipeline_from_the_prompt_on(name: str, sections: dic
                 **oracle.options(conditions, negative, scale), height=SIZE[0], width=SIZE[1], latents=oracle.pack(noise),
                 num_inference_steps=STEPS, output_type="latent",
             ).images  # fmt: skip
-        ours = walk(
-            model,
-            conditions,
-            negative,
-            noise,
-            sampler=make_sampler(sampler, model.scheduler.config, model.tokens(SIZE)),
-            steps=STEPS,
-            guidance=scale,
-        )
-        np.testing.assert_allclose(ours, oracle.unpack(theirs), atol=1e-5 * float(ours.abs().max()))
+        walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE))
+        ours = walk(model, conditions, negative, noise, sampler=walker, steps=STEPS, guidance=scale)
+        # a walk without a terminal signal begins at 4096 times the noise, and rounds there
+        rounding = torch.finfo(torch.float32).eps * float(getattr(walker, "init_noise_sigma", 1.0))
+        np.testing.assert_allclose(ours, oracle.unpack(theirs), atol=1e-5 * float(ours.abs().max()) + rounding)
     raw = ours / pipeline.vae.config.scaling_factor + (pipeline.vae.config.shift_factor or 0.0)
     with torch.no_grad():
         decoded = pipeline.vae.decode(raw).sample
     np.testing.assert_allclose(model.decode(ours), (decoded / 2 + 0.5).clamp(0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "pndm"])
+def test_other_samplers_are_those_of_the_pipeline(sampler: str, tmp_path: Path) -> None:
+    """DDIM and PNDM, with which its releases are drawn; Euler is every family's above."""
+    import diffusers
+
+    tiny = loaded(config("sd1"))
+    pipeline, model = pipeline_of(exported(tiny, tmp_path / "folder"), "sd1"), tiny.family.drawer(tiny.parts)
+    pipeline.set_progress_bar_config(disable=True)
+    kind, changes = SAMPLERS[sampler]
+    pipeline.scheduler = getattr(diffusers, kind).from_config(model.scheduler.config, **changes)
+    noise = torch.randn((1, *model.latent_shape(SIZE)), generator=torch.Generator().manual_seed(5))
+    theirs = pipeline(
+        PROMPT, negative_prompt=NEGATIVE, guidance_scale=3.0, height=SIZE[0], width=SIZE[1], latents=noise,
+        num_inference_steps=5, output_type="latent",
+    ).images  # fmt: skip
+    conditions = model.conditions([PROMPT], SIZE)
+    negative = model.unconditional([NEGATIVE], conditions, SIZE)
+    walker = make_sampler(sampler, model.scheduler.config, model.tokens(SIZE))
+    ours = walk(model, conditions, negative, noise, sampler=walker, steps=5, guidance=3.0)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(ours.abs().max()))
+
+
+def picture() -> Image.Image:
+    """Return a picture that is no noise: gradients and a block."""
+    y, x = np.mgrid[: SIZE[0], : SIZE[1]]
+    pixels = np.stack([4 * y % 256, 3 * x % 256, (x + y) % 256], axis=-1).astype(np.uint8)
+    pixels[16:32, 24:64] = (250, 20, 90)
+    return Image.fromarray(pixels)
+
+
+def mask() -> Image.Image:
+    """Return a mask that is white in the middle, with an edge that is neither."""
+    grey = np.zeros(SIZE, dtype=np.uint8)
+    grey[16:48, 20:70], grey[16:48, 70:76] = 255, 90
+    return Image.fromarray(grey)
+
+
+def four_channels(name: str, folder: Path) -> dict[str, Any]:
+    """Return a model that its pipeline takes: of a UNet the one for inpainting knows latents of 4 or 9 channels."""
+    if "unet" not in FAMILIES[name].parts:
+        return {}
+    sizes = shipped_sizes(drawn(name, {}).family, "tiny")
+    sizes["vae"]["latent_channels"] = sizes["unet"]["in_channels"] = sizes["unet"]["out_channels"] = 4
+    (folder / "sizes.json").write_text(json.dumps(sizes))
+    return {"model": {"init_from_config": str(folder / "sizes.json")}}
+
+
+@pytest.mark.parametrize("kind", ["image", "mask", "mask_whole"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_picture_is_drawn_on_as_the_pipeline_does(name: str, kind: str, tmp_path: Path) -> None:
+    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
+
+    tiny = drawn(name, four_channels(name, tmp_path))
+    base = pipeline_of(exported(tiny, tmp_path / "folder"), name)
+    auto = AutoPipelineForImage2Image if kind == "image" else AutoPipelineForInpainting
+    pipeline: Any = auto.from_pipe(base)
+    pipeline.set_progress_bar_config(disable=True)
+    model, oracle = tiny.family.drawer(tiny.parts), ORACLES[name]
+    sampler = "flow_euler" if is_flow(model.scheduler.config) else "euler"
+    strength, steps, scale = {"image": 0.6, "mask": 0.7, "mask_whole": 1.0}[kind], 5, 3.0
+    conditions = model.conditions([PROMPT], SIZE, oracle.guidance)
+    negative = model.unconditional([NEGATIVE], conditions, SIZE, oracle.guidance)
+    shown: dict[str, Any] = {"image": picture(), "strength": strength}
+    if kind != "image":
+        shown |= {"mask_image": mask()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = pipeline(
+            **oracle.options(conditions, negative, scale), **shown, height=SIZE[0], width=SIZE[1],
+            num_inference_steps=steps, output_type="latent", generator=torch.Generator().manual_seed(5),
+        ).images  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    source = SourcePicture(picture(), strength, None if kind == "image" else mask())
+    edit = source.edit(model, SIZE, generator)
+    noise = torch.randn((1, *model.latent_shape(SIZE)), generator=generator)
+    ours = walk(
+        model,
+        conditions,
+        negative,
+        noise,
+        sampler=make_sampler(sampler, model.scheduler.config, model.tokens(SIZE)),
+        steps=steps,
+        guidance=scale,
+        edit=edit,
+    )
+    theirs = oracle.unpack(theirs) if theirs.ndim == 3 else theirs
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(ours.abs().max()))
+    if kind != "image":
+        chosen = edit.mask.expand_as(ours).bool()
+        assert torch.equal(ours[~chosen], edit.latents[~chosen]) and not torch.equal(ours[chosen], edit.latents[chosen])
 
 
 def test_every_family_that_trains_is_drawn_here() -> None:

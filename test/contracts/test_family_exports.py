@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_half_precision_exports_are_the_rounded_weights(tiny: Tiny, tmp_path: Pa
 
 
 def test_one_file_of_the_original_layout_is_read_back(name: str, tiny: Tiny, folder: Path, tmp_path: Path) -> None:
-    if "safetensors" not in FAMILIES[name].layouts or tiny.family.infer is None:
+    if "safetensors" not in FAMILIES[name].layouts or tiny.family.infer is None or tiny.family.one_file is not None:
         pytest.skip("it has no file of its denoiser alone")
     file = exported(tiny, tmp_path / "one", "safetensors")
     with safe_open(file, "pt") as opened:
@@ -112,7 +113,7 @@ def test_one_file_of_the_original_layout_is_read_back(name: str, tiny: Tiny, fol
 
 
 def test_a_prefix_of_whole_models_is_taken_off(name: str, tiny: Tiny, folder: Path, tmp_path: Path) -> None:
-    if "safetensors" not in FAMILIES[name].layouts or tiny.family.infer is None:
+    if "safetensors" not in FAMILIES[name].layouts or tiny.family.infer is None or tiny.family.one_file is not None:
         pytest.skip("it has no file of its denoiser alone")
     from safetensors.torch import save_file
 
@@ -125,8 +126,8 @@ def test_a_prefix_of_whole_models_is_taken_off(name: str, tiny: Tiny, folder: Pa
 
 @pytest.mark.parametrize("layout", ["safetensors", "ckpt"])
 def test_one_file_of_all_parts_is_read_back(name: str, tiny: Tiny, tmp_path: Path, layout: str) -> None:
-    if tiny.family.one_file is None:
-        pytest.skip("it has no file of all parts")
+    if tiny.family.one_file is None or layout not in FAMILIES[name].layouts:
+        pytest.skip("it has no such file of all parts")
     again = loaded(config(name, pretrained=str(exported(tiny, tmp_path / "whole", layout))))
     for part, module in held(tiny).items():
         assert equal(module, held(again)[part]), part
@@ -243,3 +244,23 @@ def test_names_in_files_are_those_that_transformers_reads(encoder: str, tmp_path
     read, told = class_of(kind).from_pretrained(tmp_path, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
     assert equal(module, read)
+
+
+def test_the_page_beside_a_folder_draws(name: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the snippet as it stands, but for steps and size; in half precision, as no dtype would fail."""
+    if not FAMILIES[name].trains:
+        pytest.skip("its pipeline draws in minutes, or needs what is not installed")
+    weights = iter(tiny.weights().items())
+    path = tiny.family.export(weights, tiny.parts, "diffusers_safetensors", tmp_path / "half", dtype=torch.bfloat16)
+    page = (path / "README.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    assert "torch_dtype=torch.bfloat16" in code
+    monkeypatch.chdir(path)
+    pipeline = FAMILIES[name].pipeline
+    code = code.replace("pipe.to(", "pipe.set_progress_bar_config(disable=True); pipe.to(")
+    # a prompt without its name would stand behind named arguments
+    call = "= pipe(num_inference_steps=1, height=64, width=64, "
+    code = re.sub(r'= pipe\((\s*)(")?', lambda found: call + ('prompt="' if found[2] else ""), code)
+    given: dict[str, Any] = {}
+    exec(compile(code, pipeline, "exec"), given)
+    assert given["image"].size == (64, 64)

@@ -12,9 +12,9 @@ from families import Tiny, batch_of, bucket_of, diffusers_forward, needs_blocks,
 from difftrain.models import passes
 
 CASES = {
-    "masked": ("a red cat on a table", "two dogs"),
-    "full": ("a red cat on a table " * 60, "two dogs in the rain " * 60),
-    "empty": ("", "a red cat"),
+    "masked": ("a cat on a red table", "two dogs"),
+    "full": ("a cat on a red table " * 60, "two dogs in the rain " * 60),
+    "empty": ("", "a cat"),
 }
 
 

@@ -20,7 +20,7 @@ from difftrain.engine.native import NativeEngine
 from difftrain.optim import averages, faults, make_optimizer
 from difftrain.optim.registry import REGISTRY
 from difftrain.testing.family import tiny_step
-from difftrain.train.dry_run import state_bytes
+from difftrain.train.footprint import state_bytes
 
 NAMES = (*REGISTRY, *names.TORCH_OPTIMIZERS)
 SHAPES = {"wide.weight": (64, 65), "last.bias": (7,)}  # from 4096 elements on there is state of 8 bits
@@ -107,7 +107,7 @@ def test_what_it_does_not_take_is_named_before_a_device_is_touched(
         (("nonsense=1",), "takes no nonsense here"),
         (("lr=1",), "takes no lr here"),  # the flags' own
         (("nonsense",), "got 'nonsense'"),
-        (("eps=tiny",), "eps=tiny is not a literal"),
+        (("eps=tiny",), "eps=tiny is not"),
     ):
         (fault,) = faults(section(name, 1e-2, *words))
         assert fault.where == "--optimizer_args" and found in fault.what and fault.remedy
@@ -149,7 +149,7 @@ def test_every_group_goes_by_its_own_rate_or_two_are_refused(name: str) -> None:
     if name in names.ADAPTIVE:
         one, two = group(1.0, 0), group(0.5, 1)
         if name not in names.FIRST_RATE:
-            with pytest.raises(ConfigFault, match=r"takes one rate for all groups, there are 0\.5, 1"):
+            with pytest.raises(ConfigFault, match=r"one rate .* 0\.5, 1"):
                 made(section(name), one, two)
         else:
             update(made(section(name), one, two), one)

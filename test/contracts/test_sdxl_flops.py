@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from difftrain.contracts import Bucket
-from difftrain.models.flops import sdxl_flops
+from difftrain.models.flops import unet_step_flops
+from difftrain.models.sdxl import SDXLFamily
 
 UNET = frozenset(["unet"])
 
@@ -51,5 +52,5 @@ def test_base_at_1024_is_20_2_tera() -> None:
     )
     added = {"text_embeds": torch.empty(1, 1280, device="meta"), "time_ids": torch.empty(1, 6, device="meta")}
     found = counted(lambda: unet(*arguments, added_cond_kwargs=added).sample.sum().backward())
-    ours = sdxl_flops(base.sizes, (128, 128), num_chunks=1, trained=UNET)
+    ours = unet_step_flops(base.sizes, SDXLFamily.texts, (128, 128), num_chunks=1, trained=UNET)
     assert found == ours and round(ours / 1e12, 1) == 20.2

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from index_lines import read_again
 from sources import WRITERS, Sample
 
 from difftrain.config import CaptionSection, DataSection
@@ -34,7 +35,7 @@ GOOD = [Sample(number, f"cat {number}", (20 + number, 18)) for number in range(5
 # what cannot be trained on -> the kind of its reason
 BAD = {
     5: (Sample(5, data=picture(5, (30, 30))[:900]), "truncated"),
-    6: (Sample(6, data=b"I am a text file"), "not a picture"),
+    6: (Sample(6, data=b"I am a text file"), r"not\b[^:]* picture"),
     7: (Sample(7, None, data=b""), "empty|no caption"),
     8: (Sample(8, size_wh=(15, 40)), "too small"),
     9: (Sample(9, None), "no caption|empty caption"),
@@ -187,7 +188,7 @@ def test_what_cannot_be_used_is_counted_and_named_and_loses_nothing_but_itself(
     for number, (_, reason) in BAD.items():
         assert re.match(rf"(?:{reason}): ", rejects[number]), rejects[number]
     assert "index: rejected, too small: 1" in "\n".join(said)
-    with pytest.raises(DataFault, match="6 of 11 items are rejected") as caught:
+    with pytest.raises(DataFault, match=r"^6 of 11 ") as caught:
         built(kind, tmp_path / "b", samples, verify=verify)
     assert caught.value.exit_code == 2
 
@@ -208,7 +209,7 @@ def test_what_changes_is_looked_at_again_and_keeps_its_key(kind: str, tmp_path: 
     fields = WRITERS[kind](root, GOOD)
     first = built(kind, root, fields=fields)
     same = built(kind, root, fields=fields, said=said)
-    assert same.folder == first.folder and any("nothing has changed" in line for line in said)
+    assert same.folder == first.folder and read_again("\n".join(said)) == 0
     changed = [GOOD[0], GOOD[1]._replace(caption="a dog"), GOOD[2]._replace(size_wh=(40, 30)), *GOOD[3:]]
     second = built(kind, root, changed)
     assert second.fingerprint != first.fingerprint
@@ -229,7 +230,7 @@ def test_duplicates_are_told_and_kept(kind: str, tmp_path: Path) -> None:
     twin = GOOD[1].bytes
     index = built(kind, tmp_path / "a", [*GOOD, Sample(5, "x", data=twin), Sample(6, "y", data=twin)], said=said)
     assert index.count == 7 and index.duplicates == 2
-    assert any("2 records have the same bytes as another one; they are kept" in line for line in said)
+    assert any(line.startswith("index: 2 records ") and "bytes" in line for line in said)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -45,6 +45,18 @@ class Snapshot(Protocol):
     def write(self, directory: Path) -> list[Path]: ...
 
 
+class StepObserver(Protocol):
+    """Look at a step from inside, on one rank, without changing a bit of it.
+
+    number: of the micro batch, from 0. terms: sums of the loss. gradients: of parameters by name, behind the last micro
+    batch and before they are unscaled and clipped; scale: what the loss was multiplied by.
+    """
+
+    def before_forward(self, number: int, batch: Batch) -> None: ...
+    def after_forward(self, inputs: Inputs, terms: dict[str, Tensor]) -> None: ...
+    def after_backward(self, gradients: Iterator[tuple[str, Tensor]], scale: float) -> None: ...
+
+
 class Engine(Protocol):
     """Run steps of any family."""
 
@@ -62,6 +74,17 @@ class Engine(Protocol):
         warm: list[Batch],
     ) -> None: ...
     def step(self, micro: list[Batch], counts: dict[str, float]) -> Stats: ...
+    def observe(self, observer: StepObserver | None) -> None: ...  # of every step from the next one on; None: of none
+    def repeat(
+        self,
+        number: int,
+        batch: Batch,
+        counts: dict[str, float],
+        observer: StepObserver,
+        *,
+        position: int,
+        skipped: int = 0,
+    ) -> bool: ...  # one micro batch once more, on this rank alone; skipped: updates from then to now
     def evaluate(self, micro: list[Batch]) -> dict[str, Tensor]: ...
     def own_sums(self, micro: list[Batch]) -> dict[str, Tensor]: ...  # of this rank's share alone; collective, too
     def predict(self, inputs: Inputs) -> Tensor: ...

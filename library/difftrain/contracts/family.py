@@ -144,6 +144,9 @@ class Parts:
     base: set[str] = field(
         default_factory=set
     )  # names in root that are held as their source has them: in no checkpoint
+    silent: set[str] = field(
+        default_factory=set
+    )  # names in root that are trained though no output depends on them: their gradient is zeros
     base_fingerprints: dict[str, str] = field(
         default_factory=dict
     )  # part of root that base is of -> fingerprint of its weights
@@ -254,6 +257,9 @@ class Drawer(Protocol):
     ) -> dict[str, Tensor]: ...  # negative prompts, or what no text is; conditions: what it is to stand beside
     def predict(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor: ...  # fp32, as x
     def decode(self, latents: Tensor) -> Tensor: ...  # (B, C, [F,] h, w) -> (B, 3, [F,] H, W) in 0..1
+    def encode(
+        self, pixels: Tensor, generator: torch.Generator
+    ) -> Tensor: ...  # (B, 3, H, W) uint8 -> latents (B, C, h, w) fp32, drawn from the posterior on the host
 
 
 @dataclass

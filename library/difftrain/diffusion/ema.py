@@ -53,25 +53,34 @@ class Average:
 class Ema(Average):
     """Average weights as ema = decay ema + (1 - decay) weights, once per optimizer update.
 
-    There is no warm-up: the average starts from the first weights, and a short run wants a smaller decay.
+    There is no warm-up: the average starts from the first weights, and a short run wants a smaller decay. ramp: the first
+    update takes the weights whole, the n-th after it decays by (1 + n) / (10 + n), at most `decay`. Source of the ramp:
+    EMAModel.get_decay of diffusers.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], decay: float) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], decay: float, *, ramp: bool = False) -> None:
         if not 0.0 < decay < 1.0:
             raise ValueError(f"the decay of an average lies between 0 and 1, got {decay}")
         super().__init__(named)
-        self.decay = decay
+        self.decay, self.ramp = decay, ramp
         self.updates = 0
 
     @property
     def start_share(self) -> float:
         """Return how much of it is still what it began with."""
-        return self.decay**self.updates
+        return float(not self.updates) if self.ramp else self.decay**self.updates
+
+    def decay_at(self, update: int) -> float:
+        """Return the decay of an update, counted from 1."""
+        if not self.ramp:
+            return self.decay
+        n = update - 1
+        return min((1.0 + n) / (10.0 + n), self.decay) if n else 0.0
 
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take in the weights after an update."""
         self.updates += 1
-        self.blend(named, 1.0 - self.decay)
+        self.blend(named, 1.0 - self.decay_at(self.updates))
 
 
 def _parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -98,10 +98,14 @@ def mask_nearest(mask: Tensor, size_hw: tuple[int, int]) -> Tensor:
 HIGHEST_SNR = 1000.0  # kohya's: steps with less noise than this all weigh as if they had it
 
 
-def min_snr(snr: Tensor, gamma: float, prediction_type: str) -> Tensor:
-    """Return min(SNR, gamma) / SNR for epsilon, over SNR + 1 for v. Source: Hang et al. 2023, equation 6."""
-    clipped = snr.clamp(max=gamma)
-    return clipped / (snr if _is_epsilon(prediction_type) else snr + 1.0)
+def min_snr(snr: Tensor, gamma: float, prediction_type: str, *, plus_one: bool = False) -> Tensor:
+    """Return min(SNR, gamma) / SNR for epsilon, over SNR + 1 for v. Source: Hang et al. 2023, equation 6.
+
+    plus_one: for v min(SNR + 1, gamma) / (SNR + 1), as diffusers' examples have it.
+    """
+    if _is_epsilon(prediction_type):
+        return snr.clamp(max=gamma) / snr
+    return (snr + 1.0 if plus_one else snr).clamp(max=gamma) / (snr + 1.0)
 
 
 def debiased(snr: Tensor, prediction_type: str) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain import __version__
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, Fault, Inputs, Parts
 from difftrain.models import passes, placeholder, speedups, vision
@@ -28,6 +29,7 @@ from difftrain.models.text.tokenize import Tokenize, mask_name
 from difftrain.models.vae.latents import raw_latents
 from difftrain.models.weights.find import is_released, shipped_sizes, source_of
 from difftrain.models.weights.fingerprints import hashed
+from difftrain.models.weights.folder_export import WRITTEN_BY
 from difftrain.models.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -117,6 +119,10 @@ class BaseFamily(Description):
         sections = {self.folder(part): dict(self.source.sizes[part]) for part in self.parts}
         init = {"init": self.source.init} if self.zero else {}
         return {"family": self.name, "name": self.source.name, **init} | sections
+
+    def stored_fields(self) -> dict[str, Any]:
+        """Return fields of the configuration that weights say of themselves, for drawing with others' weights."""
+        return {}
 
     def root_options(self, net: nn.Module, *, meta: bool) -> dict[str, Any]:
         """Return what the root is made with beside its denoiser."""
@@ -228,8 +234,6 @@ class BaseFamily(Description):
 
     def facts(self) -> dict[str, Any]:
         """Return what diffusers' own files cannot say of an export, for difftrain.json."""
-        from difftrain import __version__
-
         return {"difftrain": __version__, "family": self.name}
 
     def model_index(self, classes: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,17 +251,27 @@ class BaseFamily(Description):
         """Return tensors of a single file that are no weights of a part, and that readers of it expect."""
         return {}
 
+    def copies(self) -> Mapping[str, str]:
+        """Map keys of a single file that nothing reads to those whose tensors stand there too."""
+        return {}
+
     @property
     def is_released(self) -> bool:
         """Tell whether its sizes are those that every reader of single files knows by heart."""
         return self.one_file is not None and is_released(self, self.one_file.released)
 
-    def card(self) -> str:
-        """Write the page beside an export."""
+    def card(self, dtype: str) -> str:
+        """Write the page beside an export. dtype: "torch.float16", of its weights."""
+        made = "frames" if "text-to-image" not in self.row.tasks else "images"
         return (
-            f"# {self.row.title}\n\nWritten by difftrain.\n\n```python\nfrom diffusers import {self.row.pipeline}\n\n"
-            f'pipe = {self.row.pipeline}.from_pretrained(".")\n```\n'
+            f"# {self.row.title}\n\n{WRITTEN_BY} {__version__}.\n\n```python\n"
+            f"{snippet_head(self.row.pipeline, dtype)}{made[:-1]} = pipe({self.call}).{made}[0]\n```\n"
         )
+
+    @property
+    def call(self) -> str:
+        """Return the arguments of the pipeline in the page beside an export."""
+        return '"a red cat"'
 
     # ------------------------------------------------------------------ headers of exports
 
@@ -282,6 +296,15 @@ class BaseFamily(Description):
         from difftrain.models.metadata import flow_facts
 
         return flow_facts(self.cfg, self.options)
+
+
+def snippet_head(pipeline: str, dtype: str) -> str:
+    """Return the lines that load a folder: without its dtype, diffusers and transformers choose two that do not go together."""
+    return (
+        f"import torch\nfrom diffusers import {pipeline}\n\n"
+        f'pipe = {pipeline}.from_pretrained(".", torch_dtype={dtype})\n'
+        'pipe.to(torch.accelerator.current_accelerator() or "cpu")\n'
+    )
 
 
 # --- What a configuration trains of a model: what it asks and the model has not, and what stays frozen
@@ -334,12 +357,15 @@ def freeze(family: Description, parts: Parts, root: DenoiserRoot) -> list[str]:
     net, notes = root.denoiser, []
     last = sum(1 for _ in passes.blocks_of(family, net)) - 1 if family.blocks else 0
     unread = re.compile(family.unread.replace("{last}", str(last))) if family.unread else None
+    silent = re.compile(family.silent.replace("{last}", str(last))) if family.silent else None
     for name, param in net.named_parameters():
         if family.is_base(name):
             parts.base.add(f"{family.denoiser}.{name}")
             param.requires_grad_(False)
         elif unread and unread.search(name):
             param.requires_grad_(False)
+        elif silent and silent.search(name):
+            parts.silent.add(f"{family.denoiser}.{name}")
     if parts.base:
         frozen = sum(net.get_parameter(name.partition(".")[2]).numel() for name in parts.base)
         notes.append(f"held as their source has them, in no checkpoint: {frozen:,} weights of the {family.denoiser}")
@@ -360,7 +386,8 @@ def unread(text: Text, encoder: Any) -> list[str]:
     if text.pooled or not isinstance(text.hidden, int) or text.hidden >= 0:
         return []
     layers = encoder.config.num_hidden_layers
-    unused = (*(f"encoder.layers.{i}." for i in range(layers + text.hidden + 1, layers)), "final_layer_norm.")
+    unused = tuple(f"encoder.layers.{i}." for i in range(layers + text.hidden + 1, layers))
+    unused += () if text.normed else ("final_layer_norm.",)
     return [name for name, _ in encoder.named_parameters() if name.removeprefix("text_model.").startswith(unused)]
 
 

@@ -47,7 +47,8 @@ class Description:
 
     Facts: texts, blocks (lists of the denoiser, in order), patch (latent pixels along a token's side), shift, keys (the
     table of the original layout), infer (its sizes from shapes), agree, zero and unread (patterns of the denoiser's
-    parameters that begin as zeros, and that no loss reaches; {last} is the last block), lora, options, vae_scales (of a
+    parameters that begin as zeros, and that no loss reaches; {last} is the last block), silent (pattern of those that are
+    trained though no output depends on them: their gradient is zeros), lora, options, vae_scales (of a
     VAE in a single file; None: those of the model that it is for), folders (part -> folder where they differ),
     beside_sizes (what a file of sizes may say beside its sections), index (more of model_index.json), modelspec and
     kohya_name (what headers call it), needed (sizes of a part that have to be said), one_file (of all parts in the
@@ -68,6 +69,7 @@ class Description:
     agree: tuple[Agree | Bound, ...] = ()
     zero: str = ""
     unread: str = ""
+    silent: str = ""
     lora: Lora = Lora()
     options: tuple[FamilyOption, ...] = ()
     vae_scales: Mapping[str, Any] | None = MappingProxyType({})
@@ -88,6 +90,7 @@ class Description:
         self.cfg = cfg
         self.written: Written = {}  # what exports of this run wrote of frozen parts
         self.key_maps: dict[str, KeyMap] = {}  # of the parts that exports have asked for
+        self.exports_told: set[str] = set()  # what exports of this run have said already
 
     # ------------------------------------------------------------------ what it is made of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -15,13 +16,14 @@ import torch
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, Parts
+from difftrain.io.files import link_or_copy
 from difftrain.models.build import is_transformers
 from difftrain.models.placeholder import MetaPlaceholder
 from difftrain.models.weights.files import MODEL_STEMS, TEXT_STEMS
 from difftrain.models.weights.fingerprints import Stamp, stamp
-from difftrain.models.weights.folder_export import file_name, is_second_name, link_or_copy, new_folder
+from difftrain.models.weights.folder_export import CARD, file_name, is_second_name, new_folder
 from difftrain.models.weights.keys import KeyMap, KeyPiece
-from difftrain.models.weights.part_files import SIZES
+from difftrain.models.weights.part_files import FACTS, SIZES
 from difftrain.models.weights.writers import Shapes, WeightWriter, safetensors_writer, torch_writer
 
 if TYPE_CHECKING:
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
 
     from difftrain.models.base import BaseFamily
 
+log = logging.getLogger("difftrain")
 Stream = Iterable[tuple[str, "Tensor"]]
-FACTS = "difftrain.json"  # beside model_index.json: what diffusers' own files cannot say
 HEADER = {"format": "pt"}
+HALVABLE = 1_000_000_000  # bytes: what half precision would save has to be this much to be worth a word
 SUFFIXES = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "diffusers_safetensors": ""}
 
 
@@ -45,13 +48,9 @@ def export(
     original layout, with the denoiser, or with all parts where the family has such files. Raises ConfigFault for a layout
     that the family has not.
     """
-    if layout not in family.row.layouts and not layout.startswith("diffusers"):
-        if family.row.folder_only and layout == "safetensors":
-            return write_folder(family, weights, parts, path, dtype, metadata)
+    if layout not in family.row.layouts:
         what = f"{layout} is not built for {family.row.title}"
-        choices = f"one of {', '.join(family.row.layouts)}"
-        remedy = "it is exported as a diffusers folder" if family.row.folder_only else choices
-        raise ConfigFault([Fault(option("save.model_as"), what, remedy)])
+        raise ConfigFault([Fault(option("save.model_as"), what, f"one of {', '.join(family.row.layouts)}")])
     if layout.startswith("diffusers"):
         return write_folder(family, weights, parts, path, dtype, metadata, torch_files=_has_bin(family, layout))
     if family.one_file is not None:
@@ -74,12 +73,17 @@ def write_single_file(
     facts = family.one_file
     assert facts is not None
     path = path.with_name(path.name + SUFFIXES[layout])
-    beside, sizes = family.beside(parts), json.dumps(parts.config)
+    beside = family.beside(parts)
+    sizes = json.dumps({name: section for name, section in parts.config.items() if name not in family.beside_sizes})
     if not family.is_released and layout == "ckpt":  # which has no header
         beside[SIZES] = torch.tensor(list(sizes.encode()), dtype=torch.uint8)
     elif not family.is_released:
         metadata = metadata | {SIZES: sizes}
+    if not family.writes_as_kohya:
+        metadata = HEADER | metadata | {FACTS: json.dumps(_said_in_header(family))}
     maps, stored = single_file_shapes(family, parts, dtype, beside)
+    _tell_size(family, stored, dtype)
+    copies = {original: key for key, original in family.copies().items()}
     opened = safetensors_writer(path, stored, metadata) if layout == "safetensors" else torch_writer(path, stored)
     with opened as writer:
         for key, value in beside.items():
@@ -88,9 +92,58 @@ def write_single_file(
         stream = chain(weights, family.deferred_weights(parts, ()))
         for part, name, value in all_weights(family, stream, parts, set(family.parts)):
             names, prefix = maps[part], facts.prefixes[part]
+            if part == family.denoiser and family.as_trained:
+                if (folded := family.folded(name, value)) is None:
+                    continue
+                value = folded
             if (joined := names.collected(name, value, waiting.setdefault(part, {}))) is not None:
-                writer.write(prefix + names.pieces[name].key, joined)
+                key = prefix + names.pieces[name].key
+                writer.write(key, joined)
+                if key in copies:
+                    writer.write(copies[key], joined)
+                if key in facts.identity and not torch.equal(joined.float(), torch.eye(len(joined))):
+                    _tell_once(family, f"{key} is not the identity, which other readers of single files take it for")
     return path
+
+
+def _said_in_header(family: BaseFamily) -> dict[str, Any]:
+    """Return what a single file cannot say in its tensors; warn where its readers draw otherwise than this model."""
+    scheduler = {key: value for key, value in family.scheduler().config.items() if not key.startswith("_")}
+    shift, readers_shift = scheduler.get("shift"), family.one_file.shift if family.one_file else None
+    if readers_shift is not None and (scheduler.get("use_dynamic_shifting") or shift != readers_shift):
+        own = "follows the size" if scheduler.get("use_dynamic_shifting") else f"is {shift:g}"
+        what = f"readers of a single file shift the times by {readers_shift:g}, and this model's shift {own}"
+        _tell_once(family, f"{what}: set it where you draw")
+    return family.facts() | {"scheduler": scheduler}
+
+
+def _tell_size(
+    family: BaseFamily, stored: Mapping[Any, tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype | None
+) -> None:
+    """Say at the first export of a run how much it writes, and how it would be less where nobody has chosen a precision."""
+    if "size" in family.exports_told:
+        return
+    family.exports_told.add("size")
+    numbers: dict[torch.dtype, int] = {}
+    for kind, shape in stored.values():
+        numbers[kind] = numbers.get(kind, 0) + torch.Size(shape).numel()
+    size = sum(kind.itemsize * count for kind, count in numbers.items())
+    saved = 2 * numbers.get(torch.float32, 0)
+    dtypes = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in numbers if kind.is_floating_point))
+    less = f"; {option('save.precision', 'bf16')} writes {gigabytes(size - saved)}" if saved > HALVABLE else ""
+    log.info("an export takes %s in %s%s", gigabytes(size), dtypes, "" if dtype else less)
+
+
+def gigabytes(size: int) -> str:
+    """Write a number of bytes as people say the size of a file."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _tell_once(family: BaseFamily, message: str) -> None:
+    """Say a thing at the first export of a run alone."""
+    if message not in family.exports_told:
+        family.exports_told.add(message)
+        log.warning(message)
 
 
 def single_file_shapes(
@@ -102,8 +155,9 @@ def single_file_shapes(
     stored: Shapes = {}
     for part, prefix in family.one_file.prefixes.items():
         maps[part] = key_map(family, part)
-        kind = dtype or _own_dtype(parts, family, part)
+        kind = dtype or _kept_dtype(parts, family, part)
         stored |= {prefix + key: (kind, shape) for key, shape in maps[part].stored.items()}
+    stored |= {key: stored[original] for key, original in family.copies().items()}
     for key, value in beside.items():
         stored[key] = (dtype if dtype and value.is_floating_point() else value.dtype, tuple(value.shape))
     return maps, stored
@@ -112,9 +166,10 @@ def single_file_shapes(
 def key_map(family: BaseFamily, part: str) -> KeyMap:
     """Say where each tensor of a part goes in the original layout; where there is no rule it keeps its name."""
     if part not in family.key_maps:  # every save of a run asks, and its answer needs a module to be built
-        module, kind = family.source.build(part), family.parts[part]
+        module, kind = family.exported(part), family.parts[part]
         rule = family.rule(part)
-        shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        tensors = module.state_dict().items()
+        shapes = {name: tuple(value.shape) for name, value in tensors if not is_second_name(kind, name)}
         family.key_maps[part] = KeyMap(shapes, rule(module) if rule else lambda name: KeyPiece(file_name(kind, name)))
     return family.key_maps[part]
 
@@ -131,6 +186,7 @@ def write_file(
         key: (dtype or reduce(torch.promote_types, (own[name] for name in names.members[key])), shape)
         for key, shape in names.stored.items()
     }
+    _tell_size(family, stored, dtype)
     waiting: dict[str, Tensor] = {}
     with safetensors_writer(path, stored, HEADER | metadata) as writer:
         for name, value in _of_part(weights, parts, family, part):
@@ -165,8 +221,14 @@ def write_folder(
     """
     with new_folder(path) as aside:
         linked = set() if family.writes_as_kohya else _linked(family, parts, aside, dtype)
-        _write_weights(family, weights, parts, aside, dtype, metadata, linked, torch_files=torch_files)
-        write_configs(family, aside)
+        shapes = {
+            part: _shapes(family, parts, part, family.exported(part), dtype)
+            for part in family.parts
+            if part not in linked
+        }
+        _tell_size(family, {(part, key): kind for part in shapes for key, kind in shapes[part].items()}, dtype)
+        _write_weights(family, weights, parts, aside, shapes, metadata, torch_files=torch_files)
+        write_configs(family, aside, dtype)
     for part in set(parts.frozen) & set(family.parts):
         if part not in linked and not family.writes_as_kohya:
             file = path / family.folder(part) / f"{stem_of(family, part)}.safetensors"
@@ -207,36 +269,34 @@ def _alike(file: Path, stamped: Stamp | None) -> bool:
 
 
 def _write_weights(
-    family: BaseFamily, weights: Stream, parts: Parts, folder: Path, dtype: torch.dtype | None,
-    metadata: dict[str, str], linked: set[str], *, torch_files: bool = False,
+    family: BaseFamily, weights: Stream, parts: Parts, folder: Path, shapes: Mapping[str, Shapes],
+    metadata: dict[str, str], *, torch_files: bool = False,
 ) -> None:  # fmt: skip
-    """Write the files of all other parts at once, as the stream goes through them in any order."""
+    """Write the files of several parts at once, as the stream goes through them in any order. shapes: of each part."""
     with ExitStack() as stack:
         # --- a file for each part, and one more for a denoiser that is trained as another module
         writers: dict[str, WeightWriter] = {}
-        for part in family.parts:
-            if part not in linked:
-                folder_of_part = folder / family.folder(part)
-                folder_of_part.mkdir(exist_ok=True)
-                shapes = _shapes(family, parts, part, family.exported(part), dtype)
-                header = HEADER | metadata if part == family.denoiser or family.writes_as_kohya else HEADER
-                stem = TEXT_STEMS[1] if torch_files and is_transformers(family.parts[part]) else stem_of(family, part)
-                opened: AbstractContextManager[WeightWriter] = (
-                    torch_writer(folder_of_part / f"{stem}.bin", shapes)
-                    if torch_files
-                    else safetensors_writer(folder_of_part / f"{stem}.safetensors", shapes, header)
-                )
-                writers[part] = stack.enter_context(opened)
+        for part, own_shapes in shapes.items():
+            folder_of_part = folder / family.folder(part)
+            folder_of_part.mkdir(exist_ok=True)
+            header = HEADER | metadata if part == family.denoiser or family.writes_as_kohya else HEADER
+            stem = TEXT_STEMS[1] if torch_files and is_transformers(family.parts[part]) else stem_of(family, part)
+            opened: AbstractContextManager[WeightWriter] = (
+                torch_writer(folder_of_part / f"{stem}.bin", own_shapes)
+                if torch_files
+                else safetensors_writer(folder_of_part / f"{stem}.safetensors", own_shapes, header)
+            )
+            writers[part] = stack.enter_context(opened)
         trained = family.denoiser
         as_trained: WeightWriter | None = None
         if family.as_trained:
             (folder / family.as_trained).mkdir(exist_ok=True)
             file = folder / family.as_trained / f"{stem_of(family, trained)}.safetensors"
-            shapes = _shapes(family, parts, trained, family.source.build(trained), None)
-            as_trained = stack.enter_context(safetensors_writer(file, shapes, HEADER | metadata))
+            whole = _shapes(family, parts, trained, family.source.build(trained), None)
+            as_trained = stack.enter_context(safetensors_writer(file, whole, HEADER | metadata))
 
         # --- one pass over the weights
-        stream = chain(weights, family.deferred_weights(parts, linked))
+        stream = chain(weights, family.deferred_weights(parts, family.parts.keys() - shapes.keys()))
         for part, name, value in all_weights(family, stream, parts, set(writers)):
             key = file_name(family.parts[part], name)
             if part == trained and as_trained is not None:
@@ -288,13 +348,25 @@ def _own_dtypes(parts: Parts, family: BaseFamily, part: str, names: Iterable[str
     return {name: kept.get(name, own) for name in names}
 
 
+def _kept_dtype(parts: Parts, family: BaseFamily, part: str) -> torch.dtype:
+    """Return a part's dtype in a single file: of a frozen part that its source has in half, that half, which is exact."""
+    own, reader = _own_dtype(parts, family, part), family.source.readers.get(part)
+    if family.writes_as_kohya or part not in parts.frozen or reader is None or own != torch.float32:
+        return own
+    stored = reader.dtypes()
+    return next(iter(stored)) if len(stored) == 1 and stored <= {torch.float16, torch.bfloat16} else own
+
+
 def _own_dtype(parts: Parts, family: BaseFamily, part: str) -> torch.dtype:
     module = parts.root.get_submodule(part) if part in family.in_root else parts.frozen[part]
     return next(module.parameters()).dtype
 
 
-def write_configs(family: BaseFamily, folder: Path) -> None:
-    """Write what lies beside the weights, by the classes themselves, so that every version reads it."""
+def write_configs(family: BaseFamily, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write what lies beside the weights, by the classes themselves, so that every version reads it.
+
+    dtype: of the weights, for the page that says how to draw; None: they are of several, and are read as fp32.
+    """
     import diffusers
 
     classes: dict[str, list[Any]] = {}
@@ -316,5 +388,4 @@ def write_configs(family: BaseFamily, folder: Path) -> None:
     beside = () if family.writes_as_kohya else ((FACTS, family.facts()),)
     for name, content in (("model_index.json", index), *beside):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if not family.writes_as_kohya:
-        (folder / "README.md").write_text(family.card(), encoding="utf-8")
+    (folder / CARD).write_text(family.card(str(dtype or torch.float32)), encoding="utf-8")

@@ -23,6 +23,7 @@ class Text:
     template: around the caption, which stands for "{}". drop: tokens of the template's head that are cut off what
     comes out. masked: tokens are masked up to their end. reads_mask: the encoder is given that mask. zeros: rows of
     padding become zeros. passes_mask: the denoiser is given the mask of what comes out.
+    normed: of CLIP: the encoder's last norm is put behind a hidden state that is read by number.
     pads_zero: of CLIP: texts are filled up with id 0, as OpenCLIP does, in place of the end's.
     mask: its name among features; pooled_as: the vector's; empty: by the encoder's place, mask_1 and pooled_1.
     hub: a repository that has the vocabulary, for weights that come without it.
@@ -41,6 +42,7 @@ class Text:
     reads_mask: bool = True
     zeros: bool = True
     passes_mask: bool = False
+    normed: bool = False
     pads_zero: bool = False
     mask: str = ""
     pooled_as: str = ""
@@ -53,7 +55,9 @@ class OneFile:
 
     prefixes: part -> what stands before the names of its tensors. released: the shipped size of a file that says none.
     beside: tensors that such files have and no part reads; ignored: pattern of what trainers and mergers leave there.
-    layout: what such a file is known by, for messages.
+    layout: what such a file is known by, for messages. spare: pattern of the keys of numbered blocks of which such files
+    have one more than the model, that nothing reads. optional: parts that a file may lack, which then come from elsewhere.
+    identity: matrices that a file may lack, and readers take as the identity. shift: that every reader draws with.
     """
 
     prefixes: Mapping[str, str]
@@ -61,6 +65,10 @@ class OneFile:
     layout: str
     beside: tuple[str, ...] = ()
     ignored: str = "$^"
+    spare: str = ""
+    optional: tuple[str, ...] = ()
+    identity: tuple[str, ...] = ()
+    shift: float | None = None
 
 
 @dataclass(frozen=True)

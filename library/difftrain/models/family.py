@@ -23,7 +23,7 @@ from difftrain.models.placeholder import DTYPES, fill, hollow_dtype, in_8_bits, 
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.text.encode import encode, features_of, inputs_of
 from difftrain.models.text.tokenize import mask_name
-from difftrain.models.vae.latents import decode, latents_encoder
+from difftrain.models.vae.latents import decode, latents_encoder, posterior
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -209,6 +209,16 @@ class FamilyDrawer:
         """Decode latents, in 0..1; one frame of a clip is a picture."""
         pixels = decode(self.parts.frozen["vae"], self.family.vae, latents)
         return (pixels / 2 + 0.5).clamp(0, 1)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
+        """Encode pictures, drawing from the posterior on the host. Shapes: (B, 3, H, W) uint8 -> (B, C, h, w) fp32."""
+        vae: Any = self.parts.frozen["vae"]
+        held = next(vae.parameters())
+        # in the dtype that it is held in: it is fp32 wherever half would overflow (storage_dtype)
+        mean, std = posterior(vae, pixels.to(held.device), fp32=held.dtype == torch.float32, batch_size=None)
+        drawn = torch.randn(mean.shape, generator=generator).to(mean.device)
+        return self.family.vae.scaled(mean + std * drawn)
 
 
 # --- The parts of a family in memory: what is trained in the root, the rest frozen, or described and loaded later

@@ -8,7 +8,7 @@ exact to the last digit. Recomputed activations are not counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,14 @@ from difftrain.contracts import Batch, Bucket, Inputs
 from difftrain.models import repa
 from difftrain.models.root import DenoiserRoot
 from difftrain.models.routing import KEEP
+from difftrain.models.text.clip_tokens import chunks_of
 from difftrain.models.text.clip_vocabulary import LENGTH
 from difftrain.models.text.encode import features_of
 from difftrain.models.text.tokenize import mask_name
 
 if TYPE_CHECKING:
     from difftrain.models.base import BaseFamily
+    from difftrain.models.facts import Text
 
 
 _FEW = 4  # blocks of a list that are counted one by one
@@ -130,6 +132,11 @@ def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch
     made: dict[str, torch.Tensor] = {}
     for position, text in enumerate(family.texts, start=1):
         sizes = family.source.complete(text.part)
+        if text.part in family.in_root:  # trained with the denoiser: it reads tokens in the step
+            chunks = chunks_of(family.cfg.model.max_token_length)
+            ids = torch.zeros((batch, chunks, family.lengths[position - 1]), dtype=torch.int64, device=device)
+            made[f"input_ids_{position}"] = ids
+            continue
         features = features_of(family.texts, position, family.lengths[position - 1], sizes, "float32")
         made |= {name: blank(*feature.shape(bucket)) for name, feature in features.items()}
         if text.passes_mask:
@@ -166,25 +173,31 @@ def blank_inputs(family: BaseFamily, bucket: Bucket, device: str = "meta", batch
 Config = Mapping[str, Any]
 
 
-def sdxl_flops(
-    sizes: Mapping[str, Config], latent_hw: tuple[int, int], *, num_chunks: int, trained: Collection[str]
+def unet_step_flops(
+    sizes: Mapping[str, Config],
+    texts: Sequence[Text],
+    latent_hw: tuple[int, int],
+    *,
+    num_chunks: int,
+    trained: Collection[str],
 ) -> float:
     """Count forward and backward of what is trained, for one sample (SDXL base at 1024 px: 20.2e12).
 
-    sizes: of "unet", "text_encoder_1" and "text_encoder_2". Frozen encoders are left out, as published figures leave
-    them out.
+    sizes: of "unet" and of the text encoders. Frozen encoders are left out, as published figures leave them out.
     """
     unet, context = sizes["unet"], (LENGTH - 2) * num_chunks + 2
+    encoders = [text for text in texts if text.part in trained]
     total = 3 * unet_flops(unet, latent_hw, context)
-    total -= flops_without_input_gradient(unet, latent_hw, context, trained)
-    if "text_encoder_1" in trained:
-        config = sizes["text_encoder_1"]
-        one_layer = text_flops({**config, "num_hidden_layers": 1}, num_chunks)  # the last has no part in the loss
-        total += 3 * text_flops(config, num_chunks) - 2 * one_layer
-    if "text_encoder_2" in trained:
-        config = sizes["text_encoder_2"]
-        projection = _linear(num_chunks, config["hidden_size"], config["projection_dim"])
-        total += 3 * (text_flops(config, num_chunks) + projection)
+    total -= flops_without_input_gradient(
+        unet, latent_hw, context, text=bool(encoders), pooled=any(text.pooled for text in encoders)
+    )
+    for text in encoders:
+        config = sizes[text.part]
+        total += 3 * text_flops(config, num_chunks)
+        if text.pooled:
+            total += 3 * _linear(num_chunks, config["hidden_size"], config["projection_dim"])
+        elif isinstance(text.hidden, int):  # layers behind the state that is read have no part in the loss
+            total -= 2 * text_flops({**config, "num_hidden_layers": -text.hidden - 1}, num_chunks)
     return float(total)
 
 
@@ -198,11 +211,12 @@ def text_flops(config: Config, num_chunks: int) -> int:
 def unet_flops(config: Config, size_hw: tuple[int, int], context: int) -> int:
     """Count one latent through the UNet, with `context` text tokens."""
     widths, layers = config["block_out_channels"], config["layers_per_block"]
-    depths = _per_block(config["transformer_layers_per_block"], len(widths))
+    depths = _per_block(config.get("transformer_layers_per_block", 1), len(widths))
     text, embedding = config["cross_attention_dim"], 4 * widths[0]
     h, w = size_hw
-    total = _linear(1, widths[0], embedding) + _linear(1, embedding, embedding) * 2
-    total += _linear(1, config["projection_class_embeddings_input_dim"], embedding)
+    total = _linear(1, widths[0], embedding) + _linear(1, embedding, embedding)
+    if added := config.get("projection_class_embeddings_input_dim"):
+        total += _linear(1, added, embedding) + _linear(1, embedding, embedding)
     total += _conv(h, w, config["in_channels"], widths[0], 3)
 
     # --- down
@@ -236,17 +250,18 @@ def unet_flops(config: Config, size_hw: tuple[int, int], context: int) -> int:
 
 
 def flops_without_input_gradient(
-    config: Config, size_hw: tuple[int, int], context: int, trained: Collection[str]
+    config: Config, size_hw: tuple[int, int], context: int, *, text: bool, pooled: bool
 ) -> int:
-    """Count the forward pass of the UNet's layers whose inputs need no gradient."""
+    """Count the forward pass of the UNet's layers whose inputs need no gradient; text, pooled: what is trained too."""
     widths, layers = config["block_out_channels"], config["layers_per_block"]
     total = _conv(*size_hw, config["in_channels"], widths[0], 3) + _linear(1, widths[0], 4 * widths[0])
     # a layer whose input needs no gradient saves one of the three products of a step
-    if "text_encoder_2" not in trained:  # whose pooled state goes in here
-        total += _linear(1, config["projection_class_embeddings_input_dim"], 4 * widths[0])
-    if set(trained) & {"text_encoder_1", "text_encoder_2"}:
+    added = config.get("projection_class_embeddings_input_dim")
+    if added and not pooled:  # what is pooled goes in here
+        total += _linear(1, added, 4 * widths[0])
+    if text:
         return total
-    depths = _per_block(config["transformer_layers_per_block"], len(widths))
+    depths = _per_block(config.get("transformer_layers_per_block", 1), len(widths))
     sides = ((config["down_block_types"], widths, depths, layers),
              (config["up_block_types"], widths[::-1], depths[::-1], layers + 1))  # fmt: skip
     wide = widths[-1] * depths[-1]

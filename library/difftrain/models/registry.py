@@ -27,7 +27,8 @@ class FamilyRow:
     of diffusers calls one otherwise, its class maps it in `folders`); encoders: the kinds of its text encoders, in their
     order. text_features: what frozen text encoders make of captions. multiple: pixels of which both sides are multiples.
     sizes: random models by name; sizes_multiple: of those whose multiple is smaller. layouts: those of exports. trains:
-    what can be trained, nothing of a family that is known as a form only.
+    what can be trained, nothing of a family that is known as a form only. told_by: ("part.argument", value) in a folder's
+    config.json, where families share a pipeline.
 
     takes: fields and whole sections, of those that not every family has, that mean something to this one; reasons: why
     another one means nothing, where config/schema/families.py has no sentence that fits. defaults: "section.field" -> value
@@ -50,6 +51,7 @@ class FamilyRow:
     trains: tuple[str, ...] = ()
     clips: bool = False  # whether data may hold clips
     control: bool = False  # whether it is shown another picture
+    told_by: tuple[str, Any] | None = None
     takes: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -60,11 +62,6 @@ class FamilyRow:
         """Return the name of the part that is trained."""
         return next(iter(self.parts))
 
-    @property
-    def folder_only(self) -> bool:
-        """Whether exports are diffusers folders, whatever layout is asked for."""
-        return not set(self.layouts) - set(_FOLDER_LAYOUTS)
-
     def has(self, path: str) -> bool:
         """Tell whether a field, or its whole section, is named in `takes`."""
         return path in self.takes or path.partition(".")[0] in self.takes
@@ -74,6 +71,17 @@ class FamilyRow:
 _FLOW_FIELDS = ("flow", "repa", "model.transformer")
 # of those whose positions are added to tokens, so that blocks may see some of them; rotary ones hang on a token's place
 _ROUTED_FIELDS = ("tread", "patch_masking")
+# what every UNet over CLIP has
+_UNET_FIELDS = (
+    "noise", "model.prediction_type", "model.fp8_frozen", "model.clip_skip", "model.max_token_length",
+    "model.train_text_encoder", "model.tokenizer1", "loss.min_snr_gamma", "loss.scale_v_pred_like_noise_pred",
+    "loss.v_pred_like", "loss.debiased_estimation", "loss.huber_schedule", "loss.huber_scale",
+    "optimizer.learning_rate_te1", "optimizer.text_encoder_lr", "optimizer.unet_lr", "captions.weighted",
+)  # fmt: skip
+_ONE_ENCODER = {
+    "optimizer.learning_rate_te2": "there is one text encoder",
+    "optimizer.block_lr": "counts the 23 blocks of another UNet",
+}
 _FLOW_DEFAULTS: dict[str, Any] = {
     "cache.latents_to_disk": True,
     "cache.text_to_disk": True,
@@ -101,12 +109,51 @@ FAMILIES: dict[str, FamilyRow] = {
         sizes_multiple={"demo": 16},
         trains=("full",),
         takes=frozenset({
-            "noise", "model.prediction_type", "model.fp8_frozen", "model.clip_skip", "model.max_token_length",
-            "model.train_text_encoder", "model.tokenizer1", "model.tokenizer2", "loss.min_snr_gamma",
-            "loss.scale_v_pred_like_noise_pred", "loss.v_pred_like", "loss.debiased_estimation", "loss.huber_schedule",
-            "loss.huber_scale", "optimizer.learning_rate_te1", "optimizer.learning_rate_te2",
-            "optimizer.text_encoder_lr", "optimizer.unet_lr", "optimizer.block_lr", "captions.weighted",
+            *_UNET_FIELDS, "model.tokenizer2", "optimizer.learning_rate_te2", "optimizer.block_lr",
         }),
+    ),
+    "sd1": FamilyRow(
+        title="Stable Diffusion 1",
+        network="StableDiffusion1",
+        target="difftrain.models.sd1:SD1",
+        pipeline="StableDiffusionPipeline",
+        told_by=("unet.use_linear_projection", False),
+        parts={
+            "unet": "diffusers:UNet2DConditionModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:CLIPTextModel",
+        },
+        encoders=("clip_l",),
+        objective="ddpm",
+        multiple=64,
+        text_features=("hidden_1",),
+        sizes=("base", "tiny"),
+        sizes_multiple={"tiny": 16},
+        trains=("full",),
+        takes=frozenset(_UNET_FIELDS),
+        reasons=_ONE_ENCODER,
+    ),
+    "sd2": FamilyRow(
+        title="Stable Diffusion 2",
+        network="StableDiffusion2",
+        target="difftrain.models.sd2:SD2",
+        pipeline="StableDiffusionPipeline",
+        told_by=("unet.use_linear_projection", True),
+        parts={
+            "unet": "diffusers:UNet2DConditionModel",
+            "vae": "diffusers:AutoencoderKL",
+            "text_encoder": "transformers:CLIPTextModel",
+        },
+        encoders=("clip_h",),
+        objective="ddpm",
+        multiple=64,
+        text_features=("hidden_1",),
+        sizes=("base", "tiny"),
+        sizes_multiple={"tiny": 16},
+        trains=("full",),
+        takes=frozenset(_UNET_FIELDS),
+        reasons=_ONE_ENCODER,
+        defaults={"model.prediction_type": "v_prediction"},
     ),
     "sd3": FamilyRow(
         title="SD3",
@@ -127,7 +174,7 @@ FAMILIES: dict[str, FamilyRow] = {
         text_features=("hidden_1", "pooled_1", "hidden_2", "pooled_2", "hidden_3"),
         sizes=("light", "medium", "tiny", "demo"),
         sizes_multiple={"demo": 8},
-        layouts=_FOLDER_LAYOUTS,
+        layouts=("safetensors", *_FOLDER_LAYOUTS),
         trains=("full",),
         takes=frozenset({
             *_FLOW_FIELDS, *_ROUTED_FIELDS, "model.train_type", "model.num_layers", "model.text_encoder1", "model.text_encoder2",
@@ -139,7 +186,7 @@ FAMILIES: dict[str, FamilyRow] = {
             "model.clip_skip": "sd3 reads hidden_states[-2] of CLIP",
             "model.max_token_length": "sd3's CLIP encoders read 77 tokens",
         },
-        defaults=_FLOW_DEFAULTS,
+        defaults={**_FLOW_DEFAULTS, "save.model_as": "diffusers_safetensors"},
     ),
     "flux": FamilyRow(
         title="Flux.1",
@@ -157,6 +204,7 @@ FAMILIES: dict[str, FamilyRow] = {
         multiple=16,
         text_features=("pooled_1", "hidden_2"),
         sizes=("tiny", "demo"),
+        sizes_multiple={"demo": 8},
         layouts=("safetensors", *_FOLDER_LAYOUTS),
         trains=("full",),
         takes=frozenset({

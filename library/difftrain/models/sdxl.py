@@ -1,7 +1,6 @@
 """Stable Diffusion XL (Podell et al. 2023): a UNet that reads two CLIP encoders and the sizes of the picture.
 
-Epsilon or v-prediction over 1000 scaled-linear steps. The text encoders may be trained with it; captions may be longer
-than 77 tokens and weigh; any layer of the encoders may be read.
+Epsilon or v-prediction over 1000 scaled-linear steps; what it shares with its forerunners is in unet.py.
 """
 
 from __future__ import annotations
@@ -9,19 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Batch, Bucket, Fault, Group, Parts
-from difftrain.models import flops, passes
-from difftrain.models.facts import Agree, OneFile, Sizes, Text
-from difftrain.models.family import ModelFamily
-from difftrain.models.objective.ddpm import DdpmObjective
-from difftrain.models.text.clip_tokens import CHUNK, ClipTokenize, chunks_of
+from difftrain.contracts import Batch, Fault, Group, Parts
+from difftrain.models import passes
+from difftrain.models.facts import Agree, OneFile, Text
+from difftrain.models.unet import IGNORED, LATENT_CHANNELS, NEEDED, UNET_PREFIX, VAE_PREFIX, UNetFamily
 from difftrain.models.weights import keys
 
 if TYPE_CHECKING:
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from difftrain.config import TrainConfig
     from difftrain.models.root import DenoiserRoot
     from difftrain.models.weights.keys import Rule
 
@@ -37,28 +32,25 @@ if TYPE_CHECKING:
 CLIP_SKIP = 2  # SDXL's: hidden_states[-2]; 1 is the last layer's output, before its norm
 SIZE_FEATURES = ("original_size", "crop_top_left", "target_size")  # (B, 2) each, height or top first
 PREFIXES = {
-    "unet": "model.diffusion_model.",
-    "vae": "first_stage_model.",
+    "unet": UNET_PREFIX,
+    "vae": VAE_PREFIX,
     "text_encoder_1": "conditioner.embedders.0.transformer.",
     "text_encoder_2": "conditioner.embedders.1.model.",
 }
 # tensors of single files that are no weights of a module: written for readers that expect them, ignored when read
 POSITION_IDS = PREFIXES["text_encoder_1"] + "text_model.embeddings.position_ids"
 LOGIT_SCALE = PREFIXES["text_encoder_2"] + "logit_scale"
-# tables and marks that trainers and mergers leave beside the weights
-IGNORED = (
-    r"^(betas|alphas_cumprod.*|sqrt_.*|log_one_minus_.*|posterior_.*|logvar|model_ema\..*|denoiser\.sigmas"
-    r"|v_pred|ztsnr|edm_vpred\..*|edm_(mean|std)|difftrain\..*)$"
-)
 _HUB_IDS = ("openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k")  # kohya's
 
 
-class SDXLFamily(DdpmObjective, ModelFamily):
-    """The facts of an SDXL model, the UNet's call, and what kohya's tools can do with it."""
+class SDXLFamily(UNetFamily):
+    """The facts of an SDXL model, the UNet's call, and its blocks as kohya's tools count them."""
 
     name = "sdxl"
     modelspec = "stable-diffusion-xl-v1-base"
     kohya_name = "sdxl_base_v1-0"
+    own_skip = CLIP_SKIP
+    native = 128
     folders = MappingProxyType({"text_encoder_1": "text_encoder"})
     texts: tuple[Text, ...] = (
         Text("text_encoder_1", "tokenizer", "clip", 77, hidden=-CLIP_SKIP, hub=_HUB_IDS[0]),
@@ -67,10 +59,6 @@ class SDXLFamily(DdpmObjective, ModelFamily):
             pads_zero=True, hub=_HUB_IDS[1],
         ),
     )  # fmt: skip
-    vae_scales = None
-    draws_trained_size = False  # a prompt without a size is drawn with the model's own, up to 512 (kohya)
-    named_hashes = True
-    widens_text = False
     one_file = OneFile(
         prefixes=PREFIXES,
         released="base",
@@ -84,9 +72,8 @@ class SDXLFamily(DdpmObjective, ModelFamily):
     })  # fmt: skip
     needed = MappingProxyType({
         "unet": (
-            "in_channels", "out_channels", "block_out_channels", "down_block_types", "up_block_types",
-            "layers_per_block", "transformer_layers_per_block", "attention_head_dim", "cross_attention_dim",
-            "addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim",
+            *NEEDED, "transformer_layers_per_block", "addition_embed_type", "addition_time_embed_dim",
+            "projection_class_embeddings_input_dim",
         ),
     })  # fmt: skip
     agree = (
@@ -95,14 +82,8 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         Agree("unet.projection_class_embeddings_input_dim",
               lambda s: 6 * s["unet"]["addition_time_embed_dim"] + s["text_encoder_2"]["projection_dim"],
               "6 x addition_time_embed_dim + text_encoder_2's projection_dim"),
-        Agree("unet.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
-        Agree("unet.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
+        *LATENT_CHANNELS,
     )  # fmt: skip
-
-    def __init__(self, cfg: TrainConfig) -> None:
-        super().__init__(cfg)
-        self.clip_skip = cfg.model.clip_skip or CLIP_SKIP
-        self.texts = tuple(replace(text, hidden=-self.clip_skip) for text in type(self).texts)
 
     # ------------------------------------------------------------------ the UNet
 
@@ -127,79 +108,6 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         added = {"text_embeds": conditions["pooled"], "time_ids": conditions["time_ids"]}
         return passes.PassOutputs(net(x_t, t, hidden, added_cond_kwargs=added, return_dict=False)[0])
 
-    @property
-    def patch(self) -> int:  # type: ignore[override]
-        """Latent pixels that both sides of a picture are multiples of: each level of the UNet but the last halves them."""
-        return 2 ** (len(self.source.sizes["unet"]["block_out_channels"]) - 1)
-
-    @property
-    def drawn_unit(self) -> int:
-        """Pixels that both sides of a drawn picture are multiples of: the UNet brings odd levels together itself."""
-        return self.vae.factor
-
-    def units(self, parts: Parts) -> list[tuple[str, nn.Module]]:
-        """List the blocks in the order in which they run."""
-        layers = [(name, m) for name, m in parts.root.named_modules() if type(m).__name__ == "CLIPEncoderLayer"]
-        unet: Any = parts.root.get_submodule("unet")
-        names = [f"down_blocks.{i}" for i in range(len(unet.down_blocks))] + ["mid_block"]
-        names += [f"up_blocks.{i}" for i in range(len(unet.up_blocks))]
-        return layers + [(f"unet.{name}", unet.get_submodule(name)) for name in names]
-
-    def repeated(self, parts: Parts) -> list[nn.Module]:
-        """List the blocks that recur, each compiled once a width; whole UNet blocks would unroll dozens of them."""
-        kinds = ("BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer")
-        return [module for module in parts.root.modules() if type(module).__name__ in kinds]
-
-    def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
-        """Count forward and backward of one sample (see flops.py)."""
-        latent = (bucket.height // self.vae.factor, bucket.width // self.vae.factor)
-        chunks = chunks_of(self.cfg.model.max_token_length)
-        return flops.sdxl_flops(self.source.sizes, latent, num_chunks=chunks, trained=self.rates)
-
-    # ------------------------------------------------------------------ captions
-
-    @property
-    def skips(self) -> bool:
-        """Tell whether other states of the encoders are read than SDXL's."""
-        return self.clip_skip != CLIP_SKIP
-
-    def tokenizer(self, parts: Parts) -> ClipTokenize:  # type: ignore[override]
-        """Return the picklable function from captions to ids (B, N, 77) of both encoders. Raises ConfigFault."""
-        model = self.cfg.model
-        return ClipTokenize(self.vocabularies, model.max_token_length, weighted=self.cfg.captions.weighted)
-
-    def _length(self, text: Text) -> int:
-        return CHUNK * chunks_of(self.cfg.model.max_token_length) + 2
-
-    def text_settings(self, position: int) -> str:
-        """Say all that decides what a text encoder makes of a caption, weights aside, for its fingerprint."""
-        tokens = f"tokens {ClipTokenize.digest(self.vocabularies)} in {chunks_of(self.cfg.model.max_token_length)}"
-        return f"clip_skip {self.clip_skip}, {self.precision(self.texts[position - 1].part)}, {tokens}"
-
-    def reader(self, text: Text) -> str:
-        """Name who decides which states of an encoder are read, for messages."""
-        return f"{option('model.clip_skip')}={self.clip_skip}" if self.skips else self.row.title
-
-    def remarks(self) -> list[str]:
-        """Say where weights predict something else, and how a model of other layers is used: no format carries that."""
-        notes, wanted = [], self.cfg.model.prediction_type
-        if (prediction := self._prediction_of_source()) not in (None, wanted):
-            notes.append(f"these weights say that they predict {prediction}; this run trains {wanted}")
-        if self.skips:
-            notes.append(
-                f"clip_skip {self.clip_skip}: draw with the same clip skip; in diffusers, which counts from SDXL's own, "
-                f"that is clip_skip={self.clip_skip - CLIP_SKIP}"
-            )
-        return notes
-
-    def _prediction_of_source(self) -> str | None:
-        file = self.source.single_file
-        if file is None:
-            return self.source.scheduler.get("prediction_type")
-        if {"v_pred", "edm_vpred.sigma_max"} & file.marks:
-            return "v_prediction"
-        return {"v": "v_prediction", "epsilon": "epsilon"}.get(file.header.get("modelspec.prediction_type", ""))
-
     # ------------------------------------------------------------------ rates, checks
 
     def param_groups(self, root: nn.Module) -> list[Group]:
@@ -215,34 +123,13 @@ class SDXLFamily(DdpmObjective, ModelFamily):
 
     def faults(self, net: nn.Module) -> list[Fault]:
         """Find what a configuration asks of this model and it has not. net: without weights."""
-        problems = super().faults(net) + block_faults(net, self.cfg.optimizer.block_lr)
-        layers = min(self.source.sizes[text.part]["num_hidden_layers"] for text in self.texts)
-        if self.clip_skip > layers:
-            what = f"is {self.clip_skip}, a text encoder here has {layers} layers"
-            problems.append(Fault(option("model.clip_skip"), what, "2 is SDXL's"))
-        return problems
-
-    def misfits(self, sizes: Sizes, where: str) -> list[Fault]:
-        """Name what does not fit together, before a weight is read."""
-        made, taken = sizes["vae"].get("latent_channels"), sizes["unet"].get("in_channels")
-        if self.cfg.model.vae and made != taken:
-            return [
-                Fault(
-                    option("model.vae"),
-                    f"{self.cfg.model.vae} makes {made} latent channels, the UNet takes {taken}",
-                )
-            ]
-        if sizes["vae"].get("latents_mean") is not None:
-            what = "latents_mean is not SDXL's: its latents are scaled by scaling_factor alone"
-            return [Fault(f"{where} [vae]", what)]
-        return super().misfits(sizes, where)
+        return super().faults(net) + block_faults(net, self.cfg.optimizer.block_lr)
 
     # ------------------------------------------------------------------ files
 
     def rule(self, part: str) -> Callable[[Any], Rule] | None:
         """Return what says, of a part's module, where its tensors lie in the original layout."""
-        own = {"unet": keys.unet_rule, "text_encoder_2": keys.clip_rule}
-        return own.get(part) or super().rule(part)
+        return keys.clip_rule if part == "text_encoder_2" else super().rule(part)
 
     def beside(self, parts: Parts) -> dict[str, Tensor]:
         """Return two tensors that the released file has; the contrastive temperature is the loaded file's, or OpenCLIP's."""
@@ -251,16 +138,6 @@ class SDXLFamily(DdpmObjective, ModelFamily):
         scale = file.get(LOGIT_SCALE) if file and stored else torch.tensor(math.log(1 / 0.07))
         length = self.source.complete("text_encoder_1")["max_position_embeddings"]
         return {POSITION_IDS: torch.arange(length)[None], LOGIT_SCALE: scale}
-
-    def model_index(self, classes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what model_index.json says, in its usual order."""
-        return {**dict(sorted(classes.items())), **self.index}
-
-    def header_facts(self) -> dict[str, str | None]:
-        """Return what modelspec says of this model, by its names."""
-        native = self.source.sizes["unet"].get("sample_size", 128) * self.vae.factor
-        width, height = self.cfg.data.resolution or (native, native)
-        return {"architecture": self.modelspec, "resolution": f"{width}x{height}", **super().header_facts()}
 
 
 # --- The UNet's blocks as kohya's --block_lr counts them, by the names of the original layout

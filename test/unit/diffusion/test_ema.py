@@ -79,3 +79,22 @@ def test_wrong_names_shapes_and_decays_are_refused() -> None:
     for decay in (0.0, 1.0, -0.5):
         with pytest.raises(ValueError, match="between 0 and 1"):
             Ema(_named(1.0), decay)
+
+
+@pytest.mark.parametrize("decay", [0.9999, 0.3])
+def test_a_ramp_is_diffusers_ema_model(decay: float) -> None:
+    from diffusers.training_utils import EMAModel
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 4)
+    oracle, ema = EMAModel(model.parameters(), decay=decay), Ema(model.named_parameters(), decay, ramp=True)
+    assert ema.start_share == 1.0
+    for _ in range(12):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+        oracle.step(model.parameters())
+        ema.update(model.named_parameters())
+        for theirs, ours in zip(oracle.shadow_params, ema.weights.values(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert ema.start_share == 0.0

@@ -88,7 +88,7 @@ def test_wrong_names_of_losses_are_refused() -> None:
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match="got 'l3'"):
         losses.elementwise(one, one, "l3")
-    with pytest.raises(ValueError, match="with a threshold"):
+    with pytest.raises(ValueError, match="threshold; got 'huber'"):
         losses.elementwise(one, one, "huber")
     with pytest.raises(ValueError, match="got 'linear'"):
         losses.threshold(PLAIN, T, "linear", 0.1, 1.0)

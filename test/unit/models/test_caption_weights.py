@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -159,12 +160,12 @@ def test_what_gets_no_gradient_follows_the_layer() -> None:
         layers = {int(name.split("layers.")[1].split(".")[0]) for name in without if "layers." in name}
         assert layers == unread and any("final_layer_norm" in name for name in without)
         assert all(p.grad is not None for p in parts.root.text_encoder_2.parameters())
-        assert sum("stay as they are" in note for note in parts.notes) == 1
+        assert sum(re.search(r"final_layer_norm \(\d+ tensors\) stay ", note) is not None for note in parts.notes) == 1
 
 
 @pytest.mark.flags("clip_skip")
 def test_skipping_every_layer_is_a_fault_and_the_header_says_what_was_skipped() -> None:
-    with pytest.raises(ConfigFault, match="--clip_skip: is 3, a text encoder here has 2 layers"):
+    with pytest.raises(ConfigFault, match=r"--clip_skip: is 3, .* 2 layers"):
         loaded(config(clip_skip=3))
     header = made(weighted=True, clip_skip=1)[0].metadata("t", 0.0)
     assert header["modelspec.encoder_layer"] == "1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,10 +99,10 @@ def test_folder_loads_in_transformers_with_its_pad_token(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("other.txt", None, "neither vocab.json and merges.txt nor tokenizer.json"),
-        ("tokenizer.json", '{"model": {"type": "Unigram"}}', "not a CLIP tokenizer"),
+        ("other.txt", None, r"vocab\.json .*merges\.txt .*tokenizer\.json"),
+        ("tokenizer.json", '{"model": {"type": "Unigram"}}', r"tokenizer\.json .*CLIP tokenizer"),
         ("tokenizer.json", "not json", "Expecting value"),
-        ("vocab.json", '{"a": 0}', "has no <|startoftext|>, <|endoftext|>, !"),
+        ("vocab.json", '{"a": 0}', r"has no <\|startoftext\|>, <\|endoftext\|>, !"),
     ],
 )
 def test_other_files_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
@@ -110,7 +111,7 @@ def test_other_files_are_named(tmp_path: Path, name: str, content: str | None, m
         (tmp_path / "merges.txt").write_text("", encoding="utf-8")
     with pytest.raises(ValueError) as error:
         ClipVocabulary.read(tmp_path)
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))
 
 
 def kohya(vocabulary: ClipVocabulary, ids: list[int], chunks: int) -> list[list[int]]:
@@ -162,8 +163,8 @@ def test_a_vocabulary_of_another_length_makes_sequences_so_long(tmp_path: Path) 
 
 def test_tokenize_survives_pickling_after_use() -> None:
     tokenize = ClipTokenize((PLAIN, BANG))
-    expected = tokenize(["a red cat"])
-    found = pickle.loads(pickle.dumps(tokenize))(["a red cat"])
+    expected = tokenize(["a black cat"])
+    found = pickle.loads(pickle.dumps(tokenize))(["a black cat"])
     assert all(found[key].equal(expected[key]) for key in ("input_ids_1", "input_ids_2"))
     assert expected["input_ids_1"][0, 0, -1] == PLAIN.eos_id and expected["input_ids_2"][0, 0, -1] == 0
 
@@ -188,9 +189,9 @@ def test_a_missing_or_foreign_tokenizer_is_a_fault_that_says_what_to_place(tmp_p
     assert len(error.value.faults) == 2
     assert "--tokenizer2_path: is needed" in str(error.value) and "bpe_simple_vocab_16e6.txt.gz" in str(error.value)
     PLAIN.save(tmp_path)
-    with pytest.raises(ConfigFault, match="ends texts with id 533, the text encoder expects 833"):
+    with pytest.raises(ConfigFault, match=r"--tokenizer1_path: .* id 533, .* 833"):
         _ = SDXLFamily(config(tokenizer1=str(tmp_path))).vocabularies
-    with pytest.raises(ConfigFault, match="there is no file or folder"):
+    with pytest.raises(ConfigFault, match=rf"--tokenizer2_path: .*{tmp_path / 'absent'}"):
         _ = SDXLFamily(config(tokenizer2=str(tmp_path / "absent"))).vocabularies
 
 
@@ -203,7 +204,7 @@ def test_words_one_by_one_give_the_ids_of_the_whole_text(texts: list[str]) -> No
     tokenize = ClipTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)), 225)
     for text in (*texts, *texts):  # the second time from memory
         found = tokenize([text])
-        for i, vocabulary in enumerate(tokenize._pair, start=1):
+        for i, vocabulary in enumerate(tokenize._vocabularies, start=1):
             whole = vocabulary.backend().encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
             rows = found[f"input_ids_{i}"][0, :, 1:-1].flatten().tolist()
             assert rows[: min(len(whole), 225)] == whole[:225]

@@ -75,5 +75,5 @@ def test_a_vae_of_one_file_in_its_original_layout_is_the_folder_s(folder: Path, 
 def test_a_clip_whose_heads_no_file_tells_is_refused(folder: Path, tmp_path: Path) -> None:
     width = torch.zeros(8, 24)
     save_file({"text_model.embeddings.token_embedding.weight": width}, tmp_path / "clip.safetensors")
-    with pytest.raises(ConfigFault, match="head of every released CLIP"):
+    with pytest.raises(ConfigFault, match=r"head .*CLIP"):
         loaded(folder, text_encoder1=str(tmp_path / "clip.safetensors"))

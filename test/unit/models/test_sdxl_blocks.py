@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -98,16 +99,14 @@ def test_an_update_follows_the_rate_of_its_block_and_frozen_ones_stay() -> None:
 def test_another_size_wants_another_number(number: int) -> None:
     with pytest.raises(ConfigFault) as caught:
         family_of(*[1.0] * number)
-    assert f"--block_lr: has {number} values, this UNet has 17 blocks (1 for the embeddings, 6 input" in str(
-        caught.value
-    )
+    assert re.search(rf"--block_lr: has {number} values, .* 17 blocks \(1 .*, 6 input", str(caught.value))
 
 
 def test_all_blocks_frozen_is_a_frozen_unet() -> None:
     family, parts = family_of(*[0.0] * TINY, te=True)
     assert [group.name for group in family.param_groups(parts.root)] == ["text_encoder_1", "text_encoder_2"]
     assert not any(each.requires_grad for each in parts.root.unet.parameters())
-    with pytest.raises(ConfigFault, match="nothing would be trained"):
+    with pytest.raises(ConfigFault, match="--learning_rate: is 0 "):
         family_of(*[0.0] * TINY)
 
 

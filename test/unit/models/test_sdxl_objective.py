@@ -283,3 +283,19 @@ def test_the_header_of_an_export_names_what_was_set(tmp_path: Path) -> None:
                 "ip_noise_gamma": "0.05", "zero_terminal_snr": "True", "debiased_estimation": "False",
                 "multires_noise_discount": "0.3", "min_snr_gamma": "5.0"}  # fmt: skip
     assert {name: found[f"ss_{name}"] for name in expected} == expected
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_min_snr_as_diffusers_examples_have_it(prediction: str) -> None:
+    from diffusers import DDPMScheduler
+    from diffusers.training_utils import compute_snr
+
+    from difftrain.diffusion import ddpm, losses
+
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    snr = compute_snr(scheduler, torch.arange(1000))
+    plus = snr + 1 if prediction == "v_prediction" else snr
+    ours = losses.min_snr(ddpm.tables().snr, 5.0, prediction, plus_one=True)
+    torch.testing.assert_close(ours, plus.clamp(max=5.0) / plus, rtol=1e-4, atol=1e-7)
+    other = losses.min_snr(ddpm.tables().snr, 5.0, prediction)
+    assert torch.equal(ours, other) == (prediction == "epsilon")

@@ -81,7 +81,7 @@ def test_the_real_ones_together_and_as_transformers_has_them(tmp_path: Path) -> 
 
 
 def test_the_built_in_one_ends_fills_up_and_cuts_as_t5_does() -> None:
-    found = tokens_of(small(), 6, masked=True)(["a red cat", "", "a photo of a cat and a dog"])
+    found = tokens_of(small(), 6, masked=True)(["a cat red", "", "a photo of a cat and a dog"])
     ids = found["input_ids_3"]
     assert ids[0, 3:].tolist() == [EOS_ID, 0, 0] and found["t5_mask"].sum(1).tolist() == [4, 1, 6]
     assert ids[1].tolist() == [EOS_ID, 0, 0, 0, 0, 0]
@@ -113,7 +113,7 @@ def test_a_tokenizer_is_picklable_and_known_by_what_decides_ids() -> None:
 
 def test_captions_are_counted_before_they_are_cut() -> None:
     tokens = tokens_of(small(), 4)
-    assert tokens.lengths(["a red cat", "", "a red cat and a dog"]) == [3, 0, 6] and tokens.limit == 3
+    assert tokens.lengths(["a cat red", "", "a cat red and a dog"]) == [3, 0, 6] and tokens.limit == 3
 
 
 def test_a_folder_is_written_and_read(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_spiece_model_reads_as_its_tokenizer_json(tmp_path: Path) -> None:
         )
     broken = tmp_path / "broken.model"
     broken.write_bytes(written[:-7])
-    with pytest.raises(ValueError, match="ends too early"):
+    with pytest.raises(ValueError, match=r"broken\.model"):
         T5Vocabulary.read(broken)
 
 
@@ -162,11 +162,11 @@ def test_a_spiece_model_reads_as_its_tokenizer_json(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("tokenizer.json", "{", "is not JSON"),
-        ("tokenizer.json", "[]", "no tokenizer.json of T5|not a tokenizer.json"),
+        ("tokenizer.json", "[]", r"tokenizer\.json of T5"),
         ("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {}}}), "not a T5 tokenizer"),
-        ("tokenizer.json", json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}), "it has no <pad>, </s>"),
-        ("spiece.model", "nothing", "is no spiece.model of T5"),
-        ("other.txt", "", "neither tokenizer.json nor spiece.model"),
+        ("tokenizer.json", json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}), " no <pad>, </s>"),
+        ("spiece.model", "nothing", r"spiece\.model of T5"),
+        ("other.txt", "", r"tokenizer\.json .*spiece\.model"),
     ],
 )
 def test_what_is_no_vocabulary_is_said(name: str, content: str, says: str, tmp_path: Path) -> None:

@@ -140,4 +140,4 @@ def test_the_file_is_small_and_says_what_it_is() -> None:
     with resources.as_file(resources.files("difftrain.models.vae") / "tiny_vae.safetensors") as path:
         assert path.stat().st_size < 200_000
         with safe_open(path, "pt") as file:
-            assert file.metadata()["origin"].startswith("trained by difftrain on synthetic pictures")
+            assert "synthetic pictures" in file.metadata()["origin"]

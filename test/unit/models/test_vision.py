@@ -82,11 +82,11 @@ def spoilt(path: Path, file: str, change: Any) -> None:
 
 
 FAULTS = {
-    "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
-    "a text encoder": (lambda p: spoilt(p, "config.json", lambda c: c.update(model_type="t5")), "of type 't5'.*one of dinov2"),
-    "no sizes": (lambda p: spoilt(p, "config.json", lambda c: c.pop("patch_size")), "does not say its patch_size"),
-    "no colours": (lambda p: (p / "preprocessor_config.json").unlink(), "does not say image_mean, image_std"),
-    "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no weights"),
+    "no config": (lambda p: (p / "config.json").unlink(), r"no config\.json"),
+    "another encoder": (lambda p: spoilt(p, "config.json", lambda c: c.update(model_type="t5")), "of type 't5'.*one of dinov2"),
+    "no sizes": (lambda p: spoilt(p, "config.json", lambda c: c.pop("patch_size")), " patch_size"),
+    "no colours": (lambda p: (p / "preprocessor_config.json").unlink(), " image_mean, image_std"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no weights"),
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     path = vision_folder(tmp_path / "vision", "dinov2")
     held = load_file(path / "model.safetensors")
     save_file({name: value for name, value in held.items() if "layer.1" not in name}, path / "model.safetensors")
-    with pytest.raises(ConfigFault, match=r"lacks \d+ weights of a Dinov2Model: encoder.layer.1"):
+    with pytest.raises(ConfigFault, match=r"lacks \d+ weights .* Dinov2Model: encoder.layer.1"):
         VisionFolder(path).build(torch.float32)
 
 
@@ -138,7 +138,7 @@ def test_an_encoder_without_its_last_norm_is_refused(kind: str, names: tuple[str
     assert len(held) - len(left) == 2
     VisionFolder(tmp_path).build(torch.float32)
     save_file(left, file, {"format": "pt"})
-    with pytest.raises(ConfigFault, match=rf"lacks 2 weights of a {name}Model: .*{norm}bias"):
+    with pytest.raises(ConfigFault, match=rf"lacks 2 weights .* {name}Model: .*{norm}bias"):
         VisionFolder(tmp_path).build(torch.float32)
 
 

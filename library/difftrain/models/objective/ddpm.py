@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from difftrain.config import TrainConfig
     from difftrain.config.schema.sections import LossSection, NoiseSection
+    from difftrain.models.weights.source import WeightSource
 
 OFFSET, OFFSET_STRENGTH, PERTURBATION, PERTURBATION_STRENGTH = (
     "noise_offset", "noise_offset_strength", "ip_noise", "ip_noise_strength",
@@ -99,7 +100,7 @@ def weight_of(cfg: TrainConfig, batch: Batch, t: Tensor) -> Tensor:
     snr = ddpm.tables(t.device).snr[t]
     weight = torch.ones(len(t), device=t.device)
     if section.min_snr_gamma:
-        weight = weight * losses.min_snr(snr, section.min_snr_gamma, kind)
+        weight = weight * losses.min_snr(snr, section.min_snr_gamma, kind, plus_one=section.min_snr_plus_one)
     if section.scale_v_pred_like_noise_pred:
         weight = weight * losses.like_noise_prediction(snr)
     if section.v_pred_like:
@@ -137,6 +138,7 @@ class DdpmObjective:
     """What a family of this objective says in place of ModelFamily's flow."""
 
     cfg: TrainConfig
+    source: WeightSource
     shift = Shift(walks=False)  # of a flow's times; here the steps are the table's
 
     def draws(self, latent: DrawSpec) -> dict[str, DrawSpec]:
@@ -163,6 +165,21 @@ class DdpmObjective:
         from diffusers import EulerDiscreteScheduler
 
         return EulerDiscreteScheduler(**scheduler_config(self.cfg))
+
+    def stored_fields(self) -> dict[str, Any]:
+        """Return what weights say that they predict, and of their noise: in a folder's scheduler, or a file's header or marks."""
+        file, scheduler, said = self.source.single_file, self.source.scheduler, {}
+        header = file.header if file is not None else {}
+        marks = file.marks if file is not None else frozenset()
+        kind = {"v": "v_prediction", "epsilon": "epsilon"}.get(header.get("modelspec.prediction_type", ""))
+        kind = "v_prediction" if "v_pred" in marks else scheduler.get("prediction_type") or kind
+        if kind in ("epsilon", "v_prediction"):
+            said["model.prediction_type"] = kind
+        if scheduler.get("rescale_betas_zero_snr") or "ztsnr" in marks or header.get("ss_zero_terminal_snr") == "True":
+            said["noise.zero_terminal_snr"] = True
+        if (layer := header.get("modelspec.encoder_layer", "")).isdecimal():
+            said["model.clip_skip"] = int(layer)
+        return said
 
     def header_facts(self) -> dict[str, str | None]:
         """Return what modelspec says of the objective; min and max of a model that is trained on part of the noise levels."""

@@ -16,16 +16,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain.contracts import Batch, ConfigFault, DrawSpec, Fault
+from difftrain.models.base import snippet_head
 from difftrain.models.facts import Agree, Bound, Shift, Sizes, Text, clip_bounds
 from difftrain.models.family import ModelFamily
 from difftrain.models.passes import Tokens
+from difftrain.models.sd3 import original_layout
 from difftrain.models.sd3.text_branch import BranchSource, folded
 from difftrain.models.text.tokenize import Tokenize
 from difftrain.models.weights.files import read_json
 from difftrain.models.weights.find import parts_elsewhere, shipped_sizes, source_of
-from difftrain.models.weights.part_files import PartFiles
+from difftrain.models.weights.folder_export import WRITTEN_BY
+from difftrain.models.weights.keys import Rule, table_rule
+from difftrain.models.weights.part_files import FACTS, PartFiles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from difftrain.config import TrainConfig
@@ -73,6 +79,10 @@ class SD3Family(ModelFamily):
     shift = Shift(walks=False)
     folders = MappingProxyType({"text_encoder_1": "text_encoder"})
     zero = r"(norm1|norm1_context|norm_out)\.linear\.|^proj_out\."
+    # text ends with the last block: what it asks there reaches nothing (diffusers keeps the layers, and so do checkpoints)
+    silent = r"^transformer_blocks\.{last}\.attn\.(add_q_proj|norm_added_q)\."
+    one_file = original_layout.ONE_FILE
+    infer = staticmethod(original_layout.infer)
     vae_scales = MappingProxyType({"scaling_factor": 1.5305, "shift_factor": 0.0609, "norm_num_groups": 32})
     index = MappingProxyType({"feature_extractor": (None, None), "image_encoder": (None, None)})
     beside_sizes = ("text_branch",)
@@ -220,7 +230,9 @@ class SD3Family(ModelFamily):
         cfg, own, readers = self.cfg, source.num_layers, dict(source.readers)
         root = Path(cfg.model.pretrained).expanduser() if cfg.model.pretrained else None
         is_light, stored = cfg.model.train_type == LIGHT, readers.get("transformer")
-        begins = is_light and stored is not None and not (root and read_json(root / "difftrain.json").get("light"))
+        file = source.single_file
+        said = file.said() if file is not None else read_json(root / FACTS) if root is not None else {}
+        begins = is_light and stored is not None and not said.get("light")
         depth = cfg.model.num_layers or (LIGHT_LAYERS if begins else own)
 
         # --- the blocks: stored, or random
@@ -274,6 +286,19 @@ class SD3Family(ModelFamily):
 
     # ------------------------------------------------------------------ exports
 
+    def rule(self, part: str) -> Callable[[Any], Rule] | None:
+        """Return what says, of a part's module, where its tensors lie in the original layout; encoders keep their names."""
+        return self._transformer_rule if part == self.denoiser else super().rule(part)
+
+    def copies(self) -> Mapping[str, str]:
+        """Map T5's second name of its table of words to the first."""
+        return original_layout.COPIES
+
+    @staticmethod
+    def _transformer_rule(module: Any) -> Rule:
+        shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        return table_rule(original_layout.keys(len(module.transformer_blocks)), shapes)
+
     @property
     def as_trained(self) -> str:  # type: ignore[override]
         """Name the folder beside an export with the whole transformer, where its last block has a text branch."""
@@ -300,9 +325,9 @@ class SD3Family(ModelFamily):
             FULL: self.source.text_branch,
         }
 
-    def card(self) -> str:
-        """Write the page beside an export."""
-        return card(self.facts())
+    def card(self, dtype: str) -> str:
+        """Write the page beside an export. dtype: "torch.float16", of its weights."""
+        return card(self.facts(), snippet_head(self.row.pipeline, dtype))
 
     @property
     def modelspec(self) -> str:  # type: ignore[override]
@@ -346,11 +371,7 @@ _ZEROS = """
 This model was trained with texts dropped as **zeros**: that is what guidance starts from, not the encoded empty text.
 
 ```python
-import torch
-from diffusers import StableDiffusion3Pipeline
-
-pipe = StableDiffusion3Pipeline.from_pretrained(".")
-tokens, _, pooled, _ = pipe.encode_prompt("a red cat", None, None, max_sequence_length={length})
+{head}tokens, _, pooled, _ = pipe.encode_prompt("a red cat", None, None, max_sequence_length={length})
 image = pipe(
     prompt_embeds=tokens, pooled_prompt_embeds=pooled,
     negative_prompt_embeds=torch.zeros_like(tokens), negative_pooled_prompt_embeds=torch.zeros_like(pooled),
@@ -361,10 +382,7 @@ _EMPTY = """
 Guidance starts from the **encoded empty text**, which is what diffusers takes where no negative prompt is given.
 
 ```python
-from diffusers import StableDiffusion3Pipeline
-
-pipe = StableDiffusion3Pipeline.from_pretrained(".")
-image = pipe("a red cat", max_sequence_length={length}).images[0]
+{head}image = pipe("a red cat", max_sequence_length={length}).images[0]
 ```
 """
 _MASKED = """
@@ -377,10 +395,11 @@ the text and which the velocity does not need. Training goes on from it; diffuse
 """
 
 
-def card(facts: Mapping[str, Any]) -> str:
-    """Write the page. facts: what difftrain.json says."""
+def card(facts: Mapping[str, Any], head: str) -> str:
+    """Write the page. facts: what difftrain.json says. head: the lines that load the folder."""
     kind = "SD3-Light" if facts["light"] else "Stable Diffusion 3"
-    text = f"# {kind}, {facts['num_layers']} joint blocks\n\nWritten by difftrain {facts['difftrain']}.\n"
-    text += (_ZEROS if facts["unconditional"] == "zeros" else _EMPTY).replace("{length}", str(facts["t5_max_length"]))
+    text = f"# {kind}, {facts['num_layers']} joint blocks\n\n{WRITTEN_BY} {facts['difftrain']}.\n"
+    text += _ZEROS if facts["unconditional"] == "zeros" else _EMPTY
+    text = text.replace("{length}", str(facts["t5_max_length"])).replace("{head}", head)
     text += _MASKED if facts["t5_attention_mask"] else ""
     return text + (_FULL if facts["transformer_full"] else "")

@@ -1,4 +1,4 @@
-"""From captions to the token sequences of two CLIP encoders, 77 long or in chunks of 75."""
+"""From captions to the token sequences of one CLIP encoder or two, 77 long or in chunks of 75."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def chunks_of(max_token_length: int) -> int:
 
 
 class ClipTokenize:
-    """Turn captions into {"input_ids_1", "input_ids_2"}, each (B, N, 77) int64 with N chunks, 77 being the vocabularies' length.
+    """Turn captions into {"input_ids_1"[, "input_ids_2"]}, each (B, N, 77) int64 with N chunks, 77 being the vocabularies' length.
 
     max_token_length 75 and 77 both mean one sequence of 77; 150 and 225 mean two and three chunks, each with its own
     BOS and EOS. Longer captions are cut. Picklable: a worker builds its tokenizers on first use.
-    weighted: read `(a:1.2)` and its like, and add {"token_weights_1", "token_weights_2"}, of the same shapes in fp32.
+    weighted: read `(a:1.2)` and its like, and add {"token_weights_1"[, "token_weights_2"]}, of the same shapes in fp32.
     """
 
     def __init__(
-        self, pair: tuple[ClipVocabulary, ClipVocabulary], max_token_length: int = LENGTH, *, weighted: bool = False
+        self, vocabularies: tuple[ClipVocabulary, ...], max_token_length: int = LENGTH, *, weighted: bool = False
     ) -> None:
         self.num_chunks = chunks_of(max_token_length)
         self.weighted = weighted
-        self._pair = pair
-        self._length = pair[0].length
+        self._vocabularies = vocabularies
+        self._length = vocabularies[0].length
         self._chunk = self._length - 2
         self._backends: list[Any] | None = None
-        self._known: list[dict[str, list[int]]] = [{}, {}]
+        self._known: list[dict[str, list[int]]] = [{} for _ in vocabularies]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_backends": None, "_known": [{}, {}]}
+        return self.__dict__ | {"_backends": None, "_known": [{} for _ in self._vocabularies]}
 
     def __call__(self, captions: list[str]) -> dict[str, Tensor]:
         import torch
@@ -56,7 +56,7 @@ class ClipTokenize:
         tokens: dict[str, Tensor] = {}
         shape = (len(captions), self.num_chunks, self._length)
         read: list[tuple[list[int], list[float]]] = []
-        for i, vocabulary in enumerate(self._pair):
+        for i, vocabulary in enumerate(self._vocabularies):
             if not i or not self._alike:
                 read = [self._encode(i, text) for text in captions]
             ids = np.array([self._chunks(vocabulary, numbers) for numbers, _ in read], dtype=np.int64)
@@ -69,7 +69,7 @@ class ClipTokenize:
     @functools.cached_property
     def identity(self) -> str:
         """Return what tells it from others: all that decides the ids of a caption."""
-        tables = [[vocabulary.ids, vocabulary.merges, vocabulary.pad] for vocabulary in self._pair]
+        tables = [[vocabulary.ids, vocabulary.merges, vocabulary.pad] for vocabulary in self._vocabularies]
         facts = [tables, self.num_chunks, self.weighted, *([self._length] if self._length != LENGTH else [])]
         words = json.dumps(facts, sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
@@ -84,8 +84,8 @@ class ClipTokenize:
 
     @functools.cached_property
     def _alike(self) -> bool:
-        """Tell whether both vocabularies cut a text into the same ids, as those of SDXL do: they differ in padding."""
-        first, second = self._pair
+        """Tell whether two vocabularies cut a text into the same ids, as those of SDXL do: they differ in padding."""
+        first, second = self._vocabularies
         return first.ids == second.ids and first.merges == second.merges
 
     @property
@@ -106,7 +106,7 @@ class ClipTokenize:
 
     def _tokenizers(self) -> list[Any]:
         if self._backends is None:
-            self._backends = [vocabulary.backend() for vocabulary in self._pair]
+            self._backends = [vocabulary.backend() for vocabulary in self._vocabularies]
         return self._backends
 
     def _pieces(self, text: str) -> list[tuple[str, float]]:

@@ -88,6 +88,8 @@ def run(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[st
             hidden = torch.cat([out.hidden_states[layer] for layer in text.layers], dim=-1)
         else:
             hidden = out.hidden_states[text.hidden] if isinstance(text.hidden, int) else out.last_hidden_state
+        if text.normed and isinstance(text.hidden, int):
+            hidden = last_norm(encoder)(hidden)
         hidden = join_chunks(hidden, num_chunks)[:, text.drop :]
         if (weights := features.get(f"token_weights_{position}")) is not None:
             hidden = weigh(hidden, join_chunks(weights.flatten(0, 1).unsqueeze(-1), num_chunks).squeeze(-1))
@@ -104,6 +106,11 @@ def run(texts: Sequence[Text], position: int, encoder: Any, features: Mapping[st
         # behind a norm, which autocast computes wide on some devices
         made[names[-1]] = pooled.to(dtype) if text.pooled == "pooler_output" else pooled
     return made
+
+
+def last_norm(encoder: Any) -> Any:
+    """Return the last norm of a CLIP text encoder, whose place differs between versions of transformers."""
+    return next(module for name, module in encoder.named_modules() if name.endswith("final_layer_norm"))
 
 
 def join_chunks(states: Tensor, num_chunks: int) -> Tensor:

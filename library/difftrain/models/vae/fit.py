@@ -149,6 +149,9 @@ def _place_last(vae: Any, spread: Tensor, bias: Tensor) -> None:
     conv.bias.copy_(bias)
 
 
+REPORT_STEPS = 25
+
+
 def train_decoder(
     vae: Any,
     pictures: Tensor,
@@ -162,7 +165,7 @@ def train_decoder(
     """Train the decoder alone, from weights of the seed, on what the encoder makes of pictures; in place.
 
     Shape: pictures (N, 3, H, W) uint8. Adam on the mean squared error, its rate warmed up and brought to zero along a
-    cosine. report(step, error) is called every 100 steps.
+    cosine. report(step, error) is called every 25 steps.
     """
     # --- weights of the seed, and what updates them
     generator = torch.Generator().manual_seed(seed)
@@ -189,7 +192,7 @@ def train_decoder(
         error.backward()
         optimizer.step()
         schedule.step()
-        if report is not None and step % 100 == 0:
+        if report is not None and step % REPORT_STEPS == 0:
             report(step, float(error.detach()))
 
     vae.requires_grad_(False)

@@ -51,11 +51,17 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
     if root is not None and root.is_file() and family.one_file:
         file = SingleFile(root, where, family.one_file, mmap=not model.disable_mmap)
         content = file.sizes()
-        base = shipped_sizes(family, family.one_file.released) if content is None else content
-        problems = [] if content is None else section_faults(family, content, str(root))
+        base = _sizes_by_keys(file, family) if content is None else content
+        problems = _file_faults(file, content, family)
+        if content is not None and not problems:
+            problems = section_faults(family, content, str(root))
         if problems:
             raise ConfigFault(problems)
-        readers = {part: PartInFile(file, part, kind, rule=family.rule(part)) for part, kind in family.parts.items()}
+        readers = {
+            part: PartInFile(file, part, kind, rule=family.rule(part))
+            for part, kind in family.parts.items()
+            if part not in family.one_file.optional or file.has(part)
+        }
     elif root is not None:
         problems = _folder_faults(root, family)
         if not problems:
@@ -82,7 +88,7 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
                 sizes[part] = section
         except ConfigFault as fault:
             problems += fault.faults
-    if absent := [part for part in family.parts if part not in sizes]:
+    if absent := [part for part in family.parts if part not in sizes or (file and part not in readers)]:
         if not problems:
             problems.append(_nowhere(family, absent))
         raise ConfigFault(problems)
@@ -102,13 +108,39 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
         zero=family.zero,
         init=base.get("init", INITS[0]),
         tokenizer_dirs=_tokenizer_dirs(cfg, family, root, readers),
-        scheduler=read_json(root / "scheduler" / "scheduler_config.json") if root else {},
+        scheduler=_scheduler_of(root, file),
         name=str(base.get("name", "custom")) if file or set(readers) <= {"vae"} else "custom",
         named_hashes=family.named_hashes,
         single_file=file,
     )
     notes = [*_of_the_draw(drawn, family, source), *(f"{title} is {path}" for title, path in elsewhere)]
     return WeightSource(**{**source.__dict__, "notes": tuple(notes)})
+
+
+def _sizes_by_keys(file: SingleFile, family: Description) -> dict[str, Any]:
+    """Return the sizes of a release, with those of the denoiser that its keys and shapes tell. Raises ConfigFault."""
+    assert family.one_file is not None
+    released = shipped_sizes(family, family.one_file.released)
+    if family.infer is None or not file.has(family.denoiser):
+        return released
+    prefix, section = family.one_file.prefixes[family.denoiser], family.folder(family.denoiser)
+    bare = {key.removeprefix(prefix): shape for key, shape in file.shapes.items() if key.startswith(prefix)}
+    try:
+        own = family.infer(bare)
+    except (KeyError, ValueError, IndexError, ZeroDivisionError):
+        return released  # what is wrong with its keys is said where they are compared
+    is_release = all(own.get(key) == value for key, value in released[section].items())
+    return released | {section: own} | ({} if is_release else {"name": "custom"})
+
+
+def _scheduler_of(root: Path | None, file: SingleFile | None) -> dict[str, Any]:
+    """Return the scheduler's settings that came with the weights: a folder's, an export's, or what all readers take."""
+    if file is None:
+        return read_json(root / "scheduler" / "scheduler_config.json") if root else {}
+    said = file.said().get("scheduler")
+    if isinstance(said, dict):
+        return said
+    return {} if file.facts.shift is None else {"shift": file.facts.shift}
 
 
 def _of_the_draw(drawn: list[str], family: Description, source: WeightSource) -> list[str]:
@@ -238,32 +270,67 @@ def _folder_faults(root: Path, family: Description) -> list[Fault]:
 
     # --- of another family: name it, or the nearest
     kind = str(read_json(root / "model_index.json").get("_class_name", "nothing"))
-    if kind.startswith(pipeline.removesuffix("Pipeline")) and not _is_of_another(kind, family):
-        return []
-    families = {row.pipeline: name for name, row in FAMILIES.items()}
-    near = families.get(kind) or next(iter(families[match] for match in get_close_matches(kind, families, n=1)), None)
-    nearest = (
-        f"; type = {near!r} trains {kind}"
-        if near and families.get(kind)
-        else f"; the nearest is type = {near!r}"
-        if near
-        else ""
-    )
+    if kind.startswith(_stem(pipeline)) and not _is_of_another(kind, family):
+        return _sibling_faults(root, family)
+    families: dict[str, list[str]] = {}
+    for name, row in FAMILIES.items():
+        families.setdefault(row.pipeline, []).append(name)
+    near = families.get(kind) or next((families[match] for match in get_close_matches(kind, families, n=1)), [])
+    types = " or ".join(f"type = {name!r}" for name in near)
+    nearest = f"; {types} trains {kind}" if kind in families else f"; the nearest is {types}" if near else ""
     remedy = f"a diffusers folder of {title} has a model_index.json that says {pipeline}{nearest}"
     return [Fault(where, f"{root} holds {kind}, not {title}", remedy)]
 
 
+def _stem(pipeline: str) -> str:
+    return pipeline.removesuffix("Pipeline")
+
+
 def _is_of_another(kind: str, family: Description) -> bool:
+    """Tell whether a pipeline's name begins with that of a family whose name is longer."""
+    own = _stem(family.row.pipeline)
     return any(
-        row.pipeline == kind
-        for name, row in FAMILIES.items()
-        if name != family.name and row.pipeline != family.row.pipeline
+        kind.startswith(stem) and len(stem) > len(own) for stem in (_stem(r.pipeline) for r in FAMILIES.values())
     )
+
+
+def _sibling_faults(root: Path, family: Description) -> list[Fault]:
+    """Say where a folder is of another family of the same pipeline."""
+    place, own = family.row.told_by or ("", None)
+    part, _, argument = place.partition(".")
+    config = read_json(root / family.folder(part) / "config.json") if part else {}
+    if not config:
+        return []
+    value = known.complete(family.parts[part], known.accepted(family.parts[part], config)).get(argument)
+    rows = {name: row for name, row in FAMILIES.items() if row.told_by == (place, value) and value != own}
+    return [
+        Fault(
+            family.where("pretrained"),
+            f"{root} holds {row.title}, not {family.row.title}",
+            f"type = {name!r} trains it; {family.row.title} has {argument} = {own} in {part}/config.json",
+        )
+        for name, row in rows.items()
+        if row.pipeline == family.row.pipeline
+    ]
+
+
+def _file_faults(file: SingleFile, content: Mapping[str, Any] | None, family: Description) -> list[Fault]:
+    """Say where a file is another family's, by what it says of itself or by its keys, or lacks parts that it must have."""
+    title = infer.looks_like(file.shapes)
+    name = str((content or {}).get("family", "")) or next((n for n, row in FAMILIES.items() if row.title == title), "")
+    if name in FAMILIES and name != family.name:
+        what = f"{file.path} holds {FAMILIES[name].title}, not {family.row.title}"
+        return [Fault(file.flag, what, f"type = {name!r} trains it; {file.facts.layout}")]
+    lacking = [part for part in family.parts if part not in file.facts.optional and not file.has(part)]
+    if lacking:
+        what = f"{file.path} looks like {title}; nothing of {', '.join(lacking)} is in it"
+        return [Fault(file.flag, what, file.facts.layout)]
+    return []
 
 
 def _nowhere(family: Description, absent: list[str]) -> Fault:
     where, choices = family.where("pretrained"), "|".join(family.row.sizes)
-    if len(absent) == len(family.parts) or family.one_file:
+    if len(absent) == len(family.parts) or not {"model.transformer", "model.text_encoder1"} & family.row.takes:
         what = f"{where}=PATH" if where.startswith("--") else f"{where.removeprefix('[model] ')} = FOLDER"
         seed = (
             f"{option('model.init_from_config')}={choices}|FILE.json"

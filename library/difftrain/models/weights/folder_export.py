@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from difftrain.io.files import aside_of
+
+CARD = "README.md"  # beside an export: how to draw with it
+WRITTEN_BY = "Written by difftrain"  # in each such page: another page of that name is the user's own
 
 
 @contextmanager
@@ -20,6 +22,28 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield aside
         _swap_in(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def inside(folder: Path, last: str) -> Iterator[Path]:
+    """Hand out the path of a folder to be made aside; on leaving put what is in it into `folder`, beside what else is there.
+
+    last: the file that says that all is there: an older one goes first, the new one comes when the rest is in place. A page
+    that somebody has written there himself stays.
+    """
+    aside = aside_of(folder / "pipeline")
+    aside.mkdir(parents=True)
+    try:
+        parts = aside / "parts"
+        yield parts
+        (folder / last).unlink(missing_ok=True)
+        page = folder / CARD
+        if page.exists() and WRITTEN_BY not in page.read_text(encoding="utf-8", errors="replace"):
+            (parts / CARD).unlink(missing_ok=True)
+        for part in sorted(parts.iterdir(), key=lambda path: path.name == last):
+            _swap_in(part, folder / part.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -36,17 +60,6 @@ def _swap_in(aside: Path, path: Path) -> None:
         old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def link_or_copy(source: Path, target: Path) -> bool:
-    """Give a file a second name, or copy it where the file system has no such thing; tell which."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), target)
-        return True
-    except OSError:
-        shutil.copyfile(source, target)
-        return False
 
 
 def plain_files(paths: Sequence[Path], stem: str) -> list[tuple[Path, str]] | None:

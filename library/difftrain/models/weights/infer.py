@@ -95,7 +95,7 @@ BY_CLASS = {
 _MARKS = (
     (r"lora_(up|down|A|B)\.|\.lora_(A|B)\.|^lora_|hada_w1|lokr_w1", "a LoRA or another adapter, not a whole model"),
     (r"controlnet|control_model\.|input_hint_block", "a ControlNet"),
-    (r"^model\.diffusion_model\.joint_blocks\.|^joint_blocks\.", "Stable Diffusion 3"),
+    (r"^model\.diffusion_model\.joint_blocks\.|^joint_blocks\.", "SD3"),
     (r"^(model\.diffusion_model\.)?double_blocks\.", "Flux or a relative"),
     (r"^conditioner\.embedders\.1\.model\.", "SDXL"),
     (r"^conditioner\.embedders\.0\.model\.", "the SDXL refiner, which has one text encoder"),
@@ -115,8 +115,8 @@ def looks_like(shapes: Shapes) -> str:
         return "an empty file"
     for pattern, name in _MARKS:
         if any(re.search(pattern, key) for key in shapes):
-            if name == "SDXL" and shapes.get(_UNET_INPUT, (0, 4))[1] == 9:
-                return "an SDXL inpainting model (9 input channels)"
+            if shapes.get(_UNET_INPUT, (0, 4))[1] == 9:
+                return f"an inpainting model of {name} (9 input channels)"
             return name
     return f"no model known here; its first keys are {', '.join(sorted(shapes)[:3])}"
 

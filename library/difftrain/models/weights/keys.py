@@ -78,10 +78,10 @@ def table_rule(table: str, shapes: Shapes) -> Rule:
 
 
 def _patterns(name: str) -> list[tuple[str, str]]:
-    """Return a name with the number of its block as {}, and as it is, each with that number."""
+    """Return a name as it is, and with the number of its block as {}: a row for one block goes before that for all."""
     first = re.search(r"\.(\d+)(?=\.|$)", name)
     plain = [(name, "")]
-    return [(f"{name[: first.start()]}.{{}}{name[first.end() :]}", first[1]), *plain] if first else plain
+    return [*plain, (f"{name[: first.start()]}.{{}}{name[first.end() :]}", first[1])] if first else plain
 
 
 class KeyMap:

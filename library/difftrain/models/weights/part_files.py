@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models import build as known
 from difftrain.models.build import is_transformers
@@ -30,7 +32,6 @@ from difftrain.models.weights.infer import differences, looks_like
 from difftrain.models.weights.keys import KeyMap, KeyPiece, Rule
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 
@@ -190,6 +191,11 @@ class PartFiles:
         """Return what the files were when they were opened, where they are open."""
         return [known for known, _ in self._opened] if "_opened" in self.__dict__ else None
 
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes in its files; nothing where they are not safetensors."""
+        paths = self.paths()
+        return set().union(*map(dtypes_of, paths)) if all(path.suffix == ".safetensors" for path in paths) else set()
+
     def reusable_files(self, stem: str, dtype: torch.dtype | None) -> list[tuple[Path, str]] | None:
         """Name the files that readers of a folder take as they are; None: something in them is not as it must be.
 
@@ -209,6 +215,7 @@ class PartFiles:
 
 
 SIZES = "difftrain.architecture"  # where a file of ours says its sizes: in its header, in a .ckpt as a tensor of bytes
+FACTS = "difftrain.json"  # what an export cannot say otherwise: beside model_index.json, or in a single file's header
 
 
 class SingleFile:
@@ -255,24 +262,47 @@ class SingleFile:
             raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is not JSON")])
         return content
 
+    def said(self) -> dict[str, Any]:
+        """Return what an export of ours says of itself beside its sizes; nothing where it is no such file."""
+        try:
+            content = json.loads(self.header.get(FACTS, "{}"))
+        except ValueError:
+            content = {}
+        return content if isinstance(content, dict) else {}
+
+    def has(self, part: str) -> bool:
+        """Tell whether anything of a part is in it."""
+        return any(key.startswith(self.facts.prefixes[part]) for key in self.shapes)
+
     def faults(self, parts: Mapping[str, tuple[PartInFile, nn.Module]]) -> list[Fault]:
         """Compare keys and shapes with those of the parts that are to come from it, all at once."""
         wanted = {
             reader.prefix + key: shape
             for reader, module in parts.values()
             for key, shape in reader.key_map(module).stored.items()
+            if reader.prefix + key not in self.facts.identity or reader.prefix + key in self.shapes
         }
         foreign = tuple(prefix for part, prefix in self.facts.prefixes.items() if part not in parts)
+        spare = self._spare(wanted)
         actual = {
             key: shape
             for key, shape in self.shapes.items()
-            if key not in self.facts.beside and not (foreign and key.startswith(foreign))
+            if key not in self.facts.beside and not (foreign and key.startswith(foreign)) and key not in spare
         }
         lines = differences(wanted, actual)
         if not lines:
             return []
         what = f"{self.path} looks like {looks_like(self.shapes)}; tensors {'; '.join(lines)}"
         return [Fault(self.flag, what, self.facts.layout)]
+
+    def _spare(self, wanted: Shapes) -> frozenset[str]:
+        """Name the tensors of the one block more that such files have than the model."""
+        if not self.facts.spare:
+            return frozenset()
+        numbers = [int(match[1]) for key in wanted if (match := re.match(self.facts.spare, key))]
+        following = 1 + max(numbers, default=-1)
+        matches = {key: re.match(self.facts.spare, key) for key in self.shapes}
+        return frozenset(key for key, match in matches.items() if match and int(match[1]) == following)
 
 
 class PartInFile(PartFiles):
@@ -298,6 +328,15 @@ class PartInFile(PartFiles):
         beside = self.single_file.facts.beside
         inside = [key for key in self.single_file.shapes if key.startswith(self.prefix) and key not in beside]
         return {key.removeprefix(self.prefix): (file, key) for key in inside}
+
+    def weights(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Give a module's tensors one at a time; a matrix that such files may leave out is the identity."""
+        key_map = self.key_map(module)
+        for name, piece in key_map.pieces.items():
+            if piece.key not in self._located and self.prefix + piece.key in self.single_file.facts.identity:
+                yield name, torch.eye(*key_map.shapes[name])
+            else:
+                yield name, key_map.restored(name, self._get(piece.key))
 
     def faults(self, module: nn.Module) -> list[Fault]:
         """Compare names and shapes with those of a module."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -32,6 +33,10 @@ SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
 }
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+MODELSPEC = "modelspec.sai_model_spec"  # a file that is described is hashed, too
+# metadata -> (a letter, length): ModelSpec's hash, and those that kohya's tools write and A1111 and Civitai tell files by
+_HASHES = {"modelspec.hash_sha256": ("0", 66), "sshs_model_hash": ("0", 64), "sshs_legacy_hash": ("0", 8)}
+_LEGACY_AT, _LEGACY_BYTES, _CHUNK = 1 << 20, 1 << 16, 1 << 22
 
 
 class WeightWriter(Protocol):
@@ -69,20 +74,31 @@ def torch_writer(path: Path, shapes: Shapes) -> Iterator[WeightWriter]:
 class _SafetensorsWriter:
     def __init__(self, file: IO[bytes], shapes: Shapes, metadata: dict[str, str]) -> None:
         self._file, self._shapes = file, shapes
+        if MODELSPEC in metadata:  # hashes are known at the end: their places are kept free, as long as they will be
+            metadata = metadata | {name: mark * length for name, (mark, length) in _HASHES.items()}
+        self._metadata = metadata
         self._missing = {key: _num_bytes(*shape) for key, shape in shapes.items()}
         self._offsets: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        self._tensors: dict[str, Any] = {}
         position = 0
         for key in sorted(shapes, key=lambda k: (-shapes[k][0].itemsize, k)):  # wide dtypes first: all stay aligned
             dtype, shape = shapes[key]
             end = position + self._missing[key]
-            header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+            self._tensors[key] = {
+                "dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end],
+            }  # fmt: skip
             self._offsets[key], position = position, end
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
-        file.write(struct.pack("<Q", len(text)) + text)
+        head = self._head(self._metadata or None)
+        self._start = len(head)
+        file.write(head)
         file.truncate(self._start + position)
+
+    def _head(self, metadata: Mapping[str, str] | None) -> bytes:
+        """Return the length of the header and the header, with the metadata before the tensors' entries."""
+        content = self._tensors if metadata is None else {"__metadata__": dict(metadata), **self._tensors}
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
 
     def write(self, key: str, value: Tensor, index: int = 0, count: int = 1) -> None:
         value = _checked(self._shapes, key, value, count)
@@ -93,6 +109,32 @@ class _SafetensorsWriter:
 
     def finish(self) -> None:
         _complete(self._missing)
+        if MODELSPEC in self._metadata:
+            head = self._head(self._metadata | self._hashes())
+            assert len(head) == self._start
+            self._file.seek(0)
+            self._file.write(head)
+
+    def _hashes(self) -> dict[str, str]:
+        """Hash the tensors' bytes, which the system still has in memory, a few megabytes at a time.
+
+        ModelSpec's hash and kohya's are of all bytes behind the header. kohya's older one is of 64 KiB a MiB into the file
+        as it would be with ss_* alone for metadata, so that editing a title does not change it.
+        """
+        training = self._head({key: text for key, text in self._metadata.items() if key.startswith("ss_")})
+        whole, begin = hashlib.sha256(), _LEGACY_AT - len(training)
+        self._file.flush()
+        with Path(self._file.name).open("rb", buffering=0) as file:
+            file.seek(self._start)
+            while chunk := file.read(_CHUNK):
+                whole.update(chunk)
+            file.seek(self._start + max(0, begin))
+            part = file.read(_LEGACY_BYTES + min(0, begin)) if begin > -_LEGACY_BYTES else b""
+        if begin < 0:  # a header of more than a MiB is hashed itself
+            part = training[_LEGACY_AT:][:_LEGACY_BYTES] + part
+        digest = whole.hexdigest()
+        legacy = hashlib.sha256(part).hexdigest()[:8]
+        return {"modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest, "sshs_legacy_hash": legacy}
 
 
 class _TorchWriter:

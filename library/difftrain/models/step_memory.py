@@ -1,0 +1,73 @@
+"""Memory of one step of a family, forward and backward, found by a pass over tensors without content.
+
+The pass is the trained one: recomputed where checkpoints of activations ask for it, cast as mixed precision casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from difftrain.contracts import METRIC, Bucket
+from difftrain.device.step_memory import AcceleratorMaths, CountMemory
+from difftrain.models.flops import blank_inputs
+from difftrain.models.placeholder import DTYPES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from difftrain.models.base import BaseFamily
+
+
+def step_peak(
+    family: BaseFamily, root: nn.Module, bucket: Bucket, batch: int, freed: Callable[[nn.Module], object] | None = None
+) -> int:
+    """Return the most bytes that forward and backward of a micro batch take at once, beside weights and optimizer.
+
+    Gradients, casts of autocast, activations and what the backward pass makes on its way are in it; text encoders and VAE
+    that run in each step are not: they come before. root: on the meta device, in the dtypes that it is trained in; its
+    gradients are left there. freed: sets hooks that take gradients away during the backward pass.
+    """
+    training, precision = family.cfg.training, family.cfg.training.mixed_precision
+    maths = AcceleratorMaths(None if precision == "no" else DTYPES[precision])
+    inputs = blank_inputs(family, bucket, batch=batch)
+    root.train()
+    _recompute_with(root, maths)
+    if freed is not None:
+        freed(root)
+    if training.accumulation > 1:  # gradients of earlier micro batches are there: what adds to them comes and goes
+        for param in root.parameters():
+            param.grad = torch.empty_like(param) if param.requires_grad else None
+    with CountMemory() as memory:
+        with maths:
+            outputs = family.forward(root, inputs)
+        maths.forget()
+        terms = family.loss_sums(tuple(output.float() for output in outputs), inputs)
+        loss = torch.stack([value for name, value in terms.items() if not name.startswith(METRIC)]).sum()
+        del outputs, terms
+        loss.backward()
+    standing = sum(_bytes(param.grad) for param in root.parameters()) if training.accumulation > 1 else 0
+    return memory.peak + standing
+
+
+def _recompute_with(root: nn.Module, maths: AcceleratorMaths) -> None:
+    """Compute again under the same casts: inside the backward pass no mode of functions is on."""
+
+    def again(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            with maths:
+                return function(*args, **kwargs)
+
+        return checkpoint(cast, *args, use_reentrant=False, **kwargs)
+
+    module: Any
+    for module in root.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = again
+
+
+def _bytes(value: torch.Tensor | None) -> int:
+    return 0 if value is None else value.numel() * value.element_size()
