@@ -3,20 +3,9 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "library"))  # runs from any folder, installed or not
-sys.path.append(str(ROOT))  # third_patch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "library"))  # runs from any folder, installed or not
 
-from third_patch import apply_for  # noqa: E402
-
-from difftrain.config.parse_keys import open_train_door  # noqa: E402
-from difftrain.demo.make import foreseen  # noqa: E402
-from difftrain.train.door import RULES, work  # noqa: E402
-
-PROG = "sd3_light_pretrain.py"
-PRESET = {"model.family": "sd3", "model.train_type": "sd3_light_pretrain"}
-
+from difftrain.cli.train import train_sd3_light
 
 if __name__ == "__main__":
-    argv = sys.argv[1:]
-    sys.exit(open_train_door(PROG, argv, lambda parsed: work(parsed, PROG, apply_for), RULES, PRESET, demo=foreseen))
+    sys.exit(train_sd3_light(sys.argv[1:], "sd3_light_pretrain.py"))

@@ -3,17 +3,9 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "library"))  # runs from any folder, installed or not
-sys.path.append(str(ROOT))  # third_patch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "library"))  # runs from any folder, installed or not
 
-from third_patch import apply_for  # noqa: E402
-
-from difftrain.config.door import open_door  # noqa: E402
-from difftrain.train.door import RULES, work  # noqa: E402
-
-PROG = "sdxl_pretrain.py"
-
+from difftrain.cli.train import train_sdxl
 
 if __name__ == "__main__":
-    sys.exit(open_door(PROG, sys.argv[1:], lambda parsed: work(parsed, PROG, apply_for), RULES))
+    sys.exit(train_sdxl(sys.argv[1:], "sdxl_pretrain.py"))

@@ -59,7 +59,8 @@ _difftrain_env_npu() {
     fi
     # Memory that a communication stream has finished with is used again at once.
     export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}"
-    # Machines with several networks: the address that routes to the master, which HCCL cannot guess.
+    # Machines with several networks: the address that routes to the master, which HCCL cannot guess. Where MASTER_IP is
+    # not exported, the launchers find it once they know the master.
     if [ -z "${HCCL_IF_IP:-}" ] && [ -n "${MASTER_IP:-}" ] && command -v ip >/dev/null 2>&1; then
         master="$MASTER_IP"
         case "$master" in # a host name, as clusters give it

@@ -9,23 +9,9 @@ difftrain_test="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 # shellcheck source=test/find_python.sh
 source "$difftrain_test/find_python.sh"
 
-# The address that the device environments route to, which difftrain/launch reads properly: from the flag, the shell
-# variable of its name, or what the cluster has set. An exported MASTER_IP is the user's.
-master_of() {
-    local previous="" word address="${master_ip:-${MASTER_ADDR:-}}"
-    for word in "$@"; do
-        case "$previous" in --master_ip) address="$word" ;; esac
-        case "$word" in --master_ip=*) address="${word#*=}" ;; esac
-        previous="$word"
-    done
-    echo "$address"
-}
-
 difftrain_python="$(find_python)"
 difftrain_python="$("$difftrain_python" "$difftrain_test/../library/difftrain/launch/environment.py")"
 
-MASTER_IP="${MASTER_IP:-$(master_of "$@")}"
-export MASTER_IP
 # shellcheck source=/dev/null
 source "$difftrain_test/env_npu.sh"
 # shellcheck source=/dev/null

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,9 +88,9 @@ def test_a_venv_whose_making_was_killed_is_made_again_by_one_of_two(checkout: Pa
     assert [process.returncode for process in both] == [0, 0], said
     assert said[0][0] == said[1][0] and not (checkout / ".venv" / "half").exists()
     errors = said[0][1] + said[1][1]
-    assert errors.count(f"process {killed.pid} on") >= 1 and errors.count("did not finish: starting over") == 1
+    assert errors.count(f"process {killed.pid} on") >= 1 and errors.count("starting over") == 1
     assert errors.count("making ") == 1 and errors.count("installing ") == 1
-    assert f"waiting for process {both[0].pid}" in errors or f"waiting for process {both[1].pid}" in errors
+    assert re.search(rf"waiting .*process ({both[0].pid}|{both[1].pid}) on ", errors)
     subprocess.run([said[0][0].strip(), "-c", "import difftrain_probe"], check=True)
     assert not list(checkout.glob(".venv-unfinished*"))
 
@@ -109,7 +110,7 @@ def test_a_silent_owner_elsewhere_is_replaced_and_a_lively_one_is_not(
     began = time.monotonic()
     with claim.turn(folder, heard.append, fails_whole=ValueError) as first:
         assert first.left_behind and time.monotonic() - began >= 1.0
-        assert heard[0].startswith("waiting for process 1 on elsewhere")
+        assert re.match("waiting .*process 1 on elsewhere", heard[0])
         monkeypatch.setattr(claim, "_here", lambda: "another machine")
         with ThreadPoolExecutor() as pool:
             second = pool.submit(take_turn, folder)
@@ -147,7 +148,7 @@ def test_pip_is_quoted_where_it_fails(checkout: Path) -> None:
     (checkout.parent / "wheels" / "difftrain_probe-1.2-py3-none-any.whl").unlink()
     done = bootstrap(checkout, checkout.parent / "wheels")
     assert done.returncode == 2 and done.stdout == ""
-    assert "No matching distribution" in done.stderr and "pip could not install what is missing" in done.stderr
+    assert "No matching distribution" in done.stderr and "(exit code " in done.stderr
 
 
 def test_shell_names_the_python_that_is_too_old(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def demo(launchers: Launchers, tmp_path_factory: pytest.TempPathFactory) -> Laun
 def test_the_first_command(launchers: Launchers, demo: Launched) -> None:
     output = launchers.output()
     assert demo.code == 0, demo.text
-    for said in ("the embedded demo: coloured shapes", "precision no: a CPU computes best in fp32", "VAE fitted"):
+    for said in ("embedded demo: coloured shapes", "precision no: a CPU ", "VAE fitted"):
         assert said in demo.text
     assert re.search(r"^Final Performance images/sec : [0-9.]+$", demo.text, re.MULTILINE)
     assert re.search(r"^Final Train Loss : [0-9.]+$", demo.text, re.MULTILINE)
@@ -58,7 +58,7 @@ def test_eight_processes_move_it_aside(launchers: Launchers, demo: Launched) -> 
 def test_real_pictures_come_through_npm(launchers: Launchers) -> None:
     done = launchers.run("1m_1p", "--dataset_name=emoji", SCALE, "--max_train_steps=2", "--device_id=1")
     if shutil.which("npm") is None:
-        assert done.code == 2 and "install Node.js, which brings npm" in done.text
+        assert done.code == 2 and "--dataset_name=emoji: " in done.text and "Node.js" in done.text
         return
     assert done.code == 0, done.text
     report = json.loads((launchers.output(1) / "report.json").read_text())
@@ -69,4 +69,4 @@ def test_real_pictures_come_through_npm(launchers: Launchers) -> None:
 def test_a_demo_takes_no_model(launchers: Launchers, tmp_path: Path) -> None:
     done = launchers.run("1m_1p", "--dataset_name=emoji", f"--model_name={tmp_path}", "--demo_scale=2")
     assert done.code == 2
-    assert "the demo emoji brings its own model" in done.text and "above 0 and at most 1, got 2" in done.text
+    assert "the demo emoji brings" in done.text and re.search("--demo_scale: .* 0 .* 1, got 2", done.text)

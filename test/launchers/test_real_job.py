@@ -22,7 +22,7 @@ def test_accuracy_then_performance_on_two_processes_in_one_folder(launchers: Lau
     first = launchers.real("1m_1p", "--max_train_epoch=1", "--device_id=3")
     output = launchers.output(3)
     assert first.code == 0, first.text
-    assert "(from" not in first.text and f"files go to {output}" in first.text
+    assert "(from" not in first.text and f" {output}" in first.text
     log = (output / "train_3.log").read_text()
     for pattern in (
         r"step=1 epoch=1 step_loss=[0-9.]+ avr_loss=",
@@ -39,7 +39,9 @@ def test_accuracy_then_performance_on_two_processes_in_one_folder(launchers: Lau
     again = launchers.real("1m_8p", *more, RANK="5", WORLD_SIZE="9")
     assert again.code == 0, again.text
     aside = launchers.moved_aside(3)
-    assert len(aside) == 1 and f"holds a finished run of another configuration: moved aside to {aside[0]}" in again.text
+    assert len(aside) == 1 and re.search(
+        rf"finished run .*another configuration: .* {re.escape(str(aside[0]))}", again.text
+    )
     assert (aside[0] / "report.json").exists()
     assert len(steps(output)) > len(steps(aside[0]))
     report = json.loads((output / "report.json").read_text())
@@ -63,7 +65,7 @@ def test_a_stopped_run_goes_on_with_the_same_command(launchers: Launchers) -> No
     assert 3 <= done < 40 and list(output.glob("*-state")), text
     rest = launchers.run("1m_1p", *command)
     assert rest.code == 0, rest.text
-    assert "holds an unfinished run of this configuration, which goes on" in rest.text
+    assert "unfinished run" in rest.text
     assert steps(output) == list(range(1, 41)) and not launchers.moved_aside(4)
 
 
@@ -71,8 +73,8 @@ def test_a_stopped_run_goes_on_with_the_same_command(launchers: Launchers) -> No
 def test_faults_end_with_2_before_anything_starts(launchers: Launchers) -> None:
     done = launchers.real("1m_1p", "--learning_rte=1", "--nnodes=2", "--device_id=5", batch_size="two")
     assert done.code == 2 and not launchers.output(5).exists()
-    assert "--learning_rte" in done.text and "did you mean --learning_rate" in done.text
-    assert "--nnodes: this script runs on one machine" in done.text
+    assert "--learning_rte" in done.text and "mean --learning_rate" in done.text
+    assert re.search(r"--nnodes: .*one machine, got 2", done.text)
     assert "Traceback" not in done.text and "torchrun" not in done.text
 
 
@@ -94,7 +96,7 @@ def test_failing_training_ends_with_1(launchers: Launchers) -> None:
     flags = ("--learning_rate=1e30", "--learning_rate_te1=1e30", "--max_skipped_steps=2", "--max_train_steps=12")
     done = launchers.real("1m_1p", *flags, "--device_id=7")
     assert done.code == 1, done.text
-    assert "not finite" in done.text and "rank 0 failed with exit code 1" in done.text
+    assert "not finite" in done.text and re.search("rank 0 failed .*exit code 1", done.text)
 
 
 def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers) -> None:
@@ -125,15 +127,16 @@ def test_two_machines_stop_and_go_on_with_the_same_commands(launchers: Launchers
     texts = [machine.communicate(timeout=300)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], texts
     for text in texts:
-        assert "holds an unfinished run of this configuration, which goes on" in text
+        assert "unfinished run" in text
     assert re.search(rf"resuming from .* at step {done}$", texts[0], re.MULTILINE), texts[0]
     assert steps(output / "node0") == list(range(1, 41)) and not launchers.moved_aside(10)
     report = json.loads((output / "node0" / "report.json").read_text())
     assert report["finished"] and report["world_size"] == 2
-    assert "machine 1 of 2" in texts[1] and (output / "node1" / "train_10.log").exists()
+    assert "machine 1 of 2" in texts[1] and "--rdzv_conf=timeout=1800" in texts[1]  # 30 min, as ranks wait
+    assert "PET_NNODES" in texts[0] and (output / "node1" / "train_10.log").exists()
 
 
 def test_dry_run_prints_the_arithmetic_and_leaves_nothing(launchers: Launchers) -> None:
     done = launchers.real("1m_8p", "--dry_run", "--device_id=9")
     assert done.code == 0, done.text
-    assert "x 8 ranks = 16 images a step" in done.text and not launchers.output(9).exists()
+    assert "x 8 ranks = 16 images " in done.text and not launchers.output(9).exists()

@@ -47,10 +47,10 @@ def test_the_cache_stage_trains_nothing(launchers: Launchers, cached: Launched) 
 def test_one_command_caches_trains_draws_and_reports(launchers: Launchers, demo: Launched) -> None:
     output = launchers.output()
     assert demo.code == 0, demo.text
-    for said in ("the embedded demo: coloured shapes", "precision fp32: a CPU computes best in it"):
+    for said in ("embedded demo: coloured shapes", "precision fp32: a CPU "):
         assert said in demo.text
     assert "VAE fitted" not in demo.text and "entries encoded" not in demo.text  # the cache stage has done both
-    assert re.search(r"^step=1 epoch=1 step_loss=[0-9.]+ .*FPS: [0-9.]+$", demo.text, re.MULTILINE)
+    assert re.search(r"\bstep=1 epoch=1 step_loss=[0-9.]+ .*FPS: [0-9.]+$", demo.text, re.MULTILINE)
     assert re.search(r"^Final Performance images/sec : [0-9.]+$", demo.text, re.MULTILINE)
     case = dict(line.split(" = ") for line in next(output.glob("*_bs32_1p_acc.log")).read_text().splitlines())
     assert case["Network"].startswith("SD3") or "Diffusion" in case["Network"]
@@ -81,7 +81,7 @@ def test_a_real_job_on_tiny_weights(launchers: Launchers, tiny: Path) -> None:
     done = launchers.run(MANY, *job, "--max_train_epoch=13", "--device_id=7", "--ema.enable=false")
     output = launchers.output(7) / "node0"
     assert done.code == 0, done.text
-    assert "recipe: configs/sd3_light/base.toml" in done.text and "a speed run: nothing is saved" in done.text
+    assert "recipe: configs/sd3_light/base.toml" in done.text and "speed run: nothing" in done.text
     assert len(list(output.glob("*_bs2_1p_perf.log"))) == 1
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
 
@@ -89,8 +89,8 @@ def test_a_real_job_on_tiny_weights(launchers: Launchers, tiny: Path) -> None:
 def test_faults_end_with_2_before_anything_starts(launchers: Launchers) -> None:
     done = launchers.run(ONE, "--training.max_stps=3", "--nnodes=2", "--demo_scale=2", "--device_id=5")
     assert done.code == 2 and not launchers.output(5).exists()
-    for said in ("--nnodes: this script runs on one machine", "above 0 and at most 1, got 2"):
-        assert said in done.text
+    for said in ("--nnodes: .*one machine, got 2", "--demo_scale: .* 0 .* 1, got 2"):
+        assert re.search(said, done.text)
     wrong = launchers.run(ONE, "--training.max_stps=3", "--device_id=5")
     assert wrong.code == 2 and "max_stps" in wrong.text and "max_steps" in wrong.text
     assert "Traceback" not in done.text + wrong.text and "torchrun" not in done.text + wrong.text
@@ -99,4 +99,4 @@ def test_faults_end_with_2_before_anything_starts(launchers: Launchers) -> None:
 def test_half_a_job_is_a_fault(launchers: Launchers, tmp_path: Path) -> None:
     assert "--dataset_name: is missing" in launchers.run(ONE, f"--model_name={tmp_path}").text
     done = launchers.run(ONE, f"--dataset_name={tmp_path}")
-    assert done.code == 2 and "--model_name: is missing" in done.text and "difftrain init sd3_light" in done.text
+    assert done.code == 2 and "--model_name: is missing" in done.text and "init sd3_light" in done.text

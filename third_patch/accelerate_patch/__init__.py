@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from third_patch.patching import Change, Patch
+from ..patching import Change, Patch
 
 
 def _changes() -> Iterator[Change]:
-    from third_patch.accelerate_patch import resume, sharded
+    from . import resume, sharded
 
     yield from sharded.changes()
     yield from resume.changes()

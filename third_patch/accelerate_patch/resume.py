@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 
-from third_patch.patching import Change
+from ..patching import Change
 
 _load_state, _save_state, _iter = Accelerator.load_state, Accelerator.save_state, DataLoaderShard.__iter__
 _pending: list[Callable[[], None]] = []  # what puts the generators back, for the next loop over a loader

@@ -22,7 +22,7 @@ from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
 from safetensors.torch import load_file
 from torch import nn
 
-from third_patch.patching import Change
+from ..patching import Change
 
 _prepare, _get_state_dict = Accelerator.prepare, AcceleratedOptimizer.state_dict
 

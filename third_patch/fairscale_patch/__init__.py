@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from third_patch.patching import Change, Patch
+from ..patching import Change, Patch
 
 
 def _changes() -> Iterator[Change]:
-    from third_patch.fairscale_patch import oss, scaler, sharded_ddp
+    from . import oss, scaler, sharded_ddp
 
     yield from oss.changes()
     yield from sharded_ddp.changes()

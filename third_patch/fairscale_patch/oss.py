@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fairscale.optim.oss import OSS
 from torch.optim import Optimizer
 
-from third_patch.patching import Change
+from ..patching import Change
 
 _HALF = torch.float16
 

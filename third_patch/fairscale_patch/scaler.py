@@ -17,7 +17,7 @@ from fairscale.optim.grad_scaler import ShardedGradScaler
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from third_patch.patching import Change
+from ..patching import Change
 
 
 def device_kind() -> str:

@@ -17,7 +17,7 @@ from fairscale.nn.data_parallel.sharded_ddp import ShardedDataParallel
 from fairscale.nn.misc import GradBucket
 from torch.autograd import Variable
 
-from third_patch.patching import Change
+from ..patching import Change
 
 _HALF = torch.float16
 _init, _get_reduce_fn = ShardedDataParallel.__init__, ShardedDataParallel._get_reduce_fn

@@ -1,4 +1,4 @@
-"""The `difftrain` command: what is done with models, data and runs beside training them.
+"""The `difftrain` command: training, and what is done with models, data and runs besides.
 
 A command is one line of the registry; its module is imported when it is called, so that the quick ones stay quick.
 """
@@ -9,25 +9,53 @@ import sys
 from importlib import import_module
 
 import difftrain
-from difftrain.config.door import guard
-from difftrain.config.schema.names import did_you_mean
-from difftrain.contracts.errors import ConfigFault, Fault
 
-# name -> ("module:function" of argv, what it does)
+# name -> ("module:function" of argv, what it does), in the order of --help
 COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("difftrain.cli.train:train", "train what a TOML file names: --config FILE.toml"),
+    "sdxl": ("difftrain.cli.train:train_sdxl", "train SDXL with the flags of kohya's sdxl_train.py"),
+    "sd3_light": ("difftrain.cli.train:train_sd3_light", "pretrain SD3-Light: train, with the type set"),
+    "text_to_image": (
+        "difftrain.cli.train:train_text_to_image",
+        "fine-tune Stable Diffusion with the flags of diffusers' train_text_to_image.py",
+    ),
+    "launch": ("difftrain.cli.launch:main", "1p | np | nm RECIPE: train on one device, all of them, several machines"),
+    "recipes": ("difftrain.cli.recipes:main", "list recipes; copy NAME [DIR]: one to train with or to edit"),
     "init": ("difftrain.cli.init:main", "sd3_light: a folder to begin SD3-Light with, its transformer random"),
-    "export": ("difftrain.cli.export:main", "write weights in another layout or precision, or random ones"),
-    "dataset": ("difftrain.cli.dataset:main", "inspect: a page of a data set as training will see it"),
+    "dataset": ("difftrain.cli.dataset:main", "inspect: a page of a dataset as training will see it"),
     "cache": ("difftrain.cli.cache:main", "build, info, verify, repair, gc, export: what was encoded once"),
+    "report": ("difftrain.cli.documents:build_report", "RUN_DIR: build report.html anew from the files of a run"),
+    "compare": (
+        "difftrain.cli.compare:main",
+        "RUN_A RUN_B ...: do runs agree step by step, and which was faster",
+    ),
+    "watch": ("difftrain.cli.watch:main", "[RUN | FOLDER]: serve a page of runs with buttons: save, sample, stop"),
+    "generate": ("difftrain.cli.generate:main", "draw images from a checkpoint, an export or others' weights"),
+    "export": ("difftrain.cli.export:main", "write weights in another layout or precision, or random ones"),
+    "doctor": ("difftrain.cli.doctor:main", "check what is installed, and the devices of this machine"),
     "families": (
         "difftrain.cli.documents:print_families",
         "list the families of models: parts, tasks, sizes, what each trains",
     ),
-    "report": ("difftrain.cli.documents:build_report", "RUN_DIR: build report.html anew from the files of a run"),
-    "schema": ("difftrain.cli.documents:print_schema", "print the JSON schema of the TOML, for editors"),
-    "doctor": ("difftrain.cli.doctor:main", "say what is installed, which devices are there, and check them"),
+    "schema": ("difftrain.cli.documents:print_schema", "print the JSON schema of a kind of TOML file, for editors"),
+    "completion": ("difftrain.cli.completion:main", "bash or zsh: print the script that completes this command"),
 }
-LATER = ("generate", "compare")
+# the command that opens a paragraph of --help -> its heading
+_HEADINGS = {
+    "train": "train",
+    "recipes": "prepare",
+    "report": "look at runs",
+    "generate": "use what was trained",
+    "doctor": "about this installation",
+}
+# names of our scripts, and words that other trainers have -> the command
+_MEANT = {
+    "pretrain": "train", "finetune": "train", "fine-tune": "train", "run": "train", "sdxl_pretrain": "sdxl",
+    "sdxl_train": "sdxl", "sd3_light_pretrain": "sd3_light", "train_text_to_image": "text_to_image", "recipe": "recipes",
+    "configs": "recipes", "config": "recipes", "examples": "recipes", "sample": "generate", "infer": "generate",
+    "inference": "generate", "convert": "export", "inspect": "dataset", "models": "families", "check": "doctor",
+    "env": "doctor", "diff": "compare",
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,11 +64,13 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(difftrain.__version__)
         return 0
-    if not words or words[0] in ("-h", "--help"):
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [*words[1:], "--help"]
+    if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if words else 2
     if words[0] not in COMMANDS:
-        return guard("difftrain", lambda: _refuse(words[0]))
+        return _refuse(words)
     module, _, function = COMMANDS[words[0]][0].partition(":")
     code: int = getattr(import_module(module), function)(words[1:])
     return code
@@ -48,18 +78,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def usage() -> str:
     """Return the help of the command."""
-    lines = ["usage: difftrain COMMAND ...", ""]
-    lines += [f"  {name:<8}  {says}" for name, (_, says) in COMMANDS.items()]
-    lines += [
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: difftrain COMMAND ...        difftrain COMMAND --help says what a command takes",
         "",
-        f"not built yet: {', '.join(LATER)}",
-        "training: sd_scripts_xl/train.py --help, sdxl_pretrain.py --help",
+        "Train diffusion models on Ascend NPU, CUDA and CPU. A first run, on any machine and from nothing:",
+        "  difftrain recipes copy sd3_light/tiny .",
+        "  difftrain train --config tiny.toml --training.max_steps=4",
+        "On several devices: torchrun --nproc_per_node 8 -m difftrain train --config FILE.toml",
     ]
+    for name, (_, what) in COMMANDS.items():
+        if name in _HEADINGS:
+            lines += ["", _HEADINGS[name]]
+        lines.append(f"  {name:<{width}}  {what}")
     return "\n".join(lines)
 
 
-def _refuse(word: str) -> int:
-    if word in LATER:
-        raise ConfigFault([Fault(f"difftrain {word}", "is not built yet", f"built are {', '.join(COMMANDS)}")])
-    remedy = did_you_mean(word, (*COMMANDS, *LATER)) or f"known are {', '.join((*COMMANDS, *LATER))}"
-    raise ConfigFault([Fault(repr(word), "no such command", remedy)])
+def _refuse(words: list[str]) -> int:
+    """Say what an unknown command may have meant; return the exit code."""
+    from difftrain.config.door import guard
+    from difftrain.config.schema.names import did_you_mean
+    from difftrain.contracts.errors import ConfigFault, Fault
+
+    word = words[0]
+    meant = _MEANT.get(word.removesuffix(".py").lower())
+    remedy = f"did you mean {meant}?" if meant else did_you_mean(word, COMMANDS) or f"known are {', '.join(COMMANDS)}"
+    if word.startswith("-"):
+        remedy = "a command comes first: difftrain train --config FILE.toml"
+
+    def refuse() -> int:
+        raise ConfigFault([Fault(repr(word), "no such command", remedy)])
+
+    return guard("difftrain", refuse)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.cli import cache_build
+from difftrain.cli.words import positional
 from difftrain.config.door import guard
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded, is_url, shown_url, user_cache
@@ -96,7 +97,7 @@ def _help(name: str) -> str:
 def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     """Read the words after a command: the folder or URL, and its flags. Raises: ConfigFault with every fault."""
     table = {flag.name: flag for flag in COMMANDS[name].flags}
-    folders, rest = _positional(argv, table)
+    folders, rest = positional(argv, table)
     scanned = scan(rest, table)
     faults = [*scanned.faults, *_misfits(scanned.words, table)]
     faults += [Fault(repr(word), f"is a word too many for {PROG} {name}") for word in folders[1:]]
@@ -109,18 +110,6 @@ def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     if folders:
         return folders[0] if url else Path(expanded(folders[0])), scanned.words
     return user_cache(), scanned.words
-
-
-def _positional(argv: list[str], table: Mapping[str, Row]) -> tuple[list[str], list[str]]:
-    """Part the words that are no flags, and no value of the flag before them, from the others."""
-    folders: list[str] = []
-    rest: list[str] = []
-    for position, word in enumerate(argv):
-        before = argv[position - 1] if position else ""
-        flag = table.get(before[2:]) if before.startswith("--") else None
-        taken = flag is not None and flag.kind != "switch"
-        (rest if word.startswith("-") or taken else folders).append(word)
-    return folders, rest
 
 
 def _misfits(words: Mapping[str, list[str]], table: Mapping[str, Row]) -> Iterator[Fault]:
@@ -268,16 +257,16 @@ COMMANDS: dict[str, Command] = {
         _verify,
     ),
     "repair": Command(
-        "drop what is damaged; the next build encodes just that anew",
+        "drop what is damaged; the next build encodes just that again",
         "Verify, then drop damaged entries, set broken files aside and rebuild metadata.db. What is whole stays. The next\n"
-        "build encodes anew what was dropped. It can be stopped at any moment, and run again.",
+        "build encodes again what was dropped. It can be stopped at any moment, and run again.",
         (WORKERS,),
         _repair,
     ),
     "gc": Command(
         "free what no configuration wants any more",
         "Remove the entries that no configuration wants which has been built or trained with this cache. Segments with\n"
-        "nothing of use are deleted, those less than half in use written anew. It can be stopped at any moment.",
+        "nothing of use are deleted, those less than half in use written again. It can be stopped at any moment.",
         (DRY_RUN, UNUSED_DAYS),
         _gc,
     ),

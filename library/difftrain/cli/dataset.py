@@ -21,7 +21,7 @@ from difftrain.contracts.errors import ConfigFault, Fault
 OWN: dict[str, Row] = {
     "output": Row("output", "str", "", "the page to write, such as dataset.html"),
     "epochs": Row("epochs", "int", "", "epochs whose captions are shown [3]"),
-    "max_pictures": Row("max_pictures", "int", "", "pictures that are shown; counts are of all [48]"),
+    "max_pictures": Row("max_pictures", "int", "", "images that are shown; counts are of all [48]"),
     "json": Row("json", "str", "", "also write the facts of the page as JSON"),
 }
 TABLE = {**OWN, **FLAGS}

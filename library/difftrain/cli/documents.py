@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from difftrain.cli.words import asks_for_help, exactly, run_folder
+from difftrain.cli.words import asks_for_help, exactly, run_folder, writing
 from difftrain.config.door import guard
-from difftrain.config.render.schema import schema_of_files, schema_of_sections
+from difftrain.config.render.schema import DEFAULT, SCHEMAS, schema
+from difftrain.config.schema.names import did_you_mean
+from difftrain.contracts.errors import ConfigFault, Fault
+from difftrain.io.files import write_text
 from difftrain.models.registry import FAMILIES, LATER
 
 FAMILIES_USAGE = """usage: difftrain families [--json]
@@ -63,43 +67,85 @@ def family_text() -> str:
     return "\n".join([*lines, f"known, and not built yet: {', '.join(LATER)}"])
 
 
-# --- `difftrain schema`: the JSON schema of the sectioned TOML; with --train that of every key of train.py
+# --- `difftrain schema`: the JSON schema of one kind of file, their list, or all of them as files
+
+
+SCHEMA_FLAGS = LIST, WRITE = ("list", "write")
+SCHEMA_USAGE = """usage: difftrain schema [NAME]
+       difftrain schema --list
+       difftrain schema --write FOLDER
+
+Print the JSON schema of a kind of TOML file, for editors: of train.py's where no name is given.
+--list: the names, and which file each is of. --write: all of them into FOLDER, as NAME.json."""
 
 
 def print_schema(argv: list[str]) -> int:
-    """Print the schema."""
-
+    """Print a schema or their list, or write all."""
     if asks_for_help(argv):
-        print(
-            "usage: difftrain schema [--train]\n\nPrint the JSON schema of the TOML; --train: of every key of train.py."
-        )
+        print(SCHEMA_USAGE)
         return 0
 
     def work() -> int:
-        exactly("schema", [word for word in argv if word != "--train"])
-        schema = schema_of_files() if "--train" in argv else schema_of_sections()
-        print(json.dumps(schema, indent=2))
+        if argv[:1] == [f"--{LIST}"]:
+            exactly("schema --list", argv[1:])
+            print("\n".join(f"{name:<14}  {file.about}" for name, file in SCHEMAS.items()))
+            return 0
+        if argv[:1] == [f"--{WRITE}"]:
+            (folder,) = exactly("schema --write", argv[1:], "FOLDER")
+            with writing(Path(folder)):
+                for name in SCHEMAS:
+                    print(write_text(Path(folder) / f"{name}.json", schema_text(name)))
+            return 0
+        print(schema_text(_schema_name(argv)), end="")
         return 0
 
     return guard("difftrain schema", work)
 
 
-# --- `difftrain report RUN_DIR`: report.html anew, from the files that a run left
+def _schema_name(argv: list[str]) -> str:
+    """Return which schema is asked for. Raises ConfigFault."""
+    if argv in ([], ["--train"]):  # --train: its name before there were several
+        return DEFAULT
+    (name,) = exactly("schema", argv, "NAME")
+    if name not in SCHEMAS:
+        remedy = did_you_mean(name, SCHEMAS) or f"one of {', '.join(SCHEMAS)}"
+        raise ConfigFault([Fault(repr(name), "no such schema", remedy)])
+    return name
+
+
+def schema_text(name: str) -> str:
+    """Return a schema as its file holds it."""
+    return json.dumps(schema(name), indent=1, ensure_ascii=False) + "\n"
+
+
+# --- `difftrain report RUN_DIR`: report.html, from whatever a run has left so far
+
+
+REPORT_USAGE = """usage: difftrain report RUN_DIR
+
+Write RUN_DIR/report.html from the files of a run, and name it. The run may be going on, or have been stopped, killed
+or failed: the page says which, and the last error."""
 
 
 def build_report(argv: list[str]) -> int:
     """Build the page and name it."""
 
     if asks_for_help(argv):
-        print("usage: difftrain report RUN_DIR\n\nBuild report.html anew from the files that a run left, and name it.")
+        print(REPORT_USAGE)
         return 0
 
     def work() -> int:
         (folder,) = exactly("report", argv, "RUN_DIR")
+        from difftrain.report.metrics import METRICS
+        from difftrain.report.rebuild import rebuild
         from difftrain.report.report import REPORT
-        from difftrain.report.run_page import build_html
+        from difftrain.report.sessions import FILE as SESSIONS
 
-        print(build_html(run_folder(folder, REPORT)))
+        run = Path(folder)
+        if not any((run / name).is_file() for name in (METRICS, SESSIONS)):
+            run = run_folder(folder, REPORT)
+        with writing(run):
+            print(rebuild(run))
         return 0
 
     return guard("difftrain report", work)

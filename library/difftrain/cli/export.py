@@ -126,8 +126,7 @@ def width_of(parsed: Parsed) -> float:
 
 def layout_of(parsed: Parsed) -> str:
     """Return the layout that is asked for; safetensors where none is."""
-    layout = parsed.config.save.model_as or row_of(parsed.config).defaults.get("save.model_as") or "safetensors"
-    return "diffusers_safetensors" if row_of(parsed.config).folder_only and layout != "ckpt" else layout
+    return str(parsed.config.save.model_as or row_of(parsed.config).defaults.get("save.model_as", "safetensors"))
 
 
 def _stem(parsed: Parsed) -> Path:

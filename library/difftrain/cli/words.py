@@ -1,11 +1,12 @@
-"""Command lines of commands that take no flags."""
+"""Command lines of commands that take words, and what they say where a file cannot be written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, DifftrainError, Fault
 from difftrain.io.files import DISK_ERRORS
 
@@ -27,6 +28,18 @@ def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
     if faults:
         raise ConfigFault(faults)
     return words
+
+
+def positional(argv: list[str], table: Mapping[str, Row]) -> tuple[list[str], list[str]]:
+    """Part the words that are no flags, and no value of the flag before them, from the others."""
+    words: list[str] = []
+    rest: list[str] = []
+    for position, word in enumerate(argv):
+        before = argv[position - 1] if position else ""
+        flag = table.get(before[2:]) if before.startswith("--") else None
+        taken = flag is not None and flag.kind != "switch"
+        (rest if word.startswith("-") or taken else words).append(word)
+    return words, rest
 
 
 def run_folder(path: str | Path, wanted: str) -> Path:

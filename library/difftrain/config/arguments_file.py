@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config.schema.names import did_you_mean
+from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.row import Row, convert
 from difftrain.config.spellings.spelling import meaning
 from difftrain.contracts.errors import ConfigFault, Fault
 
-_ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")  # say what to do, not how to train
+ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")  # say what to do, not how to train
 Words = dict[str, list[str]]
 
 
@@ -44,8 +45,9 @@ def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault]]:
         origin = f"{path} {key}"
         flag = table.get(key)
         if flag is None:
-            faults.append(Fault(origin, "no such flag", did_you_mean(key, table) or "see --help for every flag"))
-        elif key in _ITS_OWN:
+            remedy = meant(key) or did_you_mean(key, table) or "see --help for every flag"
+            faults.append(Fault(origin, "no such flag", remedy))
+        elif key in ITS_OWN:
             faults.append(Fault(origin, "belongs on the command line", f"give {flag.option} there"))
         elif key in words:
             faults.append(Fault(origin, "stands in two tables", "give it once"))
@@ -87,7 +89,7 @@ def write(path: Path, words: Words, table: Mapping[str, Row]) -> None:
     lines = [
         f"{name} = {_value(table[name], texts)}\n"
         for name, texts in words.items()
-        if name not in _ITS_OWN and not table[name].secret
+        if name not in ITS_OWN and not table[name].secret
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

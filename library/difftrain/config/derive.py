@@ -9,6 +9,7 @@ from typing import Any
 
 from difftrain.config.constructors import optimizer_takes, wrong_argument
 from difftrain.config.layers import Layer, judged, keys_of
+from difftrain.config.paths import toml_entry_point
 from difftrain.config.resolve import Door, Resolution
 from difftrain.config.schema.families import encoder_fields
 from difftrain.config.schema.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
@@ -34,7 +35,9 @@ def train_door(preset: Mapping[str, Any]) -> Door:
         # what a door is for cannot be changed by what comes through it
         for path, value in preset.items():
             if out.given.get(path, value) != value:
-                out.fault(path, f"{out.given[path]} contradicts this door, which is for {value}", "use train.py")
+                out.fault(
+                    path, f"{out.given[path]} contradicts this door, which is for {value}", f"use {toml_entry_point()}"
+                )
             out.given[path] = value
         for step in _STEPS:
             step(out, layers)

@@ -40,7 +40,10 @@ NAMED = frozenset({
     "data.conditioning_dir", "data.in_json",
 })  # fmt: skip
 # fields that came after version 0.5: at their default they are left out, so that its runs are known again
-ADDED = frozenset({"model.guidance", "model.train_only"})
+ADDED = frozenset({
+    "model.guidance", "model.train_only", "data.split", "data.max_samples", "loss.min_snr_plus_one", "ema.ramp",
+    "training.allow_tf32",
+})  # fmt: skip
 
 
 def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from difftrain.config.paths import resolve_path
+from difftrain.config.paths import recipes_named, resolve_path
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import misfit_of, section_class, show, unsupported_value
-from difftrain.config.secrets import KNOWN, keep_in_environment, looks_secret, variable_of
+from difftrain.config.secrets import KNOWN, keep_in_environment, looks_secret, unfit_secret, variable_of
 from difftrain.config.spellings.key_meanings import MEANINGS, KeyValue
 from difftrain.config.spellings.keys import CONSTRUCTOR, KEYS, SWAPPED, TABLES, home_of, key_at
+from difftrain.config.spellings.other_names import meant_key
 from difftrain.config.spellings.row import Row, misfit
 from difftrain.config.spellings.spelling import meaning
 from difftrain.config.toml import origin
@@ -136,6 +137,9 @@ class Layer:
         if not isinstance(item.value, str) or not item.value.strip():
             self.fault(item, f"must be text in quotes, got {type(item.value).__name__}", f"or set {variable}")
             return
+        if wrong := unfit_secret(variable, item.value):
+            self.fault(item, wrong)
+            return
         keep_in_environment(variable, item.value)
         said = f"moved to the environment as {variable}; give it there, where nobody else can see it"
         self.notes.append(f"{item.origin}: {said}")
@@ -205,7 +209,7 @@ def _unknown(item: KeyValue) -> tuple[str, str]:
         return "no such table", did_you_mean(item.table, TABLES) or f"known are {', '.join(sorted(TABLES))}"
     own = keys_of(item.table)
     anywhere = {key.name for key in KEYS} | set(KNOWN)
-    guess = did_you_mean(item.name, own) or did_you_mean(item.name, anywhere)
+    guess = meant_key(item.name) or did_you_mean(item.name, own) or did_you_mean(item.name, anywhere)
     return "no such key", guess or (f"known are {', '.join(sorted(own))}" if item.table else "see --help for every key")
 
 
@@ -230,7 +234,9 @@ def read_file(path: Path) -> Layer:
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        layer.faults.append(Fault(f"--config={path}", "no such file", "give a TOML file, such as one of configs/"))
+        layer.faults.append(
+            Fault(f"--config={path}", "no such file", f"give a TOML file, such as one of {recipes_named()}")
+        )
         return layer
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         layer.faults.append(Fault(f"--config={path}", f"cannot be read as TOML: {error}"))

@@ -1,6 +1,6 @@
-"""kohya's command line -> TrainConfig, with every fault at once.
+"""A command line of flags -> TrainConfig, with every fault at once: kohya's, and any that a table of rows describes.
 
-Precedence: field default < --config TOML < --config_file < flag.
+Precedence: field default < --config TOML < what stands between < --config_file < flag.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.layers import Layer
 from difftrain.config.paths import PendingFiles
+from difftrain.config.reads import given_fields
 from difftrain.config.resolve import Door, Resolution, resolve_layers
 from difftrain.config.rules import data as data_rules
 from difftrain.config.rules import engine, objective, optimizer, outputs, paths, run
@@ -22,8 +23,9 @@ from difftrain.config.rules.finding import Rule, check, value_of
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of
-from difftrain.config.secrets import keep_in_environment, redact
+from difftrain.config.secrets import keep_in_environment, redact, unfit_secret
 from difftrain.config.spellings.flags import FLAGS, flag_of
+from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.row import Row, convert
 from difftrain.config.spellings.spelling import meaning, option, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
@@ -42,7 +44,7 @@ class Scan:
 def scan(argv: list[str], table: Mapping[str, Row]) -> Scan:
     """Read `--key=value`, `--key value` and switches; no prefix of a name stands for it.
 
-    A flag given twice counts with its last value, as in kohya's parser; flags of folders add up.
+    A flag given twice counts with its last value, as in kohya's parser; flags of folders, prompts and adapters add up.
     """
     out = Scan()
     at = 0
@@ -66,7 +68,9 @@ def _take(word: str, after: list[str], table: Mapping[str, Row], out: Scan) -> N
     name, equals, joined = word[2:].partition("=")
     flag = table.get(name)
     if flag is None:
-        remedy = did_you_mean(name.replace("-", "_"), table, "--") or "see --help for every flag"
+        own = name.replace("-", "_")
+        elsewhere = "" if own in table else meant(own)
+        remedy = elsewhere or did_you_mean(own, table, "--") or "see --help for every flag"
         out.faults.append(Fault(f"--{name}", "no such flag", remedy))
         return
     values = [joined, *after] if equals else after
@@ -77,12 +81,16 @@ def _take(word: str, after: list[str], table: Mapping[str, Row], out: Scan) -> N
         _strays(flag, values[1:], out)
         values = values[:1]
     if not values and flag.name not in ("optimizer_args", "lr_scheduler_args"):  # kohya: no argument is a list too
-        out.faults.append(Fault(flag.option, "its value is missing", meaning(flag, "kohya")))
+        out.faults.append(Fault(flag.option, "its value is missing", meaning(flag)))
         return
     _store(flag, values, out)
 
 
 def _take_switch(flag: Row, equals: str, joined: str, after: list[str], out: Scan) -> None:
+    if equals and joined in flag.choices:
+        _strays(flag, after, out)
+        out.words[flag.name] = [joined]
+        return
     if equals:
         out.faults.append(
             Fault(flag.option, f"is a switch and takes no value, got {joined!r}", "give it alone, or leave it out")
@@ -100,9 +108,12 @@ def _strays(flag: Row, words: list[str], out: Scan) -> None:
         )
 
 
+_ADD_UP = ("train_data_dir", "reg_data_dir", "prompt", "adapter")  # each time that they are given counts
+
+
 def _store(flag: Row, values: list[str], out: Scan) -> None:
     before = out.words.get(flag.name)
-    if flag.name in ("train_data_dir", "reg_data_dir"):
+    if flag.name in _ADD_UP:
         values = [*(before or []), *values]
     elif before is not None and before != values and not flag.secret:
         out.notes.append(f"{flag.option} is given twice: the last one counts, {' '.join(values)!r}")
@@ -125,6 +136,7 @@ RULES = (
     *outputs.EVAL_RULES,
     *outputs.SAMPLE_RULES,
     *outputs.SAVE_RULES,
+    *outputs.TRACE_RULES,
 )
 SHUFFLE_NUM = 10  # captions of a record that are cached where their parts are drawn
 
@@ -143,6 +155,7 @@ class Parsed:
     argv: tuple[str, ...]
     words: dict[str, list[str]] = field(default_factory=dict)
     coming: PendingFiles | None = None  # what a dry run leaves to be made
+    given: dict[str, str] = field(default_factory=dict)  # fields that are no default -> where they were given
 
     @property
     def dry_run(self) -> bool:
@@ -167,10 +180,13 @@ def parse(argv: list[str], extra_rules: Sequence[Rule] = ()) -> Parsed:
 def resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -> Parsed:
     """Read a command line that knows the flags of a table, and judge it by some rules; as parse does."""
     with speaking("kohya"):
-        return _resolve(argv, table, rules)
+        return resolve_flags(argv, table, rules, _KOHYA)
 
 
-def _resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -> Parsed:
+def resolve_flags(
+    argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule], door: Door, between: Sequence[Layer] = ()
+) -> Parsed:
+    """Do so for any door, as it spells. between: layers above the file of --config and below the flags."""
     # --- the layers: the file of --config, kohya's file of arguments, the command line
     line = scan(argv, table)
     file = Layer(faults=line.faults, notes=line.notes)
@@ -184,18 +200,20 @@ def _resolve(argv: list[str], table: Mapping[str, Row], rules: Sequence[Rule]) -
         take_flag(flags, table[name], texts, table[name].option)
 
     # --- one configuration
-    out = resolve_layers([file, arguments, flags], _KOHYA)
+    out = resolve_layers([file, *between, arguments, flags], door)
     setters = arguments.values.keys() | flags.values.keys()
     cfg = with_variants(_with_data_sets(out, setters), out.bad, out.notes)
 
     # --- its rules
     asked = {path for path in out.origins if path in setters or value_of(cfg, path) != default_of(path)}
-    faults, notes = check(cfg, rules, asked, out.bad, out.origins)
+    noted: set[str] = set()
+    faults, notes = check(cfg, rules, asked, out.bad, out.origins, noted)
     if faults := [*out.faults, *faults]:
         raise ConfigFault(faults)
     words = {**written, **line.words}
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
-    return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words)
+    given = given_fields(cfg, out.origins, noted)
+    return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words, given=given)
 
 
 def _family_defaults(row: FamilyRow) -> dict[str, Any]:
@@ -209,7 +227,7 @@ def _family_defaults(row: FamilyRow) -> dict[str, Any]:
 
 def _help(path: str) -> str:
     flag = flag_of(path)
-    return meaning(flag, "kohya") if flag and not choices_of(path) else ""
+    return meaning(flag) if flag and not choices_of(path) else ""
 
 
 _KOHYA = Door(defaults=_family_defaults, remedy=_help)
@@ -284,7 +302,7 @@ def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
     if flag.status in ("later", "refused"):
         if not (texts and texts[-1] in flag.passes):
             what = "is not built yet" if flag.status == "later" else "is not offered"
-            layer.faults.append(Fault(origin, what, meaning(flag, "kohya")))
+            layer.faults.append(Fault(origin, what, meaning(flag)))
         return
     if flag.status == "nearest":
         layer.notes.append(f"{origin}: {meaning(flag, 'kohya')}")
@@ -297,12 +315,15 @@ def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
         if not all(_is_text(each) for each in (value if flag.kind == "strs" else (value,)) if isinstance(each, str)):
             raise ValueError("its value is empty or not UTF-8")
     except ValueError as error:
-        layer.faults.append(Fault(origin, str(error), meaning(flag, "kohya")))
+        layer.faults.append(Fault(origin, str(error), meaning(flag)))
         layer.bad |= {flag.to} - {""}
         return
 
     # --- into its field; a secret goes to the environment, since the configuration is written to disk
     if flag.secret:
+        if wrong := unfit_secret(flag.secret, value):
+            layer.faults.append(Fault(flag.option, wrong))
+            return
         keep_in_environment(flag.secret, value)
         layer.notes.append(
             f"{origin}: moved to the environment as {flag.secret}; give it there, where nobody else can see it"

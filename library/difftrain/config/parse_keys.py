@@ -19,19 +19,21 @@ from difftrain.config.derive import train_door
 from difftrain.config.door import enter
 from difftrain.config.layers import KeyValue, Layer
 from difftrain.config.parse_flags import RULES, Parsed, with_variants
-from difftrain.config.paths import PendingFiles, expecting
+from difftrain.config.paths import PendingFiles, expanded, expecting, is_file, recipes_named
+from difftrain.config.reads import given_fields
 from difftrain.config.resolve import Resolution, resolve_layers
 from difftrain.config.rules import data as data_rules
 from difftrain.config.rules import run
 from difftrain.config.rules.finding import Finding, Rule, check, value_of
 from difftrain.config.rules.optimizer import arguments, installed, optimizer, schedule
 from difftrain.config.rules.paths import output
-from difftrain.config.schema.families import row_of
+from difftrain.config.schema.families import multiple_of
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import EvalSetSection, TrainConfig
 from difftrain.config.schema.validate import default_of
 from difftrain.config.secrets import REDACTED, is_secret, redact, redact_text
 from difftrain.config.spellings.keys import KEYS, LATEST, OPTIONS, TABLES
+from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.spelling import meaning, speaking
 from difftrain.contracts.errors import ConfigFault, Fault
 
@@ -45,7 +47,7 @@ def with_data_sets(out: Resolution, *, named_now: bool) -> TrainConfig:
     named_now: the command line names the file, which then counts.
     """
     cfg = out.cfg
-    multiple = row_of(cfg).multiple
+    multiple = multiple_of(cfg)
     path = cfg.data.dataset_config
     if path and not (cfg.data.datasets and not named_now) and _FILE not in out.bad:
         found = diffusion_pipe.resolve(Path(path), cfg, multiple=multiple, batch_of=_batch_of(out, cfg))
@@ -110,8 +112,16 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.resolution",), "is missing", "[width, height]")
 
 
+def dataset_exists(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Find a file of data sets that is missing; of a known family it is read, which finds that too."""
+    path = cfg.data.dataset_config
+    if path and not is_file(expanded(path)):
+        yield Finding((_FILE,), f"no such file: {path!r}", "give a TOML file of data sets")
+
+
 _ANY_FAMILY: tuple[Rule, ...] = (
     required,
+    dataset_exists,
     output,
     optimizer,
     schedule,
@@ -167,7 +177,7 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
     bare, items = scan(argv, line)
     file = layers.read_file(Path(bare["config"])) if "config" in bare else Layer()
     if "config" not in bare and not any(fault.where == "--config" for fault in line.faults):
-        line.faults.append(Fault("--config", "is missing", "give a TOML file, such as one of configs/"))
+        line.faults.append(Fault("--config", "is missing", f"give a TOML file, such as one of {recipes_named()}"))
     line.take(items)  # behind the file, so that a token of the command line wins
     launch_options.local_place(bare, line)
     launch_options.deepspeed(bare, line, {**file.values, **line.values})
@@ -175,6 +185,7 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
     for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
         if value_of(out.cfg, path):
             out.fault(path, "contradicts --dump_dataset, which writes the data set out and stops", "give one of them")
+    noted: set[str] = set()
     if out.other_family or "model.family" in out.bad:
         found, said = check(out.cfg, _ANY_FAMILY, set(), out.bad, out.origins)
     else:
@@ -184,7 +195,7 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
         out.notes += drawn
         # a sampler that is SDXL's default is asked for all the same where it is written: a flow has others
         asked = {path for path in out.origins if path == "sample.sampler" or value_of(cfg, path) != default_of(path)}
-        found, said = check(cfg, (*_RULES, *extra_rules), asked, out.bad, out.origins)
+        found, said = check(cfg, (*_RULES, *extra_rules), asked, out.bad, out.origins, noted)
         out.cfg = cfg
     faults = [*out.faults, *found]
     if any(fault.where.startswith("--config=") for fault in file.faults):  # unread, it may hold what seems missing
@@ -192,7 +203,8 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
     if faults:
         raise ConfigFault(dict.fromkeys(faults))
     notes = dict.fromkeys((*out.notes, *said))
-    return Parsed(out.cfg, tuple(notes), bare, tuple(redact(argv)))
+    given = given_fields(out.cfg, out.origins, noted)
+    return Parsed(out.cfg, tuple(notes), bare, tuple(redact(argv)), given=given)
 
 
 def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[KeyValue]]:
@@ -229,7 +241,7 @@ def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[KeyValue]]:
 
 def _option(name: str, text: str | None, bare: dict[str, str], line: Layer) -> None:
     option = OPTIONS[name]
-    if text is not None and not option.takes:
+    if text is not None and not option.takes and text not in option.choices:
         line.faults.append(Fault(f"--{name}", f"takes no value, got {text!r}", "give it alone, or leave it out"))
     elif not text and option.takes and not option.takes.startswith("["):
         line.faults.append(Fault(f"--{name}", "its value is missing", meaning(option, "train")))
@@ -255,7 +267,7 @@ def _guess(name: str) -> str:
     exact = sorted(key for key in keys if key.partition(".")[2] == name)
     if exact:
         return f"--{exact[0]} sets that key"
-    return did_you_mean(name, (*OPTIONS, *keys, *TABLES), "--") or "see --help for every option"
+    return meant(name) or did_you_mean(name, (*OPTIONS, *keys, *TABLES), "--") or "see --help for every option"
 
 
 __all__ = ["TrainConfig", "literal", "open_train_door", "parse", "scan"]

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import difftrain
+
 
 class PendingFiles(NamedTuple):
     """What is made once a configuration is known to be sound, and before the work begins.
@@ -96,6 +98,32 @@ def user_cache() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "difftrain"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftrain"
+
+
+# --- what comes with the package beside its code: in the folders of a checkout, or inside the package from a wheel
+
+
+def checkout() -> Path | None:
+    """Return the checkout that this package runs from, also by an editable install; None where a wheel is installed."""
+    package = Path(difftrain.__file__).resolve().parent
+    root = package.parents[1]
+    return root if package.parent.name == "library" and (root / "third_patch").is_dir() else None
+
+
+def recipes_dir() -> Path:
+    """Return the folder of the recipes: FOLDER/NAME.toml."""
+    root = checkout()
+    return root / "configs" if root else Path(difftrain.__file__).resolve().parent / "recipes"
+
+
+def toml_entry_point() -> str:
+    """Return what a message calls the entry point that takes any family's TOML: the script, or the command of a wheel."""
+    return "train.py" if checkout() else "difftrain train"
+
+
+def recipes_named() -> str:
+    """Return where a message says that recipes are found."""
+    return "configs/" if checkout() else "those that difftrain recipes lists"
 
 
 _SECRET = re.compile(r"(?<=://)[^/@]*:[^/@]*@")

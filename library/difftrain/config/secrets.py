@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from difftrain.config.spellings.flags import FLAGS
 
 REDACTED = "***"
+WEBHOOK = "DIFFTRAIN_WEBHOOK_URL"
 SECRET_FLAGS = {f"--{flag.name}": flag.secret for flag in FLAGS.values() if flag.secret}
 SECRET_VARIABLES = (*SECRET_FLAGS.values(), "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
 _SHAPES = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})")
 
-_NAMES = re.compile(r"(?:^|[._])(?:key|token|secret|password)$", re.IGNORECASE)
-KNOWN = {"hf_token": "HF_TOKEN", "huggingface_token": "HF_TOKEN", "wandb_api_key": "WANDB_API_KEY"}
+_NAMES = re.compile(r"(?:^|[._])(?:key|token|secret|password|webhook_url)$", re.IGNORECASE)
+KNOWN = {
+    "hf_token": "HF_TOKEN",
+    "huggingface_token": "HF_TOKEN",
+    "wandb_api_key": "WANDB_API_KEY",
+    "webhook_url": WEBHOOK,
+}
 _kept: set[str] = set()  # variables that this process moved something to
 
 
@@ -54,6 +61,23 @@ def keep_in_environment(variable: str, value: str) -> None:
     """Move a token to where the libraries that use it look for it."""
     os.environ[variable] = value
     _kept.add(variable)
+
+
+def unfit_secret(variable: str, value: str) -> str:
+    """Say what is wrong with the value of a secret, without it; nothing where it may be right."""
+    return unfit_webhook(value) if variable == WEBHOOK else ""
+
+
+def unfit_webhook(url: str) -> str:
+    """Say what is wrong with the address of a webhook, without it; nothing where there is none."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_one = False
+    if not url or (is_one and url.isprintable() and " " not in url):
+        return ""
+    return "must be the whole address of a webhook, https://HOST/PATH"
 
 
 def looks_secret(name: str, value: object) -> bool:

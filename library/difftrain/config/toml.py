@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from difftrain.config.paths import recipes_named
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import Section, TrainConfig
 from difftrain.config.schema.validate import Misfit, Values, misfit_of, section_class
@@ -70,7 +71,7 @@ def read(path: Path) -> tuple[Values, list[Fault]]:
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
-        return {}, [Fault(str(path), "no such file", "give a TOML file such as configs/sdxl/base.toml")]
+        return {}, [Fault(str(path), "no such file", f"give a TOML file, such as one of {recipes_named()}")]
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         return {}, [Fault(str(path), f"cannot be read as TOML: {error}")]
     values: Values = {}

@@ -14,6 +14,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.data.sources.base import IMAGE_SUFFIXES, split_suffix
 from difftrain.data.sources.configured import CAPTION_SUFFIXES, kind_of_suffixes
+from difftrain.data.sources.image_folder import METADATA
 from difftrain.hub import client
 from difftrain.models.registry import make_family
 from difftrain.models.weights import repo_files
@@ -178,7 +179,8 @@ def data_files(
         inside = [file for file in inside if "/" not in file[len(prefix) :]]
     kind = next(filter(None, map(kind_of_suffixes, _levels(inside))), "")
     wanted = {"tar": {".tar"}, "parquet": {".parquet"}, "folder": {*IMAGE_SUFFIXES, *captions}}.get(kind, set())
-    return [file for file in inside if _suffix(file) in wanted], path
+    named = METADATA if kind == "folder" else ()
+    return [file for file in inside if _suffix(file) in wanted or file.rpartition("/")[2] in named], path
 
 
 def _levels(files: Sequence[str]) -> list[set[str]]:

@@ -108,6 +108,25 @@ def _fsync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files below a folder."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+def link_or_copy(source: Path, target: Path) -> bool:
+    """Give a file a second name, or copy it where the file system has no such thing; tell which. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), target)
+        return True
+    except OSError:
+        shutil.copyfile(source, target)
+        fsync_file(target)
+        return False
+
+
 # ---------------------------------------------------------------------- checksums
 
 

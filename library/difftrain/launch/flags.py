@@ -10,6 +10,32 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Caller:
+    """How a launch was asked for, so that messages name what the user can type.
+
+    noun: what it calls itself. layouts: layout -> what runs it. door: what every other flag goes to, with %s for its name.
+    """
+
+    noun: str
+    layouts: Mapping[str, str]
+    door: str
+    output: str
+
+    def layout(self, name: str) -> str:
+        """Return what runs a layout."""
+        return self.layouts[name]
+
+
+SCRIPTS = Caller(
+    "script",
+    {"nm_np": "test/pretrain_full_nm_np_*.sh", "1m_8p": "test/pretrain_full_1m_8p_*.sh"},
+    "sd_scripts_xl/%s",
+    "test/output",
+)
+COMMAND = Caller("launch", {"nm_np": "difftrain launch nm", "1m_8p": "difftrain launch np"}, "difftrain %s", "output")
+
+
+@dataclass(frozen=True)
 class Owned:
     """One flag: its names (the first is what messages say), its door's spelling, what it means."""
 
@@ -20,7 +46,7 @@ class Owned:
 
 
 OWNED: tuple[Owned, ...] = (
-    Owned(("batch_size",), "train_batch_size", "images a card takes at once", "int"),
+    Owned(("batch_size",), "train_batch_size", "images a device takes at once", "int"),
     Owned(("max_train_epoch", "max_train_epochs"), "max_train_epochs", "epochs; below 120 it is a speed run", "int"),
     Owned(("mixed_precision",), "mixed_precision", "no, fp16 or bf16"),
     Owned(("resolution",), "resolution", "WIDTH,HEIGHT or one number"),
@@ -33,14 +59,16 @@ OWNED: tuple[Owned, ...] = (
     Owned(("tokenizer1_path",), "tokenizer1_path", "folder of the first tokenizer"),
     Owned(("tokenizer2_path",), "tokenizer2_path", "folder of the second tokenizer"),
     Owned(("dataset_name",), "train_data_dir", "folder of the data; shapes or emoji: the embedded demo"),
-    Owned(("device_id",), "", "the card of a one-card run; names the output folder", "int"),
+    Owned(("device_id",), "", "the device of a one-device run; names the output folder", "int"),
     Owned(("performance",), "performance", "a speed run: 13 epochs unless told otherwise", "switch"),
     Owned(("nnodes",), "", "number of machines", "int"),
-    Owned(("nproc_per_node",), "", "cards of each machine", "int"),
+    Owned(("nproc_per_node",), "", "devices of each machine", "int"),
     Owned(("node_rank",), "", "which machine this is, from 0", "int"),
     Owned(("master_ip",), "", "address of machine 0"),
     Owned(("master_port",), "", "a port of it that is free (8989)", "int"),
-    Owned(("demo_scale",), "", "share of the demo's pictures and steps: 0.1 is a quick look"),
+    Owned(("ddp_timeout",), "ddp_timeout", "minutes that machines and processes wait for one another (30)", "int"),
+    Owned(("output_dir",), "", "folder of the run's files, instead of one named after the device_id"),
+    Owned(("demo_scale",), "", "share of the demo's images and steps: 0.1 is a quick look"),
     Owned(("dry_run",), "dry_run", "print what would be done, touch no device", "switch"),
 )
 _BY_NAME = {name: flag for flag in OWNED for name in flag.names}
@@ -129,16 +157,17 @@ def to_door(flags: LaunchFlags) -> list[str]:
     return words
 
 
-def usage(script: str, recipe: str = "sdxl") -> str:
-    """Return the help of a launcher."""
-    door = "sdxl_pretrain.py" if recipe == "sdxl" else "train.py"
-    lines = [f"usage: bash test/{script} [--key=value | --key value] ...", "", "flags of the launcher:"]
+def usage(command: str, door: str, caller: Caller = SCRIPTS) -> str:
+    """Return the help of a launcher. command: what the user types. door: what takes the flags that are not listed."""
+    lines = [f"usage: {command} [--key=value | --key value] ...", "", "flags of the launcher:"]
     for flag in OWNED:
         names = ", ".join(f"--{name}" for name in flag.names)
         lines.append(f"  {names:38s} {flag.help}")
     lines += [
         "",
-        f"Each of these names works as a shell variable too. Every other flag goes to sd_scripts_xl/{door}",
+        f"Each of these names works as a shell variable too. Every other flag goes to {caller.door % door}",
         "(its --help lists them). With no model and no data the embedded demo runs.",
+        f"Files go to {caller.output}/DEVICE_ID. With several machines, what no flag says of them is read from Slurm,",
+        "Kubernetes, Volcano, ModelArts or torchrun's PET_* variables: docs/multi_machine.md.",
     ]
     return "\n".join(lines)

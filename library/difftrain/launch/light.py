@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from difftrain.config.paths import recipes_dir
 from difftrain.launch.flags import OWNED, LaunchFlags
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, LaunchRecipe
@@ -19,7 +20,7 @@ from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, Launc
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "sd3_light"
+CONFIGS = recipes_dir() / "sd3_light"
 DOOR = "train.py"
 RECIPES = {"sd3_light": "base.toml", "sd3_light_cache": "cache.toml"}
 SIDE = 256
@@ -34,6 +35,7 @@ KEYS = {
     "tokenizer1_path": "model.tokenizer1",
     "tokenizer2_path": "model.tokenizer2",
     "performance": "training.performance",
+    "ddp_timeout": "training.ddp_timeout_min",
 }
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Keys that say by themselves where data and weights come from.

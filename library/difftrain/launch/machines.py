@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from difftrain.config.paths import checkout
 from difftrain.device.choice import ONE_CARD, VISIBLE
-from difftrain.launch.flags import LaunchFlags
+from difftrain.device.launch_variables import launch_variables
+from difftrain.launch import schedulers
+from difftrain.launch.flags import SCRIPTS, Caller, LaunchFlags
 
 LIBRARY = Path(__file__).resolve().parents[2]
 PORT = 8989
+WAIT_MIN = 30  # as ranks wait for one another where --ddp_timeout says nothing
 # Where a batch system signals torchrun itself, past the launcher: what saving may take before torchrun kills the ranks.
 # Versions of torch that do not know the variable give 30 s.
 SHUTDOWN_S = 1800
@@ -44,6 +48,7 @@ class Where:
     device_id: int | None
     sentence: str
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -57,8 +62,8 @@ class Where:
             return min(self.devices.count, 8) if self.processes == 1 else 1
         return max(1, min(8, cores() // self.processes))
 
-    def torchrun(self) -> list[str]:
-        """Return torchrun's own arguments."""
+    def torchrun(self, wait_s: float = 0) -> list[str]:
+        """Return torchrun's own arguments. wait_s: how long machines wait for one another."""
         words = [f"--nnodes={self.nodes}", f"--nproc_per_node={self.processes}"]
         if self.nodes == 1 and not self.port_given:  # two runs on one machine never ask for one port
             return [*words, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
@@ -67,6 +72,7 @@ class Where:
             f"--node_rank={self.node_rank}",
             f"--master_addr={self.master or 'localhost'}",
             f"--master_port={self.port}",
+            *([f"--rdzv_conf=timeout={wait_s:.0f}"] if wait_s and self.nodes > 1 else []),
         ]
 
     def environment(self, environ: dict[str, str]) -> dict[str, str]:
@@ -81,6 +87,7 @@ class Where:
         # torchrun needs no device, and a torch_npu without CANN would end its import of torch
         kept.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         kept["PYTHONUNBUFFERED"] = "1"
+        kept.update(launch_variables(self.devices.kind, kept, self.master if self.nodes > 1 else ""))
         if self.device_id is not None and self.processes == 1:
             kept[ONE_CARD[self.devices.kind]] = str(self.device_id)
         return kept
@@ -104,6 +111,8 @@ def cores() -> int:
 
 def with_library(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which the package is found first; what CANN put on the path stays on it."""
+    if checkout() is None:  # installed: every interpreter of this environment finds it
+        return dict(environ)
     path = [str(LIBRARY), *filter(None, [environ.get("PYTHONPATH")])]
     return {**environ, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -124,22 +133,36 @@ def device_index(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def where(layout: str, cards: int | None, flags: LaunchFlags, device: Devices, environ: Mapping[str, str]) -> Where:
+def where(
+    layout: str,
+    cards: int | None,
+    flags: LaunchFlags,
+    device: Devices,
+    environ: Mapping[str, str],
+    caller: Caller = SCRIPTS,
+) -> Where:
     """Place the processes. Faults are collected in the answer."""
     faults: list[str] = []
+    notes: list[str] = []
 
-    # machines: several only for the scripts that are made for them
+    # machines: several only for the layout that is made for them
     nodes, rank, master = 1, 0, ""
     if layout == "nm_np":
-        nodes, rank, master = _machines(flags, environ, faults)
+        nodes, rank, master = _machines(flags, environ, faults, notes)
     else:
         for name, only in (("nnodes", 1), ("node_rank", 0)):
             if flags.number(name, only) != only:
                 faults.append(
-                    f"{flags.origins[name]}: this script runs on one machine, got {flags.number(name, only)} "
-                    "(test/pretrain_full_nm_np_*.sh run on several)"
+                    f"{flags.origins[name]}: this {caller.noun} runs on one machine, got {flags.number(name, only)} "
+                    f"({caller.layout('nm_np')} is for several)"
                 )
         master = flags.text("master_ip")
+        around = schedulers.read(environ)
+        if int(around.values.get("nnodes", 1)) > 1:
+            notes.append(
+                f"{around.origins['nnodes']}={around.values['nnodes']}: {around.scheduler} gave this job several "
+                f"machines, and this {caller.noun} trains on this one alone ({caller.layout('nm_np')} is for several)"
+            )
 
     # processes: as many as the script or the user says, on an accelerator at most one a card
     accelerator = device.kind != "cpu"
@@ -148,11 +171,11 @@ def where(layout: str, cards: int | None, flags: LaunchFlags, device: Devices, e
         faults.append(f"{flags.origins['nproc_per_node']}: must be at least 1, got {processes}")
     if layout == "1m_1p" and processes != 1:
         faults.append(
-            f"{flags.origins['nproc_per_node']}: this script runs one card, got {processes} "
-            "(test/pretrain_full_1m_8p_*.sh run several)"
+            f"{flags.origins['nproc_per_node']}: this {caller.noun} runs one card, got {processes} "
+            f"({caller.layout('1m_8p')} is for several)"
         )
     if accelerator and processes > device.count:
-        asked = flags.origins.get("nproc_per_node", "this script")
+        asked = flags.origins.get("nproc_per_node", f"this {caller.noun}")
         faults.append(
             f"{asked}: {processes} {device.kind} devices are asked for, {device.count} found "
             f"(--nproc_per_node={device.count})"
@@ -172,6 +195,7 @@ def where(layout: str, cards: int | None, flags: LaunchFlags, device: Devices, e
         device_id,
         _sentence(device, nodes, rank, processes, master, port, flags),
         faults,
+        notes,
     )
 
 
@@ -179,29 +203,28 @@ def _number(text: str) -> int:
     return int(text) if text.strip().isdecimal() else 0
 
 
-def _machines(flags: LaunchFlags, environ: Mapping[str, str], faults: list[str]) -> tuple[int, int, str]:
-    """Return number of machines, rank of this one, master address; clusters set PET_* in every pod."""
-    values = {}
-    for name, variable, default in (("nnodes", "PET_NNODES", 1), ("node_rank", "PET_NODE_RANK", 0)):
-        text = environ.get(variable, "").strip()
-        if name in flags.values or not text:
-            values[name] = flags.number(name, default)
-        elif text.isdecimal():
-            values[name] = int(text)
-            flags.origins[name], flags.values[name] = variable, int(text)
-        else:
-            values[name] = default
-            faults.append(f"{variable}: must be a whole number, got {text!r} (or give --{name})")
-    nodes, rank = values["nnodes"], values["node_rank"]
+def _machines(
+    flags: LaunchFlags, environ: Mapping[str, str], faults: list[str], notes: list[str]
+) -> tuple[int, int, str]:
+    """Return number of machines, rank of this one, master address; what no flag says is the scheduler's."""
+    reading = schedulers.read(environ, flags.values)
+    flags.values.update(reading.values)
+    flags.origins.update(reading.origins)
+    faults += reading.faults
+    notes += [reading.sentence] if reading.sentence else []
+
+    nodes, rank = flags.number("nnodes", 1), flags.number("node_rank", 0)
     if nodes < 1:
         faults.append(f"{flags.origins['nnodes']}: must be at least 1, got {nodes}")
-    elif rank >= nodes:
-        faults.append(f"{flags.origins['node_rank']}: must be below the number of machines, {nodes}, got {rank}")
+    elif rank >= nodes and ("nnodes" in flags.values or not reading.faults):
+        named = flags.origins.get("node_rank", "--node_rank")
+        faults.append(f"{named}: must be below the number of machines, {nodes}, got {rank}")
+
     # machine 0 may ask itself; the others have to be told
     master = flags.text("master_ip") or environ.get("MASTER_ADDR", "").strip()
     if not master and rank == 0:
         master = own_address()
-    if not master:
+    if not master and not any("--master_ip" in fault for fault in faults):
         faults.append(f"--master_ip: machine {rank} needs the address of machine 0, which prints it when it starts")
     return nodes, rank, master
 

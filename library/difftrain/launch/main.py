@@ -1,6 +1,7 @@
-"""Launch one recipe on this machine: `python library/difftrain/launch/main.py RECIPE LAYOUT [flags]`.
+"""Launch one recipe on this machine: what the launchers under test/ and `difftrain launch` do.
 
-launch_common.sh calls it once the packages and the device's environment are there.
+`python library/difftrain/launch/main.py RECIPE LAYOUT [flags]` is what launch_common.sh calls once the packages and the
+device's environment are there; cli/launch.py calls launch() where the package is installed.
 """
 
 from __future__ import annotations
@@ -14,21 +15,26 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[0] = str(ROOT / "library")  # this file runs as a script
+if __name__ == "__main__":  # it runs as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from difftrain.config import TrainConfig  # noqa: E402
-from difftrain.config.digest import digest  # noqa: E402
-from difftrain.launch import flags, light, machines, occupant, recipes  # noqa: E402
-from difftrain.launch.flags import LaunchFlags  # noqa: E402
-from difftrain.launch.machines import Where  # noqa: E402
+from difftrain.config import TrainConfig
+from difftrain.config.digest import digest
+from difftrain.config.paths import checkout
+from difftrain.launch import flags, light, machines, occupant, recipes, text_to_image
+from difftrain.launch.flags import SCRIPTS, Caller, LaunchFlags
+from difftrain.launch.machines import Where
 
 LAYOUTS = {"1m_1p": 1, "1m_8p": 8, "nm_np": None, "1m_np": None}  # cards of each machine; None: those that are found
 CACHES = {"sd3_light_cache"}  # recipes that train nothing; their folder must not be in the way of those that do
+RECIPES = (*recipes.RECIPES, *light.RECIPES, text_to_image.NAME)
+DOORS = {name: "sdxl_pretrain.py" for name in recipes.RECIPES} | {text_to_image.NAME: text_to_image.DOOR}
 
 
 def choose(name: str, flags: LaunchFlags, where: Where) -> recipes.LaunchRecipe:
-    """Return the job of a recipe: kohya's command line, or train.py's files."""
+    """Return the job of a recipe: kohya's command line, diffusers' example's, or train.py's files."""
+    if name == text_to_image.NAME:
+        return text_to_image.choose(flags, where)
     return recipes.choose(name, flags, where) if name in recipes.RECIPES else light.choose(name, flags, where)
 
 
@@ -36,7 +42,13 @@ def script(recipe_name: str, layout: str) -> str:
     """Return the name of the launcher that was called."""
     if recipe_name in CACHES:
         return f"cache_{layout}_{recipe_name.removesuffix('_cache')}.sh"
-    return f"pretrain_full_{layout}_{recipe_name}.sh"
+    return f"{'train' if recipe_name == text_to_image.NAME else 'pretrain'}_full_{layout}_{recipe_name}.sh"
+
+
+def entry_point(door: str) -> list[str]:
+    """Return what Python is given to run an entry point: the script of a checkout, or the command of the package."""
+    root = checkout()
+    return [str(root / "sd_scripts_xl" / door)] if root else ["-m", "difftrain", recipes.COMMANDS[door]]
 
 
 class LaunchRefused(Exception):
@@ -48,13 +60,16 @@ class LaunchRefused(Exception):
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One launch, decided: where it runs, what it runs, where its files go."""
+    """One launch, decided: where it runs, what it runs, where its files go.
+
+    folder: of the launch; with several machines each has a folder of its own in it.
+    """
 
     where: Where
     recipe: recipes.LaunchRecipe
+    folder: Path
     output: Path
     index: int
-    door: Path
     words: list[str]
 
     @property
@@ -63,36 +78,46 @@ class LaunchPlan:
         return self.output / f"train_{self.index}.log"
 
 
-def decide(recipe_name: str, layout: str, flags: LaunchFlags, environ: dict[str, str]) -> LaunchPlan:
+def decide(
+    recipe_name: str, layout: str, flags: LaunchFlags, environ: dict[str, str], caller: Caller = SCRIPTS
+) -> LaunchPlan:
     """Work out everything before anything is done.
 
     Raises: LaunchRefused with every fault of the launcher's flags and of the training script's.
     """
     index = flags.number("device_id", machines.device_index(environ))
     devices = machines.find_devices()
-    where = machines.where(layout, LAYOUTS[layout], flags, devices, environ)
+    where = machines.where(layout, LAYOUTS[layout], flags, devices, environ, caller)
     recipe = choose(recipe_name, flags, where)
-    output = ROOT / "test" / "output" / (f"cache_{index}" if recipe_name in CACHES else str(index))
-    if layout == "nm_np":
-        output /= f"node{where.node_rank}"
+    folder = _folder(recipe_name, index, flags, caller)
+    output = folder / f"node{where.node_rank}" if layout == "nm_np" else folder
     words = recipe.line(flags, output)
     faults = [*flags.faults, *where.faults, *recipe.faults]
     if not recipe.faults:
         faults += recipe.door_faults(recipe.checkable(words))
     if faults:
         raise LaunchRefused(faults)
-    return LaunchPlan(where, recipe, output, index, ROOT / "sd_scripts_xl" / recipe.door, words)
+    return LaunchPlan(where, recipe, folder, output, index, words)
+
+
+def _folder(recipe_name: str, index: int, flags: LaunchFlags, caller: Caller) -> Path:
+    if "output_dir" in flags.values:
+        return Path(flags.text("output_dir")).expanduser().absolute()
+    root = (checkout() if caller is SCRIPTS else None) or Path.cwd()
+    return root / caller.output / (f"cache_{index}" if recipe_name in CACHES else str(index))
 
 
 def sentences(launch: LaunchPlan, flags: LaunchFlags) -> list[str]:
     """Return what was chosen and why."""
-    from_elsewhere = [(name, origin) for name, origin in flags.origins.items() if not origin.startswith("--")]
+    shell = "the shell variable "
+    from_the_shell = [(name, origin) for name, origin in flags.origins.items() if origin.startswith(shell)]
     return [
         *(
             f"{name}={flags.values[name]} comes from {origin}"
-            for name, origin in from_elsewhere
+            for name, origin in from_the_shell
             if name in flags.values
         ),
+        *launch.where.notes,
         launch.where.sentence,
         *launch.recipe.notes,
         f"files go to {launch.output}",
@@ -106,7 +131,7 @@ def dry_run(launch: LaunchPlan) -> int:
         return code
     environ = {**os.environ, **launch.where.dry_environment()}
     words = launch.recipe.dry_words(launch.words)
-    return subprocess.run([sys.executable, str(launch.door), *words], env=environ).returncode
+    return subprocess.run([sys.executable, *entry_point(launch.recipe.door), *words], env=environ).returncode
 
 
 def clear_the_way(launch: LaunchPlan, cfg: TrainConfig) -> None:
@@ -121,46 +146,46 @@ def clear_the_way(launch: LaunchPlan, cfg: TrainConfig) -> None:
         if occupied.sentence:
             print(f"{launch.output} {occupied.sentence}", flush=True)
         return
-    root = ROOT / "test" / "output"
-    base = root / launch.output.relative_to(root).parts[0]
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    aside = base.with_name(f"{base.name}.{stamp}") / launch.output.relative_to(base)
+    aside = launch.folder.with_name(f"{launch.folder.name}.{stamp}") / launch.output.relative_to(launch.folder)
     aside.parent.mkdir(parents=True, exist_ok=True)
     launch.output.rename(aside)
     print(f"{launch.output} {occupied.sentence}: moved aside to {aside}", flush=True)
 
 
-def main(argv: list[str]) -> int:
-    """Launch; return the exit code, or become the process that starts the ranks."""
-    recipe_name, layout, *rest = argv
-    if {"--help", "-h"} & set(rest):
-        print(flags.usage(script(recipe_name, layout), recipe_name))
+def launch(recipe_name: str, layout: str, argv: list[str], command: str, caller: Caller = SCRIPTS) -> int:
+    """Launch; return the exit code, or become the process that starts the ranks. command: what the user typed for it."""
+    if {"--help", "-h"} & set(argv):
+        door = DOORS.get(recipe_name, light.DOOR)
+        print(flags.usage(command, door if caller is SCRIPTS else recipes.COMMANDS[door], caller))
         return 0
-    given_flags = flags.read(rest, os.environ)
+    given_flags = flags.read(argv, os.environ)
     try:
-        launch = decide(recipe_name, layout, given_flags, dict(os.environ))
-        lines = sentences(launch, given_flags)
+        plan = decide(recipe_name, layout, given_flags, dict(os.environ), caller)
+        lines = sentences(plan, given_flags)
         print("\n".join(lines), flush=True)
         if given_flags.values.get("dry_run"):
-            return dry_run(launch)
-        code = launch.recipe.prepare(dry=False)
+            return dry_run(plan)
+        code = plan.recipe.prepare(dry=False)
         if code:
             return code
-        cfg = launch.recipe.parse(launch.words)
-        clear_the_way(launch, cfg)
+        cfg = plan.recipe.parse(plan.words)
+        clear_the_way(plan, cfg)
+        start(plan, cfg, lines)
     except LaunchRefused as refused:
         print(f"cannot start:\n{refused}", file=sys.stderr)
         return 2
-    start(launch, digest(cfg, launch.where.world_size), lines)
     return 0
 
 
-def start(launch: LaunchPlan, config_digest: str, lines: list[str]) -> None:
+def start(launch: LaunchPlan, cfg: TrainConfig, lines: list[str]) -> None:
     """Become the process that starts the ranks; what was said so far opens the log."""
     launch.output.mkdir(parents=True, exist_ok=True)
+    config_digest = digest(cfg, launch.where.world_size)
     occupant.write_note(launch.output, config_digest, finished=False)
     environ = launch.where.environment(dict(os.environ))
-    ranks = [*launch.where.torchrun(), str(launch.door), *launch.words]
+    wait_s = 60 * (cfg.training.ddp_timeout_min or machines.WAIT_MIN)
+    ranks = [*launch.where.torchrun(wait_s), *entry_point(launch.recipe.door), *launch.words]
     command = "torchrun " + shlex.join(ranks)
     print(command, flush=True)
     with launch.log.open("a", encoding="utf-8") as log:
@@ -169,6 +194,12 @@ def start(launch: LaunchPlan, config_digest: str, lines: list[str]) -> None:
     os.execve(
         sys.executable, [sys.executable, str(workers), str(launch.log), config_digest, json.dumps(ranks)], environ
     )
+
+
+def main(argv: list[str]) -> int:
+    """Do what a launcher under test/ asks for: RECIPE LAYOUT [flags]."""
+    recipe_name, layout, *rest = argv
+    return launch(recipe_name, layout, rest, f"bash test/{script(recipe_name, layout)}")
 
 
 if __name__ == "__main__":

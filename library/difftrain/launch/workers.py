@@ -1,5 +1,7 @@
 """Start the ranks with torchrun, and end as they end: `workers.py LOG DIGEST '["--nnodes=1", …]'`.
 
+Several machines wait for one another first (rendezvous.py), since torchrun waits in silence.
+
 torchrun itself turns every failure into exit code 1; here a fault of the configuration stays 2, and a run that was
 asked to stop says so. Everything that is printed goes into the log too.
 
@@ -148,20 +150,36 @@ def end_with(launcher: int) -> None:
 
 def run(words: list[str]) -> int:
     """Run torchrun in this process; return the exit code of the rank that failed first, or 0."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    from difftrain.launch import rendezvous
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables bury the ranks' messages
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     try:
+        machine = rendezvous.machine_of(words)
+        store = rendezvous.meet(machine, _print) if machine else None  # torchrun takes it over
         main(words)
+        del store
+    except rendezvous.RendezvousFailed as failed:
+        _print(str(failed))
+        return failed.code
+    except DistError as error:
+        _print(f"the machines lost one another before training began: {rendezvous.first_line(error)}")
+        return 1
     except ChildFailedError as error:
         return _verdict(error)
     except SignalException as stopped:
         print(f"stopped by {signal.Signals(stopped.sigval).name}", flush=True)
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 def _verdict(error: Any) -> int:
@@ -192,5 +210,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    library = str(Path(__file__).resolve().parents[2])
+    sys.path[:1] = [] if library in sys.path[1:] else [library]  # this file runs as a script
     sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import is_about, names
 from small_caches import add_reject, address, flip, make, want, write
 
 from difftrain.cache.store import references
@@ -37,7 +38,7 @@ def test_damage_is_named_repaired_and_gone(tmp_path: Path, capsys: pytest.Captur
     assert (code, err) == (0, "") and "whole; 18 whole entries" in out
     segment = hurt(folder, 8)
     code, out, _ = run(capsys, "verify", path)
-    assert code == 1 and segment in out and "'picture 8'" in out and f"difftrain cache repair {path}" in out
+    assert code == 1 and segment in out and "'picture 8'" in out and f"cache repair {path}" in out
     code, out, _ = run(capsys, "verify", path, "--json", "--workers", "1")
     document = json.loads(out)
     assert code == 1 and not document["whole"]
@@ -45,7 +46,7 @@ def test_damage_is_named_repaired_and_gone(tmp_path: Path, capsys: pytest.Captur
         (segment, "picture 8", "checksum")
     ]
     code, out, _ = run(capsys, "repair", path)
-    assert code == 0 and "1 damaged entries are dropped" in out
+    assert code == 0 and names(out, "1 damaged")
     write(folder, [8])
     merge(folder)
     assert run(capsys, "verify", path)[0] == 0
@@ -73,7 +74,7 @@ def test_info_says_what_a_cache_holds(tmp_path: Path, capsys: pytest.CaptureFixt
     }
     assert facts["unused"]["entries"] == 1  # the reject, which neither wants
     code, out, _ = run(capsys, "info", str(folder.path))
-    assert code == 0 and "fingerprint f" in out and "bytes a sample" in out and "use all" in out
+    assert code == 0 and names(out, "fingerprint f", f"{sum(sizes) / 18:.0f} bytes", "use all")
 
 
 def test_info_of_a_cache_whose_index_is_behind_or_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,10 +86,10 @@ def test_info_of_a_cache_whose_index_is_behind_or_gone(tmp_path: Path, capsys: p
     running.close()
     folder.database.unlink()
     code, out, _ = run(capsys, "info", str(folder.path))
-    assert code == 0 and "entries cannot be counted" in out
+    assert code == 0 and names(out, "4 segments", folder.database)
     empty = CacheFolder.open(tmp_path / "empty", create=True)
     code, out, _ = run(capsys, "info", str(empty.path))
-    assert code == 0 and "nothing was built in it yet" in out
+    assert code == 0 and str(empty.path) in out and "fingerprint" not in out
 
 
 def test_info_and_verify_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +114,7 @@ def test_gc_at_the_door(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = run(capsys, "gc", str(folder.path))
     assert code == 0 and "KiB freed" in out and len(folder.names()) == 1
     code, out, _ = run(capsys, "gc", str(folder.path), "--unused_days", "0")
-    assert code == 0 and "use few: not used for 0 days or more, forgotten" in out and not folder.names()
+    assert code == 0 and names(out, "use few", "0 days") and not folder.names()
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "repair", "gc"])
@@ -121,7 +122,7 @@ def test_what_is_no_cache_is_named(command: str, tmp_path: Path, capsys: pytest.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cache.json").write_text('{"format": 7}')
     (tmp_path / "file").write_text("")
-    for name, says in (("nowhere", "no feature cache"), ("other", "format 7"), ("file", "cache.json")):
+    for name, says in (("nowhere", "cache.json"), ("other", "format 7"), ("file", "cache.json")):
         code, _, err = run(capsys, command, str(tmp_path / name))
         assert code == 2 and says in err and str(tmp_path / name) in err, err
     code, _, err = run(capsys, command, "s3://bucket/cache")
@@ -140,13 +141,16 @@ def test_without_a_folder_it_is_the_users(
 
 def test_faults_of_command_lines_are_said_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "verify", "a", "b", "--workers=0", "--jsn")
-    assert code == 2 and "3 faults" in err and all(word in err for word in ("'b'", "--workers", "did you mean --json"))
+    _, *faults = err.splitlines()
+    expected = (("'b'", "verify"), ("--workers", "1", "0"), ("--jsn", "--json"))
+    assert code == 2 and len(faults) == 3
+    assert all(any(is_about(fault, *facts) for fault in faults) for facts in expected), err
     code, _, err = run(capsys, "gc", "--unused_days=x")
-    assert code == 2 and "--unused_days: must be a whole number" in err
+    assert code == 2 and is_about(err.splitlines()[-1], "--unused_days", "whole number", "'x'")
     code, _, err = run(capsys, "export", "a", "--format=zip")
     assert code == 2 and "--output: is missing" in err and "--format" in err
     code, _, err = run(capsys, "verfy")
-    assert code == 2 and "did you mean verify?" in err
+    assert code == 2 and names(err, "verfy", "verify")
     assert run(capsys)[0] == 2 and run(capsys, "--help")[0] == 0
 
 

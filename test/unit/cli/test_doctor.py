@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from refusals import is_about, names
 
 from difftrain.cli import doctor
 from difftrain.cli.doctor import folders, machine, runner
@@ -76,8 +77,8 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_hangs_crashes_or_raises_is_a_finding_and_the_rest_goes_on(strange: Path) -> None:
-    names = ("fine", "raises", "crashes", "refuses", "hangs", "exits", "fine")
-    checks = {f"{name}{place}": Check(f"strange:{name}", 1.5) for place, name in enumerate(names)}
+    kinds = ("fine", "raises", "crashes", "refuses", "hangs", "exits", "fine")
+    checks = {f"{name}{place}": Check(f"strange:{name}", 1.5) for place, name in enumerate(kinds)}
     checks["nowhere"] = Check("strange:nothing", 1.5)
     start = time.monotonic()
     found = {report.name: report for report in runner.examine(checks, Context("cpu"))}
@@ -90,8 +91,8 @@ def test_what_hangs_crashes_or_raises_is_a_finding_and_the_rest_goes_on(strange:
     assert found["raises1"].found == "raises1: RuntimeError: the card is gone" and found["raises1"].verdict == "wrong"
     assert "died of SIGSEGV" in found["crashes2"].found and "Segmentation is near" in found["crashes2"].found
     assert found["refuses3"][1:4] == ("wrong", "--x: is wrong", "give another")
-    assert "no answer within 1.5 s" in found["hangs4"].found and "waiting for the driver" in found["hangs4"].found
-    assert "ended with code 3" in found["exits5"].found
+    assert names(found["hangs4"].found, "hangs4", "1.5 s") and "waiting for the driver" in found["hangs4"].found
+    assert names(found["exits5"].found, "exits5", "code 3")
     assert "AttributeError" in found["nowhere"].found
     assert all(report.remedy for report in found.values() if report.verdict == "wrong")
 
@@ -101,7 +102,7 @@ def test_a_device_that_hangs_is_left_alone(strange: Path) -> None:
     checks |= {"c": Check("strange:fine", 5.0, "device"), "d": Check("strange:fine", 5.0)}
     found = list(runner.examine(checks, Context()))
     assert [report.name for report in found] == ["a", "b", "devices", "d.one", "d.two"]
-    assert "not looked at, since the device hangs: c" in found[2].found
+    assert found[2].found.endswith(": c")
 
 
 def test_a_process_that_has_told_all_may_end_by_itself(strange: Path) -> None:
@@ -143,8 +144,9 @@ def test_the_command_line() -> None:
     assert doctor.read(["--device=cpu", "--quick"]) == {"device": ["cpu"], "quick": []}
     with pytest.raises(ConfigFault) as caught:
         doctor.read(["--device=gpu", "--chekcs=noise", "--checks=nosie", "stray"])
-    told = str(caught.value)
-    assert len(caught.value.faults) == 4 and "'gpu'" in told and "did you mean" in told and "no check 'nosie'" in told
+    expected = (("--device", "'gpu'"), ("--chekcs", "--checks"), ("--checks", "'nosie'"), ("--checks", "'stray'"))
+    assert len(caught.value.faults) == len(expected)
+    assert all(any(is_about(fault, *facts) for fault in caught.value.faults) for facts in expected), caught.value
 
 
 def test_which_checks_are_done() -> None:
@@ -184,7 +186,7 @@ def test_findings_are_printed_with_their_remedies(
     assert max(len(line) for line in text.splitlines()) <= 120
     assert text.endswith("1 thing to mend\n")
     del examined[2]
-    assert doctor.main([]) == 0 and capsys.readouterr().out.endswith("ready to train\n")
+    assert doctor.main([]) == 0 and "mend" not in capsys.readouterr().out
 
 
 def test_one_json_document_and_nothing_else(examined: list[DoctorReport], capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +206,7 @@ def test_packages_that_are_missing_old_or_harmful(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machine, "installed", lambda name: there.get(name, "9999.0"))
     found = by_name(machine.check_packages(Context()))
     assert found["torch"].verdict == "wrong" and "not installed" in found["torch"].found
-    assert found["numpy"].found == "numpy 1.20 is older than 1.26"
+    assert names(found["numpy"].found, "numpy 1.20", "1.26") and found["numpy"].verdict == "wrong"
     assert found["torchvision"].verdict == "note" and "pip uninstall torchvision" in found["torchvision"].remedy
 
 
@@ -251,8 +253,8 @@ def test_folders_that_can_be_used(tmp_path: Path) -> None:
     )
     found = by_name(folders.check(asked))
     assert "1 entries" in found["data"].found and found["data"].verdict == "ok"
-    assert "can be made" in found["output"].found and found["output"].verdict in ("ok", "note")
-    assert "can be made" in found["cache"].found
+    assert names(found["output"].found, tmp_path / "o" / "p", "made") and found["output"].verdict in ("ok", "note")
+    assert names(found["cache"].found, tmp_path / "c", "made")
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "a.png"], "nothing is left behind"
 
 
@@ -260,7 +262,7 @@ def test_folders_that_can_be_used(tmp_path: Path) -> None:
 def test_a_cache_on_an_object_store_is_no_folder_that_is_written(url: str, verdict: str) -> None:
     found = by_name(folders.check(Context(cache_dir=url)))
     assert found["cache_url"].verdict == verdict and url in found["cache_url"].found
-    assert "the user's cache folder" in found["cache"].found
+    assert names(found["cache"].found, "user's cache") and url not in found["cache"].found
 
 
 def test_folders_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +278,7 @@ def test_folders_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {name: found[name].verdict for name in ("data", "cache", "output")} == dict.fromkeys(
         ("data", "cache", "output"), "wrong"
     )
-    assert "is a file" in found["cache"].found and "Permission denied" in found["output"].found
+    assert names(found["cache"].found, tmp_path / "file", "file") and "Permission denied" in found["output"].found
     assert "is empty" in by_name(folders._readable(tmp_path / "empty"))["data"].found
 
 
@@ -285,7 +287,7 @@ def test_a_full_disk_and_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return lambda path: type("D", (), {"free": int(free * 2**30), "total": 2**40})
 
     for free, verdict, told in (
-        (0.1, "wrong", "the disk is full"),
+        (0.1, "wrong", "full"),
         (20.0, "note", "checkpoints of SDXL"),
         (500, "ok", ""),
     ):

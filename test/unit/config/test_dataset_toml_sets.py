@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refusals import names
 
 from difftrain.config import TrainConfig
 from difftrain.config.datasets.datasets import applied
@@ -119,7 +120,7 @@ def test_a_share_of_a_directory(place: Path) -> None:
     lines: list[str] = []
     data = open_data(cfg, prepare(cfg, log=lines.append))
     kept = data.tables.training[0].records - 4
-    assert 20 < kept < 60 and any(f"{200 - kept} records are left out: subsample_ratio" in line for line in lines)
+    assert 20 < kept < 60 and any(names(line, 200 - kept, "subsample_ratio") for line in lines)
 
 
 # ---- captions
@@ -146,10 +147,10 @@ def test_a_picture_that_captions_json_does_not_name_has_no_caption(place: Path) 
     (place / "b" / "captions.json").write_text(json.dumps(named))
     text = "resolutions = [64]\n[[directory]]\npath = 'b'\n"
     data = opened(resolved(place, text))
-    reasons = "\n".join(each.reason for each in data.index.rejects())
-    assert (
-        data.index.count == 2 and "does not name '0103.png'" in reasons and "has an empty one for '0102.png'" in reasons
-    )
+    reasons = [each.reason for each in data.index.rejects()]
+    assert data.index.count == 2 == len(reasons)
+    assert any(names(reason, "'0103.png'") and not names(reason, "empty") for reason in reasons)
+    assert any(names(reason, "'0102.png'", "empty") for reason in reasons)
     cfg = resolved(place, "skip_empty_caption = false\n" + text)
     data = opened(cfg)
     assert data.index.count == 4 and {word for batch in batches(cfg, data) for word in words(batch)} <= {"a", "b", ""}
@@ -164,14 +165,14 @@ def test_captions_json_of_tars(tmp_path: Path) -> None:
 
 def test_a_captions_json_that_is_none(place: Path) -> None:
     (place / "b" / "captions.json").write_text("[]")
-    with pytest.raises(DataFault, match=r"captions.json: must be an object"):
+    with pytest.raises(DataFault, match=r"captions\.json.*object"):
         opened(resolved(place, "resolutions = [64]\n[[directory]]\npath = 'b'\n"))
 
 
 def test_a_data_set_without_one_captioned_picture(place: Path) -> None:
     for path in (place / "b").glob("*.txt"):
         path.unlink()
-    with pytest.raises(DataFault, match="none of 4 pictures has a caption") as caught:
+    with pytest.raises(DataFault, match=r"\b4\b.*caption") as caught:
         opened(resolved(place, "resolutions = [64]\n[[directory]]\npath = 'b'\n"))
     assert caught.value.exit_code == 2
 
@@ -240,7 +241,7 @@ def test_masks_by_name_a_default_one_and_none(place: Path) -> None:
 
 def test_a_default_mask_that_is_no_picture_is_named_at_once(place: Path) -> None:
     (place / "default.png").write_text("no picture")
-    with pytest.raises(DataFault, match=r"default\.png: cannot be used as a mask"):
+    with pytest.raises(DataFault, match=r"default\.png: .*mask"):
         opened(resolved(place, "resolutions = [64]\n[[directory]]\npath = 'b'\ndefault_mask_file = 'default.png'\n"))
 
 

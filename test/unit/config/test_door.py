@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from machine_kind import processor_s
+from refusals import is_about
 
 from difftrain.config import door
 from difftrain.config.spellings.flags import FLAGS
@@ -24,23 +25,20 @@ LIMIT_S = 0.45
 
 def run(*argv: str, cwd: Path, python: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
     """Run the door with nothing of the tests on its path."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE")} | env
     command = [sys.executable, *(python or (str(DOOR),)), *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean() | env, timeout=60)
+
+
+def clean() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE")}
 
 
 @pytest.mark.parametrize(
     ("argv", "code"), [(["--help"], 0), (["--sed=1", "--train_batch_size=0"], 2)], ids=["help", "fault"]
 )
 def test_help_and_faults_answer_within_half_a_second(argv: list[str], code: int, tmp_path: Path) -> None:
-    needed = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run(*argv, cwd=tmp_path).returncode == code
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        needed.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    # processor time: this one process does nothing but compute, and a busy machine makes the clock meaningless
-    assert min(needed) < LIMIT_S, needed
+    seconds, _ = processor_s([sys.executable, DOOR, *argv], code, cwd=tmp_path, env=clean(), timeout=60)
+    assert seconds < LIMIT_S
 
 
 PROBE = """
@@ -72,14 +70,17 @@ def test_help_names_every_flag_once(tmp_path: Path) -> None:
 def test_faults_go_to_stderr_without_a_traceback(tmp_path: Path) -> None:
     done = run("--sed=1", "--train_batch_size=0", cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("sdxl_pretrain.py: 6 faults in the configuration; nothing was started\n")
-    assert "did you mean --seed?" in done.stderr and "Traceback" not in done.stderr
+    heading, *faults = done.stderr.splitlines()
+    assert is_about(heading, "sdxl_pretrain.py", 6, "faults") and len(faults) == 6
+    assert is_about(faults[0], "--sed", "--seed") and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_device_that_no_room_knows_is_a_fault_like_others(tmp_path: Path) -> None:
     done = run("--device=gpu", "--seed=x", cwd=tmp_path)
-    assert done.returncode == 2 and "--device: no such name: 'gpu'" in done.stderr and "--seed" in done.stderr
+    faults = done.stderr.splitlines()
+    assert done.returncode == 2 and any(is_about(fault, "--device", "'gpu'") for fault in faults)
+    assert any(is_about(fault, "--seed", "'x'") for fault in faults)
 
 
 @pytest.mark.parametrize(("module", "package"), [("torch", "torch"), ("PIL", "Pillow")])
@@ -89,7 +90,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     assert door.guard("door", lambda: importlib.import_module(module) and 0) == 1
     said = capsys.readouterr().err
-    assert said == f"door: needs the package {package}, which is not installed (pip install -r requirements.txt)\n"
+    assert is_about(said, "door", package, "pip install -r requirements.txt") and len(said.splitlines()) == 1
     listed = re.split(r"[~=\n]+", (ROOT / "requirements.txt").read_text())
     assert set(door.REQUIRED.values()) <= set(listed)
 
@@ -116,10 +117,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
-        (ConfigFault([Fault("--x", "is wrong", "do y"), Fault("--z", "too")]), 2, "2 faults in the configuration"),
-        (DataFault("no pictures in X"), 2, "door: no pictures in X"),
-        (TrainingFault("the disk is full"), 1, "door: the disk is full"),
-        (KeyboardInterrupt(), 130, "door: interrupted"),
+        (ConfigFault([Fault("--x", "is wrong", "do y"), Fault("--z", "too")]), 2, "2 faults"),
+        (DataFault("no pictures in X"), 2, "no pictures in X"),
+        (TrainingFault("disk /x"), 1, "disk /x"),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
     ids=["configuration", "data", "training", "interrupt"],
 )
@@ -128,7 +129,7 @@ def test_errors_of_users_are_messages(
 ) -> None:
     assert door.guard("door", raising(error)) == code
     said = capsys.readouterr().err
-    assert says in said and "Traceback" not in said
+    assert is_about(said, "door", says) and "Traceback" not in said
 
 
 def test_a_bug_shows_its_traceback_and_no_token(
@@ -148,7 +149,8 @@ def test_other_ranks_let_the_first_speak(capsys: pytest.CaptureFixture[str], mon
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert door.guard("door", raising(ConfigFault([Fault("--x", "is wrong")]))) == 2
         assert len(waits) == waited
-    assert "door (rank 1): 1 fault in the configuration" in capsys.readouterr().err
+    second = capsys.readouterr().err.splitlines()[2]
+    assert is_about(second, "door (rank 1)", "1 fault")
 
 
 def test_notes_are_said_by_one_rank(

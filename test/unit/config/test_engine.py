@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import is_about, names
 
 from difftrain.config.digest import digest
 from difftrain.config.parse_flags import parse
@@ -39,41 +40,41 @@ def test_a_run_is_the_same_on_every_engine():
 
 
 FAULTS = [
-    ("--zero_stage=2", "--zero_stage: needs --deepspeed"),
-    ("--offload_optimizer_device=cpu", "--offload_optimizer_device: needs --deepspeed"),
-    ("--zero3_init_flag", "--zero3_init_flag: needs --deepspeed"),
-    (f"{ZERO} --engine=native", "--deepspeed: --engine=native does not run DeepSpeed"),
-    (f"{ZERO} --zero_stage=0", "--zero_stage: 0 shards nothing"),
-    (f"{ZERO} --zero_stage=4", "--zero_stage: must be one of 0, 1, 2, 3"),
-    (f"{ZERO} --offload_param_device=cpu", "--offload_param_device: needs --zero_stage=3"),
-    (f"{ZERO} --zero_stage=1 --offload_optimizer_device=cpu", "--offload_optimizer_device: needs --zero_stage=2 or 3"),
-    (f"{ZERO} --zero_stage=3 --offload_optimizer_device=nvme", "nvme needs --offload_optimizer_nvme_path"),
-    (f"{ZERO} --offload_optimizer_device=nvme --offload_optimizer_nvme_path=/x", "nvme needs --zero_stage=3"),
-    (f"{ZERO} --offload_optimizer_nvme_path=/x", "needs --offload_optimizer_device=nvme"),
-    (f"{ZERO} --zero_stage=3 --offload_param_nvme_path=/x", "needs --offload_param_device=nvme"),
-    (f"{ZERO} --zero3_init_flag", "--zero3_init_flag: needs --zero_stage=3"),
-    (f"{ZERO} --zero3_save_16bit_model", "--zero3_save_16bit_model: needs --zero_stage=3"),
-    (f"{ZERO} --fp16_master_weights_and_gradients", "--fp16_master_weights_and_gradients: needs --zero_stage=2, "),
-    (f"{ZERO} --optimizer_type=oss", "oss and --deepspeed both shard"),
-    (f"{ZERO} --optimizer_type=Adafactor", "Adafactor needs whole tensors"),
-    (f"{ZERO} --optimizer_type=AdamW8bit", "AdamW8bit needs whole tensors"),
-    (f"{ZERO} --optimizer_type=Prodigy --learning_rate=1", "Prodigy needs whole tensors"),
-    (f"{ZERO} --optimizer_type=Lion --offload_optimizer_device=cpu", "Lion has no kernel of DeepSpeed's"),
-    (f"{ZERO} --optimizer_type=Muon", "Muon needs whole tensors, and --deepspeed cuts them"),
-    (f"{ZERO} --optimizer_schedulefree_wrapper", "cannot average weights that --deepspeed cuts"),
-    (f"{ZERO} --fp8_base", "--fp8_base: does not go with --deepspeed"),
-    (f"{ZERO} --zero_stage=3 --torch_compile", "--torch_compile: needs whole weights on a rank"),
-    ("--engine=accelerate --fused_backward_pass", "--fused_backward_pass: does not go with --engine=accelerate"),
-    ("--engine=accelerate --fused_optimizer_groups=4", "--fused_optimizer_groups: does not go with"),
-    ("--engine=accelerate --full_bf16 --mixed_precision=bf16", "--full_bf16: does not go with --engine=accelerate"),
-    ("--engine=accelerate --optimizer_type=oss --fp8_base_unet", "--fp8_base_unet: does not go with"),
-]
+    ("--zero_stage=2", "--zero_stage --deepspeed"),
+    ("--offload_optimizer_device=cpu", "--offload_optimizer_device --deepspeed"),
+    ("--zero3_init_flag", "--zero3_init_flag --deepspeed"),
+    (f"{ZERO} --engine=native", "--deepspeed --engine=native"),
+    (f"{ZERO} --zero_stage=0", "--zero_stage 0 1"),
+    (f"{ZERO} --zero_stage=4", "--zero_stage 0 1 2 3 4"),
+    (f"{ZERO} --offload_param_device=cpu", "--offload_param_device --zero_stage=3"),
+    (f"{ZERO} --zero_stage=1 --offload_optimizer_device=cpu", "--offload_optimizer_device --zero_stage=2 3"),
+    (f"{ZERO} --zero_stage=3 --offload_optimizer_device=nvme", "--offload_optimizer_device nvme --offload_optimizer_nvme_path"),
+    (f"{ZERO} --offload_optimizer_device=nvme --offload_optimizer_nvme_path=/x", "--offload_optimizer_device nvme --zero_stage=3"),
+    (f"{ZERO} --offload_optimizer_nvme_path=/x", "--offload_optimizer_nvme_path --offload_optimizer_device=nvme"),
+    (f"{ZERO} --zero_stage=3 --offload_param_nvme_path=/x", "--offload_param_nvme_path --offload_param_device=nvme"),
+    (f"{ZERO} --zero3_init_flag", "--zero3_init_flag --zero_stage=3"),
+    (f"{ZERO} --zero3_save_16bit_model", "--zero3_save_16bit_model --zero_stage=3"),
+    (f"{ZERO} --fp16_master_weights_and_gradients", "--fp16_master_weights_and_gradients --zero_stage=2"),
+    (f"{ZERO} --optimizer_type=oss", "--optimizer_type oss --deepspeed"),
+    (f"{ZERO} --optimizer_type=Adafactor", "--optimizer_type Adafactor tensors --deepspeed"),
+    (f"{ZERO} --optimizer_type=AdamW8bit", "--optimizer_type AdamW8bit tensors --deepspeed"),
+    (f"{ZERO} --optimizer_type=Prodigy --learning_rate=1", "--optimizer_type Prodigy tensors --deepspeed"),
+    (f"{ZERO} --optimizer_type=Lion --offload_optimizer_device=cpu", "--optimizer_type Lion kernel"),
+    (f"{ZERO} --optimizer_type=Muon", "--optimizer_type Muon tensors --deepspeed"),
+    (f"{ZERO} --optimizer_schedulefree_wrapper", "--optimizer_schedulefree_wrapper --deepspeed"),
+    (f"{ZERO} --fp8_base", "--fp8_base --deepspeed"),
+    (f"{ZERO} --zero_stage=3 --torch_compile", "--torch_compile --zero_stage=3"),
+    ("--engine=accelerate --fused_backward_pass", "--fused_backward_pass --engine=accelerate"),
+    ("--engine=accelerate --fused_optimizer_groups=4", "--fused_optimizer_groups --engine=accelerate"),
+    ("--engine=accelerate --full_bf16 --mixed_precision=bf16", "--full_bf16 --engine=accelerate"),
+    ("--engine=accelerate --optimizer_type=oss --fp8_base_unet", "--fp8_base_unet oss"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "sentence"), FAULTS, ids=[words for words, _ in FAULTS])
-def test_what_does_not_go_together(words: str, sentence: str):
+@pytest.mark.parametrize(("words", "facts"), FAULTS, ids=[words for words, _ in FAULTS])
+def test_what_does_not_go_together(words: str, facts: str):
     (found,) = said(words)
-    assert sentence in found
+    assert is_about(found, *facts.split())
 
 
 def test_faults_come_together():
@@ -86,13 +87,13 @@ def test_faults_come_together():
 def test_what_is_to_be_trained_is_named_by_regular_expressions():
     given = {"model": {"family": "flux", "train_only": ["attn", "(", r"\.to_[qk]\."]}}
     (fault,), _ = check(TrainConfig.model_validate(given), (patterns,), {"model.train_only"}, set(), {})
-    assert "'(' is no regular expression: missing )" in str(fault)
+    assert is_about(fault, "[model] train_only", "'('")
 
 
 def test_a_base_that_is_only_held_trains_on_the_native_engine():
     given = {"model": {"family": "flux", "train_only": ["attn"]}, "training": {"engine": "accelerate"}}
     (fault,), _ = check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {})
-    assert "train_only" in str(fault) and "does not go with --engine=accelerate" in str(fault)
+    assert is_about(fault, "[model] train_only", "--engine=accelerate")
     given["training"] = {"engine": "native"}
     assert check(TrainConfig.model_validate(given), (accelerate,), {"model.train_only"}, set(), {}) == ([], [])
 
@@ -106,14 +107,14 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, monkeypa
         "fairscale": "--engine=accelerate --optimizer_type=OSS",
     }
     (found,) = said(words[package])
-    assert f"needs the package {package}, which is not installed" in found and "pip install" in found
+    assert names(found, f"package {package}", "pip install")
     assert parse(LINE).config.training.engine == "native"
 
 
 def test_flags_of_ddp_are_said_to_do_nothing_with_other_wrappers():
     for words in (ZERO, "--engine=accelerate --optimizer_type=oss"):
         notes = parse([*LINE, *words.split(), "--ddp_static_graph"]).notes
-        assert any(note.startswith("--ddp_static_graph: has no effect") for note in notes)
+        assert any(is_about(note, "--ddp_static_graph", "DistributedDataParallel") for note in notes)
     assert not parse([*LINE, "--engine=accelerate", "--ddp_static_graph"]).notes
 
 
@@ -131,7 +132,5 @@ def test_pictures_want_whole_weights_and_losses_do_not(stage: int):
     asked = {"eval": {"sets": sets, "kid": True}, "demo": {"score": True}, "sample": {"prompts": "prompts.txt"}}
     told = asked | {"validation": {"split": 0.1}, "deepspeed": {"enable": True, "zero_stage": stage}}
     faults, _ = check(TrainConfig.model_validate(told), (deepspeed,), set(), set(), {})
-    refused = [str(fault) for fault in faults if "needs whole weights on a rank" in str(fault)]
-    assert [said.partition(":")[0] for said in refused] == (
-        ["--sample_prompts", "[eval] kid", "--demo_score"] if stage == 3 else []
-    )
+    refused = [fault.where for fault in faults if names(fault.what, "--zero_stage=3")]
+    assert refused == (["--sample_prompts", "[eval] kid", "--demo_score"] if stage == 3 else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import is_about
 
 from difftrain.config.digest import differences, identity
 from difftrain.config.parse_flags import parse as by_flags
@@ -64,20 +65,20 @@ def test_a_part_goes_where_the_family_has_it(here: Path, family: str, key: str, 
     assert {part: getattr(given, part) for part in parts if getattr(given, part)} == {field: str(here / "one")}
 
 
-@pytest.mark.parametrize(("family", "key", "says"), [
-    ("sd3", "clip_path = 'one'", "clip_path: SD3 has 2 text encoders of this kind"),
-    ("sd3", "llm_path = 'one'", "llm_path: SD3 has no text encoder of this kind"),
-    ("sdxl", "t5_path = 'one'", "t5_path: SDXL has no text encoder of this kind"),
-    ("sdxl", "text_encoder_path = 'one'", "text_encoder_path: is sd3's: SDXL has nothing like it"),
-    ("flux", "text_encoder3 = 'one'", "text_encoder3: is sd3's: Flux.1 has nothing like it"),
-    ("flux", "t5_path = 'one'\ntext_encoder2 = 'two'", "contradicts"),
-    ("flux", "t5_path = 'nowhere'", "no such file or folder: 'nowhere'"),
-    ("sdxl", "guidance = 3.5", "guidance: is flux's: SDXL has nothing like it"),
-    ("flux", "guidance = -1", "guidance: must be at least 0"),
+@pytest.mark.parametrize(("family", "key", "facts"), [
+    ("sd3", "clip_path = 'one'", ["clip_path", "SD3", "2"]),
+    ("sd3", "llm_path = 'one'", ["llm_path", "SD3", "no"]),
+    ("sdxl", "t5_path = 'one'", ["t5_path", "SDXL", "no"]),
+    ("sdxl", "text_encoder_path = 'one'", ["text_encoder_path", "sd3's", "SDXL"]),
+    ("flux", "text_encoder3 = 'one'", ["text_encoder3", "sd3's", "Flux.1"]),
+    ("flux", "t5_path = 'one'\ntext_encoder2 = 'two'", ["t5_path", "contradicts", "text_encoder2"]),
+    ("flux", "t5_path = 'nowhere'", ["t5_path", "'nowhere'"]),
+    ("sdxl", "guidance = 3.5", ["guidance", "flux's", "SDXL"]),
+    ("flux", "guidance = -1", ["guidance", "0", "-1"]),
 ])  # fmt: skip
-def test_what_the_family_has_not_is_named(here: Path, family: str, key: str, says: str) -> None:
+def test_what_the_family_has_not_is_named(here: Path, family: str, key: str, facts: list[str]) -> None:
     (fault,) = faults(here, family, f"diffusers_path = 'whole'\n{key}")
-    assert says in fault
+    assert is_about(fault, *facts)
 
 
 def test_the_command_line_wins_whichever_way_a_part_is_named(here: Path) -> None:
@@ -101,18 +102,19 @@ def test_the_other_door_knows_what_flux_is(here: Path) -> None:
     line = [f"--train_data_dir={here}", f"--output_dir={here}/out", "--resolution=64,64", "--init_from_config=tiny"]
     cfg = by_flags([*line, "--family=flux"]).config
     assert cfg.model.t5_max_length == 512 and cfg.sample.sampler == "flow_euler" and not cfg.cache.latents_to_disk
-    with pytest.raises(ConfigFault, match="--family: 'wan' is known, its training is not built yet"):
+    with pytest.raises(ConfigFault) as caught:
         by_flags([*line, "--family=wan"])
+    assert any(is_about(fault, "--family", "'wan'", "built") for fault in caught.value.faults)
 
 
 def test_a_family_that_is_a_form_only_is_refused_by_that(here: Path) -> None:
     (fault,) = faults(here, "wan", "t5_path = 'one'")
-    assert "the family 'wan' is known, its training is not built yet (built are sdxl, sd3, flux)" in fault
+    assert is_about(fault, "[model] type", "'wan'", "sdxl, sd1, sd2, sd3, flux")
 
 
 def test_a_layout_that_a_family_has_not(here: Path) -> None:
     (fault,) = faults(here, "flux", "init_from_config = 'tiny'", "--save.model_as=ckpt")
-    assert "ckpt is not built for flux, which is exported as safetensors, diffusers, diffusers_safetensors" in fault
+    assert is_about(fault, "--save.model_as", "ckpt", "flux", "safetensors, diffusers, diffusers_safetensors")
     read(here, "flux", "init_from_config = 'tiny'", "--save.model_as=safetensors")
 
 

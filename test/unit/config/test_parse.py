@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import is_about, names
 
 from difftrain.config.parse_flags import Parsed, parse
 from difftrain.config.schema.sections import TrainConfig
@@ -166,14 +167,14 @@ def test_every_flag_that_is_not_built_is_one_fault_by_name(line: list[str]) -> N
     found = faults([*line, *words])
     assert len(found) == len(waiting)
     for flag, sentence in zip(waiting, found, strict=True):
-        assert sentence.startswith(f"{flag.option}: is not built yet (") and meaning(flag, "kohya") in sentence
+        assert is_about(sentence, flag.option, "built") and meaning(flag, "kohya") in sentence
 
 
 WRONG = [
-    ("--shufle_caption", ["--shufle_caption", "did you mean --shuffle_caption?"]),
-    ("--max-train-steps=3", ["--max-train-steps", "did you mean --max_train_steps?"]),
-    ("--max_train_ste=3", ["no such flag", "did you mean --max_train_steps?"]),  # no prefix matching
-    ("--zzz=3", ["no such flag", "--help"]),
+    ("--shufle_caption", ["--shufle_caption", "--shuffle_caption"]),
+    ("--max-train-steps=3", ["--max-train-steps", "--max_train_steps"]),
+    ("--max_train_ste=3", ["--max_train_ste", "--max_train_steps"]),  # no prefix matching
+    ("--zzz=3", ["--zzz", "--help"]),
     ("--seed=1.5", ["--seed", "whole number", "1.5"]),
     ("--seed=-1", ["--seed", "at least 0", "-1"]),
     ("--seed 9223372036854775808", ["--seed", "below", "9223372036854775808"]),
@@ -189,20 +190,20 @@ WRONG = [
     ("--caption_dropout_rate=1.5", ["--caption_dropout_rate", "at most 1", "1.5"]),
     ("--use_ema --ema_decay=1", ["--ema_decay", "below 1", "got 1"]),
     ("--min_snr_gamma=-1", ["--min_snr_gamma", "at least 0", "got -1"]),
-    ("--loss_type=hubert", ["--loss_type", "one of l1, l2, huber, smooth_l1", "did you mean huber?"]),
+    ("--loss_type=hubert", ["--loss_type", "l1, l2, huber, smooth_l1", "huber?"]),
     ("--min_timestep=1000", ["--min_timestep", "at most 999", "got 1000"]),
     ("--ema_profiles=0.05,0.3", ["--ema_profiles", "at most 0.28", "got 0.3"]),
     ("--validation_split=1", ["--validation_split", "below 1"]),
     ("--max_token_length=76", ["--max_token_length", "75, 77, 150, 225", "76"]),
-    ("--mixed_precision=fp61", ["--mixed_precision", "no, fp16, bf16", "did you mean fp16?"]),
-    ("--resize_interpolation=lancsoz", ["--resize_interpolation", "did you mean lanczos?"]),
+    ("--mixed_precision=fp61", ["--mixed_precision", "no, fp16, bf16", "fp16?"]),
+    ("--resize_interpolation=lancsoz", ["--resize_interpolation", "lanczos?"]),
     ("--engine=acelerate", ["--engine", "native, accelerate"]),
     ("--shuffle_caption=true", ["--shuffle_caption", "switch", "'true'"]),
-    ("--shuffle_caption true", ["--shuffle_caption", "takes no value", "'true'"]),
+    ("--shuffle_caption true", ["--shuffle_caption", "no value", "'true'"]),
     ("--seed 1 2", ["--seed", "one value", "'2'"]),
     ("--resolution=64x64", ["--resolution", "WIDTH,HEIGHT", "64x64"]),
     ("--resolution=64,64,64", ["--resolution", "WIDTH,HEIGHT"]),
-    ("--lr_scheduler=cosine --lr_warmup_steps=1.5", ["--lr_warmup_steps", "whole number of steps", "1.5"]),
+    ("--lr_scheduler=cosine --lr_warmup_steps=1.5", ["--lr_warmup_steps", "whole number", "steps", "1.5"]),
     ("--lr_scheduler=cosine --lr_warmup_steps=-3", ["--lr_warmup_steps", "at least 0"]),
     ("--dataset_repeats=0", ["--dataset_repeats", "at least 1", "got 0"]),
     ("--dataset_repeats=1.5", ["--dataset_repeats", "whole number"]),
@@ -213,14 +214,16 @@ WRONG = [
     ("--no_half_vae --half_vae", ["--half_vae", "contradicts --no_half_vae"]),
     ("--half_vae --no_half_vae", ["--no_half_vae", "contradicts --half_vae"]),
     ("--caption_extension=.txt --caption_extention=.cap", ["--caption_extention", "contradicts --caption_extension"]),
-    ("--", ["no such flag"]),
+    ("--", ["--", "--help"]),
 ]
 
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=[words for words, _ in WRONG])
 def test_one_wrong_flag_is_one_fault_that_says_what_is_wrong(line: list[str], words: str, says: list[str]) -> None:
     sentence = only_fault([*line, *words.split(" ")])
-    assert all(part in sentence for part in says), sentence
+    where, *facts = says
+    assert sentence.partition(": ")[0].partition("=")[0] == where
+    assert all(part in sentence.partition(": ")[2] for part in facts), sentence
 
 
 def test_words_without_a_flag(line: list[str]) -> None:
@@ -238,7 +241,7 @@ def test_nothing_at_all_names_what_is_required() -> None:
 def test_the_last_of_two_counts_and_is_said(line: list[str]) -> None:
     parsed = parse([*line, "--train_batch_size=5"])
     assert parsed.config.training.batch_size == 5
-    assert any("--train_batch_size is given twice" in note and "5" in note for note in parsed.notes)
+    assert any(names(note, "--train_batch_size", "twice", "5") for note in parsed.notes)
     assert not parse([*line, "--train_batch_size=2"]).notes
 
 
@@ -266,8 +269,8 @@ def test_a_value_that_is_no_text_is_a_fault(line: list[str]) -> None:
 def test_an_empty_folder_name_is_not_the_folder_one_is_in(line: list[str], name: str, tmp_path: Path) -> None:
     """What `--train_data_dir=$DATA` says where DATA is not set."""
     rest = [word for word in line if not word.startswith(f"--{name}=")]
-    assert only_fault([*rest, f"--{name}="]).startswith(f"--{name}: its value is empty")
-    assert only_fault([*rest, f"--{name}", str(tmp_path), ""]).startswith(f"--{name}: its value is empty")
+    for given in ([f"--{name}="], [f"--{name}", str(tmp_path), ""]):
+        assert is_about(only_fault([*rest, *given]), f"--{name}", "empty")
 
 
 def test_a_resolved_configuration_is_frozen(line: list[str]) -> None:

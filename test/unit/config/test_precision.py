@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import is_about
 
 from difftrain.config.digest import digest
 from difftrain.config.parse_flags import parse
@@ -40,29 +41,29 @@ def test_flags_set_their_fields():
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "facts"),
     [
-        (["--full_bf16"], "--full_bf16: asks for weights in bf16, but --mixed_precision is no"),
-        (["--full_fp16", "--mixed_precision=bf16"], "give --mixed_precision=fp16 too"),
-        (["--master_weights=none"], "--master_weights: needs --full_bf16 or --full_fp16"),
-        (["--master_weights=kahan", "--mixed_precision=bf16"], "kahan needs --full_bf16: the weights are fp32"),
-        (["--master_weights=stochastic", "--full_fp16", "--mixed_precision=fp16"], "fp16 is no upper half of fp32"),
-        (["--master_weights=bf16"], "--master_weights: must be one of fp32, kahan, stochastic, none"),
-        (["--fused_backward_pass", "--gradient_accumulation_steps=2"], "--gradient_accumulation_steps=2 adds them up"),
-        (["--fused_backward_pass", "--fused_optimizer_groups=4"], "contradicts --fused_backward_pass"),
-        (["--fused_optimizer_groups=4", "--mixed_precision=fp16"], "does not go with fp16"),
-        (["--fused_backward_pass", "--optimizer_type=OSS"], "does not go with oss"),
-        (["--fused_backward_pass", "--optimizer_type=Prodigy"], "needs all gradients of an update at once"),
-        (["--fused_optimizer_groups=2", "--optimizer_type=AdamWScheduleFree"], "needs all gradients"),
-        (["--fused_optimizer_groups=0"], "--fused_optimizer_groups: must be at least 1, got 0"),
-        (["--cpu_offload_checkpointing"], "--cpu_offload_checkpointing: needs --gradient_checkpointing"),
-        (["--fp8_base", "--fp8_base_unet"], "contradicts --fp8_base"),
-        (["--full_fp16", "--full_bf16", "--mixed_precision=bf16"], "contradicts --full_fp16"),
+        (["--full_bf16"], "--full_bf16 bf16 --mixed_precision no"),
+        (["--full_fp16", "--mixed_precision=bf16"], "--full_fp16 bf16 --mixed_precision=fp16"),
+        (["--master_weights=none"], "--master_weights --full_bf16 --full_fp16"),
+        (["--master_weights=kahan", "--mixed_precision=bf16"], "--master_weights kahan --full_bf16 fp32"),
+        (["--master_weights=stochastic", "--full_fp16", "--mixed_precision=fp16"], "--master_weights stochastic fp16 fp32"),
+        (["--master_weights=bf16"], "--master_weights fp32 kahan stochastic none 'bf16'"),
+        (["--fused_backward_pass", "--gradient_accumulation_steps=2"], "--fused_backward_pass --gradient_accumulation_steps=2"),
+        (["--fused_backward_pass", "--fused_optimizer_groups=4"], "--fused_optimizer_groups contradicts --fused_backward_pass"),
+        (["--fused_optimizer_groups=4", "--mixed_precision=fp16"], "--fused_optimizer_groups fp16"),
+        (["--fused_backward_pass", "--optimizer_type=OSS"], "--fused_backward_pass oss"),
+        (["--fused_backward_pass", "--optimizer_type=Prodigy"], "--fused_backward_pass optimizer --optimizer_type=AdamW"),
+        (["--fused_optimizer_groups=2", "--optimizer_type=AdamWScheduleFree"], "--fused_optimizer_groups --optimizer_type=AdamW"),
+        (["--fused_optimizer_groups=0"], "--fused_optimizer_groups 1 0"),
+        (["--cpu_offload_checkpointing"], "--cpu_offload_checkpointing --gradient_checkpointing"),
+        (["--fp8_base", "--fp8_base_unet"], "--fp8_base_unet contradicts --fp8_base"),
+        (["--full_fp16", "--full_bf16", "--mixed_precision=bf16"], "--full_bf16 contradicts --full_fp16"),
     ],
 )  # fmt: skip
-def test_what_cannot_stand_together_is_named(flags, words):
+def test_what_cannot_stand_together_is_named(flags, facts):
     found = faults(*flags)
-    assert any(words in fault for fault in found), found
+    assert any(is_about(fault, *facts.split()) for fault in found), found
 
 
 def test_all_contradictions_are_said_at_once():
@@ -87,15 +88,14 @@ def test_all_contradictions_are_said_at_once():
 )
 def test_full_fp16_warns_of_what_vanishes_where_squares_are_divided_by(flags, said):
     notes = parsed("--full_fp16", "--mixed_precision=fp16", *flags).notes
-    assert any("eps of 1e-8 is 0" in note for note in notes) == said
+    assert any(is_about(note, "--full_fp16", "1e-8", "--master_weights=fp32") for note in notes) == said
 
 
 @pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdam"])
 def test_what_estimates_the_rate_moves_nothing_in_fp16(name):
     flags = ("--full_fp16", "--mixed_precision=fp16", f"--optimizer_type={name}", "--learning_rate=1")
     (fault,) = faults(*flags)
-    assert f"keeps {name}'s state in fp16, where its first estimate of the rate, 1e-6, moves nothing" in str(fault)
-    assert "give --master_weights=fp32" in str(fault)
+    assert is_about(fault, "--full_fp16", f"{name}'s", "1e-6", "--master_weights=fp32")
     for more in (("--master_weights=fp32",), ("--optimizer_args", "d0=1e-3")):
         parsed(*flags, *more)
     parsed("--full_bf16", "--master_weights=none", "--mixed_precision=bf16", f"--optimizer_type={name}")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import is_about
 
 from difftrain.config.parse_flags import parse
 from difftrain.config.rules import optimizer, paths, run
@@ -42,20 +43,20 @@ def faults(argv: list[str]) -> list[str]:
 
 TOGETHER = [
     ("--pretrained_model_name_or_path={here}", ["--init_from_config", "contradicts --pretrained_model_name_or_path"]),
-    ("--resolution=60,64", ["--resolution", "multiples of 32", "60,64"]),
+    ("--resolution=60,64", ["--resolution", "32", "60,64"]),
     ("--enable_bucket --min_bucket_reso=128 --max_bucket_reso=64", ["--min_bucket_reso", "128 > 64"]),
-    ("--enable_bucket --min_bucket_reso=32 --bucket_reso_steps=7", ["--bucket_reso_steps", "multiple of 32", "got 7"]),
-    ("--enable_bucket --min_bucket_reso=36", ["--min_bucket_reso", "multiple of 8", "got 36"]),
-    ("--enable_bucket --min_bucket_reso=128", ["--min_bucket_reso", "shorter side of --resolution", "128 > 64"]),
-    ("--enable_bucket --min_bucket_reso=32 --max_bucket_reso=48", ["--max_bucket_reso", "longer side", "48 < 64"]),
+    ("--enable_bucket --min_bucket_reso=32 --bucket_reso_steps=7", ["--bucket_reso_steps", "32", "7"]),
+    ("--enable_bucket --min_bucket_reso=36", ["--min_bucket_reso", "8", "36"]),
+    ("--enable_bucket --min_bucket_reso=128", ["--min_bucket_reso", "shorter", "--resolution", "128 > 64"]),
+    ("--enable_bucket --min_bucket_reso=32 --max_bucket_reso=48", ["--max_bucket_reso", "longer", "--resolution", "48 < 64"]),
     ("--save_n_epoch_ratio=3", ["--save_n_epoch_ratio", "needs --max_train_epochs"]),
     ("--save_last_n_steps=100", ["--save_last_n_steps", "needs --save_every_n_steps"]),
     ("--save_last_n_epochs=2", ["--save_last_n_epochs", "needs --save_every_n_epochs"]),
     ("--save_every_n_steps=4 --save_last_n_steps_state=8", ["--save_last_n_steps_state", "needs --save_state"]),
     ("--sample_every_n_steps=4", ["--sample_every_n_steps", "needs --sample_prompts"]),
     ("--sample_at_first", ["--sample_at_first", "needs --sample_prompts"]),
-    ("--sample_prompts={here}/none.txt", ["--sample_prompts", "no such file", "none.txt"]),
-    ("--sample_prompts={here}/prompts.yaml", ["--sample_prompts", "is no file of prompts"]),
+    ("--sample_prompts={here}/none.txt", ["--sample_prompts", "file", "none.txt"]),
+    ("--sample_prompts={here}/prompts.yaml", ["--sample_prompts", "prompts.yaml", ".txt"]),
     ("--learning_rate_te1=1e-5", ["--learning_rate_te1", "needs --train_text_encoder"]),
     ("--learning_rate_te2=0", ["--learning_rate_te2", "needs --train_text_encoder"]),
     ("--ema_decay=0.9", ["--ema_decay", "needs --use_ema"]),
@@ -64,55 +65,55 @@ TOGETHER = [
     ("--validation_seed=4", ["--validation_seed", "needs --validation_split"]),
     ("--demo_score", ["--demo_score", "needs --demo"]),
     ("--no_metadata --metadata_title=x", ["--metadata_title", "contradicts --no_metadata"]),
-    ("--lr_warmup_steps=10", ["--lr_warmup_steps", "no warm-up", "constant_with_warmup"]),
-    ("--resume={here}/nowhere", ["--resume", "no such folder", "nowhere"]),
-    ("--train_data_dir={here}/nowhere", ["--train_data_dir", "no such folder", "nowhere"]),
-    ("--vae={here}/nowhere", ["--vae", "no such file or folder", "hub"]),
-    ("--tokenizer1_path=./some/tokenizer", ["--tokenizer1_path", "no such file or folder", "hub"]),
-    ("--init_from_config=tny", ["--init_from_config", "no such size", "did you mean tiny?"]),
-    ("--init_from_config={here}/none.json", ["--init_from_config", "no such file", "none.json"]),
-    ("--output_name=a/b", ["--output_name", "plain file name", "a/b"]),
-    ("--output_dir={here}/prompts.txt/x", ["--output_dir", "is a file"]),
-    ("--console_log_file={here}/data", ["--console_log_file", "is a folder"]),
-    ("--console_log_file={here}/prompts.txt/x/log.txt", ["--console_log_file", "prompts.txt' is a file"]),
-    ("--logging_dir={here}/prompts.txt/x", ["--logging_dir", "prompts.txt' is a file"]),
-    ("--metadata_thumbnail={here}/none.png", ["--metadata_thumbnail", "no such file", "none.png", "data: URL"]),
-    ("--metadata_thumbnail={here}/data", ["--metadata_thumbnail", "no such file"]),
-    ("--optimizer_type=AdamWW", ["--optimizer_type", "no such name", "did you mean AdamW?"]),
-    ("--lr_scheduler=cosin", ["--lr_scheduler", "did you mean cosine?"]),
-    ("--lr_scheduler=adafactor", ["--lr_scheduler", "goes with --optimizer_type=Adafactor"]),
-    ("--lr_scheduler_type=1x", ["--lr_scheduler_type", "no class name"]),
-    ("--sample_sampler=eulr_a", ["--sample_sampler", "did you mean euler_a?"]),
-    ("--torch_compile --dynamo_backend=inductr", ["--dynamo_backend", "did you mean inductor?"]),
-    ("--torch_compile --dynamo_backend=fx2trt", ["--dynamo_backend", "no longer part of torch"]),
-    ("--log_tracker_config={here}/none.toml", ["--log_tracker_config", "no such file"]),
-    ("--log_tracker_config={here}/prompts.txt", ["--log_tracker_config", "cannot be read as TOML"]),
-    ("--log_with=tensorbord", ["--log_with", "did you mean tensorboard?"]),
+    ("--lr_warmup_steps=10", ["--lr_warmup_steps", "warm-up", "--lr_scheduler=constant_with_warmup"]),
+    ("--resume={here}/nowhere", ["--resume", "folder", "nowhere"]),
+    ("--train_data_dir={here}/nowhere", ["--train_data_dir", "folder", "nowhere"]),
+    ("--vae={here}/nowhere", ["--vae", "nowhere", "hub"]),
+    ("--tokenizer1_path=./some/tokenizer", ["--tokenizer1_path", "some/tokenizer", "hub"]),
+    ("--init_from_config=tny", ["--init_from_config", "size", "'tny'", "tiny"]),
+    ("--init_from_config={here}/none.json", ["--init_from_config", "file", "none.json"]),
+    ("--output_name=a/b", ["--output_name", "a/b", "--output_dir"]),
+    ("--output_dir={here}/prompts.txt/x", ["--output_dir", "prompts.txt", "file"]),
+    ("--console_log_file={here}/data", ["--console_log_file", "data", "folder"]),
+    ("--console_log_file={here}/prompts.txt/x/log.txt", ["--console_log_file", "prompts.txt", "file"]),
+    ("--logging_dir={here}/prompts.txt/x", ["--logging_dir", "prompts.txt", "file"]),
+    ("--metadata_thumbnail={here}/none.png", ["--metadata_thumbnail", "file", "none.png", "data: URL"]),
+    ("--metadata_thumbnail={here}/data", ["--metadata_thumbnail", "file", "data"]),
+    ("--optimizer_type=AdamWW", ["--optimizer_type", "'AdamWW'", "AdamW"]),
+    ("--lr_scheduler=cosin", ["--lr_scheduler", "'cosin'", "cosine"]),
+    ("--lr_scheduler=adafactor", ["--lr_scheduler", "--optimizer_type=Adafactor"]),
+    ("--lr_scheduler_type=1x", ["--lr_scheduler_type", "class", "'1x'"]),
+    ("--sample_sampler=eulr_a", ["--sample_sampler", "'eulr_a'", "euler_a"]),
+    ("--torch_compile --dynamo_backend=inductr", ["--dynamo_backend", "'inductr'", "inductor"]),
+    ("--torch_compile --dynamo_backend=fx2trt", ["--dynamo_backend", "fx2trt", "torch"]),
+    ("--log_tracker_config={here}/none.toml", ["--log_tracker_config", "file", "none.toml"]),
+    ("--log_tracker_config={here}/prompts.txt", ["--log_tracker_config", "prompts.txt", "TOML", "line 1"]),
+    ("--log_with=tensorbord", ["--log_with", "'tensorbord'", "tensorboard"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "says"), TOGETHER, ids=[more for more, _ in TOGETHER])
-def test_one_contradiction_is_one_fault(line: dict[str, str], tmp_path: Path, more: str, says: list[str]) -> None:
+@pytest.mark.parametrize(("more", "facts"), TOGETHER, ids=[more for more, _ in TOGETHER])
+def test_one_contradiction_is_one_fault(line: dict[str, str], tmp_path: Path, more: str, facts: list[str]) -> None:
     changed = {word[2:].split("=")[0] for word in more.split()}
     kept = {name: value for name, value in line.items() if name not in changed}
     found = faults(words(kept, more.format(here=tmp_path)))
     assert len(found) == 1, found
-    assert all(part in found[0] for part in says), found[0]
+    assert is_about(found[0], *facts)
 
 
 SAID = [
-    ("--max_train_epochs=3 --max_train_steps=10", "--max_train_steps: has no effect: --max_train_epochs wins"),
-    ("--max_train_epochs=9 --save_n_epoch_ratio=3 --save_every_n_epochs=1", "--save_every_n_epochs: has no effect"),
-    ("--min_bucket_reso=32", "--min_bucket_reso: has no effect without --enable_bucket"),
-    ("--dynamo_backend=eager", "--dynamo_backend: has no effect without --torch_compile"),
-    ("--lr_scheduler_power=2", "--lr_scheduler_power: acts on polynomial only"),
-    ("--lr_scheduler=cosine --lr_scheduler_num_cycles=2", "--lr_scheduler_num_cycles: acts on cosine_with_restarts"),
-]
+    ("--max_train_epochs=3 --max_train_steps=10", "--max_train_steps --max_train_epochs"),
+    ("--max_train_epochs=9 --save_n_epoch_ratio=3 --save_every_n_epochs=1", "--save_every_n_epochs --save_n_epoch_ratio"),
+    ("--min_bucket_reso=32", "--min_bucket_reso --enable_bucket"),
+    ("--dynamo_backend=eager", "--dynamo_backend --torch_compile"),
+    ("--lr_scheduler_power=2", "--lr_scheduler_power polynomial"),
+    ("--lr_scheduler=cosine --lr_scheduler_num_cycles=2", "--lr_scheduler_num_cycles cosine_with_restarts"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "note"), SAID, ids=[more for more, _ in SAID])
-def test_what_kohya_lets_pass_is_said(line: dict[str, str], more: str, note: str) -> None:
-    assert any(said.startswith(note) for said in parse(words(line, more)).notes)
+@pytest.mark.parametrize(("more", "facts"), SAID, ids=[more for more, _ in SAID])
+def test_what_kohya_lets_pass_is_said(line: dict[str, str], more: str, facts: str) -> None:
+    assert any(is_about(said, *facts.split()) for said in parse(words(line, more)).notes)
 
 
 FINE = [
@@ -152,7 +153,8 @@ def test_a_tracker_that_is_not_installed_is_named(line: dict[str, str], monkeypa
 
 def test_an_output_folder_that_cannot_be_written_to(line: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths.os, "access", lambda path, mode: False)  # root may write anywhere
-    assert "can't be written to" in faults(words(line))[0]
+    (fault,) = faults(words(line))
+    assert is_about(fault, "--output_dir", repr(str(Path(line["output_dir"]).parent)))
 
 
 def test_logs_and_a_thumbnail_out_of_reach(
@@ -165,7 +167,7 @@ def test_logs_and_a_thumbnail_out_of_reach(
     )
     asked = ("--output_dir", "--console_log_file", "--logging_dir", "--metadata_thumbnail")
     assert [each.split(":")[0] for each in found] == list(asked)
-    assert all("can't be" in each for each in found)
+    assert all(str(tmp_path) in each for each in found)
 
 
 def test_a_rule_does_not_repeat_what_a_field_said(line: dict[str, str]) -> None:
@@ -174,8 +176,10 @@ def test_a_rule_does_not_repeat_what_a_field_said(line: dict[str, str]) -> None:
 
 
 def test_rules_of_the_rooms_above_count_too(line: dict[str, str]) -> None:
-    with pytest.raises(ConfigFault, match=r"--device: no such name: 'gpx' \(did you mean gpu\?\)"):
+    with pytest.raises(ConfigFault) as caught:
         parse(words(line, "--device=gpx"), [one_of("training.device", ("auto", "gpu", "cpu"))])
+    (fault,) = caught.value.faults
+    assert is_about(fault, "--device", "'gpx'", "gpu")
 
 
 def test_rules_name_fields_and_flags_that_exist() -> None:
@@ -217,11 +221,13 @@ def test_compile_backends_are_torchs() -> None:
 @pytest.mark.parametrize("wrong", ["~nosuchuser/x", "q" * 300 + ".txt", "/" + "q" * 5000])
 def test_names_that_no_disk_takes_are_faults_beside_others(line: dict[str, str], tmp_path: Path, wrong: str) -> None:
     named = ("train_data_dir", "conditioning_data_dir", "vae", "sample_prompts", "metadata_thumbnail", "resume")
-    said = "\n".join(faults([*words(line | dict.fromkeys(named, wrong)), "--masked_loss"]))
-    assert all(f"--{flag}: no such f" in said for flag in named), said
+    said = faults([*words(line | dict.fromkeys(named, wrong)), "--masked_loss"])
+    for flag in named:
+        assert any(each.startswith(f"--{flag}: ") and wrong[:50] in each for each in said), (flag, said)
     toml = tmp_path / "sets.toml"
     keys = "".join(f"{key} = '{wrong}'\n" for key in ("image_dir", "conditioning_data_dir"))
     toml.write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{keys}")
     line.pop("train_data_dir")
     found = faults([*words(line), f"--dataset_config={toml}", "--masked_loss"])
-    assert len(found) == 2 and all("no such folder" in fault for fault in found)
+    for key in ("image_dir", "conditioning_data_dir"):
+        assert sum(is_about(fault, f"1 {key}", "folder") for fault in found) == 1, found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import is_about
 
 from difftrain.config.parse_flags import parse
 from difftrain.contracts import ConfigFault
@@ -21,40 +22,40 @@ FAULTS = [
     ("--min_timestep=700 --max_timestep=500", ["--min_timestep", "700 >= 500"]),
     ("--scale_v_pred_loss_like_noise_pred", ["--scale_v_pred_loss_like_noise_pred", "needs --v_parameterization"]),
     ("--v_pred_like_loss=0.5 --v_parameterization", ["--v_pred_like_loss", "contradicts --v_parameterization"]),
-    ("--ema_profiles=0.05,0.1,0.05", ["--ema_profiles", "a width twice"]),
+    ("--ema_profiles=0.05,0.1,0.05", ["--ema_profiles", "twice", "0.05"]),
     ("--ema_snapshot_precision=float", ["--ema_snapshot_precision", "needs --ema_profiles"]),
     ("--huber_c=0", ["--huber_c", "above 0"]),
     ("--noise_offset=-0.1", ["--noise_offset", "at least 0"]),
     ("--ema_profiles=0", ["--ema_profiles", "at least 0.001"]),
-    ("--ema_profiles=0.05;0.1", ["--ema_profiles", "must be a number", "0.05;0.1"]),
+    ("--ema_profiles=0.05;0.1", ["--ema_profiles", "number", "0.05;0.1"]),
 ]
 
 
-@pytest.mark.parametrize(("more", "says"), FAULTS, ids=[more for more, _ in FAULTS])
-def test_one_contradiction_is_one_fault(line: list[str], more: str, says: list[str]) -> None:
+@pytest.mark.parametrize(("more", "facts"), FAULTS, ids=[more for more, _ in FAULTS])
+def test_one_contradiction_is_one_fault(line: list[str], more: str, facts: list[str]) -> None:
     with pytest.raises(ConfigFault) as caught:
         parse([*line, *more.split()])
     (found,) = map(str, caught.value.faults)
-    assert all(part in found for part in says), found
+    assert is_about(found, *facts)
 
 
 SAID = [
-    ("--zero_terminal_snr", "--zero_terminal_snr: is meant for --v_parameterization"),
-    ("--noise_offset_random_strength", "--noise_offset_random_strength: has no effect without --noise_offset"),
-    ("--noise_offset=0 --adaptive_noise_scale=0.1", "--adaptive_noise_scale: has no effect with --noise_offset=0"),
-    ("--multires_noise_discount=0.4", "--multires_noise_discount: has no effect without --multires_noise_iterations"),
-    ("--ip_noise_gamma_random_strength", "--ip_noise_gamma_random_strength: has no effect without --ip_noise_gamma"),
-    ("--huber_c=0.2", "--huber_c: acts on --loss_type=huber and smooth_l1 only"),
-    ("--loss_type=huber --huber_scale=2", "--huber_scale: has no effect with --huber_schedule=snr"),
-    ("--ema_profiles=0.05 --save_every_n_steps=2", "--ema_profiles: is one width"),
-    ("--ema_profiles=0.05,0.1", "--ema_profiles: stores snapshots with every export, and there is only the last"),
+    ("--zero_terminal_snr", "--zero_terminal_snr --v_parameterization"),
+    ("--noise_offset_random_strength", "--noise_offset_random_strength --noise_offset"),
+    ("--noise_offset=0 --adaptive_noise_scale=0.1", "--adaptive_noise_scale --noise_offset=0"),
+    ("--multires_noise_discount=0.4", "--multires_noise_discount --multires_noise_iterations"),
+    ("--ip_noise_gamma_random_strength", "--ip_noise_gamma_random_strength --ip_noise_gamma"),
+    ("--huber_c=0.2", "--huber_c --loss_type=huber smooth_l1"),
+    ("--loss_type=huber --huber_scale=2", "--huber_scale --huber_schedule=snr"),
+    ("--ema_profiles=0.05 --save_every_n_steps=2", "--ema_profiles one 0.05,0.10"),
+    ("--ema_profiles=0.05,0.1", "--ema_profiles --save_every_n_steps --save_every_n_epochs"),
 ]
 
 
-@pytest.mark.parametrize(("more", "note"), SAID, ids=[more for more, _ in SAID])
-def test_what_kohya_lets_pass_is_said(line: list[str], more: str, note: str) -> None:
-    notes = parse([*line, *more.split()]).notes
-    assert [said for said in notes if said.startswith(note)] and len(notes) == 1, notes
+@pytest.mark.parametrize(("more", "facts"), SAID, ids=[more for more, _ in SAID])
+def test_what_kohya_lets_pass_is_said(line: list[str], more: str, facts: str) -> None:
+    (note,) = parse([*line, *more.split()]).notes
+    assert is_about(note, *facts.split())
 
 
 FINE = [

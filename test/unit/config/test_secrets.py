@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from refusals import is_about
 
 from difftrain.config.parse_flags import parse
-from difftrain.config.secrets import looks_secret, redact, redact_text
+from difftrain.config.parse_keys import parse as parse_keys
+from difftrain.config.secrets import WEBHOOK, looks_secret, redact, redact_text, unfit_webhook
 from difftrain.config.toml import dump
 from difftrain.contracts import ConfigFault
 
@@ -17,7 +22,7 @@ KEY, TOKEN = "0123456789abcdef0123", "tok-en-of-a-hub-77"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", WEBHOOK):
         monkeypatch.setenv(name, "")
 
 
@@ -66,11 +71,61 @@ def test_tokens_move_to_the_environment(tmp_path: Path) -> None:
     assert os.environ["WANDB_API_KEY"] == KEY and os.environ["HF_TOKEN"] == TOKEN
     written = dump(parsed.config) + "".join(parsed.notes) + " ".join(parsed.argv) + repr(parsed.config)
     assert KEY not in written and TOKEN not in written
-    assert sum("moved to the environment" in note for note in parsed.notes) == 2
+    for option, variable in (("--wandb_api_key", "WANDB_API_KEY"), ("--huggingface_token", "HF_TOKEN")):
+        assert sum(is_about(note, option, variable) for note in parsed.notes) == 1
 
 
 def test_a_fault_beside_a_token_does_not_print_it() -> None:
     with pytest.raises(ConfigFault) as caught:
         parse([f"--wandb_api_key={KEY}", f"--wandb_api_kye={KEY}", "--huggingface_token="])
     assert KEY not in str(caught.value)
-    assert "did you mean --wandb_api_key?" in str(caught.value)
+    assert any(is_about(fault, "--wandb_api_kye", "--wandb_api_key") for fault in caught.value.faults)
+
+
+URL = "https" + "://hooks.example/services/T0/B0/abcdefgh"
+
+
+@pytest.mark.flags("webhook_url")
+@pytest.mark.parametrize("door", [parse, parse_keys])
+def test_the_address_of_a_webhook_is_a_secret(door: Callable[[list[str]], Any], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run.toml").write_text(
+        f"[monitoring]\nwebhook_url = '{URL}'\n[training]\nepochs = 1\n[output]\noutput_dir = 'out'\n"
+        "[model]\ntype = 'sdxl'\ninit_from_config = 'tiny'\n"
+    )
+    (tmp_path / "data.toml").write_text("resolutions = [64]\n[[directory]]\npath = 'data'\n")
+    line = ["--init_from_config=tiny", f"--train_data_dir={tmp_path / 'data'}", f"--output_dir={tmp_path}"]
+    line = (
+        [*line, "--resolution=64", f"--webhook_url={URL}"]
+        if door is parse
+        else [f"--config={tmp_path / 'run.toml'}", f"--dataset={tmp_path / 'data.toml'}"]
+    )
+    parsed = door(line)
+    assert os.environ[WEBHOOK] == URL
+    assert URL not in dump(parsed.config) and not any(URL in note for note in parsed.notes)
+    assert redact_text(f"to {URL}") == "to ***"
+    own = ["--webhook_url", URL, f"--monitoring.webhook_url={URL}"]
+    assert redact(own) == ["--webhook_url", "***", "--monitoring.webhook_url=***"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hooks.example/x",
+        "ftp://hooks.example/x",
+        "https:/x",
+        "https://[/x",
+        "https://a b/",
+        "http://h:x/",
+        "http://h/\n",
+    ],
+)
+def test_what_is_no_address_of_a_webhook_is_refused_and_not_shown(url: str, tmp_path: Path) -> None:
+    assert unfit_webhook(url) and url not in unfit_webhook(url)
+    with pytest.raises(ConfigFault) as caught:
+        parse([f"--webhook_url={url}", "--init_from_config=tiny"])
+    assert any(is_about(fault, "--webhook_url") and url not in str(fault) for fault in caught.value.faults)
+    (tmp_path / "run.toml").write_text(f"[monitoring]\nwebhook_url = {json.dumps(url)}\n")
+    with pytest.raises(ConfigFault) as caught:
+        parse_keys([f"--config={tmp_path / 'run.toml'}"])
+    assert any(is_about(fault, "[monitoring] webhook_url") for fault in caught.value.faults)

@@ -27,3 +27,21 @@ def test_each_door_spells_a_setting(field: str, value: object, kohya: str, train
     with speaking("train"):
         assert option(field, value) == spelled(text) == train
     assert option(field, value, door="train") == train and option(field, value) == kohya
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "spelt"),
+    [
+        ("training.max_epochs", None, "--num_train_epochs"),
+        ("save.resume", "auto", "--resume_from_checkpoint=latest"),
+        ("optimizer.type", "AdamW8bit", "--use_8bit_adam"),
+        ("optimizer.type", None, "[optimizer] type"),
+        ("data.random_crop", False, "--center_crop"),
+        ("data.random_crop", True, "[data] random_crop=true"),
+        ("cache.latents", True, "[cache] latents=true"),
+    ],
+)
+def test_the_door_of_diffusers_example_spells_its_own(field: str, value: object, spelt: str) -> None:
+    with speaking("text_to_image"):
+        assert option(field, value) == spelt
+    assert option(field, value, door="text_to_image") == spelt

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import is_about, names
 
 from difftrain.config.layers import KeyValue, Layer, judged
 from difftrain.config.parse_keys import literal, parse
@@ -39,7 +40,7 @@ LINES = [line for table in every_table() for line in lines(table)]
 KINDS: dict[str, tuple[str, ...]] = {
     "N": ("1", "8", "64"),
     "X": ("0.5", "0.1", "1", "2"),
-    "TEXT": ("a", "latest"),
+    "TEXT": ("a", "latest", "https://host/path"),
     "{...}": ("{}",),
 }
 
@@ -72,18 +73,18 @@ def test_every_example_of_the_column_of_values_is_taken(line: KeyLine) -> None:
 
 
 def test_a_value_of_another_type_is_told_what_would_be_right() -> None:
-    for path, value, said in (
-        ("data.face_crop_range", 2.0, "must be a list, [X, X], got 2"),
-        ("data.face_crop_range", [2.0], "must be a list, [X, X], got [2.0]"),
-        ("data.resolution", "128", "must be a list, [N, N], got '128'"),
-        ("data.resolution", [64, "a"], "must be a whole number, got 'a'"),
-        ("data.flip", 1, "must be true or false, got 1"),
-        ("cache.dtypes", "bf16", "must be a table, {name = TEXT}, got 'bf16'"),
-        ("save.run_dirs", "yes", "must be true or false, got 'yes'"),
-        ("optimizer.learning_rate", [1], "must be a number, got [1]"),
+    for path, value, *facts in (
+        ("data.face_crop_range", 2.0, "list", "[X, X]", "2"),
+        ("data.face_crop_range", [2.0], "list", "[X, X]", "[2.0]"),
+        ("data.resolution", "128", "list", "[N, N]", "'128'"),
+        ("data.resolution", [64, "a"], "whole number", "'a'"),
+        ("data.flip", 1, "true", "false", "1"),
+        ("cache.dtypes", "bf16", "table", "{name = TEXT}", "'bf16'"),
+        ("save.run_dirs", "yes", "true", "false", "'yes'"),
+        ("optimizer.learning_rate", [1], "number", "[1]"),
     ):
         wrong = judged(path, value)[1]
-        assert wrong is not None and wrong[0] == said
+        assert wrong is not None and names(wrong[0], *facts), (path, wrong)
 
 
 def test_one_number_is_a_square_or_holds_for_all(run: Path) -> None:
@@ -98,8 +99,8 @@ def test_one_number_is_a_square_or_holds_for_all(run: Path) -> None:
 def test_a_data_set_is_written_out_by_itself(run: Path) -> None:
     with pytest.raises(ConfigFault) as caught:
         parse([f"--config={run}", "--dump_dataset=there", "--cache_only", "--test_sample"])
-    said = str(caught.value)
-    assert "--cache_only: contradicts --dump_dataset" in said and "--test_sample: contradicts --dump_dataset" in said
+    for option in ("--cache_only", "--test_sample"):
+        assert any(is_about(fault, option, "contradicts --dump_dataset") for fault in caught.value.faults), option
 
 
 def test_a_share_that_leaves_nothing_is_named_with_its_file(run: Path) -> None:
@@ -107,8 +108,9 @@ def test_a_share_that_leaves_nothing_is_named_with_its_file(run: Path) -> None:
         "resolutions = [64]\nsubsample_ratio = 0.0001\n[[directory]]\npath = 'pictures'\n"
     )
     cfg = parse([f"--config={run}", "--data.cache_dir=cache"]).config
-    with pytest.raises(DataFault, match=r"dataset.toml: subsample_ratio = 0.0001 leaves out all 2 records"):
+    with pytest.raises(DataFault) as caught:
         prepare(cfg, log=lambda line: None)
+    assert is_about(caught.value, "dataset.toml", "subsample_ratio = 0.0001", "2")
 
 
 def test_the_page_speaks_of_no_values_of_python_and_says_what_keys_mean() -> None:
@@ -127,4 +129,4 @@ def test_what_the_run_says_of_pictures_holds_for_a_data_sets_file(run: Path) -> 
     (looked_at,) = parsed.config.eval.sets[0].datasets[0].subsets
     assert subset.flip and subset.random_crop and subset.alpha_mask and looked_at.alpha_mask
     assert not looked_at.flip and not looked_at.random_crop
-    assert any("--data.resolution: has no effect: dataset.toml sets it" in note for note in parsed.notes)
+    assert any(is_about(note, "--data.resolution", "dataset.toml") for note in parsed.notes)

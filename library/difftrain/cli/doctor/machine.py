@@ -109,6 +109,8 @@ REQUIRED = {
 }
 OPTIONAL = {
     "wandb": "--log_with=wandb",
+    "swanlab": "--log_with=swanlab",
+    "mlflow": "--log_with=mlflow",
     "accelerate": "--engine=accelerate",
     "fairscale": "--optimizer_type=oss with --engine=accelerate",
     "deepspeed": "--engine=accelerate with ZeRO",

@@ -98,6 +98,7 @@ def _clip_mode(value: Any) -> str:
     return "" if value in CLIP_MODES else wanted
 
 
+CLIP_MODE: Kind = _clip_mode
 BOOL = _kind("true or false", lambda value: isinstance(value, bool))
 TEXT = _kind("text in quotes", lambda value: isinstance(value, str))
 FILLED = _kind("text in quotes, not empty", lambda value: isinstance(value, str) and value != "")
@@ -220,7 +221,7 @@ KEYS: tuple[DatasetKey, ...] = (
         why="clips are not built yet for the family {family!r}, which makes pictures",
         help="true is refused by name for a family that makes no clips."),
     Row("framerate", TOP, kind=RATE, status="nearest", help=_OF_CLIPS),
-    Row("video_clip_mode", TOP, kind=_clip_mode, status="nearest", help=_OF_CLIPS),
+    Row("video_clip_mode", TOP, kind=CLIP_MODE, status="nearest", help=_OF_CLIPS),
 )
 # fmt: on
 KOHYA = {key.name: key for key in KEYS if "[[directory]]" not in key.tables}

@@ -10,7 +10,7 @@ from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import Resolved
 from difftrain.config.datasets.keys import KOHYA, DatasetKey, SubsetKind
 from difftrain.config.datasets.reader import Table, TomlReader, converted
-from difftrain.config.paths import expanded, is_file, is_folder
+from difftrain.config.paths import expanded, is_file, is_folder, toml_entry_point
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import DatasetSection, SubsetSection, TrainConfig
 from difftrain.config.spellings.spelling import option
@@ -39,7 +39,9 @@ class KohyaReader(TomlReader):
         self.seeds: set[int | None] = set()
         for name in sorted(tables.keys() - {"general", "datasets"}):
             if name == "directory":
-                self.fault(name, "is of diffusion-pipe's data set TOML", "train.py takes such files: --dataset")
+                self.fault(
+                    name, "is of diffusion-pipe's data set TOML", f"{toml_entry_point()} takes such files: --dataset"
+                )
                 continue
             self.fault(name, "no such table", did_you_mean(name, ("general", "datasets")) or "[general], [[datasets]]")
         general = tables.get("general", {})

@@ -1,7 +1,10 @@
-"""Write docs/flags.md and docs/train_toml.md from the tables; what stands above these is in the .md files beside this one.
+"""Write docs/flags.md, docs/train_toml.md and docs/text_to_image.md from the tables.
+
+What stands above these is in the .md files beside this one.
 
 python -m difftrain.config.render.docs flags > docs/flags.md
 python -m difftrain.config.render.docs keys > docs/train_toml.md
+python -m difftrain.config.render.docs text_to_image > docs/text_to_image.md
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from difftrain.config.derive import DOOR_DEFAULTS
-from difftrain.config.render.help import default_text, form
+from difftrain.config.render.help import default_text, form, option_form
 from difftrain.config.render.keys import every_table, lines, nearest, not_built, says
 from difftrain.config.schema.names import OPTIMIZERS_LATER, OPTIMIZERS_NEAR
+from difftrain.config.spellings import text_to_image
 from difftrain.config.spellings.flags import KOHYA, OURS
 from difftrain.config.spellings.keys import OPTIONS
 from difftrain.config.spellings.row import AS_OURS, Row
@@ -54,6 +58,38 @@ def _flag_table(flags: Iterable[Row]) -> str:
             for flag in flags
         ),
     )
+
+
+def text_to_image_page() -> str:
+    """Return the whole page of the door that takes the flags of diffusers' example."""
+    own = text_to_image.DIFFUSERS
+    return "\n".join(
+        [
+            (_HERE / "text_to_image.md").read_text(encoding="utf-8").format(known=len(own)),
+            "## The example's flags\n\n" + _door_table(flag for flag in own if flag.status == "offered"),
+            "## Accepted, meaning the nearest thing here (said once)\n\n"
+            + _door_reasons("what it means", (flag for flag in own if flag.status == "nearest")),
+            "## Not offered\n\n" + _door_reasons("reason", (flag for flag in own if flag.status == "refused")),
+            "## Ours\n\n" + _door_table(text_to_image.OURS),
+        ]
+    )
+
+
+def _door_table(flags: Iterable[Row]) -> str:
+    rows = (
+        (
+            f"`{flag.option}{form(flag)}`",
+            meaning(flag, "text_to_image"),
+            "off" if flag.kind == "switch" else default_text(flag, text_to_image.DEFAULTS).strip("[]"),
+            f"`[{'] '.join(flag.to.split('.'))}`" if flag.to and not flag.to.startswith("?") else "",
+        )
+        for flag in flags
+    )
+    return _table(("flag", "meaning", "default", "TOML"), rows)
+
+
+def _door_reasons(title: str, flags: Iterable[Row]) -> str:
+    return _table(("flag", title), ((f"`{flag.option}`", meaning(flag, "text_to_image")) for flag in flags))
 
 
 def _reasons(title: str, flags: Iterable[Row]) -> str:
@@ -102,7 +138,7 @@ def keys_page() -> str:
 
 
 def _options() -> str:
-    rows = ((f"`{f'{row.option} {row.takes}'.rstrip()}`", meaning(row, "train")) for row in OPTIONS.values())
+    rows = ((f"`{option_form(row)}`", meaning(row, "train")) for row in OPTIONS.values())
     return _table(("option", "meaning"), rows)
 
 
@@ -148,4 +184,4 @@ def _lines(sentences: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print({"flags": flags_page, "keys": keys_page}[sys.argv[1]](), end="")
+    print({"flags": flags_page, "keys": keys_page, "text_to_image": text_to_image_page}[sys.argv[1]](), end="")

@@ -1,14 +1,17 @@
-"""What --help prints in both doors, from their tables."""
+"""What --help prints in every door, from their tables."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 from difftrain.config.render.keys import every_table, lines, not_built, says
 from difftrain.config.schema.names import OPTIMIZERS_LATER
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of, section_class
+from difftrain.config.spellings import text_to_image
 from difftrain.config.spellings.flags import FLAGS, KOHYA, OURS
 from difftrain.config.spellings.keys import OPTIONS
 from difftrain.config.spellings.row import Row
@@ -43,6 +46,22 @@ def flag_help(prog: str) -> str:
     return "\n".join(parts)
 
 
+def text_to_image_help(prog: str) -> str:
+    """Write the help of the door that takes the flags of diffusers' example."""
+    told = partial(entries, defaults=text_to_image.DEFAULTS)
+    parts = [
+        f"usage: {prog} --pretrained_model_name_or_path=PATH|ID --dataset_name=DIR|ID | --train_data_dir=DIR\n"
+        "           [--flag=value ...]\n",
+        "--key=value and --key value both work; no prefix of a name stands for it. Lowest first, what counts is the\n"
+        "default, the file of --config, what accelerate's launcher says, the flag. Faults are all reported, with exit code 2.\n"
+        "docs/text_to_image.md says more.\n",
+        "flags of diffusers' example\n" + told(flag for flag in text_to_image.DIFFUSERS if _offered(flag)),
+        "ours\n" + told(flag for flag in text_to_image.OURS if _offered(flag)),
+    ]
+    refused = [f"{flag.option} ({meaning(flag)})" for flag in text_to_image.DIFFUSERS if not _offered(flag)]
+    return "\n".join([*parts, _wrapped("not offered", ", ".join(refused))])
+
+
 def _offered(flag: Row) -> bool:
     return flag.status in ("offered", "nearest")
 
@@ -51,10 +70,10 @@ def _paragraph(title: str, says: str, flags: Iterable[Row]) -> str:
     return f"[{title}] {says.splitlines()[0]}\n" + entries(flags)
 
 
-def entries(flags: Iterable[Row]) -> str:
-    """Write a line or more for each flag: how it is spelt, what it means, its default."""
+def entries(flags: Iterable[Row], defaults: Mapping[str, Any] | None = None) -> str:
+    """Write a line or more for each flag: how it is spelt, what it means, its default. defaults: as default_text."""
     return "".join(
-        _entry(f"{flag.option}{form(flag)}", _with_default(meaning(flag, "kohya"), default_text(flag)))
+        _entry(f"{flag.option}{form(flag)}", _with_default(meaning(flag), default_text(flag, defaults)))
         for flag in flags
     )
 
@@ -62,13 +81,22 @@ def entries(flags: Iterable[Row]) -> str:
 def form(flag: Row) -> str:
     """Return what follows a flag's name: the words to choose from, or what kind of value it takes."""
     if flag.kind == "switch":
+        return f"[={'|'.join(flag.choices)}]" if flag.choices else ""
+    return f"={'|'.join(map(str, choices_of(flag.to) if _is_field(flag.to) else flag.choices)) or FORMS[flag.kind]}"
+
+
+def _is_field(path: str) -> bool:
+    return bool(path) and not path.startswith("?")
+
+
+def default_text(flag: Row, defaults: Mapping[str, Any] | None = None) -> str:
+    """Name the default where there is one to name. defaults: "section.field" -> what a door takes in place of a field's."""
+    if flag.kind == "switch":
         return ""
-    return f"={'|'.join(map(str, choices_of(flag.to) if flag.to else ())) or FORMS[flag.kind]}"
-
-
-def default_text(flag: Row) -> str:
-    """Name the default where there is one to name."""
-    if flag.kind == "switch" or not flag.to or (value := default_of(flag.to)) in (None, "", (), {}):
+    value = flag.default
+    if value is None and _is_field(flag.to):
+        value = (defaults or {}).get(flag.to, default_of(flag.to))
+    if value in (None, "", (), {}):
         return ""
     return value if isinstance(value, str) else value_text(value)
 
@@ -87,8 +115,7 @@ def key_help(prog: str) -> str:
         "text. Lowest first, what counts is the default, the family's default, the file, the command line. A key of\n"
         "diffusion-pipe's flat files may stand at the top of the file too. Faults are all reported, with exit code 2.\n"
         "docs/train_toml.md says more.\n",
-        "options\n"
-        + "".join(_entry(f"{row.option} {row.takes}".rstrip(), meaning(row, "train")) for row in OPTIONS.values()),
+        "options\n" + "".join(_entry(option_form(row), meaning(row, "train")) for row in OPTIONS.values()),
     ]
     for table in every_table():
         told = (_entry(f"{line.name}={line.values}", _with_default(line.help, line.default)) for line in lines(table))
@@ -99,6 +126,11 @@ def key_help(prog: str) -> str:
          "[optimization] pipeline_stages above 1", "[engine] type = 'deepspeed'"])  # fmt: skip
     parts.append(f"not built yet\n{textwrap.fill(waiting, 116, initial_indent='  ', subsequent_indent='  ')}\n")
     return "\n".join(parts)
+
+
+def option_form(row: Row) -> str:
+    """Return an option of train.py with what may follow it."""
+    return row.option + (form(row) if row.kind == "switch" else f" {row.takes}".rstrip())
 
 
 def _with_default(text: str, default: str) -> str:

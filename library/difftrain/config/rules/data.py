@@ -84,6 +84,10 @@ def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     for number, dataset in enumerate(cfg.data.datasets, 1):
         for keys, what, remedy in _misfits(dataset, multiple):
             yield Finding(("data.datasets",), f"[[datasets]] {number} {keys[0]} {what}", remedy)
+    for evaluated in cfg.eval.sets:
+        for dataset in evaluated.datasets:
+            for keys, what, remedy in _misfits(dataset, multiple):
+                yield Finding(("eval.sets",), f"{evaluated.name}: {keys[0]} {what}", remedy)
 
 
 def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -107,6 +111,12 @@ def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...]
         divisor = multiple if key == "bucket_reso_steps" else 8  # both ends are rounded to the steps
         if getattr(size, key) % divisor:
             yield (key,), f"must be a multiple of {divisor}, got {getattr(size, key)}", "64 is usual"
+
+    # an end below one step is taken as it is, and the grid begins there
+    alone = not size.bucket_no_upscale and size.min_bucket_reso < size.bucket_reso_steps
+    if alone and size.min_bucket_reso % multiple and not size.min_bucket_reso % 8:
+        what = f"must be a multiple of {multiple} below {option('data.bucket_reso_steps')}, got {size.min_bucket_reso}"
+        yield ("min_bucket_reso",), what, f"{multiple}, or one of the steps"
 
     # the ends in order, and the resolution between them
     low, high = size.min_bucket_reso, size.max_bucket_reso

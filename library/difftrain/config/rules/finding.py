@@ -24,11 +24,17 @@ Rule = Callable[[TrainConfig, set[str]], Iterable[Finding]]
 
 
 def check(
-    cfg: TrainConfig, rules: Sequence[Rule], asked: set[str], faulted: set[str], origins: dict[str, str]
+    cfg: TrainConfig,
+    rules: Sequence[Rule],
+    asked: set[str],
+    faulted: set[str],
+    origins: dict[str, str],
+    noted: set[str] | None = None,
 ) -> tuple[list[Fault], list[str]]:
     """Apply every rule; a finding about a field that is faulted already is left out.
 
-    origins: where each field that was given came from; one that was not is called by its option.
+    origins: where each field that was given came from; one that was not is called by its option. noted: takes the fields
+    of which something was said.
     """
     faults: list[Fault] = []
     notes: list[str] = []
@@ -39,6 +45,8 @@ def check(
             fault = Fault(origins.get(finding.about[0]) or option(finding.about[0]), finding.what, finding.remedy)
             if finding.note:
                 notes.append(str(fault))
+                if noted is not None:
+                    noted.update(finding.about)
             else:
                 faults.append(fault)
     return faults, notes

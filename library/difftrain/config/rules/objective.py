@@ -122,11 +122,10 @@ def other_family(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 
 def layout(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
-    """A family without a layout in one file is exported as a folder; one that runs code when read is not made of it."""
+    """Not every family has every layout; one that runs code when read is not made of all."""
     row, asks = row_of(cfg), cfg.save.model_as
     if asks is not None and asks not in row.layouts:
-        what = f"{asks} is not built for {cfg.model.family}, which is exported as "
-        what += "a diffusers folder" if row.folder_only else ", ".join(row.layouts)
+        what = f"{asks} is not built for {cfg.model.family}, which is exported as {', '.join(row.layouts)}"
         yield Finding(("save.model_as",), what, "leave it out")
 
 

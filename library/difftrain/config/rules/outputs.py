@@ -11,6 +11,7 @@ from difftrain.config.datasets.datasets import subsets_of
 from difftrain.config.paths import expanded, is_folder
 from difftrain.config.rules.finding import Finding, Rule
 from difftrain.config.rules.run import Need, lacking
+from difftrain.config.schema.outputs import step_ranges
 from difftrain.config.schema.sections import CaptionSection, PictureSection, SaveSection, TrainConfig
 from difftrain.config.spellings.spelling import option
 
@@ -170,7 +171,11 @@ SAVE_NEEDS: tuple[Need, ...] = (
         lambda c: c.save.naming == "steps",
         "needs naming = 'steps': a run directory holds no other names",
     ),
-    Need("sample.test_only", lambda c: c.sample.prompts, "needs sample prompts: there is nothing to draw"),
+    Need(
+        "sample.test_only",
+        lambda c: c.sample.prompts or c.sample.texts,
+        "needs sample prompts: there is nothing to draw",
+    ),
     Need("ema.update_every", lambda c: c.ema.enable, "has no effect without an average of the weights", note=True),
 )
 
@@ -178,6 +183,18 @@ SAVE_NEEDS: tuple[Need, ...] = (
 def save_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
     return lacking(SAVE_NEEDS, cfg, asked)
+
+
+def pipeline(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """What lies at the top of the run's folder is a pipeline of diffusers."""
+    layout = cfg.save.model_as
+    if cfg.save.naming == "diffusers" and layout not in ("diffusers", "diffusers_safetensors"):
+        what = f"{layout or 'unset'} is no folder of diffusers, which naming = 'diffusers' writes"
+        yield Finding(("save.model_as", "save.naming"), what, option("save.model_as", "diffusers_safetensors"))
+    if cfg.save.last_n_states == 1:
+        yield Finding(
+            ("save.last_n_states",), "1: two are kept, so that one is whole while the other is written", note=True
+        )
 
 
 def one_work(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -196,4 +213,30 @@ def can_be_resumed(save: SaveSection) -> bool:
     return given == "auto" or any(map(is_folder, folders))
 
 
-SAVE_RULES: tuple[Rule, ...] = (save_companions, one_work)
+SAVE_RULES: tuple[Rule, ...] = (save_companions, pipeline, one_work)
+
+
+def trace(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+    """Steps are traced by hooks on modules that run as they are written, in an engine whose ranks hold them whole."""
+    field, steps = "logging.trace", cfg.logging.trace
+    if steps is None:
+        return
+    try:
+        ranges = step_ranges(steps)
+    except ValueError as error:
+        yield Finding((field,), str(error), "steps and ranges of them, such as 1,3-5")
+        return
+    if not ranges:
+        yield Finding((field,), "names no step", "steps and ranges of them, such as 1,3-5")
+    if cfg.training.compile:
+        what = f"contradicts {option('training.compile', True)}: a compiled block has no modules inside to look at"
+        yield Finding((field, "training.compile"), what, "trace without it, a few steps are enough")
+    if cfg.training.engine != "native":
+        what = f"needs {option('training.engine')}=native, got {cfg.training.engine}"
+        yield Finding((field, "training.engine"), what, "ranks of other engines may hold parts of modules")
+    if cfg.optimizer.fused_backward or cfg.optimizer.fused_groups is not None:
+        what = "writes no gradients of parameters: they are used and freed during the backward pass"
+        yield Finding((field, "optimizer.fused_backward"), what, note=True)
+
+
+TRACE_RULES: tuple[Rule, ...] = (trace,)

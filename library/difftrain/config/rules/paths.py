@@ -59,7 +59,15 @@ def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             if save.run_dirs
             else "give the folder of a state, or auto"
         )
-        yield Finding(("save.resume",), f"no such folder: {resume!r}", remedy)
+        if is_file(resume):
+            weights = "is a file of weights, and a run is resumed from all of its state: {save.resume} takes a folder"
+            yield Finding(
+                ("save.resume",),
+                f"{resume!r} {spelled(weights)}",
+                f"to begin from weights: {option('model.pretrained')}",
+            )
+        else:
+            yield Finding(("save.resume",), f"no such folder: {resume!r}", remedy)
 
 
 def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -136,8 +144,8 @@ def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """A tracker that is asked for is installed, and its arguments can be read."""
     asks = cfg.logging.log_with
-    for package, wanted in (("wandb", ("wandb", "all")), ("tensorboard", ("tensorboard", "all"))):
-        if asks in wanted and find_spec(package) is None:
+    for package in ("wandb", "tensorboard") if asks == "all" else [asks] if asks else []:
+        if find_spec(package) is None:
             remedy = f"pip install {package}, or choose another tracker"
             yield Finding(
                 ("logging.log_with",), f"{asks!r} needs the package {package}, which is not installed", remedy
@@ -179,7 +187,7 @@ def state(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             ("hub.resume", "save.resume"), f"needs {option('save.resume')}, which names the state", spelled(_STATE)
         )
     elif given == "auto":
-        what = f"does not go with {option('save.resume')}=auto, which looks in {option('save.output_dir')} only"
+        what = f"does not go with {option('save.resume', 'auto')}, which looks in {option('save.output_dir')} only"
         yield Finding(("hub.resume", "save.resume"), what, spelled(_STATE))
     elif hub_ids.read_state(given) is None:
         yield Finding(("save.resume",), f"names no state on a hub: {given!r}", spelled(_STATE))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from difftrain.config.schema.section import CacheDtype, IntOrShare, PositiveInt, Section, Share
 
-_SPACED = "with a space between; none in diffusion-pipe's data sets, where it is joined as it is"
+_SPACED = "with a space between; none in diffusion-pipe's datasets, where it is joined as it is"
 
 
 class CaptionSection(Section):
@@ -50,7 +50,7 @@ class CaptionSection(Section):
         0, description="every n-th epoch has empty captions; 0: none"
     )
     tag_dropout_rate: Share = Field(0.0, description="share of caption parts that are left out")
-    allow_empty: bool = Field(False, description="train on pictures without a caption instead of rejecting them")
+    allow_empty: bool = Field(False, description="train on images without a caption instead of rejecting them")
     shuffle_capitalization: bool = Field(
         False, description="the first letter of a caption is made large or small by chance"
     )
@@ -63,26 +63,26 @@ class CaptionSection(Section):
 
 
 class SizeSection(Section):
-    """Which shapes pictures get."""
+    """Which shapes images get."""
 
     resolution: tuple[PositiveInt, PositiveInt] | None = Field(
         None, description="width and height in pixels, or one number for a square"
     )
-    enable_bucket: bool = Field(False, description="keep aspect ratios: group pictures into buckets of one area")
+    enable_bucket: bool = Field(False, description="keep aspect ratios: group images into buckets of one area")
     min_bucket_reso: PositiveInt = Field(256, description="shortest side of a bucket")
     max_bucket_reso: PositiveInt = Field(1024, description="longest side of a bucket")
     bucket_reso_steps: PositiveInt = Field(64, description="bucket sides are multiples of this")
-    bucket_no_upscale: bool = Field(False, description="never enlarge a picture; buckets follow its size")
+    bucket_no_upscale: bool = Field(False, description="never enlarge an image; buckets follow its size")
     sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(
         (), description="width, height of every bucket, in place of those"
     )
 
 
 class PictureSection(Section):
-    """How a picture becomes pixels, and what masks its loss."""
+    """How an image becomes pixels, and what masks its loss."""
 
     resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = (
-        Field(None, description="how pictures are resized; unset: area when smaller, lanczos when larger")
+        Field(None, description="how images are resized; unset: area when smaller, lanczos when larger")
     )
     flip: bool = Field(False, description="mirror half of the uses, by chance")
     random_crop: bool = Field(False, description="cut at a random place instead of the centre")
@@ -94,29 +94,29 @@ class PictureSection(Section):
     )
     alpha_mask: bool = Field(
         False,
-        description="mask the loss by the pictures' alpha, which is then not laid over white; no {loss.masked=true} needed",
+        description="mask the loss by the images' alpha, which is then not laid over white; no {loss.masked=true} needed",
     )
     conditioning_dir: str | None = Field(
         None,
-        description="folder of masks for {loss.masked=true}: pictures of the same names, whose red channel weighs the loss",
+        description="folder of masks for {loss.masked=true}: images of the same names, whose red channel weighs the loss",
     )
 
 
 class SubsetSection(PictureSection):
-    """One source of a data set, every setting resolved: a table of [[datasets.subsets]], or a folder of the flags."""
+    """One source of a dataset, every setting resolved: a table of [[datasets.subsets]], or a folder of the flags."""
 
-    image_dir: str | None = Field(None, description="where its pictures are")
-    metadata_file: str | None = Field(None, description="kohya's metadata json: captions and tags of the pictures")
-    dataset_class: str | None = Field(None, description="package.module.Class of a data set of your own")
-    is_reg: bool = Field(False, description="regularisation pictures")
-    class_tokens: str | None = Field(None, description="the caption of pictures without a caption file")
+    image_dir: str | None = Field(None, description="where its images are")
+    metadata_file: str | None = Field(None, description="kohya's metadata json: captions and tags of the images")
+    dataset_class: str | None = Field(None, description="package.module.Class of a dataset of your own")
+    is_reg: bool = Field(False, description="regularisation images")
+    class_tokens: str | None = Field(None, description="the caption of images without a caption file")
     repeats: Annotated[int | float, Field(gt=0)] = Field(
-        1, description="uses of a picture in an epoch; 0.5: in every second one"
+        1, description="uses of an image in an epoch; 0.5: in every second one"
     )
     share: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="of the records that are used, always the same")
     captions_file: str | None = Field(None, description="JSON of captions by file name, in place of caption files")
-    default_mask: str | None = Field(None, description="mask of pictures that have none in conditioning_dir")
-    masks_optional: bool = Field(False, description="a picture without a mask counts as a whole")
+    default_mask: str | None = Field(None, description="mask of images that have none in conditioning_dir")
+    masks_optional: bool = Field(False, description="an image without a mask counts as a whole")
     flat: bool = Field(False, description="only what lies in the folder itself, as in kohya's image_dir")
     custom_attributes: dict[str, Any] = Field({}, description="the user's own words, kept with the run")
     captions: CaptionSection = Field(CaptionSection(), description="how captions are made of the records'")
@@ -125,7 +125,7 @@ class SubsetSection(PictureSection):
 class DatasetSection(SizeSection):
     """One table of [[datasets]], every setting resolved: sources that share buckets and a batch size."""
 
-    batch_size: PositiveInt = Field(1, description="images that a card takes in one micro batch")
+    batch_size: PositiveInt = Field(1, description="images that a device takes in one micro batch")
     validation_split: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of records held out for the validation loss"
     )
@@ -137,42 +137,51 @@ class DataSection(SizeSection, PictureSection):
 
     dirs: tuple[str, ...] = Field(
         (),
-        description="pictures with caption files, <repeats>_<class> folders, tars or parquet, or a hub id of such; one or"
+        description="images with caption files, <repeats>_<class> folders, tars or parquet, or a hub id of such; one or"
         " several",
     )
     repeats: tuple[PositiveInt, ...] = Field(
-        (1,), description="uses of a picture in an epoch: one number, or one for each folder"
+        (1,), description="uses of an image in an epoch: one number, or one for each folder"
     )
     reg_dirs: tuple[str, ...] = Field(
         (),
-        description="regularisation pictures, as <repeats>_<class> folders: as many draws as there are to train on",
+        description="regularisation images, as <repeats>_<class> folders: as many draws as there are to train on",
     )
     in_json: str | None = Field(
-        None, description="kohya's metadata json: captions and tags of the pictures in {data.dirs}"
+        None, description="kohya's metadata json: captions and tags of the images in {data.dirs}"
     )
     dataset_class: str | None = Field(
         None,
-        description="package.module.Class of a data set of your own, made with {data.dirs}; see docs/data_sets.md",
+        description="package.module.Class of a dataset of your own, made with {data.dirs}; see docs/data_sets.md",
     )
     dataset_config: str | None = Field(None, description="TOML file of the data: diffusion-pipe's, or kohya's")
     tar_order: Literal["random", "sequential"] = Field(
         "random", description="random: any record of a tar; sequential: tars are read in streams"
     )
-    tar_streams: PositiveInt = Field(64, description="sequential streams, whatever the number of cards")
+    tar_streams: PositiveInt = Field(64, description="sequential streams, whatever the number of devices")
     tar_window: PositiveInt = Field(4, description="tars of a stream whose records are shuffled together")
-    image_column: str | None = Field(
-        None, description="parquet column with picture bytes or paths; unset: found by name"
+    image_column: str | None = Field(None, description="parquet column with image bytes or paths; unset: found by name")
+    caption_column: str | None = Field(
+        None,
+        description="parquet column with captions; unset: found by name; also the column of metadata.jsonl, .csv or .parquet"
+        " beside images, which then caption them",
     )
-    caption_column: str | None = Field(None, description="parquet column with captions; unset: found by name")
+    split: str | None = Field(
+        None,
+        description="of data divided into train, validation and test by names of folders and shards: the part that is read",
+    )
+    max_samples: PositiveInt | None = Field(
+        None, description="so many records, chosen by {training.seed}, are trained on; unset: all"
+    )
     verify: Literal["auto", "full", "quick"] = Field(
         "auto",
-        description="full: decode every picture once; quick: headers only; auto: full for small sets, quick for large ones",
+        description="full: decode every image once; quick: headers only; auto: full for small sets, quick for large ones",
     )
     max_rejected_share: Share = Field(0.5, description="share of unusable items above which the run stops")
     shard_size: PositiveInt | None = Field(None, description="files of a plain folder that are one shard of a stream")
     prefetch: PositiveInt | None = Field(None, description="micro batches that a worker keeps ready; unset: 2")
     workers: Annotated[int, Field(ge=0)] = Field(
-        8, description="processes that decode pictures, for each card; 0: none"
+        8, description="processes that decode images, for each device; 0: none"
     )
     image_decoder: Literal["host", "device"] = Field(
         "host", description="who decodes JPEG; device: the NPU, by torchvision_npu, within 2/255 of the host"
@@ -190,10 +199,10 @@ class DataSection(SizeSection, PictureSection):
 class CacheSection(Section):
     """What is encoded once, at the start, and read from then on."""
 
-    latents: bool = Field(False, description="encode every picture once, at the start, and keep its latents in memory")
+    latents: bool = Field(False, description="encode every image once, at the start, and keep its latents in memory")
     latents_to_disk: bool = Field(
         False,
-        description="encode every picture once, at the start, and keep its latents in the cache of {data.cache_dir}, for later runs too",
+        description="encode every image once, at the start, and keep its latents in the cache of {data.cache_dir}, for later runs too",
     )
     text: bool = Field(
         False,
@@ -224,12 +233,12 @@ class CacheSection(Section):
         False,
         description="list, look at and hash no file of the data: index and cache are taken as they are; fingerprints of the encoders and checksums still count",
     )
-    regenerate: bool = Field(False, description="encode everything that this run reads from its cache anew")
+    regenerate: bool = Field(False, description="encode everything that this run reads from its cache again")
     only: bool = Field(False, description="build the cache on disk, and stop")
     preload: bool = Field(False, description="copy what is read from a cache on disk into memory, once for a machine")
     batch_size: PositiveInt = Field(32, description="captions that a text encoder takes at once while a cache is built")
     workers: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="processes that decode for a card while a cache is built; unset: {data.workers}"
+        None, description="processes that decode for a device while a cache is built; unset: {data.workers}"
     )
     device: str | None = Field(None, description="kind of device that encodes; unset: the one that trains")
     segment_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="GiB of a file of the cache, about")
@@ -239,7 +248,7 @@ class CacheSection(Section):
 
 
 class EvalSetSection(Section):
-    """One evaluation set: its name in the metrics, its data set TOML, and what that says, every setting resolved."""
+    """One evaluation set: its name in the metrics, its dataset TOML, and what that says, every setting resolved."""
 
     name: str = Field(description="how it is called in the metrics")
     config: str = Field(description="TOML file of its data")
@@ -249,7 +258,7 @@ class EvalSetSection(Section):
 
 
 class EvalSection(Section):
-    """Loss on evaluation sets at nine fixed quantiles of the time, and KID of drawn pictures against them."""
+    """Loss on evaluation sets at nine fixed quantiles of the time, and KID of drawn images against them."""
 
     sets: tuple[EvalSetSection, ...] = Field((), description="sets whose loss is measured")
     every_n_steps: PositiveInt | None = Field(None, description="measure every n steps")
@@ -257,10 +266,10 @@ class EvalSection(Section):
     every_n_examples: PositiveInt | None = Field(None, description="measure every n samples")
     before_first_step: bool = Field(False, description="measure before training; unset: where there are sets")
     batch_size: PositiveInt | None = Field(
-        None, description="samples that a card takes at once while measuring; unset: {training.batch_size}"
+        None, description="samples that a device takes at once while measuring; unset: {training.batch_size}"
     )
-    kid: bool = Field(False, description="KID-efflite0 of pictures drawn for the sets' captions")
-    kid_pictures: PositiveInt = Field(256, description="how many pictures")
+    kid: bool = Field(False, description="KID-efflite0 of images drawn for the sets' captions")
+    kid_pictures: PositiveInt = Field(256, description="how many images")
     kid_every_n_steps: PositiveInt | None = Field(None, description="unset: with every evaluation")
     kid_guidance: Annotated[float, Field(ge=1)] = Field(1.0, description="their guidance; 1: none")
     kid_steps: PositiveInt = Field(20, description="their steps of the sampler")

@@ -5,14 +5,18 @@ Rooms beside models/ ask here, too; the rows themselves stand in models/registry
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from difftrain.config.paths import expanded, is_folder
 from difftrain.models.registry import FAMILIES, FamilyRow
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import TrainConfig
 
+_LEAST = 8  # of sizes that tell nothing: others say what is wrong with them
 _DIFFUSION = "belongs to the noise schedule of SDXL, and {name} learns a rectified flow"
 _ENCODERS = "{name}'s text encoders are frozen: only the transformer is trained"
 _ALONE = "is {owner}'s: {title} has nothing like it"
@@ -76,11 +80,45 @@ def why_not(name: str, path: str) -> tuple[str, str]:
 
 
 def multiple_of(cfg: TrainConfig) -> int:
-    """Return the pixels of which both sides of a picture are multiples; of sizes in a file the model knows more."""
+    """Return the pixels of which both sides of an image are multiples: the architecture's own, where it is told.
+
+    A file of sizes and a folder of weights tell it without a tensor being read; of other weights it is the family's.
+    """
     size, row = cfg.model.init_from_config, row_of(cfg)
-    if size is not None and size not in row.sizes:
-        return 8
-    return row.sizes_multiple.get(size or "", row.multiple)
+    if size is not None and size in row.sizes:
+        return row.sizes_multiple.get(size, row.multiple)
+    if size is not None:
+        content = _json(Path(expanded(size)))
+        return _of_architecture(row, content.get(row.denoiser), content.get("vae")) or _LEAST
+    if cfg.model.pretrained and is_folder(folder := expanded(cfg.model.pretrained)):
+        denoiser, vae = (_json(Path(folder) / part / "config.json") for part in (row.denoiser, "vae"))
+        return _of_architecture(row, denoiser, vae) or row.multiple
+    return row.multiple
+
+
+def _of_architecture(row: FamilyRow, denoiser: Any, vae: Any) -> int | None:
+    """Return the multiple by the levels of the VAE and of a UNet, or the patch of a transformer; None: not told."""
+    if not isinstance(denoiser, dict) or not isinstance(vae, dict):
+        return None
+    levels, unet_levels = vae.get("block_out_channels"), denoiser.get("block_out_channels")
+    patch = denoiser.get("patch_size", 2) if row.denoiser != "unet" else None
+    if not isinstance(levels, list) or not levels or (row.denoiser == "unet" and not isinstance(unet_levels, list)):
+        return None
+    inner = 2 ** (len(unet_levels) - 1) if isinstance(unet_levels, list) and unet_levels else patch
+    factor = 2 ** (len(levels) - 1)
+    if not isinstance(inner, int):
+        return None
+    # positions of a packed transformer have a patch of 1 in its file: its tokens are two latent pixels wide
+    return factor * (inner if row.denoiser == "unet" else max(2, inner))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Read a file that others judge: nothing where it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def family_titled(title: str) -> str:

@@ -31,7 +31,7 @@ class ModelSection(Section):
     init_from_config: str | None = Field(None, description=f"random weights of a size ({_SIZES}) or FILE.json")
     pretrained: str | None = Field(
         None,
-        description="diffusers folder, single .safetensors/.ckpt file in the original SDXL layout, or a hub id of either",
+        description="diffusers folder, single .safetensors/.ckpt file in the family's original layout, or a hub id of either",
     )
     vae: str | None = Field(None, description="another VAE: diffusers folder, single file or a hub id")
     transformer: str | None = Field(
@@ -63,13 +63,13 @@ class ModelSection(Section):
     )
     max_token_length: Literal[75, 77, 150, 225] = Field(77, description="77 (or 75), or 150 or 225 in chunks of 75")
     clip_skip: PositiveInt | None = Field(
-        None, description="take hidden_states[-n] of both text encoders; unset: 2, which is SDXL's"
+        None, description="take hidden_states[-n] of CLIP; unset: what the family reads, 2 for SDXL"
     )
     prediction_type: Literal["epsilon", "v_prediction"] = Field("epsilon", description="what the denoiser predicts")
-    train_text_encoder: bool = Field(False, description="train both text encoders too")
+    train_text_encoder: bool = Field(False, description="train the text encoders too")
     vae_fp32: bool = Field(True, description="the VAE computes in fp32; false: in the mixed precision")
     vae_batch_size: PositiveInt | None = Field(
-        None, description="pictures that the VAE takes at once; unset: the micro batch"
+        None, description="images that the VAE takes at once; unset: the micro batch"
     )
     fp8_frozen: Literal["all", "unet"] | None = Field(
         None, description="frozen layers that are held in 8 bits; all: but the VAE's; unet: of the UNet alone"

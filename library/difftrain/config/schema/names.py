@@ -19,7 +19,7 @@ ADAPTIVE = (*D_ADAPTATION, "Prodigy")  # they estimate the rate: --learning_rate
 FIRST_RATE = ("DAdaptAdaGrad", "DAdaptAdan", "DAdaptAdanIP")  # of these, those that look at the first group's rate only
 SCHEDULE_FREE = ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")
 ASCEND = ("NpuFusedAdamW",)
-OURS = ("Muon",)  # with AdamW for what is no matrix; kohya's scripts have all others
+OURS = ("Muon",)  # with AdamW for parameters that are not matrices; kohya's scripts have all others
 OPTIMIZERS = (
     "AdamW", "oss", "Lion", "SGDNesterov", "Adafactor", *EIGHT_BIT, *ADAPTIVE, *SCHEDULE_FREE, *ASCEND, *OURS,
 )  # fmt: skip
@@ -70,7 +70,9 @@ def proper(word: str, names: Iterable[str]) -> str:
 def nearest(word: str, names: Iterable[str]) -> str:
     """Return the known name most like a misspelt one, or an empty string."""
     known = {name.lower(): name for name in names}
-    found = get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    # a name that was begun is meant before one that is as long: AdamW8 is AdamW8bit, not AdamW
+    begun = [name for name in known if len(word) > 3 and name.startswith(word.lower())]
+    found = begun if len(begun) == 1 else get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return known[found[0]] if found else ""
 
 

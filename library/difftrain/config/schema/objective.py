@@ -40,8 +40,12 @@ class LossSection(Section):
     masked: bool = Field(
         False, description="masks of {data.conditioning_dir} count; those of {data.alpha_mask=true} always do"
     )
-    prior_weight: NonNegative = Field(1.0, description="weight of the loss of regularisation pictures")
+    prior_weight: NonNegative = Field(1.0, description="weight of the loss of regularisation images")
     min_snr_gamma: NonNegative | None = Field(None, description="min-SNR weighting with this gamma; 0: off")
+    min_snr_plus_one: bool = Field(
+        False,
+        description="for v-prediction {loss.min_snr_gamma} cuts SNR + 1, as in diffusers' examples, in place of the SNR",
+    )
     scale_v_pred_like_noise_pred: bool = Field(False, description="weigh a v-prediction's loss by SNR / (SNR + 1)")
     v_pred_like: NonNegative | None = Field(
         None, description="weigh an epsilon prediction's loss by 1 + this (SNR + 1) / SNR; 0: off"
@@ -99,19 +103,19 @@ class NoiseSection(Section):
 
 
 class RepaSection(Section):
-    """Alignment of hidden picture tokens with a frozen image encoder's (Yu et al. 2024)."""
+    """Alignment of hidden image tokens with a frozen image encoder's (Yu et al. 2024)."""
 
     encoder: str | None = Field(None, description="folder of a transformers vision model; unset: off")
     weight: NonNegative = Field(0.5, description="of the alignment beside the loss")
-    layer: PositiveInt = Field(4, description="block whose picture tokens are aligned, counted from 1")
+    layer: PositiveInt = Field(4, description="block whose image tokens are aligned, counted from 1")
     hidden: PositiveInt = Field(2048, description="width of the projector between the two")
     until_step: PositiveInt | None = Field(None, description="so many steps; then the term is off")
 
 
 class TreadSection(Section):
-    """Token routing: some picture tokens pass by the blocks from start to end (Krause et al. 2025)."""
+    """Token routing: some image tokens pass by the blocks from start to end (Krause et al. 2025)."""
 
-    share: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the picture tokens that are routed; 0: off")
+    share: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the image tokens that are routed; 0: off")
     start: PositiveInt = Field(2, description="first block that routed tokens pass by, counted from 1")
     end: PositiveInt | None = Field(None, description="last such block; unset: two before the last")
 
@@ -130,6 +134,11 @@ class EmaSection(Section):
     enable: bool = Field(False, description="keep a moving average of the weights and export it too")
     decay: Annotated[float, Field(gt=0, lt=1)] = Field(0.9999, description="decay of the moving average in one update")
     update_every: PositiveInt = Field(1, description="steps between two updates of the moving average")
+    ramp: bool = Field(
+        False,
+        description="the first update takes the weights whole, the n-th after it decays by (1 + n) / (10 + n), at most"
+        " {ema.decay}: diffusers' EMAModel",
+    )
     profiles: tuple[EmaWidth, ...] = Field(
         (),
         description="widths of power-function averages kept beside, as shares of the run: 0.05,0.10; difftrain export --ema_width",

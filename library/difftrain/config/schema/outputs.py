@@ -1,4 +1,4 @@
-"""Sections about what a run writes: exports and checkpoints, hubs, pictures, numbers, an export's header; the demo."""
+"""Sections about what a run writes: exports and checkpoints, hubs, images, numbers, an export's header; the demo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ class SaveSection(Section):
         None, description="a checkpoint every so many minutes"
     )
     checkpoint_every_n_epochs: PositiveInt | None = Field(None, description="a checkpoint every n epochs")
-    naming: Literal["kohya", "steps"] = Field("kohya", description="steps: epochN/ stepN/ and global_stepN/")
+    checkpoint_every_n_steps: PositiveInt | None = Field(None, description="a checkpoint every n steps")
+    naming: Literal["kohya", "steps", "diffusers"] = Field(
+        "kohya",
+        description="steps: epochN/ stepN/ and global_stepN/; diffusers: checkpoint-N/, and the last export, of averaged"
+        " weights where there are some, at the top of the folder",
+    )
     run_dirs: bool = Field(False, description="every run in a folder of {save.output_dir}, named by its start in UTC")
     n_epoch_ratio: PositiveInt | None = Field(None, description="export at least this often over all epochs")
 
@@ -46,6 +51,9 @@ class SaveSection(Section):
     last_n_epochs_state: PositiveInt | None = Field(
         None, description="the same for states; wins over {save.last_n_epochs}"
     )
+    last_n_states: PositiveInt | None = Field(
+        None, description="keep so many checkpoints, the newest, and never fewer than two"
+    )
     state: bool = Field(False, description="with every export, save what an exact resume needs")
     state_on_train_end: bool = Field(False, description="save the state at the end")
 
@@ -55,7 +63,7 @@ class SaveSection(Section):
         description="FOLDER of a state, or of a run's checkpoint; auto: the newest whole one in {save.output_dir}, else"
         " a fresh start; with {save.run_dirs=true} also latest, or a step",
     )
-    reset_dataloader: bool = Field(False, description="a resume begins an epoch anew")
+    reset_dataloader: bool = Field(False, description="a resume starts its epoch from the first batch")
     reset_optimizer: bool = Field(False, description="a resume begins with a new optimizer and schedule")
     reset_optimizer_params: bool = Field(
         False, description="a resume takes rate, decay and betas from the configuration"
@@ -74,23 +82,27 @@ class HubSection(Section):
     )
     save_state: bool = Field(False, description="send states too")
     resume: bool = Field(False, description="{save.resume} names a state on a hub: REPO_ID/PATH[:REVISION[:TYPE]]")
-    async_upload: bool = Field(False, description="send in the background; training goes on meanwhile")
+    async_upload: bool = Field(False, description="send in the background; training continues meanwhile")
 
 
 class SampleSection(Section):
-    """Pictures drawn during training."""
+    """Images drawn during training."""
 
     prompts: str | None = Field(
         None,
         description="what to draw: .txt, a prompt a line with kohya's options (--w --h --d --s --l --n --ss --fs), .toml"
         " or .json",
     )
-    every_n_steps: PositiveInt | None = Field(None, description="draw pictures every n steps")
-    every_n_epochs: PositiveInt | None = Field(None, description="draw pictures every n epochs")
-    at_first: bool = Field(False, description="draw pictures before the first step")
+    texts: tuple[str, ...] = Field((), description="prompts in words, each drawn in 20 steps of the sampler")
+    every_n_steps: PositiveInt | None = Field(None, description="sample images every n steps")
+    every_n_epochs: PositiveInt | None = Field(None, description="sample images every n epochs")
+    from_first_epoch: bool = Field(
+        False, description="count {sample.every_n_epochs} from the first epoch on: after epochs 1, 1 + n, 1 + 2n"
+    )
+    at_first: bool = Field(False, description="sample images before the first step")
     test_only: bool = Field(
         False,
-        description="draw the pictures of {sample.prompts} once, from the model as it stands or as it is resumed, and stop",
+        description="sample {sample.prompts} once, from the model as it stands or as it is resumed, and stop",
     )
     sampler: str = Field(
         "ddim",
@@ -102,19 +114,48 @@ class LoggingSection(Section):
     """Where numbers go."""
 
     log_every: PositiveInt = Field(1, description="steps between lines of metrics")
+    timed_step: PositiveInt | None = Field(
+        None, description="a step whose time the report names by itself, with the images per second and device"
+    )
+    loss_target: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="what the loss of the last step is to be below: the report gives a verdict"
+    )
     x_axis_examples: bool = Field(False, description="trackers count samples in place of steps")
     logging_dir: str | None = Field(None, description="folder of TensorBoard events; unset: logs in {save.output_dir}")
-    log_with: Literal["tensorboard", "wandb", "all"] | None = Field(None, description="trackers beside metrics.jsonl")
+    log_with: Literal["tensorboard", "wandb", "swanlab", "mlflow", "all"] | None = Field(
+        None, description="trackers beside metrics.jsonl; all: tensorboard and wandb"
+    )
     log_prefix: str | None = Field(None, description="start of the name of a run's log folder")
     tracker_name: str | None = Field(None, description="project name in the tracker")
-    wandb_run_name: str | None = Field(None, description="name of the run in W&B")
+    wandb_run_name: str | None = Field(None, description="name of the run in W&B, SwanLab or MLflow")
     tracker_config: str | None = Field(None, description="TOML file with arguments of the trackers")
-    log_config: bool = Field(False, description="send the configuration to the trackers")
+    log_config: bool = Field(
+        False, description="send the configuration to the trackers; TensorBoard, whose files stay here, always has it"
+    )
     console_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = Field(
         None, description="least important message shown on the console"
     )
     console_file: str | None = Field(None, description="write console messages to this file too")
     console_simple: bool = Field(False, description="console messages without time and level")
+    trace: str | None = Field(
+        None,
+        description="steps in which every module's inputs, outputs and gradients are written to trace in"
+        " {save.output_dir}, such as 1,3-5: difftrain compare --trace RUN RUN names the first module that parts",
+    )
+
+
+def step_ranges(text: str) -> tuple[range, ...]:
+    """Return the steps that {logging.trace} names, counted from 1. Raises ValueError."""
+    ranges = []
+    for part in filter(None, text.split(",")):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last.isdecimal() or not dash):
+            raise ValueError(f"{part.strip()!r} is neither a step nor a range of steps")
+        steps = range(int(first), int(last or first) + 1)
+        if steps.start < 1 or not steps:
+            raise ValueError(f"{part.strip()!r} holds no step: they are counted from 1, the smaller number first")
+        ranges.append(steps)
+    return tuple(ranges)
 
 
 class MetadataSection(Section):
@@ -126,7 +167,7 @@ class MetadataSection(Section):
     license: str | None = Field(None, description="modelspec.license of exports")
     tags: str | None = Field(None, description="modelspec.tags of exports, separated by commas")
     usage_hint: str | None = Field(None, description="modelspec.usage_hint of exports")
-    thumbnail: str | None = Field(None, description="modelspec.thumbnail of exports: a picture file or data URL")
+    thumbnail: str | None = Field(None, description="modelspec.thumbnail of exports: an image file or data URL")
     merged_from: str | None = Field(None, description="modelspec.merged_from of exports")
     trigger_phrase: str | None = Field(None, description="modelspec.trigger_phrase of exports")
     preprocessor: str | None = Field(None, description="modelspec.preprocessor of exports")
@@ -137,7 +178,7 @@ class MetadataSection(Section):
 class DemoSection(Section):
     """The embedded demo: what it trains on, and its scores."""
 
-    dataset: Literal["shapes", "emoji"] | None = Field(None, description="the embedded demo: which pictures it draws")
+    dataset: Literal["shapes", "emoji"] | None = Field(None, description="the embedded demo: which images it draws")
     score: bool = Field(False, description="score the demo's model at the end")
     make: Literal["tiny", "shapes", "emoji"] | None = Field(
         None, description="model and data that are made before training, where the folder lacks what the run names"

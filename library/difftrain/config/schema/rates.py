@@ -11,7 +11,6 @@ from difftrain.config.schema.families import row_of
 from difftrain.config.schema.sections import OptimizerSection, TrainConfig
 
 UNET_BLOCKS = 23  # of SDXL, as --block_lr counts them
-ENCODERS = ("text_encoder_1", "text_encoder_2")
 ADAFACTOR = "adafactor"
 
 
@@ -19,9 +18,10 @@ def part_rates(cfg: TrainConfig) -> dict[str, float]:
     """Return the rate of every part that is trained, without those that a rate of 0 freezes.
 
     As kohya: an encoder's rate defaults to --learning_rate; --learning_rate=0 freezes the UNet whatever its blocks say.
-    Families other than SDXL train their denoiser alone, at --learning_rate.
+    Families without a UNet train their denoiser alone, at --learning_rate.
     """
-    section, denoiser = cfg.optimizer, row_of(cfg).denoiser
+    section, row = cfg.optimizer, row_of(cfg)
+    denoiser = row.denoiser
     if denoiser != "unet":
         return {denoiser: section.learning_rate} if section.learning_rate > 0 else {}
     unet = section.learning_rate if section.unet_lr is None else section.unet_lr
@@ -30,7 +30,8 @@ def part_rates(cfg: TrainConfig) -> dict[str, float]:
     rates = {"unet": unet}
     if cfg.model.train_text_encoder:
         both = section.text_encoder_lr[:1] + section.text_encoder_lr[-1:] or (None, None)
-        for part, one, other in zip(ENCODERS, (section.learning_rate_te1, section.learning_rate_te2), both):
+        encoders = [part for part in row.parts if part.startswith("text_encoder")]
+        for part, one, other in zip(encoders, (section.learning_rate_te1, section.learning_rate_te2), both):
             given = other if one is None else one
             rates[part] = section.learning_rate if given is None else given
     return {part: rate for part, rate in rates.items() if rate > 0}

@@ -104,7 +104,7 @@ class TrainConfig(Section):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Return the images that a rank takes in one micro batch, of each data set."""
+        """Return the images that a rank takes in one micro batch, of each dataset."""
         return tuple(each.batch_size for each in self.data.datasets) or (self.training.batch_size,)
 
     @property

@@ -14,7 +14,7 @@ class TrainingSection(Section):
     """Batch arithmetic, length, precision and memory."""
 
     # batch, length, beginning
-    batch_size: PositiveInt = Field(1, description="images that a card takes in one micro batch")
+    batch_size: PositiveInt = Field(1, description="images that a device takes in one micro batch")
     accumulation: PositiveInt = Field(1, description="micro batches in one update")
     max_steps: PositiveInt = Field(1600, description="optimizer updates")
     max_epochs: PositiveInt | None = Field(None, description="epochs")
@@ -23,7 +23,7 @@ class TrainingSection(Section):
     )
     only_warn: bool = Field(
         False,
-        description="two faults become warnings: the data changed since the checkpoint that a resume goes on from, and"
+        description="two errors become warnings: the data changed since the checkpoint that a resume continues from, and"
         " a larger share of the data than {data.max_rejected_share} is rejected",
     )
     initial_step: Annotated[int, Field(ge=0)] = Field(
@@ -52,6 +52,10 @@ class TrainingSection(Section):
         None,
         description="what is kept beside weights in half precision; unset: kahan with {training.full_precision=bf16},"
         " none with {training.full_precision=fp16}",
+    )
+
+    allow_tf32: bool = Field(
+        False, description="matrix products of fp32 may be rounded to TF32 inside, on devices that have it"
     )
 
     # memory and speed
@@ -95,7 +99,7 @@ class DeepSpeedSection(Section):
         False, description="ZeRO through accelerate's DeepSpeed plugin; takes {training.engine=accelerate}"
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        2, description="what is cut over the cards: 1 optimizer state, 2 gradients too, 3 weights too"
+        2, description="what is cut over the devices: 1 optimizer state, 2 gradients too, 3 weights too"
     )
     offload_optimizer_device: Literal["cpu", "nvme"] | None = Field(
         None,

@@ -11,7 +11,7 @@ from typing import Any
 
 from difftrain.config.spellings.row import Kind, Row
 
-_ONE_ATTENTION = "picks no kernel here: the device's best exact attention is used either way"
+_ONE_ATTENTION = "ignored: the fastest exact attention of the device is always used"
 _LORA = "adapters; what is trained here are the full weights"
 
 
@@ -37,7 +37,7 @@ KOHYA: tuple[Row, ...] = (
     Row("console_log_file", "str", "logging.console_file"),
     Row("console_log_simple", "switch", "logging.console_simple"),
     # model
-    never("v2", "switch", "Stable Diffusion 2 is another model than SDXL; leave it out"),
+    never("v2", "switch", "Stable Diffusion 2 is another family than SDXL, which train.py trains; leave it out"),
     Row("v_parameterization", "switch", "model.prediction_type",
         "v-prediction instead of epsilon", sets="v_prediction"),
     Row("pretrained_model_name_or_path", "str", "model.pretrained"),
@@ -212,7 +212,7 @@ KOHYA: tuple[Row, ...] = (
     Row("lr_scheduler_timescale", "int", "optimizer.timescale"),
     Row("lr_scheduler_min_lr_ratio", "float", "optimizer.min_lr_ratio"),
     Row("dataset_config", "str", "data.dataset_config",
-        "kohya's data set TOML: [general], [[datasets]], [[datasets.subsets]]; in place of {data.dirs}"),
+        "kohya's dataset TOML: [general], [[datasets]], [[datasets.subsets]]; in place of {data.dirs}"),
     Row("min_snr_gamma", "float", "loss.min_snr_gamma"),
     Row("scale_v_pred_loss_like_noise_pred", "switch", "loss.scale_v_pred_like_noise_pred"),
     Row("v_pred_like_loss", "float", "loss.v_pred_like"),
@@ -232,9 +232,13 @@ KOHYA: tuple[Row, ...] = (
 )
 
 OURS: tuple[Row, ...] = (
+    Row("webhook_url", "str", "", "address that notices of the run are sent to, docs/trackers.md; better given in"
+        " the environment, as DIFFTRAIN_WEBHOOK_URL", secret="DIFFTRAIN_WEBHOOK_URL"),
     Row("config", "str", "",
         "sectioned TOML of this package: a file of configs/, or a run's own config.toml; flags win"),
-    Row("dry_run", "switch", "", "print configuration, steps, memory and FLOP estimates; touch no device"),
+    Row("dry_run", "switch", "",
+        "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device",
+        choices=("full",)),
     Row("family", "str", "model.family"),
     Row("init_from_config", "str", "model.init_from_config"),
     Row("tokenizer1_path", "str", "model.tokenizer1"),
@@ -280,6 +284,7 @@ OURS: tuple[Row, ...] = (
     Row("validate_every_n_epochs", "int", "validation.every_n_epochs"),
     Row("max_validation_steps", "int", "validation.max_steps"),
     Row("log_every", "int", "logging.log_every"),
+    Row("trace", "str", "logging.trace"),
     Row("training_comment", "str", "metadata.training_comment"),
     Row("no_metadata", "switch", "save.no_metadata"),
     Row("demo", "str", "demo.dataset"),

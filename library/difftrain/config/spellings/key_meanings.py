@@ -108,7 +108,7 @@ def _clip_mode(layer: LayerLike, item: KeyValue, value: Any) -> None:
         layer.fault(item, f"must be one of single_beginning, single_middle; got {show(value)}")
     elif value == "single_middle":
         layer.notes.append(
-            f"{item.origin}: no effect: no family that is built has clips, and pictures are taken as they are"
+            f"{item.origin}: no effect: no family that is built has clips, and images are taken as they are"
         )
 
 

@@ -30,8 +30,9 @@ OPTIONS: dict[str, Row] = {row.name: row for row in (
     Row("regenerate_cache", "switch", "cache.regenerate"),
     Row("i_know_what_i_am_doing", "switch", "training.only_warn"),
     Row("test_sample", "switch", "sample.test_only"),
+    Row("trace", "str", "logging.trace", takes="STEPS"),
     Row("dump_dataset", "str", "", "write every sample of the first epoch, as training sees it, and stop", takes="DIR"),
-    Row("dry_run", "switch", "", "print configuration, steps, memory and FLOP estimates; touch no device"),
+    Row("dry_run", "switch", "", "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device", choices=("full",)),
     Row("deepspeed", "switch", "", "for command lines that have it: runs natively, and says so, unless --deepspeed_config shards"),
     Row("deepspeed_config", "str", "", "DeepSpeed's JSON; with a zero stage of 1 to 3 the run is sharded by accelerate's plugin", takes="FILE"),
     Row("local_rank", "str", "", "handed over by launchers; taken where the environment has no LOCAL_RANK", takes="N"),
@@ -57,7 +58,7 @@ _ENGINES = ("native", "accelerate", "deepspeed")
 _STAGES = "the pipeline engine"
 _SWAP = "blocks wait in host memory; activation_checkpointing = true saves most of the same memory"
 _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their parts from diffusers_path"
-_CLIPS = "clips of videos: no family that is built has them, and pictures are taken as they are"
+_CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
 
 
 def key(name: str, tables: str, to: str, help: str = "", kind: Kind = "field", **rest: Any) -> Row:
@@ -83,8 +84,8 @@ KEYS: tuple[Row, ...] = (
     key("epochs", "training -", "training.max_epochs", "epochs; with max_steps, what comes first ends the run"),
     key("max_steps", "training -", "training.max_steps"),
     key("micro_batch_size_per_gpu", "training -", "?batch",
-        "samples that a card takes at once; [[resolution, batch], ...]: for the data of each resolution", "any", default=1),
-    key("image_micro_batch_size_per_gpu", "training -", "?image_batch", "the same for pictures alone; wins", "any"),
+        "samples that a device takes at once; [[resolution, batch], ...]: for the data of each resolution", "any", default=1),
+    key("image_micro_batch_size_per_gpu", "training -", "?image_batch", "the same for images alone; wins", "any"),
     key("gradient_accumulation_steps", "training -", "training.accumulation"),
     key("gradient_clipping", "training -", "training.max_grad_norm"),
     key("warmup_steps", "training -", "optimizer.warmup_steps"),
@@ -101,7 +102,7 @@ KEYS: tuple[Row, ...] = (
     # [model]
     key("type", "model", "?family", f"what is trained: {', '.join(TRAINED)}", "str", choices=TRAINED),
     key("diffusers_path", "model", "model.pretrained", "the model: a folder in diffusers' layout, or a hub id"),
-    key("checkpoint_path", "model", "model.pretrained", "the model as one file, in SDXL's original layout"),
+    key("checkpoint_path", "model", "model.pretrained", "the model as one file, in its original layout"),
     key("vae", "model", "model.vae"),
     key("vae_path", "model", "model.vae", "the same as vae"),
     key("dtype", "model", "training.mixed_precision",
@@ -120,10 +121,10 @@ KEYS: tuple[Row, ...] = (
     key("max_t", "model", "flow.max_t"),
     key("t5_max_length", "model", "model.t5_max_length"),
     key("unet_lr", "model", "optimizer.unet_lr"),
-    key("text_encoder_1_lr", "model", "?te1", "rate of SDXL's first text encoder; above 0 trains both", "number"),
+    key("text_encoder_1_lr", "model", "?te1", "rate of a UNet's first text encoder; above 0 trains all of them", "number"),
     key("text_encoder_2_lr", "model", "?te2", "rate of SDXL's second text encoder; above 0 trains both", "number"),
     key("v_pred", "model", "model.prediction_type",
-        "v-prediction (SDXL)", words={True: "v_prediction", False: "epsilon"}),
+        "v-prediction, where noise is learnt over discrete steps", words={True: "v_prediction", False: "epsilon"}),
     key("min_snr_gamma", "loss model", "loss.min_snr_gamma"),
     key("debiased_estimation_loss", "loss model", "loss.debiased_estimation"),
     key("cache_text_embeddings", "cache model", "cache.text_to_disk"),
@@ -161,7 +162,7 @@ KEYS: tuple[Row, ...] = (
         "no effect: no blocks are swapped", "bool", passes=(False,)),
     key("compile", "optimization -", "training.compile"),
     key("pipeline_stages", "optimization -", "?stages",
-        f"cards over which one model is cut; above 1: {_STAGES}, not built yet", "int", default=1),
+        f"devices over which one model is cut; above 1: {_STAGES}, not built yet", "int", default=1),
     near("partition_method", "optimization -", "",
         f"no effect with pipeline_stages = 1: it is for {_STAGES}", "str", passes=("parameters",)),
     near("partition_split", "optimization -", "",
@@ -175,10 +176,10 @@ KEYS: tuple[Row, ...] = (
     key("eval_before_first_step", "eval -", "eval.before_first_step"),
     key("eval_micro_batch_size_per_gpu", "eval -", "eval.batch_size"),
     key("eval_image_micro_batch_size_per_gpu", "eval -", "?image_eval_batch",
-        "the same for pictures alone; wins", "int"),
+        "the same for images alone; wins", "int"),
     key("image_eval_micro_batch_size_per_gpu", "eval -", "?image_eval_batch", "the same", "int"),
     near("eval_gradient_accumulation_steps", "eval -", "",
-        "no effect: measuring has no gradients, and its numbers do not hang on how samples are grouped", "int",
+        "no effect: measuring has no gradients, and its numbers do not depend on how samples are grouped", "int",
         passes=(1,)),
     # [save]
     key("save_every_n_epochs", "save -", "save.every_n_epochs"),
@@ -205,7 +206,7 @@ KEYS: tuple[Row, ...] = (
     near("sd3_manifest_timeout_sec", "data -", "", "no effect: no rank waits for a manifest of another", "number"),
     # [cache]
     key("caching_batch_size", "cache -", "?caching_batch",
-        "pictures, and captions, that are encoded at once", "int", default=32),
+        "images, and captions, that are encoded at once", "int", default=32),
     key("caching_num_workers", "cache -", "cache.workers"),
     key("caching_device", "cache -", "cache.device"),
     # [loss]
@@ -227,6 +228,9 @@ KEYS: tuple[Row, ...] = (
     key("wandb_run_name", "monitoring -", "?wandb_run", "the run's name there", "str"),
     key("wandb_api_key", "monitoring -", "",
         "moved to the environment; better given there", "str", secret="WANDB_API_KEY"),
+    key("webhook_url", "monitoring -", "",
+        "address that notices of the run are sent to; better given in the environment, as DIFFTRAIN_WEBHOOK_URL", "str",
+        secret="DIFFTRAIN_WEBHOOK_URL"),
     key("steps_per_print", "monitoring -", "?print_every", "steps between lines of metrics", "int"),
     key("logging_steps", "monitoring -", "?log_every", "the same; the smaller one counts", "int"),
     key("x_axis_examples", "monitoring -", "logging.x_axis_examples"),

@@ -36,7 +36,7 @@ class Row:
     takes: str = ""  # what an option calls its value, [in brackets] where that may be left out
     sets: Any = True  # what a switch writes
     words: Mapping[Any, Any] = field(default_factory=dict)  # a value as it is spelt here -> the field's
-    choices: tuple[str, ...] = ()  # of a row without a field, as its default is
+    choices: tuple[str, ...] = ()  # of a row without a field, as its default is; of a switch: words that it may have
     default: Any = None
     passes: tuple[Any, ...] = ()  # values that ask for what is done anyway, so that nothing is said
     weak: bool = False  # gives way to another flag of the same field

@@ -1,4 +1,4 @@
-"""How the entry point that is running spells a setting: kohya's flag, or train.py's key.
+"""How the entry point that is running spells a setting: a flag of kohya's or diffusers' script, or train.py's key.
 
 Messages name fields, never flags: `option("training.batch_size")` in a sentence that is made when it is needed,
 "{training.batch_size}" in a literal table of sentences, which spelled() fills in. The door says once who speaks.
@@ -7,7 +7,7 @@ Messages name fields, never flags: `option("training.batch_size")` in a sentence
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -16,8 +16,9 @@ from difftrain.config.schema.validate import description_of
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.keys import key_of
 from difftrain.config.spellings.row import Row
+from difftrain.config.spellings.text_to_image import FLAGS as TEXT_TO_IMAGE
 
-Door = Literal["kohya", "train"]
+Door = Literal["kohya", "train", "text_to_image"]
 
 # {training.max_steps}, {cache.latents=true}
 FIELD = re.compile(r"\{([a-z]\w*\.[a-z]\w*)(?:=([^{}]+))?\}")
@@ -30,8 +31,19 @@ _TRAIN_FIRST = {
     "training.engine": "--engine.type",
     "model.family": "--model.type",
     "cache.only": "--cache_only",
+    "logging.trace": "--trace",
     "cache.trust": "--trust_cache",
     "cache.regenerate": "--regenerate_cache",
+}
+# where a flag of diffusers' script becomes the setting together with others
+_TEXT_TO_IMAGE_FIRST = {
+    "data.dirs": "--dataset_name",
+    "hub.repo_id": "--hub_model_id",
+    "logging.log_with": "--report_to",
+    # and where a switch is one value of several
+    "data.random_crop": "[data] random_crop",
+    "optimizer.type": "[optimizer] type",
+    "training.attention": "[training] attention",
 }
 _door: Door = "kohya"  # one for a process, and for those that are forked from it
 
@@ -52,7 +64,12 @@ def option(path: str, value: Any = None, *, door: Door | None = None) -> str:
 
     value: as the field has it, true or a word; None: the field alone.
     """
-    return _key(path, value) if (door or _door) == "train" else _flag(path, value)
+    spoken = door or _door
+    if spoken == "train":
+        return _key(path, value)
+    if spoken == "text_to_image":
+        return _flag(path, value, TEXT_TO_IMAGE, _TEXT_TO_IMAGE_FIRST)
+    return _flag(path, value, FLAGS, {})
 
 
 def spelled(text: str, *, door: Door | None = None) -> str:
@@ -66,9 +83,12 @@ def fill_in(text: str, spell: Callable[[str, Any], str]) -> str:
     return FIELD.sub(lambda named: spell(named[1], values.get(named[2], named[2])), text)
 
 
-def meaning(row: Row, door: Door) -> str:
-    """Return what a row means: what it says itself, else what its field does (config/schema/)."""
-    return spelled(row.help or description_of(row.to), door=door)
+def meaning(row: Row, door: Door | None = None) -> str:
+    """Return what a row means: what it says itself, else what its field does (config/schema/).
+
+    door: unset, the one that speaks.
+    """
+    return spelled(row.help or ("" if row.to.startswith("?") else description_of(row.to)), door=door)
 
 
 def field_meaning(path: str, door: Door) -> str:
@@ -76,15 +96,17 @@ def field_meaning(path: str, door: Door) -> str:
     return spelled(description_of(path), door=door)
 
 
-def _flag(path: str, value: Any) -> str:
-    """Return kohya's flag: the switch that sets the value, else the first that sets the field; else the key of --config."""
-    flags = [flag for flag in FLAGS.values() if flag.to == path]
+def _flag(path: str, value: Any, table: Mapping[str, Row], first: Mapping[str, str]) -> str:
+    """Return the flag: the switch that sets the value, else the first that sets the field; else the key of --config."""
+    flags = [flag for flag in table.values() if flag.to == path]
     if value is not None:
         switch = next((flag for flag in flags if flag.kind == "switch" and flag.sets == value), None)
         if switch is not None:
             return switch.option
         flags = [flag for flag in flags if flag.kind != "switch"] or flags
-    name = flags[0].option if flags else "[{}] {}".format(*path.split(".", 1))
+        worded = flags[0].words if flags else {}
+        value = next((word for word, mine in worded.items() if mine == value), value)
+    name = first.get(path) or (flags[0].option if flags else "[{}] {}".format(*path.split(".", 1)))
     return name if value is None else f"{name}={_text(value)}"
 
 

@@ -1,0 +1,256 @@
+"""`difftrain generate`: pictures from a run's checkpoint, an export, or others' weights, as training's samples are drawn.
+
+The command line is read twice: its own flags first, then with the configuration that the weights are of, which for a
+checkpoint is its run's, and for others' weights the family's defaults. Flags win over either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftrain.cli.export import T5
+from difftrain.cli.words import writing
+from difftrain.config.door import enter
+from difftrain.config.parse_flags import Parsed, resolve
+from difftrain.config.render.help import entries
+from difftrain.config.rules import engine, objective, paths
+from difftrain.config.rules.optimizer import one_of
+from difftrain.config.spellings.flags import FLAGS
+from difftrain.config.spellings.row import Row
+from difftrain.contracts.errors import ConfigFault, Fault
+from difftrain.device.choice import KINDS
+
+if TYPE_CHECKING:
+    from difftrain.train.generate import GenerateRequest
+    from difftrain.train.weights_path import WeightsPath
+
+PROG = "difftrain generate"
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# flag -> kohya's name of the field of a prompt that it is the default of
+FIELDS = {
+    "negative": "negative_prompt", "width": "width", "height": "height", "seed": "seed", "steps": "sample_steps",
+    "cfg": "scale", "guidance": "guidance_scale", "flow_shift": "flow_shift",
+}  # fmt: skip
+OWN: dict[str, Row] = {row.name: row for row in (
+    Row("weights", "str", "", "a run's folder or checkpoint, a diffusers folder, or a single file"),
+    Row("base", "str", "", "of a file that holds the denoiser alone: the diffusers folder with the other parts"),
+    Row("ema", "str", "", "of a checkpoint, its averages: alone the moving one, =0.05 that of this relative width, =no"
+        " the weights as trained; not given: as training's samples choose"),
+    Row("adapter", "str", "", "FILE[:SCALE], LoRA of diffusers, PEFT or kohya, merged at a scale (1); may be given several times"),
+    Row("prompt", "str", "", "what to draw, with kohya's options (--w --h --d --s --l --n --ss --fs) if need be; may be"
+        " given several times"),
+    Row("prompts", "str", "", "file of prompts: .txt, .toml or .json, as --sample_prompts takes it"),
+    Row("negative", "str", "", "what not to draw, of prompts that do not say it"),
+    Row("seed", "int", "", "seed of prompts that have none; not given: the run's, or 0"),
+    Row("count", "int", "", "images of each prompt, with seeds that follow one another"),
+    Row("steps", "int", "", "steps of the sampler; 30 where nobody says it"),
+    Row("width", "int", "", "not given: the run's, or the model's own up to 512, or that of --image"),
+    Row("height", "int", "", "as the width"),
+    Row("cfg", "float", "", "classifier-free guidance; up to 1 is none, 7.5 where nobody says it"),
+    Row("guidance", "float", "", "guidance that a distilled model is told"),
+    Row("flow_shift", "float", "", "shift of a flow's times, in place of the model's"),
+    Row("sampler", "str", "sample.sampler"),
+    Row("image", "str", "", "an image to begin at"),
+    Row("mask", "str", "", "white where --image is drawn again, black where it stays; as large as it"),
+    Row("strength", "float", "", "share of the steps that --image is drawn on for, above 0 and up to 1; 0.75"),
+    Row("output", "str", "", "a .png (of several images a grid), or a folder (each image, and a grid)"),
+    Row("overwrite", "switch", "", "replace files that are there"),
+)}  # fmt: skip
+TABLE: dict[str, Row] = {
+    **OWN,
+    **{
+        name: FLAGS[name]
+        for name in (
+            "config", "family", "vae", "tokenizer1_path", "tokenizer2_path", "device", "threads", "mixed_precision",
+            "full_fp16", "full_bf16", "half_vae", "v_parameterization", "zero_terminal_snr", "clip_skip",
+            "max_token_length", "disable_mmap_load_safetensors",
+        )
+    },
+    "tokenizer3_path": T5,
+    "t5_max_length": Row("t5_max_length", "int", "model.t5_max_length"),
+}  # fmt: skip
+RULES = (objective.other_family, engine.full_precision, paths.weights, one_of("training.device", ("auto", *KINDS)))
+
+
+def main(argv: list[str]) -> int:
+    """Draw what is asked for and print the files."""
+    argv = ["--ema=yes" if word == "--ema" and _stands_alone(argv, at) else word for at, word in enumerate(argv)]
+    return enter(PROG, argv, lambda: read(argv), lambda parsed: work(parsed, argv), _help)
+
+
+def _stands_alone(argv: list[str], at: int) -> bool:
+    return at + 1 == len(argv) or argv[at + 1].startswith("--")
+
+
+def read(argv: list[str]) -> Parsed:
+    """Read the command line by itself. Raises ConfigFault with every fault that needs no weights."""
+    try:
+        parsed = resolve(_without(argv, "config"), TABLE, ())
+    except ConfigFault as error:
+        raise ConfigFault([*error.faults, *_missing({word[2:].partition("=")[0] for word in argv})]) from None
+    if faults := [*_missing(set(parsed.words)), *_faults(parsed)]:
+        raise ConfigFault(faults)
+    return parsed
+
+
+def _missing(given: set[str]) -> Iterator[Fault]:
+    for name in ("weights", "output"):
+        if name not in given:
+            yield Fault(TABLE[name].option, "is missing", TABLE[name].help)
+    if not given & {"prompt", "prompts"}:
+        yield Fault("--prompt", "is missing", "--prompt=TEXT, or --prompts=FILE")
+
+
+def _faults(parsed: Parsed) -> Iterator[Fault]:
+    """Judge what can be judged before anything is read."""
+    bare = parsed.bare
+    for name in ("prompts", "image", "mask"):
+        if name in bare and not Path(bare[name]).expanduser().is_file():
+            yield Fault(f"--{name}", f"there is no file '{bare[name]}'", TABLE[name].help)
+    if "mask" in bare and "image" not in bare:
+        yield Fault("--mask", "needs --image", "the image of which a part is drawn again")
+    if "strength" in bare and "image" not in bare:
+        yield Fault("--strength", "needs --image", "the image to begin at")
+    if not 0 < float(bare.get("strength", 1)) <= 1:
+        yield Fault("--strength", f"got {bare['strength']}", "above 0 and up to 1")
+    if int(bare.get("count", 1)) < 1:
+        yield Fault("--count", f"got {bare['count']}", "from 1 up")
+    output = Path(bare["output"]).expanduser()
+    if output.suffix.lower() in PICTURES[1:]:
+        yield Fault("--output", f"'{output}' is no .png", "images are written as PNG, which holds how they were drawn")
+    elif output.suffix.lower() == PICTURES[0] and output.is_file() and "overwrite" not in bare:
+        yield Fault("--output", f"'{output}' is there already", "another name, or --overwrite")
+    elif output.suffix.lower() != PICTURES[0] and output.is_file():
+        yield Fault("--output", f"'{output}' is a file, and no .png", "a .png, or a folder")
+
+
+def work(parsed: Parsed, argv: list[str]) -> int:
+    """Find out what the weights are of, and draw."""
+    from difftrain.device.choice import calm_threads, hide_unusable_npu, hold_autoload
+    from difftrain.train.weights_path import locate
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("difftrain").setLevel(logging.INFO)
+    source = locate(parsed.bare["weights"], "--weights", _config_of(argv))
+    hold_autoload()
+    calm_threads()
+    hide_unusable_npu(parsed.config.training.device)
+    whole, source = _of_weights(parsed, argv, source)
+
+    from difftrain.train.generate import generate
+
+    request = request_of(parsed, whole, source)
+    with writing(request.output):
+        for path in generate(whole.config, request):
+            print(path)
+    return 0
+
+
+def _config_of(argv: list[str]) -> str | None:
+    """Return the value of --config, which the first reading leaves out."""
+    for at, word in enumerate(argv):
+        if word.startswith("--config="):
+            return word.partition("=")[2]
+        if word == "--config" and at + 1 < len(argv):
+            return argv[at + 1]
+    return None
+
+
+def _of_weights(parsed: Parsed, argv: list[str], source: WeightsPath) -> tuple[Parsed, WeightsPath]:
+    """Read the command line again, over the configuration that the weights are of. Raises ConfigFault."""
+    rest = _without(argv, "config")
+    if source.kind == "checkpoint":
+        whole = resolve([f"--config={source.config}", *rest], TABLE, RULES)
+        return whole, source
+    config = [f"--config={named}"] if (named := _config_of(argv)) else []
+    family, whole_file = parsed.words.get("family", [""])[-1] or source.family, True
+    if source.kind == "file":
+        from difftrain.models.weights.detect import family_of_file
+
+        found = None if family else family_of_file(source.path, "--weights")
+        family, whole_file = (found.name, found.is_whole) if found else (family, "base" not in parsed.bare)
+        source = dataclasses.replace(source, family=family)
+    whole = resolve([*config, f"--family={family}", *_without(rest, "family")], TABLE, RULES)
+    return dataclasses.replace(whole, config=_named(whole.config, parsed, source, whole_file)), source
+
+
+def _named(cfg: Any, parsed: Parsed, source: WeightsPath, whole_file: bool) -> Any:
+    """Return the configuration with the weights in it. Raises ConfigFault where other parts are missing."""
+    base = parsed.bare.get("base")
+    if source.kind == "file" and not whole_file:
+        if base is None:
+            what = f"{source.path} holds the denoiser of {cfg.model.family} alone"
+            raise ConfigFault([Fault("--weights", what, "give the diffusers folder with the other parts as --base")])
+        named = {"pretrained": base, "transformer": str(source.path)}
+    elif base is not None:
+        raise ConfigFault([Fault("--base", f"has no use: {source.path} holds a whole model", "leave it out")])
+    else:
+        named = {"pretrained": str(source.path)}
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update={**named, "init_from_config": None})})
+
+
+def _without(argv: list[str], name: str) -> list[str]:
+    """Leave a flag and its value out of a command line."""
+    left: list[str] = []
+    skips = False
+    for word in argv:
+        if skips and not word.startswith("--"):
+            skips = False
+            continue
+        skips = word == f"--{name}"
+        if not skips and not word.startswith(f"--{name}="):
+            left.append(word)
+    return left
+
+
+def request_of(parsed: Parsed, whole: Parsed, source: WeightsPath) -> GenerateRequest:
+    """Put together what is to be drawn."""
+    from difftrain.train.generate import GenerateRequest
+    from difftrain.train.inference import AS_SAMPLES
+
+    bare, words = parsed.bare, parsed.words
+    converted: dict[str, Any] = {"int": int, "float": float, "str": str}
+    fields = {
+        f"--{flag}": (name, converted[TABLE[flag].kind](bare[flag])) for flag, name in FIELDS.items() if flag in bare
+    }
+    path = {name: Path(bare[name]).expanduser() if name in bare else None for name in ("prompts", "image", "mask")}
+    return GenerateRequest(
+        weights=source,
+        output=Path(bare["output"]).expanduser(),
+        lines=tuple(words.get("prompt", ())),
+        file=path["prompts"],
+        fields=fields,
+        count=int(bare.get("count", 1)),
+        image=path["image"],
+        mask=path["mask"],
+        strength=float(bare.get("strength", 0.75)),
+        adapters=adapters_of(words.get("adapter", ())),
+        ema=bare.get("ema", AS_SAMPLES),
+        given=frozenset(TABLE[name].to for name in whole.words) - {""},
+        overwrite="overwrite" in bare,
+    )
+
+
+def adapters_of(texts: Any) -> tuple[Any, ...]:
+    """Read FILE[:SCALE], each."""
+    from difftrain.models.weights.adapter_files import AdapterChoice
+
+    found = []
+    for text in texts:
+        path, _, scale = text.rpartition(":")
+        try:
+            found.append(AdapterChoice(Path(path), float(scale), "--adapter") if path else None)
+        except ValueError:
+            found.append(None)
+        found[-1] = found[-1] or AdapterChoice(Path(text), 1.0, "--adapter")
+    return tuple(found)
+
+
+def _help() -> str:
+    return f"usage: {PROG} --weights=PATH --prompt=TEXT --output=FILE.png|FOLDER [--flag=value ...]\n\n" + entries(
+        TABLE.values()
+    )
