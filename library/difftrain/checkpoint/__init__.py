@@ -3,8 +3,10 @@
 from difftrain.checkpoint.claim import Claim, claim_together
 from difftrain.checkpoint.commit import Manifest, SaveFault, Torn, commit, load_meta, verify
 from difftrain.checkpoint.find import (
+    DIFFUSERS,
     STEPS,
     Naming,
+    Own,
     SaveName,
     clean,
     clean_exports,
@@ -25,6 +27,7 @@ from difftrain.checkpoint.record import (
 from difftrain.checkpoint.retain import retain_exports, retain_states
 
 __all__ = [
+    "DIFFUSERS",
     "STEPS",
     "Claim",
     "Empty",
@@ -32,6 +35,7 @@ __all__ = [
     "Foreign",
     "Manifest",
     "Naming",
+    "Own",
     "RunRecord",
     "SaveFault",
     "SaveName",

@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
 def candidates(parent: Path, output_name: Naming | None = None, say: Say | None = None) -> list[Candidate]:
     """List the checkpoints of a folder by their manifests, the newest first; files are not looked at yet.
 
-    output_name: only NAME-step…-state, NAME-00…-state and NAME-state, or STEPS: global_step…; None: any folder with a
-    manifest.
+    output_name: only NAME-step…-state, NAME-00…-state and NAME-state, or STEPS: global_step…, DIFFUSERS: checkpoint-…;
+    None: any folder with a manifest.
     say: is told of folders that are named like checkpoints and have no good manifest.
     """
     checkpoints = []
@@ -132,7 +132,7 @@ def clean(parent: Path, say: Say | None = None) -> None:
 
 def clean_exports(parent: Path, naming: Naming, say: Say | None = None) -> None:
     """Put away what a dead run left in folders of exports; those that are empty then go too. As `clean`."""
-    if naming is not STEPS or not parent.is_dir():
+    if not isinstance(naming, Own) or not parent.is_dir():
         return
     for path in sorted(parent.iterdir()):
         if path.is_dir() and parse_export(path, naming) is not None:
@@ -174,19 +174,22 @@ def _verified_manifest(path: Path) -> Manifest | None:
 
 # --- Names of saves, in two ways
 # kohya's begin with the run's output name: NAME-step00000004, NAME-000001, NAME; a checkpoint's folder ends in "-state".
-# Those by step are the same in every run: exports are folders step4 and epoch1, checkpoints are folders global_step4.
+# Those by step are the same in every run: exports are folders step4 and epoch1, checkpoints are folders global_step4, or
+# checkpoint-4 where they are called as diffusers' examples do; there the last export is the run's folder itself.
 
 
 class Own(Enum):
     """Stand for names that hold nothing of a run's own name."""
 
     STEPS = "steps"
+    DIFFUSERS = "diffusers"
 
 
-STEPS = Own.STEPS
-Naming = str | Own  # kohya's with this output name, or by step
+STEPS, DIFFUSERS = Own.STEPS, Own.DIFFUSERS
+Naming = str | Own  # kohya's with this output name, or by step, as we or diffusers' examples call them
 STATE = "-state"
-GLOBAL_STEP = "global_step"
+GLOBAL_STEP, CHECKPOINT = "global_step", "checkpoint-"
+PIPELINE_INDEX = "model_index.json"  # of the last export of diffusers' naming, which lies in the run's folder itself
 ONE_FILE = "model"  # by step, a layout that is one file lies as this in the folder of its name
 _AVERAGED = "-ema"  # the averaged weights of a save come and go with it
 EXPORT_SUFFIXES = (".safetensors", ".ckpt")  # of files; the other layouts are folders and have none
@@ -194,7 +197,12 @@ EXPORT_SUFFIXES = (".safetensors", ".ckpt")  # of files; the other layouts are f
 
 def naming_of(save: SaveSection) -> Naming:
     """Return how saves are called."""
-    return STEPS if save.naming == STEPS.value else save.output_name
+    return named(save.naming, save.output_name)
+
+
+def named(naming: str, output_name: str) -> Naming:
+    """Return the naming that a configuration or a record calls so."""
+    return next((own for own in Own if own.value == naming), output_name)
 
 
 @dataclass(frozen=True, order=True)
@@ -210,22 +218,28 @@ class SaveName:
     def of(self, output_name: Naming, *, state: bool = False) -> str:
         """Spell it."""
         if isinstance(output_name, Own):
-            return f"{GLOBAL_STEP if state else self.kind}{self.number}"
+            of_state = CHECKPOINT if output_name is DIFFUSERS else GLOBAL_STEP
+            return f"{of_state if state else self.kind}{self.number}"
         middle = {"step": f"-step{self.number:08d}", "epoch": f"-{self.number:06d}", "end": ""}[self.kind]
         return f"{output_name}{middle}{STATE if state else ''}"
 
 
 _NUMBERED = re.compile(r"-step(\d{8,})|-(\d{6,})")
 _BY_STEP = re.compile(r"(step|epoch)(0|[1-9]\d*)")
-_STATE_BY_STEP = re.compile(rf"{GLOBAL_STEP}(0|[1-9]\d*)")
+_STATE_BY_STEP = {
+    STEPS: re.compile(rf"{GLOBAL_STEP}(0|[1-9]\d*)"),
+    DIFFUSERS: re.compile(rf"{CHECKPOINT}(0|[1-9]\d*)"),
+}
 
 
 def parse(name: str, output_name: Naming, *, state: bool = False) -> SaveName | None:
     """Read a name back, without its suffix; None where it is not a save of output_name."""
     if isinstance(output_name, Own):
         if state:
-            return SaveName("step", int(by_step[1])) if (by_step := _STATE_BY_STEP.fullmatch(name)) else None
-        return SaveName(by_step[1], int(by_step[2])) if (by_step := _BY_STEP.fullmatch(name)) else None
+            by_step = _STATE_BY_STEP[output_name].fullmatch(name)
+            return SaveName("step", int(by_step[1])) if by_step else None
+        export = _BY_STEP.fullmatch(name)
+        return SaveName(export[1], int(export[2])) if export else None
     if state:
         if not name.endswith(STATE):
             return None

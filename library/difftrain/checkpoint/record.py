@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from difftrain.checkpoint.find import STEPS, Naming, Say, newest, parse, parse_export
+from difftrain.checkpoint.find import DIFFUSERS, PIPELINE_INDEX, Naming, Say, named, newest, parse, parse_export
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import write_json
@@ -39,13 +39,13 @@ class RunRecord:
     hub: dict[str, str] = field(
         default_factory=dict
     )  # commits of what was fetched: a run that goes on takes them again
-    naming: str = "kohya"  # or steps, of --save.naming
+    naming: str = "kohya"  # or steps, diffusers, of --save.naming
     format: int = 1
 
     @property
     def names(self) -> Naming:
         """Return how the saves of this run are called."""
-        return STEPS if self.naming == STEPS.value else self.output_name
+        return named(self.naming, self.output_name)
 
     def begun(self, from_step: int, world_size: int, launch: Sequence[str] = ()) -> RunRecord:
         """Return the record with one more session; a run that goes on is not finished. launch: what started it."""
@@ -122,6 +122,8 @@ def inspect(output_dir: Path, output_name: Naming, say: Say | None = None, *, de
 
 def _files_of_a_run(output_dir: Path, output_name: Naming) -> list[str]:
     def is_one(path: Path) -> bool:
+        if output_name is DIFFUSERS and path.name == PIPELINE_INDEX:
+            return True
         if path.name in _OF_A_RUN or parse(path.name, output_name, state=True):
             return True
         # a file without a suffix stands where an export as a folder would go
@@ -145,7 +147,7 @@ def choose_start(state: State, resume: str | None, config_digest: str, output_di
             return state.newest
         raise ConfigFault([_foreign(state, output_dir)])
     if resume != "auto":
-        raise ConfigFault([_another_run(state, output_dir)])
+        raise ConfigFault([_another_run(state, output_dir, state.record.config_digest == config_digest)])
     if state.newest is not None:
         return state.newest
     if state.record.config_digest == config_digest or not any(_files_of_a_run(output_dir, state.record.names)):
@@ -164,12 +166,18 @@ def _foreign(state: Foreign, output_dir: Path) -> Fault:
     )
 
 
-def _another_run(state: Unfinished | Finished, output_dir: Path) -> Fault:
+def _another_run(state: Unfinished | Finished, output_dir: Path, is_same: bool) -> Fault:
+    """Say whose the folder is, and what would work. is_same: the run there is of this configuration."""
     if isinstance(state, Finished):
         what = f"finished at step {state.record.finished_step} on {state.record.finished}"
     elif state.newest is not None:
         what = f"begun {state.record.started}, its newest checkpoint is {state.newest.name}"
     else:
         what = f"begun {state.record.started}, without a checkpoint yet"
-    remedy = f"{option('save.resume')}=auto continues it; or give another folder"
+    # only what would not be refused in its turn
+    remedy = "give another folder"
+    if is_same and isinstance(state, Unfinished):
+        remedy = f"{option('save.resume', 'auto')} continues it; or {remedy}"
+    elif state.newest is not None:
+        remedy += f", in which {option('save.resume', str(state.newest))} trains on from there"
     return Fault(option("save.output_dir"), f"{output_dir} holds another run ({what})", remedy)

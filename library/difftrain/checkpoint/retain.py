@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.checkpoint.commit import TRASH, Manifest, Torn, remove, verify
-from difftrain.checkpoint.find import EXPORT_SUFFIXES, ONE_FILE, STEPS, Naming, SaveName, Say, parse, parse_export
+from difftrain.checkpoint.find import EXPORT_SUFFIXES, ONE_FILE, Naming, Own, SaveName, Say, parse, parse_export
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import SaveSection
@@ -37,10 +37,11 @@ def nothing_in_use(_path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Window:
-    """Say how much is kept: step saves of the last n steps, the last n epoch saves; None keeps all."""
+    """Say how much is kept: step saves of the last n steps, the last n epoch saves, the last n; None keeps all."""
 
     last_n_steps: int | None = None
     last_n_epochs: int | None = None
+    last_n: int | None = None
 
     @classmethod
     def of_exports(cls, save: SaveSection) -> Window:
@@ -50,7 +51,8 @@ class Window:
     @classmethod
     def of_states(cls, save: SaveSection) -> Window:
         """Read the flags for checkpoints."""
-        return cls(save.last_n_steps_state or save.last_n_steps, save.last_n_epochs_state or save.last_n_epochs)
+        steps, epochs = save.last_n_steps_state or save.last_n_steps, save.last_n_epochs_state or save.last_n_epochs
+        return cls(steps, epochs, save.last_n_states)
 
     def outside(self, saves: list[SaveName], step: int) -> set[SaveName]:
         """Return which saves may go after a save at `step`."""
@@ -60,6 +62,9 @@ class Window:
         if self.last_n_epochs is not None:
             epochs = sorted(save for save in saves if save.kind == "epoch")
             gone |= set(epochs[: max(0, len(epochs) - self.last_n_epochs)])
+        if self.last_n is not None:
+            by_age = sorted(saves, key=lambda save: save.number)
+            gone |= set(by_age[: max(0, len(by_age) - self.last_n)])
         return gone
 
 
@@ -149,7 +154,7 @@ def _retain(
             _delete(path)
             deleted.append(path.name)
     if deleted and say is not None:
-        say(f"deleted, as --save_last_n_* asks: {', '.join(deleted)}")
+        say(f"deleted, as the limits on saves ask: {', '.join(deleted)}")
     return deleted
 
 
@@ -162,7 +167,7 @@ def _delete(path: Path) -> None:
 
 def _made_for(name: SaveName, path: Path, output_name: Naming) -> SaveName:
     """Tell checkpoints of epochs from those of steps where their names do not."""
-    manifest = _manifest(path) if output_name is STEPS else None
+    manifest = _manifest(path) if isinstance(output_name, Own) else None
     return SaveName("epoch", name.number) if manifest and manifest.meta.get("kind") == "epoch" else name
 
 

@@ -211,6 +211,7 @@ def make_tables(cfg: TrainConfig, index: Index) -> bool:
             layout=_layout(cfg),
             fingerprint=folder.name,
             held_out=None if by_key else held_out(index, _shares(cfg, index), seed),
+            most=(cfg.data.max_samples, cfg.training.seed or 0) if cfg.data.max_samples else None,
         )
     return True
 
@@ -261,6 +262,8 @@ def tables_folder(cfg: TrainConfig, index: Index) -> Path:
         parts.append([*sizes, dataset.validation_split, len(dataset.subsets)])
     if any(source.share < 1 for source in index.sources):
         parts.append(["share", *(source.share for source in index.sources)])
+    if data.max_samples:
+        parts.append(["max_samples", data.max_samples, cfg.training.seed or 0])
     if data.sizes:
         parts.append(["sizes", data.sizes])
     if data.shard_size and _layout(cfg) == "shard":
@@ -303,13 +306,14 @@ def data_lines(cfg: TrainConfig, data: Data) -> list[str]:
     if data.tables.surplus:
         lines.append(
             f"data: {data.tables.surplus:,} regularisation pictures are not used: with the others there are as many "
-            "draws an epoch as to train on"
+            "samples an epoch as to train on"
         )
     if data.tables.left_out:
-        lines.append(f"data: {data.tables.left_out:,} records are left out: subsample_ratio")
+        why = option("data.max_samples") if cfg.data.max_samples else "subsample_ratio"
+        lines.append(f"data: {data.tables.left_out:,} records are left out: {why}")
 
     # what there is
-    lines.append(f"data: {records:,} records to train on, {uses:,} draws an epoch with repeats")
+    lines.append(f"data: {records:,} records to train on, {uses:,} samples an epoch with repeats")
     if validation:
         lines.append(f"data: {sum(rows.records for rows in validation):,} records held out for validation")
 

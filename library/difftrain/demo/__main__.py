@@ -13,9 +13,11 @@ from difftrain.demo.prepare import ALL, make, prepare
 from difftrain.demo.recipe import SIZES
 from difftrain.device.choice import calm_threads, hide_unusable_npu, hold_autoload
 from difftrain.models.registry import FAMILIES
+from difftrain.report.progress import SIGNS
 
 
 def _say(text: str) -> None:
+    SIGNS.heard()
     print(text, flush=True)
 
 
@@ -41,10 +43,11 @@ def main() -> int:
 
     # one recipe's parts in a folder of their own, or the whole demo in the user's cache
     try:
-        if asked.make and asked.folder:
-            make(asked.make, asked.folder, asked.scale, _say, tuple(asked.part or ALL), asked.family)
-        else:
-            prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=_say)
+        with SIGNS.printed_by(_say), SIGNS.doing("making the demo's data and model"):
+            if asked.make and asked.folder:
+                make(asked.make, asked.folder, asked.scale, _say, tuple(asked.part or ALL), asked.family)
+            else:
+                prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=_say)
     except DifftrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

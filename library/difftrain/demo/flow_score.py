@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 COLUMNS, ZOOM, GAP = 8, 2, 4
 LINES, LINE_HEIGHT, WRAP = 3, 11, 22  # of a caption
-COLOURS = 128  # a palette keeps the file small
 
 
 def write_pairs(
@@ -58,7 +57,7 @@ def write_pairs(
             zoomed = Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS)
             image.paste(zoomed, (x, y + LINES * LINE_HEIGHT + GAP + row * height))
     path.parent.mkdir(parents=True, exist_ok=True)
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    image.save(path, optimize=True)  # in full colour: colours are what is looked at
 
 
 log = logging.getLogger("difftrain")

@@ -23,6 +23,7 @@ from difftrain.models.text.clip_tokens import PAD_1, PAD_2
 from difftrain.models.text.clip_vocabulary import ClipVocabulary, learn_merges
 from difftrain.models.text.t5_vocabulary import T5Vocabulary
 from difftrain.models.vae.fit import closed_form_encoder, principal, psnr, train_decoder
+from difftrain.report.progress import SIGNS, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,8 +75,10 @@ def fit_vae(vae: Any, pictures: Tensor, steps: int, say: Callable[[str], None]) 
     held_out, seen = pictures[order[:HELD_OUT]], pictures[order[HELD_OUT:]]
     started = time.monotonic()
     vae.to(memory_format=torch.channels_last)  # two to three times as fast on a CPU at these widths
-    closed_form_encoder(vae, seen[:ENCODER_PICTURES], whiten=WHITEN)
-    train_decoder(vae, seen, steps=steps, seed=recipe.SEED)
+    progress = Progress(steps)
+    with SIGNS.doing(lambda: f"fitting the VAE to them: {progress.text()}"):
+        closed_form_encoder(vae, seen[:ENCODER_PICTURES], whiten=WHITEN)
+        train_decoder(vae, seen, steps=steps, seed=recipe.SEED, report=lambda step, _: progress.advance(step))
     vae.to(memory_format=torch.contiguous_format)
     spent = time.monotonic() - started
     say(f"VAE fitted to them in {spent:.0f} s: {psnr(vae, held_out):.1f} dB on pictures it has not seen")
@@ -117,17 +120,20 @@ def fit_text(
     optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.99), weight_decay=0.1)
 
     # training: the rate goes up and down, and some words of each caption are hidden
-    for step in range(steps):
-        rows = seen[torch.randint(len(seen), (BATCH,), generator=rng)]
-        optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
-        outputs = _outputs_of(
-            encoders, [_fewer(encoder.config, tokens[rows], rng) for encoder, tokens in zip(encoders, ids)]
-        )
-        loss = (head(outputs) - wanted[rows] / scale).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    progress = Progress(steps)
+    with SIGNS.doing(lambda: f"fitting the text encoders to them: {progress.text()}"):
+        for step in range(steps):
+            rows = seen[torch.randint(len(seen), (BATCH,), generator=rng)]
+            optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
+            outputs = _outputs_of(
+                encoders, [_fewer(encoder.config, tokens[rows], rng) for encoder, tokens in zip(encoders, ids)]
+            )
+            loss = (head(outputs) - wanted[rows] / scale).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.advance(step + 1)
 
     # how much of the variance is told from captions that were held out
     for weight, before in zip(weights, asked):
@@ -137,7 +143,7 @@ def fit_text(
     explained = 1 - float(left / (wanted[few] - wanted[seen].mean(0)).square().sum())
     say(
         f"text encoders fitted to them in {time.monotonic() - started:.0f} s: "
-        f"{100 * explained:.0f} % of what pictures differ in is told from captions that they have not seen"
+        f"they explain {100 * explained:.0f} % of image variance on unseen captions"
     )
 
 

@@ -77,9 +77,11 @@ def peak_rss_bytes() -> int:
 
     VmHWM where there is /proc: getrusage keeps the peak of the process that exec'ed this one.
     """
-    match = re.search(r"^VmHWM:\s*(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
-    if match:
-        return int(match.group(1)) << 10
+    with contextlib.suppress(OSError), Path("/proc/self/status").open("rb", buffering=0) as status:
+        # every line of a run asks for it: read in one piece, without decoding
+        match = re.search(rb"^VmHWM:\s*(\d+) kB", status.read(1 << 16), re.MULTILINE)
+        if match:
+            return int(match.group(1)) << 10
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

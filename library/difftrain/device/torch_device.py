@@ -72,6 +72,13 @@ class Device:
         """Say which AdamW runs here, and why; empty where there is but one."""
         return fused_layers.CHOICE if self.kind == "npu" else ""
 
+    def allow_tf32(self) -> str:
+        """Let fp32 matrix products round their inputs to TF32; return what is to be said of it."""
+        if self.kind != "cuda":
+            return f"TF32 was allowed, and has no effect on {self.kind}"
+        torch.backends.cuda.matmul.allow_tf32 = True
+        return "matrix products of fp32 round their inputs to TF32, on cards that have it"
+
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
         """Return the context of mixed precision: "no", "fp16" or "bf16"."""
         if precision == "no":

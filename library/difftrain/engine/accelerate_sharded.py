@@ -106,6 +106,10 @@ class ShardedMasterWeights(MasterWeights):
             self._hooks.pop().remove()
         return [name for name in self.weights if name not in self._arrived]
 
+    def largest_gradients(self) -> dict[str, Tensor]:
+        """Return nothing: what this rank holds of others' gradients is no sum."""
+        return {}
+
     def clear(self, names: Iterable[str] | None = None) -> None:
         """Zero gradients where they are: they are views of the buckets that are reduced."""
         self._optimizer.zero_grad()

@@ -94,6 +94,10 @@ class ZeroEngine(AccelerateEngine):
         # DeepSpeed divides by the number of ranks; scale_wrt_gas would divide by the micro batches
         self._wrapped.backward(loss * self.dp_size * self._update.factor, scale_wrt_gas=False)
 
+    def repeat(self, *args: Any, **options: Any) -> bool:
+        """Repeat nothing: weights, gradients or both lie in pieces on the ranks."""
+        return False
+
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:
         """Tell DeepSpeed that more micro batches follow; from stage 2 on it reduces each one all the same."""
@@ -158,6 +162,10 @@ class ZeroUpdate:
     def missing_gradients(self) -> list[str]:
         """Name the parameters without a gradient."""
         return self._master_weights.missing_gradients()
+
+    def largest_gradients(self) -> dict[str, Tensor]:
+        """Return nothing: DeepSpeed holds them in pieces."""
+        return {}
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:

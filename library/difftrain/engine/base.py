@@ -14,9 +14,22 @@ import torch
 
 from difftrain.config.datasets.datasets import has_buckets
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Batch, ConfigFault, Extent, Family, Fault, Group, Inputs, Parts, Stats
+from difftrain.contracts import (
+    Batch,
+    ConfigFault,
+    Extent,
+    Family,
+    Fault,
+    Group,
+    Inputs,
+    Parts,
+    Stats,
+    StepObserver,
+)
 from difftrain.device.offload import offload_checkpoints
 from difftrain.diffusion.draws import module_seed
+from difftrain.engine import ddp
+from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.half_precision import make_master_weights
 from difftrain.engine.optimizer_state import NamedState, OptimizerState, ScheduleState
 from difftrain.engine.update import TOTAL, AfterBackward, LossTerms, Update, add, is_loss
@@ -51,6 +64,8 @@ class BaseEngine:
         self.position = 0  # updates done or skipped
         self._terms = LossTerms()
         self._swapped = False
+        self._observer: StepObserver | None = None
+        self._looked = False  # at what the first backward of this session shows
 
     # ------------------------------------------------------------------ building
 
@@ -150,7 +165,7 @@ class BaseEngine:
     def _dummy_backward(self, batch: Batch) -> None:
         terms = self._forward(batch, self._wrapped)
         add(value for name, value in terms.items() if is_loss(name)).backward()
-        _check_gradients(self._master_weights.missing_gradients())
+        check_gradients(self._master_weights.missing_gradients())
 
     # ------------------------------------------------------------------ stepping
 
@@ -161,7 +176,9 @@ class BaseEngine:
         """
         self._must_not_be_swapped()
         self._master_weights.position = self.position
+        starts = None if self._looked else largest_of(self._master_weights.weights)
         sums: list[Tensor] = []
+        observer = self._observer
         means = functools.cache(lambda: self._terms.means(self.ranks.sum_(torch.stack(sums).sum(0)), counts))
 
         # --- forward and backward; of several micro batches only the last reduces gradients
@@ -169,14 +186,23 @@ class BaseEngine:
             last = number + 1 == len(micro)
             with nullcontext() if last else self._unsynchronised():
                 self.device.seed(module_seed(self.cfg.training.seed or 0, self.position, number, self.dp_rank))
-                terms = self._forward(batch, self._wrapped)
+                if observer is not None:
+                    observer.before_forward(number, batch)
+                terms = self._forward(batch, self._wrapped, observer)
                 loss = self._terms.loss(terms, counts)
                 sums.append(self._terms.vector(terms))
                 if last:
                     self._update.ready(lambda: means()[TOTAL])
                 self._backward(loss)
         if self.position == 0:
-            _check_gradients(self._update.missing_gradients())
+            check_gradients(self._update.missing_gradients())
+        if observer is not None:
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            observer.after_backward(self._gradients(), scale)
+        if starts is not None:  # once a session: the host waits for it
+            self._looked = True
+            largest, silent = self._update.largest_gradients(), self.parts.silent
+            check_zeros(largest, starts, means()[TOTAL], silent, speaks=self.is_logger)
 
         # --- update, with the rates of this step
         lrs = {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
@@ -189,7 +215,7 @@ class BaseEngine:
     def _backward(self, loss: Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def _forward(self, batch: Batch, root: nn.Module) -> dict[str, Tensor]:
+    def _forward(self, batch: Batch, root: nn.Module, observer: StepObserver | None = None) -> dict[str, Tensor]:
         """Return the sums of this batch's loss terms, fp32. Mixed precision covers inputs and forward only."""
         batch = self.device.to_device(batch)
         with self.device.autocast(self.cfg.training.mixed_precision):
@@ -198,12 +224,56 @@ class BaseEngine:
             outputs = self.family.forward(root, inputs)
         terms = self.family.loss_sums(tuple(output.float() for output in outputs), inputs)
         self._terms.learn(terms)
+        if observer is not None:
+            observer.after_forward(inputs, terms)
         return terms
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients that are there; with updates during the backward pass there are none left."""
+        return ((name, weight.grad) for name, weight in self._trained.items() if weight.grad is not None)
 
     def _unsynchronised(self) -> Any:
         """Let gradients gather without a reduction: of several micro batches only the last reduces."""
         no_sync = getattr(self._wrapped, "no_sync", nullcontext)
         return no_sync()
+
+    # ------------------------------------------------------------------ looking at a step
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Let an observer look at every step from the next one on; None: nobody."""
+        self._observer = observer
+
+    def repeat(
+        self,
+        number: int,
+        batch: Batch,
+        counts: dict[str, float],
+        observer: StepObserver,
+        *,
+        position: int,
+        skipped: int = 0,
+    ) -> bool:
+        """Run a micro batch forward and backward once more, with the draws that it had; nothing is updated or kept.
+
+        This rank alone does it, and waits for no other: gradients are asked for, so that nothing is reduced, no hook of
+        an update runs, and no .grad is written. position: of the step, updates before it. skipped: updates that were
+        skipped from this step on, each of which has lowered the loss scale. Returns whether this engine can: not where
+        the forward pass itself takes all ranks.
+        """
+        scale = 1.0
+        if self._scaler is not None:
+            scale = self._scaler.get_scale() / self._scaler.get_backoff_factor() ** skipped
+        names, weights = list(self._trained), list(self._trained.values())
+        # compiled blocks run as they are written: what is compiled has no modules inside
+        eager = torch.compiler.set_stance("force_eager") if self.cfg.training.compile else nullcontext()
+        with ddp.kept_buffers(self.root), eager:
+            self.device.seed(module_seed(self.cfg.training.seed or 0, position, number, self.dp_rank))
+            observer.before_forward(number, batch)
+            loss = self._terms.loss(self._forward(batch, self.root, observer), counts)
+            gradients = torch.autograd.grad(loss * scale, weights, allow_unused=True)
+            made = ((name, each) for name, each in zip(names, gradients) if each is not None)
+            observer.after_backward(made, scale)
+        return True
 
     # ------------------------------------------------------------------ evaluating
 
@@ -319,14 +389,6 @@ class BaseEngine:
             if value is None:
                 value = self._master_weights.value(name) if name in exact else self._master_weights.stored(name, tensor)
             yield name, value.detach().to("cpu")
-
-
-def _check_gradients(left: list[str]) -> None:
-    """Name parameters that a backward left out; other ranks would wait for them for ever."""
-    if left:
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-        what = f"parameters take no part in the loss: {', '.join(left[:5])}{more}"
-        raise ConfigFault([Fault("model", what, "the family must freeze them")])
 
 
 # --- Regional compile: block by block, in place, so that names stay and a block's code is shared by its like

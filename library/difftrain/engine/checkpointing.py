@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.paths import toml_entry_point
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.device import fp8
@@ -198,7 +199,11 @@ def check_compatibility(
     if not same:
         what = f"{path} was trained with {about['optimizer']}, this run uses {optimizer}"
         faults.append(
-            Fault(option("save.resume"), what, "take that one; train.py --reset_optimizer goes on with a new one")
+            Fault(
+                option("save.resume"),
+                what,
+                f"take that one; {toml_entry_point()} --reset_optimizer goes on with a new one",
+            )
         )
     if faults:
         raise ConfigFault(faults)

@@ -79,7 +79,7 @@ def has_statistics(root: nn.Module) -> bool:
 
 def warm_up(root: nn.Module, batch: Batch, backward: Callable[[Batch], None]) -> None:
     """Run the dummy passes on a real batch; weights, buffers and statistics are as before."""
-    with _kept_buffers(root):
+    with kept_buffers(root):
         for _ in range(WARM_PASSES):
             backward(batch)
     for parameter in root.parameters():
@@ -87,7 +87,8 @@ def warm_up(root: nn.Module, batch: Batch, backward: Callable[[Batch], None]) ->
 
 
 @contextmanager
-def _kept_buffers(root: nn.Module) -> Iterator[None]:
+def kept_buffers(root: nn.Module) -> Iterator[None]:
+    """Put buffers back as they were, running statistics among them."""
     kept = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
     try:
         yield

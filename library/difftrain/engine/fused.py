@@ -53,6 +53,7 @@ class DuringBackward:
         self._waiting: list[set[str]] = []
         self._skipped: Tensor | None = None
         self._squares: list[Tensor] = []
+        self._norms: dict[str, Tensor] | None = {}  # of the first step's gradients, which are freed on the way
         for number, names in enumerate(parts):
             for name in names:
                 master_weights.weights[name].register_post_accumulate_grad_hook(self._hook(number, name))
@@ -77,6 +78,11 @@ class DuringBackward:
         """Name the parameters that have not come."""
         return sorted(name for names in self._waiting for name in names)
 
+    def largest_gradients(self) -> dict[str, Tensor]:
+        """Return the norm of each gradient of the first step, which is 0 where its largest magnitude is; asked once."""
+        norms_of_first, self._norms = self._norms or {}, None
+        return norms_of_first
+
     @torch.no_grad()
     def _update(self, names: list[str]) -> None:
         master_weights = self._master_weights
@@ -84,6 +90,8 @@ class DuringBackward:
         self._sum(gradients)
         norms_of_parts = norms(gradients)
         part_norms = torch.stack(norms_of_parts)
+        if self._norms is not None:
+            self._norms |= dict(zip(names, norms_of_parts))
         # the global norm is known when all parts are done: it is reported, not clipped by
         self._squares.append(part_norms.square().sum())
         assert self._skipped is not None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from difftrain.contracts import Group
+from difftrain.engine.gradients import largest_of
 from difftrain.optim import inner
 
 if TYPE_CHECKING:
@@ -126,6 +127,10 @@ class MasterWeights:
     def missing_gradients(self) -> list[str]:
         """Name the weights without a gradient."""
         return [name for name, weight in self.weights.items() if weight.grad is None]
+
+    def largest_gradients(self) -> dict[str, Tensor]:
+        """Return the largest magnitude of each gradient that is there, on the device."""
+        return largest_of({name: weight.grad for name, weight in self.weights.items()})
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down where their norm is above max_norm."""

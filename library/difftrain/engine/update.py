@@ -28,11 +28,13 @@ class Updated(NamedTuple):
 class Update(Protocol):
     """Turn gradients into an update: after the backward pass, or while it runs. loss: the global one, made when asked.
 
-    ready is called before the step's last backward, finish after it; missing_gradients names parameters that got no gradient.
+    ready is called before the step's last backward, finish after it; missing_gradients names parameters that got no gradient,
+    largest_gradients gives the largest magnitude of each, on the device: nothing where ranks hold them in pieces.
     """
 
     def ready(self, loss: Callable[[], Tensor]) -> None: ...
     def missing_gradients(self) -> list[str]: ...
+    def largest_gradients(self) -> dict[str, Tensor]: ...
     def finish(self, loss: Callable[[], Tensor]) -> Updated: ...
 
 
@@ -51,6 +53,10 @@ class AfterBackward:
     def missing_gradients(self) -> list[str]:
         """Name the parameters without a gradient."""
         return self._master_weights.missing_gradients()
+
+    def largest_gradients(self) -> dict[str, Tensor]:
+        """Return the largest magnitude of each gradient."""
+        return self._master_weights.largest_gradients()
 
     @torch.no_grad()
     def finish(self, loss: Callable[[], Tensor]) -> Updated:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from difftrain.report.progress import SIGNS
+
 T = TypeVar("T")
 
 MOST_WARMUP_STEPS = 5
@@ -199,7 +201,8 @@ class Clock:
             self._close()  # the steps' queued work is theirs, not the pause's
         self._pause = (name, self._now())
         try:
-            yield
+            with SIGNS.doing(name):
+                yield
         finally:
             self._synchronize()
             ended = self._now()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from difftrain.config.spellings.spelling import option
-from difftrain.report.charts import bar_chart
+from difftrain.report.charts import bar_chart, rank_chart
 from difftrain.report.page import (
     bullets,
     cell,
@@ -22,6 +22,8 @@ from difftrain.report.page import (
     rows,
 )
 
+OPEN = 9  # images that are shown before the fold
+FEW_WORDS = 10
 LONG, SHORT = 600, 240  # letters of a caption that are shown of a picture, and in a list
 
 
@@ -41,29 +43,32 @@ def dataset_page(facts: dict[str, Any]) -> str:
     # --- what counts most
     totals, tokens = facts["totals"], facts["captions"]["tokens"]
     cards = [
-        ("pictures with captions", totals["records"]),
+        ("images with captions", totals["records"]),
         ("uses in an epoch, repeats counted", totals["draws_per_epoch"]),
         ("steps in the first epoch", facts["steps"][0] if facts["steps"] else None),
         ("buckets", totals["buckets"]),
         ("held out for validation", totals["held_out"]),
         ("not trained on", facts["rejected"]["count"]),
         ("copies, byte for byte", totals["copies"] if facts["copies"]["looked_for"] else None),
-        ("enlarged", totals["upscaled"]),
-        ("captions that are cut", tokens["cut"] if tokens else None),
+        ("nearly the same as another", facts["similar"]["images"] or None),
+        ("images enlarged", totals["upscaled"]),
+        ("captions longer than the model reads", tokens["cut"] or None if tokens else None),
     ]
     return page(
-        f"Data set {facts['name']}",
+        f"Dataset {facts['name']}",
         badges=[badge],
         about=escape(" · ".join(about)),
-        cards=[(text, "–" if value is None else cell(value)) for text, value in cards],
+        cards=[(text, cell(value)) for text, value in cards if value is not None],
         sections=(
             ("findings", "What to look at", panel(findings(facts["findings"]))),
+            ("pictures", "Images, as they will be cut", _shots(facts)),
             ("sources", "Sources", _sources(facts["sources"])),
-            ("buckets", "Buckets", _buckets(facts["buckets"])),
+            ("buckets", "Buckets and resolutions", _buckets(facts["buckets"], facts["resolutions"])),
             ("captions", "Captions", _captions(facts["captions"])),
+            ("words", "Words", _words(facts["captions"])),
             ("rejected", "Not trained on", _rejected(facts["rejected"])),
             ("copies", "Copies", _copies(facts["copies"])),
-            ("pictures", "Pictures, as they will be cut", _shots(facts)),
+            ("similar", "Nearly the same", _similar(facts["similar"])),
             ("notes", "Notes", panel(bullets(facts["notes"]))),
         ),
     )
@@ -74,7 +79,7 @@ def dataset_page(facts: dict[str, Any]) -> str:
 
 def _sources(sources: list[dict[str, Any]]) -> str:
     heads = {
-        "source": "#", "dataset": "data set", "folder": "folder", "kind": "kind", "records": "pictures", "repeats": "repeats",
+        "source": "#", "dataset": "data set", "folder": "folder", "kind": "kind", "records": "images", "repeats": "repeats",
         "draws_per_epoch": "uses an epoch", "held_out": "held out", "upscaled": "enlarged", "refused": "refused",
         "no_bucket": "no bucket", "not_used": "surplus", "settings": "settings",
     }  # fmt: skip
@@ -85,7 +90,7 @@ def _sources(sources: list[dict[str, Any]]) -> str:
     return panel(rows(sources, shown), kind="sources")
 
 
-def _buckets(buckets: list[dict[str, Any]]) -> str:
+def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -> str:
     by_shape = sorted(buckets, key=lambda bucket: (bucket["width"] / bucket["height"], bucket["width"]))
     chart = bar_chart(
         [f"{bucket['width']}×{bucket['height']}" for bucket in by_shape],
@@ -95,7 +100,7 @@ def _buckets(buckets: list[dict[str, Any]]) -> str:
     table = [
         {
             "bucket": bucket["bucket"],
-            "pictures": bucket["records"],
+            "images": bucket["records"],
             "uses an epoch": bucket["draws_per_epoch"],
             "share, %": round(100 * bucket["share"], 1),
             "batches an epoch": round(bucket["batches_per_epoch"], 2),
@@ -106,12 +111,18 @@ def _buckets(buckets: list[dict[str, Any]]) -> str:
         }
         for bucket in sorted(buckets, key=lambda bucket: -bucket["draws_per_epoch"])
     ]
-    return panel(f'<div class="chart">{chart}</div>') + panel(rows(table), kind="buckets")
+    histogram = bar_chart(
+        [str(one["from"]) for one in resolutions],
+        [float(one["images"]) for one in resolutions],
+        x_label="images by the side of a square of their area, px, from",
+    )
+    charts = grid(panel(chart, "Buckets"), panel(histogram, "Resolution of the files"))
+    return charts + panel(rows(table), kind="buckets")
 
 
 def _rejected(rejected: dict[str, Any]) -> str:
     if not rejected["count"]:
-        return panel(missing("everything is used"))
+        return ""
     reasons = [{**reason, "source": reason["source"] or "all"} for reason in rejected["reasons"]]
     more = rejected["count"] - len(rejected["first"])
     rest = note(f"and {more:,} more: a run names all of them in rejected.jsonl") if more > 0 else ""
@@ -120,14 +131,37 @@ def _rejected(rejected: dict[str, Any]) -> str:
 
 def _copies(copies: dict[str, Any]) -> str:
     if not copies["looked_for"]:
-        why = f"not looked for: pictures were not read whole ({option('data.verify', 'full')} reads them)"
+        why = f"not looked for: images were not read whole ({option('data.verify', 'full')} reads them)"
         return panel(missing(why))
     if not copies["groups"]:
-        return panel(missing("none"))
-    table = [{"pictures": group["pictures"], "names": group["names"]} for group in copies["first"]]
+        return ""
+    table = [{"images": group["pictures"], "names": group["names"]} for group in copies["first"]]
     more = copies["groups"] - len(table)
     rest = note(f"and {more:,} more groups") if more > 0 else ""
-    return panel(rows(table) + rest, "Pictures with the same bytes; all are kept")
+    return panel(rows(table) + rest, "Images with the same bytes; all are kept")
+
+
+def _similar(similar: dict[str, Any]) -> str:
+    if not similar["looked_for"]:
+        return panel(missing(f"not looked for: there are more than {similar['limit']:,} images"))
+    if not similar["groups"]:
+        return ""
+    panels = []
+    for group in similar["first"]:
+        figures = "".join(
+            f'<figure><img class="zoom" src="{one["image"]}" alt="{escape(one["name"])}, small" '
+            f'data-note="{escape(one["name"])}&#10;{escape(one["caption"])}">'
+            f"<figcaption>{isolated(one['name'])}<br>{escape(one['size'])}</figcaption></figure>"
+            for one in group["shown"]
+            if one.get("image")
+        )
+        more = group["images"] - len(group["shown"])
+        rest = note(f"and {more:,} more") if more > 0 else ""
+        panels.append(f'<div class="panel"><div class="likes">{figures}</div>{rest}</div>')
+    more = similar["groups"] - len(similar["first"])
+    rest = note(f"and {more:,} more groups") if more > 0 else ""
+    text = note("Found by a hash of their brightness: resized, recompressed or slightly cropped copies. All are used.")
+    return f'<div class="grid2">{"".join(panels)}</div>{rest}{text}'
 
 
 # --- captions
@@ -141,10 +175,23 @@ def _captions(captions: dict[str, Any]) -> str:
     panels = [_tokens(tokens, counts)]
     if tokens and tokens["longest_cut"]:
         panels.append(panel(_quotes(tokens["longest_cut"], "tokens"), "The longest of those that are cut"))
-    panels += [
-        panel(_quotes(captions[key], "characters"), f"The {key}, as they stand") for key in ("longest", "shortest")
-    ]
-    return grid(*panels)
+    return grid(*panels) + "".join(
+        panel(details(f"the {key}, as they stand", _quotes(captions[key], "characters")))
+        for key in ("longest", "shortest")
+        if captions[key]
+    )
+
+
+def _words(captions: dict[str, Any]) -> str:
+    """Show which words and tags are frequent: the captions that have them."""
+    panels = []
+    for key, title in (("words", "Words, and the captions that have them"), ("tags", "Tags, between commas")):
+        # what one caption has alone says nothing of a dataset, but where there is little else
+        ranked = [(name, count) for i, (name, count) in enumerate(captions[key]) if count > 1 or i < FEW_WORDS]
+        if ranked:
+            panels.append(panel(rank_chart([name for name, _ in ranked], [count for _, count in ranked]), title))
+    left_out = captions["count"] - captions["counted"]
+    return grid(*panels) + (note(f"Of the first {captions['counted']:,} captions.") if panels and left_out > 0 else "")
 
 
 def _tokens(tokens: dict[str, Any] | None, counts: str) -> str:
@@ -182,17 +229,38 @@ def _shots(facts: dict[str, Any]) -> str:
     if not facts["cards"]:
         return ""
     text = (
-        f"{len(facts['cards'])} of {facts['totals']['trained']:,} pictures, some of every bucket and source. Left the "
+        f"{len(facts['cards'])} of {facts['totals']['trained']:,} images, some of every bucket and source. Left the "
         "original with the cut of its first use, right what the model gets. Below, its captions as the plan draws them"
         f" in the first {facts['epochs']} epoch{'s'[: facts['epochs'] > 1]}; steps are counted from 0."
     )
-    return f'<div class="shots">{"".join(map(_shot, facts["cards"]))}</div>{note(text)}'
+    first, rest = facts["cards"][:OPEN], facts["cards"][OPEN:]
+    folded = f'<div class="shots">{"".join(map(_shot, rest))}</div>' if rest else ""
+    return (
+        _filter(facts["cards"])
+        + f'<div class="shots">{"".join(map(_shot, first))}</div>'
+        + details(f"{len(rest)} more", folded)
+        + note(text)
+    )
+
+
+def _filter(cards: list[dict[str, Any]]) -> str:
+    """Offer to show only some: hidden where no script can answer."""
+    buckets = sorted({card["bucket"] for card in cards})
+    options = "".join(f'<option value="{escape(bucket)}">{escape(bucket)}</option>' for bucket in buckets)
+    return (
+        '<div class="filter" hidden><input type="search" placeholder="words of captions or names" '
+        'aria-label="words of captions or names">'
+        f'<select aria-label="bucket"><option value="">all buckets</option>{options}</select><output></output></div>'
+    )
 
 
 def _shot(card: dict[str, Any]) -> str:
     badge = '<span class="badge plain">regularisation</span>' if card["regularisation"] else ""
     pictures = _pair(card) if card["images"] else f'<p class="bad">{escape(card["fault"])}</p>'
-    return f'<article class="panel shot"><h3>{isolated(card["name"])}{badge}</h3>{pictures}{_uses(card)}</article>'
+    return (
+        f'<article class="panel shot" data-bucket="{escape(card["bucket"])}"><h3>{isolated(card["name"])}{badge}</h3>'
+        f"{pictures}{_uses(card)}</article>"
+    )
 
 
 def _pair(card: dict[str, Any]) -> str:
@@ -202,13 +270,17 @@ def _pair(card: dict[str, Any]) -> str:
     frame = ";".join(f"{side}:{100 * share:.2f}%" for side, share in shares.items())
     name, images = escape(card["name"]), card["images"]
     result = f"{w} × {h} px, scaled {wide / width:.2f}" + (", mirrored" if card["flipped"] else "")
-    original = f'<div class="frame"><img src="{images["original"]}" alt="{name}"><i style="{frame}"></i></div>'
+    original = (
+        f'<div class="frame"><img class="zoom" src="{images["original"]}" alt="{name}"><i style="{frame}"></i></div>'
+    )
     figures = [
         figure(original, f"{width} × {height} px"),
-        figure(f'<img src="{images["result"]}" alt="{name}, cut">', result),
+        figure(f'<img class="zoom" src="{images["result"]}" alt="{name}, cut">', result),
     ]
     if "mask" in images:
-        figures.append(figure(f'<img src="{images["mask"]}" alt="mask of {name}">', "mask of the loss", "third"))
+        figures.append(
+            figure(f'<img class="zoom" src="{images["mask"]}" alt="mask of {name}">', "mask of the loss", "third")
+        )
     return f'<div class="pair">{"".join(figures)}</div>'
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,19 @@ def command(argv: Sequence[str]) -> str:
     argv: with or without the script before the flags. Where a launcher started several processes, their number follows
     as a comment.
     """
-    script = [sys.argv[0]] if not argv or argv[0].startswith("-") else []
+    script = _started_as(sys.argv) if not argv or argv[0].startswith("-") else []
     words = [Path(sys.executable).name, *script, *(redact(word) for word in secrets.redact(argv))]
     size = int(os.environ.get("WORLD_SIZE", "1") or 1)
     local = os.environ.get("LOCAL_WORLD_SIZE", size)
     return shlex.join(words) + (f"  # {size} processes, {local} on this machine" if size > 1 else "")
+
+
+def _started_as(argv: Sequence[str]) -> list[str]:
+    """Return what Python was given before the flags: a script, or `difftrain` and the name of its command."""
+    started, command = Path(argv[0]), takewhile(lambda word: not word.startswith("-"), argv[1:])
+    if started.name == "__main__.py" and started.parent.name == "difftrain":
+        return ["-m", "difftrain", *command]
+    return [argv[0], *(command if started.name == "difftrain" else [])]
 
 
 def redacted(config: Any, name: str = "") -> Any:

@@ -18,7 +18,6 @@ QUANTILE = "_quantile_"
 VAE_ALONE = KID + "_vae"
 _OWN = frozenset({"step", "epoch", "samples_seen"})
 _QUANTILE = re.compile(rf"(.+){QUANTILE}(\d\.\d+)")
-_FIRST_HUE, _LAST_HUE = 25, 265  # of little noise, of much
 
 
 @dataclass
@@ -28,10 +27,10 @@ class SetLines:
     name: str
     values: dict[str, list[tuple[int, float | None]]] = field(default_factory=dict)
 
-    def curve(self, key: str, label: str, style: str = "c1", hue: int | None = None) -> Curve:
-        """Return a number over the steps."""
+    def curve(self, key: str, label: str, style: str = "c1", shade: float | None = None) -> Curve:
+        """Return a number over the steps. shade: along the ramp of colours, 0 to 1."""
         points = self.values.get(key, [])
-        return Curve(label, [step for step, _ in points], [value for _, value in points], style, hue)
+        return Curve(label, [step for step, _ in points], [value for _, value in points], style, shade=shade)
 
     def last(self, key: str) -> float | None:
         """Return a number's latest value."""
@@ -105,13 +104,14 @@ def _at_quantiles(numbers: SetLines, key: str, title: str, marks: Sequence[float
     """Yield panels with a curve for each quantile, of averaged weights and of those as trained."""
     for prefix, whose in ((EMA, "averaged weights"), ("", "weights as trained")):
         quantiles = numbers.quantiles(prefix + key)
-        hue_step = (_LAST_HUE - _FIRST_HUE) / max(len(quantiles) - 1, 1)
+        # one ramp from little noise to much, so that the order is seen; each named where it ends
+        widest = max(len(quantiles) - 1, 1)
         curves = [
-            numbers.curve(f"{prefix}{key}{QUANTILE}{q}", q.rstrip("0"), "hue", round(_FIRST_HUE + i * hue_step))
+            numbers.curve(f"{prefix}{key}{QUANTILE}{q}", q.rstrip("0"), "ramp", i / widest)
             for i, q in enumerate(quantiles)
         ]
         if curves:
-            chart = line_chart(curves, x_label="step", marks=marks)
+            chart = line_chart(curves, x_label="step", marks=marks, ends=True)
             yield panel(chart, f"{title}: {key.replace('_', ' ')} at each quantile of the noise, {whose}")
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from difftrain.config.datasets.datasets import has_buckets, subsets_of
-from difftrain.config.schema.families import family_titled, takes
+from difftrain.config.schema.families import family_titled, row_of, takes
 from difftrain.config.spellings.spelling import option
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
+
+
+def network_of(cfg: TrainConfig) -> str:
+    """Return what reports and logs call the network."""
+    row = row_of(cfg)
+    return row.networks_by_train_type.get(cfg.model.train_type, row.network)
 
 
 LABEL = "published by others, not ours"
@@ -64,6 +70,8 @@ DEFINITIONS: dict[str, str] = {
     "warm-up": "the first min(5, a third) steps of every session",
     "ips": "images per second per card: global batch / step seconds / cards, waiting included",
     "training_time_s": "seconds per step, waiting for data included",
+    "timed_step_s": "seconds of one named step, waiting for data included; timed_step_ips: images per second and card of it",
+    "all_steps_loss_mean": "mean and standard deviation of step_loss over all recorded steps",
     "e2e_training_time_s": "seconds from the start of the process to its report, summed over all sessions of the run: "
     "imports, loading, indexing, saving and lost work included; of a killed session up to its last metric line",
     "data_wait_s": "seconds per step that the device stood still for want of data",

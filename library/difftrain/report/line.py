@@ -6,8 +6,9 @@ import base64
 import json
 import math
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 
@@ -79,16 +80,25 @@ def fixed(value: float, significant: int = 6) -> str:
     return text + "0" if text.endswith(".") else text
 
 
+_quoted = json.JSONEncoder(ensure_ascii=False).encode  # made once: json.dumps makes one a call
+_key = lru_cache(4096)(json.dumps)  # a run writes the same keys line after line
+
+
 def exact_json(value: Any) -> str:
     """Write JSON in which floats keep every bit but stand in fixed-point; what JSON cannot say (NaN) becomes null."""
-    if isinstance(value, bool) or value is None or isinstance(value, int | str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float):
-        return f"{Decimal(repr(float(value))):f}" if math.isfinite(value) else "null"
+    if isinstance(value, float):  # first: most of what a line holds
+        if not math.isfinite(value):
+            return "null"
+        text = float.__repr__(value)
+        return f"{Decimal(text):f}" if "e" in text else text
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, bool) or value is None or isinstance(value, int):
+        return json.dumps(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(k))}: {exact_json(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join([f"{_key(str(k))}: {exact_json(v)}" for k, v in value.items()]) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(exact_json(v) for v in value) + "]"
+        return "[" + ", ".join([exact_json(v) for v in value]) + "]"
     raise TypeError(f"cannot write {type(value).__name__} as JSON")
 
 
@@ -137,7 +147,7 @@ class StepMetrics:
 
         Measures stand in it by the tags that they have in trackers.
         """
-        record = asdict(self)
+        record = dict(vars(self))  # asdict copies what is in it, too, which every step would pay for
         del record["measures"]
         for name in ("lrs", "terms"):
             if len(record[name]) < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from difftrain.report.line import exact_json
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
 EVALUATION = "evaluation.jsonl"
+MOST_STEPS = 10**12  # a larger number of a step is damage
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -28,6 +30,40 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def step_records(path: Path) -> list[dict[str, Any]]:
+    """Return the lines that tell of a step, in order, each value a number, a table of numbers or None.
+
+    Of a step that stands twice the later line counts; what somebody has damaged is left out.
+    """
+    records = {record["step"]: record for record in read_lines(path) if is_step(record)}
+    return [{key: _numbers(value) for key, value in records[step].items()} for step in sorted(records)]
+
+
+def is_step(record: dict[str, Any]) -> bool:
+    """Tell whether a line is of a step with a loss, which may be no number."""
+    step, loss = record.get("step"), record.get("step_loss", "")
+    if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= MOST_STEPS:
+        return False
+    return loss is None or (isinstance(loss, int | float) and not isinstance(loss, bool))
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number as a float; nothing of anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return None
+    return as_float if math.isfinite(as_float) else None
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: number(item) for key, item in value.items()}
+    return None if number(value) is None else value
 
 
 class JsonLines:

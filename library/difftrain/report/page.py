@@ -1,12 +1,15 @@
 """The one builder of HTML pages: shell, panels, tables, lists and pictures.
 
-A page is one file that opens without a network, runs nothing, and takes no text for markup: what these functions get
-is text unless they say HTML, and what they return is HTML.
+A page is one file that opens without a network, runs no script but ours (page.js, named by its hash in the page's own
+policy), and takes no text for markup: what these functions get is text unless they say HTML, and what they return is
+HTML.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
+import hashlib
 import html
 import io
 import math
@@ -15,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from difftrain.report.line import fixed
 
@@ -35,29 +38,50 @@ def page(
     about: str,
     cards: Iterable[tuple[str, str]],
     sections: Iterable[tuple[str, str, str]],
+    lead: str = "",
+    refresh_s: int = 0,
 ) -> str:
     """Return a whole page.
 
-    badges: (good, bad or plain; text) beside the title. about: the line below it, HTML. cards: (text, value as HTML).
-    sections: (anchor, heading, HTML); one without HTML is left out.
+    badges: (good, bad, busy or plain; text) beside the title. about: the line below it, HTML. cards: (text, value as
+    HTML). sections: (anchor, heading, HTML); one without HTML is left out. lead: HTML between the title and the cards.
+    refresh_s: seconds until the page loads itself again; 0: never.
     """
     kept = [section for section in sections if section[2]]
     marks = "".join(f'<span class="badge {kind}">{escape(text)}</span>' for kind, text in badges)
     links = "".join(f'<a href="#{anchor}">{escape(heading)}</a>' for anchor, heading, _ in kept)
     figures = "".join(f'<div class="card"><b>{value}</b><span>{escape(text)}</span></div>' for text, value in cards)
-    style = resources.files("difftrain.report").joinpath("page.css").read_text(encoding="utf-8")
+    style, script = asset("page.css"), asset("page.js")
+    policy = f"{POLICY}; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">\n' if refresh_s else ""
     document = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{refresh}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<link rel="icon" href="{_icon()}">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{escape(title)}{marks}</h1><p>{about}</p><nav>{links}</nav></header>\n"
-        f'<div class="cards">{figures}</div>\n'
+        f"<header><h1>{escape(title)}{marks}</h1><p>{about}</p></header>\n<nav>{links}</nav>\n{lead}"
+        + (f'<div class="cards">{figures}</div>\n' if figures else "")
         + "\n".join(f'<section id="{a}">\n<h2>{escape(h)}</h2>\n{body}\n</section>' for a, h, body in kept)
-        + "\n</main>\n</body>\n</html>\n"
     )
     # names of files may hold bytes that are no text, and captions halves of characters
-    return _CONTROL.sub("\ufffd", document).encode("utf-8", "replace").decode()
+    document = _CONTROL.sub("\ufffd", document).encode("utf-8", "replace").decode()
+    return f"{document}\n</main>\n<script>{script}</script>\n</body>\n</html>\n"  # its hash is of these very bytes
+
+
+@functools.cache
+def _icon() -> str:
+    """Draw a falling curve, the page's sign in a row of tabs."""
+    image = Image.new("RGB", (32, 32), "#2563c9")
+    ImageDraw.Draw(image).line([(5, 6), (10, 18), (17, 24), (27, 26)], fill="white", width=3)
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return data_address(file.getvalue(), "png")
+
+
+def asset(name: str) -> str:
+    """Return a file that lies beside this one: page.css or page.js."""
+    return resources.files("difftrain.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def escape(value: object) -> str:
@@ -85,8 +109,8 @@ def grid(*panels: str) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """Hide a body behind a line that opens it."""
-    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
+    """Hide a body behind a line that opens it; nothing where there is none."""
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>" if body else ""
 
 
 def note(text: str) -> str:
@@ -167,11 +191,13 @@ def rows(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None
     def align(value: Any) -> str:
         return ' class="number"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
-    def data(value: Any) -> str:
-        return f"<td{align(value)}>{'' if value == '' else cell(value)}</td>"
+    def data(value: Any, head: str) -> str:
+        if value == "":
+            return "<td></td>"
+        return f'<td{align(value)} data-head="{escape(head)}">{cell(value)}</td>'  # beside it where a row is a block
 
     head = "".join(f"<th{align(records[0].get(key))}>{escape(text)}</th>" for key, text in heads.items())
-    lines = ("".join(data(record.get(key, "")) for key in heads) for record in records[:MOST_ROWS])
+    lines = ("".join(data(record.get(key, ""), text) for key, text in heads.items()) for record in records[:MOST_ROWS])
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     rest = missing(f"and {len(records) - MOST_ROWS} more") if len(records) > MOST_ROWS else ""
     table = f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
@@ -188,8 +214,8 @@ def data_address(raw: bytes, kind: str) -> str:
 
 def jpeg_address(picture: Image.Image, tries: Iterable[tuple[int, int]], most: int) -> str:
     """Return a small JPEG of a picture, of the first (longest side, quality) that keeps within so many bytes."""
+    small = picture.copy()
     for side, quality in tries:
-        small = picture.copy()
         small.thumbnail((side, side), Image.Resampling.LANCZOS, reducing_gap=3.0)
         file = io.BytesIO()
         small.save(file, "JPEG", quality=quality, optimize=True)

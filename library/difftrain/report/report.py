@@ -1,4 +1,7 @@
-"""report.json: everything that an outsider needs to believe a run's numbers and to make them again; CaseName.log."""
+"""report.json: everything that an outsider needs to believe a run's numbers and to make them again; CaseName.log.
+
+While a run goes on its report is of the steps so far (status "running"); rebuild.py makes one of the files alone.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import platform
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +20,9 @@ from difftrain.io.files import write_text
 from difftrain.report import environment, evaluations
 from difftrain.report.facts import DEFINITIONS, LABEL, not_enabled, published
 from difftrain.report.line import fixed
-from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, read_lines
+from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, number, read_lines, step_records
 from difftrain.report.peaks import vendor_peak
-from difftrain.report.sessions import read_sessions
+from difftrain.report.sessions import history, read_sessions, status_of
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -93,15 +97,16 @@ def make_report(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
     return {
         **_identity(cfg, facts),
         **_speed(cfg, facts),
-        **_losses(facts.run_dir),
+        **losses_of(facts.run_dir),
+        **_timed_step(cfg, facts),
         "skipped_steps": facts.skipped,
         "quantile_losses": facts.quantile_losses,
         "scores": facts.scores,
-        **_verdict(facts.targets),
+        **_verdict([*facts.targets, *_loss_target(cfg, facts)]),
         "dataset": facts.dataset,
-        "rejected": _rejected(facts.run_dir),
+        "rejected": rejected_in(facts.run_dir),
         "not_enabled": not_enabled(cfg),
-        "sessions": read_sessions(facts.run_dir).get("sessions", []),
+        **_standing(facts.run_dir),
         "versions": environment.versions(facts.device),
         "config": environment.redacted(cfg.model_dump(mode="json")),
         "definitions": DEFINITIONS,
@@ -177,8 +182,16 @@ def _speed(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
     }
 
 
-def _losses(run_dir: Path) -> dict[str, Any]:
-    lines = [line for line in read_lines(run_dir / METRICS) if isinstance(line.get("step_loss"), float | int)]
+def _standing(run_dir: Path) -> dict[str, Any]:
+    """Return what the sessions say of the run: whether it runs, how it ended, and why."""
+    sessions = read_sessions(run_dir).get("sessions", [])
+    status, error = status_of(sessions)
+    return {"status": status, "last_error": error, "sessions": history(sessions)}
+
+
+def losses_of(run_dir: Path) -> dict[str, Any]:
+    """Return what the lines of a run's folder say of its loss: of training, and on evaluation sets."""
+    lines = [line for line in step_records(run_dir / METRICS) if line["step_loss"] is not None]
     window = [float(line["step_loss"]) for line in lines[-LOSS_WINDOW:]]
     return {
         "final_loss": window[-1] if window else None,
@@ -186,10 +199,41 @@ def _losses(run_dir: Path) -> dict[str, Any]:
         "loss_mean": statistics.fmean(window) if window else None,
         "loss_std": statistics.stdev(window) if len(window) > 1 else None,
         "loss_window": len(window),
-        "validation": list(read_lines(run_dir / VALIDATION)),
-        "evaluation": (evaluation := list(read_lines(run_dir / EVALUATION))),
+        "validation": list(measurements(run_dir / VALIDATION)),
+        "evaluation": (evaluation := list(measurements(run_dir / EVALUATION))),
         "evaluation_summary": evaluations.summary(evaluation),
     }
+
+
+def measurements(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file of measurements that say of which step they are."""
+    return (line for line in read_lines(path) if number(line.get("step")) is not None)
+
+
+def _timed_step(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
+    """Return the time of one named step, and the losses of all steps: what published logs state."""
+    number = cfg.logging.timed_step
+    if number is None:
+        return {}
+    lines = list(read_lines(facts.run_dir / METRICS))
+    step_s = next((line.get("step_s") for line in lines if line.get("step") == number), None)
+    losses = [float(line["step_loss"]) for line in lines if isinstance(line.get("step_loss"), float | int)]
+    return {
+        "timed_step": number,
+        "timed_step_s": step_s,
+        "timed_step_ips": facts.global_batch / step_s / facts.world_size if step_s else None,
+        "all_steps_loss_mean": statistics.fmean(losses) if losses else None,
+        "all_steps_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
+    }
+
+
+def _loss_target(cfg: TrainConfig, facts: ReportFacts) -> list[ScoreTarget]:
+    """Return what the loss of the last step was to be below; a run that has not come to it has nothing to judge yet."""
+    limit = cfg.logging.loss_target
+    if limit is None or facts.steps < facts.planned_steps:
+        return []
+    loss = losses_of(facts.run_dir)["final_loss"]
+    return [ScoreTarget(f"loss at step {facts.steps}", math.nan if loss is None else loss, limit, at_least=False)]
 
 
 def _verdict(targets: list[ScoreTarget]) -> dict[str, Any]:
@@ -200,9 +244,9 @@ def _verdict(targets: list[ScoreTarget]) -> dict[str, Any]:
     return {"targets": [target.record() for target in targets], "verdict": verdict}
 
 
-def _rejected(run_dir: Path) -> dict[str, Any]:
+def rejected_in(run_dir: Path) -> dict[str, Any]:
     """Sum up rejected.jsonl: how many of each reason, and the first few by name."""
-    reasons: Counter[str] = Counter()
+    reasons = Counter[str]()
     named: list[dict[str, Any]] = []
     for item in read_lines(run_dir / REJECTED):
         reasons[str(item.get("reason", "")).split(":")[0]] += 1

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.io.files import write_text
+from difftrain.io.process import is_gone, this_process
 from difftrain.report.metrics import METRICS, read_lines
 
 FILE = "sessions.json"
+RUNNING, STOPPED, FAILED, FINISHED = "running", "stopped", "failed", "finished"  # the status of a run
+SILENT_S = 1800.0  # a session on another machine that has written nothing for so long is over
+KILLED = "the process ended without recording why: it was killed, or its machine stopped"
+_OWN = ("process",)  # of a session, for this program alone
 
 
 class Sessions:
@@ -47,7 +52,8 @@ class Sessions:
             "from_step": step,
             "steps_done": step,
             "elapsed_s": 0.0,
-            "outcome": "running",
+            "outcome": RUNNING,
+            "process": this_process(),  # a page tells by it whether a session still runs
             **facts,
         }
         self.history.append(self._this)
@@ -55,7 +61,7 @@ class Sessions:
 
     def _settle_killed(self, run_dir: Path) -> None:
         for session in self.history:
-            if session["outcome"] != "running":
+            if session["outcome"] != RUNNING:
                 continue
             lines = [r for r in read_lines(run_dir / METRICS) if r.get("session") == session["session"]]
             session["outcome"] = "killed"
@@ -68,9 +74,10 @@ class Sessions:
         times = [s["started"] for s in self.history if "started" in s]
         return "".join(c for c in times[0][:19] if c.isdigit())
 
-    def note(self, step: int, elapsed_s: float, outcome: str = "running") -> None:
-        """Record how far this session is. outcome: running, finished, stopped (asked to), failed."""
+    def note(self, step: int, elapsed_s: float, outcome: str = RUNNING, error: str = "") -> None:
+        """Record how far this session is. outcome: running, finished, stopped (asked to), failed. error: why it failed."""
         self._this |= {"steps_done": step, "elapsed_s": elapsed_s, "outcome": outcome}
+        self._this |= {"error": error} if error else {}
         self._write()
 
     @property
@@ -89,3 +96,28 @@ def read_sessions(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}
+
+
+# --- What a session says of the run, for people
+
+
+def status_of(sessions: list[dict[str, Any]], silent_s: float = 0.0) -> tuple[str, str]:
+    """Return the status of a run and its last error, "" where there is none.
+
+    status: running, stopped, failed or finished; "unknown" where no session says it. A session without an end whose
+    process has ended is stopped. silent_s: for how long nothing has been written, which decides where the process is
+    on another machine.
+    """
+    last = sessions[-1] if sessions else {}
+    outcome, error = last.get("outcome"), str(last.get("error") or "")
+    if outcome in (STOPPED, FAILED, FINISHED):
+        return str(outcome), error
+    if outcome == RUNNING:
+        gone = is_gone(str(last.get("process") or ""))
+        return (STOPPED, KILLED) if gone or (gone is None and silent_s > SILENT_S) else (RUNNING, "")
+    return (STOPPED, KILLED) if outcome == "killed" else ("unknown", error)
+
+
+def history(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return sessions as a report shows them."""
+    return [{key: value for key, value in session.items() if key not in _OWN} for session in sessions]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.sampling.edits import Edit, SourcePicture
+from difftrain.sampling.png import facts_of, parameters, png_bytes
 from difftrain.sampling.prompts import UNIT, Prompt
 from difftrain.sampling.samplers import make_sampler
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from difftrain.contracts import Drawer
+
+FILLER = "#808080"  # between pictures of a grid: neither a light nor a dark page's ground
 
 
 @torch.no_grad()
@@ -34,11 +38,13 @@ def walk(
     steps: int,
     guidance: float,
     generator: Any = None,
+    edit: Edit | None = None,
 ) -> Tensor:
     """Walk from noise to latents. Shapes: noise and latents (B, C, [F,] h, w).
 
     unconditional: what guidance starts from; None: no guidance. generator: of what a sampler draws on its way, one or one
-    a picture. Guidance: Ho and Salimans, Classifier-free diffusion guidance, 2022, equation 6, with `guidance` = 1 + w.
+    a picture. edit: the picture that the walk begins at. Raises ConfigFault where its strength leaves no step.
+    Guidance: Ho and Salimans, Classifier-free diffusion guidance, 2022, equation 6, with `guidance` = 1 + w.
     """
     # the sampler's times, and conditions for both halves of guidance in one batch
     _set_times(model, sampler, steps)
@@ -46,8 +52,13 @@ def walk(
     options = {"generator": generator} if "generator" in inspect.signature(sampler.step).parameters else {}
 
     # from the sampler's first noise level down: one prediction and one step at each time
-    x = noise * getattr(sampler, "init_noise_sigma", 1.0)
-    for t in sampler.timesteps:
+    times = sampler.timesteps
+    if edit is None:
+        x = noise * getattr(sampler, "init_noise_sigma", 1.0)
+    else:
+        times = edit.times(sampler, steps)
+        x = edit.start(sampler, noise, times[0])
+    for number, t in enumerate(times):
         entering = x if unconditional is None else torch.cat([x, x])
         if hasattr(sampler, "scale_model_input"):
             entering = sampler.scale_model_input(entering, t)
@@ -56,6 +67,8 @@ def walk(
             without, with_text = output.chunk(2)
             output = without + guidance * (with_text - without)
         x = sampler.step(output, t, x, **options, return_dict=False)[0]
+        if edit is not None:
+            x = edit.kept(sampler, x, noise, times[number + 1 : number + 2])
     return x
 
 
@@ -120,26 +133,35 @@ def draw_batch(
 
 @dataclass(frozen=True)
 class GridPicture:
-    """One drawn prompt, and the seed that drew it."""
+    """One drawn prompt, the seed that drew it, and the sampler. is_finite: it was drawn of numbers."""
 
     image: Image
     seed: int
+    sampler: str = ""
+    is_finite: bool = True
 
 
 def draw_grid(
-    model: Drawer, prompts: Sequence[Prompt], folder: Path, name: str, when: str, *, sampler: str, seed: int | None
-) -> Path:
+    model: Drawer, prompts: Sequence[Prompt], folder: Path, name: str, when: str, *, sampler: str, seed: int | None,
+    about: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
     """Draw every prompt, write each as kohya names it and all as one grid; return the grid's path.
 
-    Files: NAME_WHEN_00_20240131120000_SEED.png, NAME_WHEN_grid.png. A prompt without a seed takes the run's.
+    Files: NAME_WHEN_00_20240131120000_SEED.png, NAME_WHEN_grid.png, which say how they were drawn. A prompt without a
+    seed takes the run's. about: what else the files are to say (weights, step, version).
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw_pictures(model, prompts, sampler=sampler, seed=seed)
     stamp = time.strftime("%Y%m%d%H%M%S")
-    for i, picture in enumerate(pictures):
-        picture.image.save(folder / f"{name}_{when}_{i:02d}_{stamp}_{picture.seed}.png")
+    facts = [
+        facts_of(prompt, picture.seed, picture.sampler, picture.image.size, about)
+        for prompt, picture in zip(prompts, pictures, strict=True)
+    ]
+    for i, (picture, fact) in enumerate(zip(pictures, facts)):
+        path = folder / f"{name}_{when}_{i:02d}_{stamp}_{picture.seed}.png"
+        path.write_bytes(png_bytes(picture.image, parameters(fact), fact))
     path = folder / f"{name}_{when}_grid.png"
-    grid_of([picture.image for picture in pictures]).save(path)
+    path.write_bytes(png_bytes(grid_of([picture.image for picture in pictures]), parameters(facts[0]), facts))
     return path
 
 
@@ -149,12 +171,18 @@ def draw_pictures(model: Drawer, prompts: Sequence[Prompt], *, sampler: str, see
         return [draw_one(model, prompt, sampler=sampler, seed=seed) for prompt in prompts]
 
 
-def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -> GridPicture:
-    """Draw one prompt. The caller may hold autocast: the VAE is decoded outside of it, in its own dtype."""
+def draw_one(
+    model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None, source: SourcePicture | None = None
+) -> GridPicture:
+    """Draw one prompt. The caller may hold autocast: the VAE is decoded outside of it, in its own dtype.
+
+    source: a picture to begin at.
+    """
     chosen = prompt.seed if prompt.seed is not None else (seed or 0)
     size = drawn_size(model, prompt)
-    # on the host, so that every device draws the same noise
+    # on the host, so that every device draws the same noise; that of the picture's posterior first, as in diffusers
     generator = torch.Generator("cpu").manual_seed(chosen)
+    edit = None if source is None else source.edit(model, size, generator)
     noise = torch.randn((1, *model.latent_shape(size)), generator=generator)
     # without guidance the unconditional pass is not needed
     negative = [prompt.negative_prompt or ""] if prompt.scale > 1 else None
@@ -171,8 +199,10 @@ def draw_one(model: Drawer, prompt: Prompt, *, sampler: str, seed: int | None) -
         steps=prompt.sample_steps,
         guidance=prompt.scale,
         generator=generator,
+        edit=edit,
     )
-    return GridPicture(image_of(model.decode(latents)[0]), chosen)
+    pixels = model.decode(latents)[0]
+    return GridPicture(image_of(pixels), chosen, name, bool(torch.isfinite(pixels).all()))
 
 
 def image_of(pixels: Tensor) -> Image:
@@ -191,13 +221,13 @@ def drawn_size(model: Drawer, prompt: Prompt) -> tuple[int, int]:
 
 
 def grid_of(images: Sequence[Image]) -> Image:
-    """Lay pictures out row by row on white, in cells of the largest, about as many rows as columns."""
+    """Lay pictures out row by row, in cells of the largest, about as many rows as columns."""
     from PIL import Image as images_of
 
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     width, height = max(i.width for i in images), max(i.height for i in images)
-    grid = images_of.new("RGB", (columns * width, rows * height), "white")
+    grid = images_of.new("RGB", (columns * width, rows * height), FILLER)
     for number, image in enumerate(images):
         grid.paste(image, (number % columns * width, number // columns * height))
     return grid

@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from difflib import get_close_matches
@@ -189,7 +189,7 @@ def _take(entry: PromptEntry, name: str, value: str) -> None:
     behind = value[match.end() :]
     if behind.strip():  # kohya reads the number in "512px" too
         entry.notes.append(f"--{name} takes {match[0]!r}; {behind!r} behind it is left out")
-    _set_field(entry, target, converted, f"--{name}")
+    set_field(entry, target, converted, f"--{name}")
 
 
 def parse_table(table: Mapping[str, Any]) -> PromptEntry:
@@ -197,7 +197,7 @@ def parse_table(table: Mapping[str, Any]) -> PromptEntry:
     entry = PromptEntry()
     for name, value in table.items():
         if name in FIELDS:
-            _set_field(entry, name, value, name)
+            set_field(entry, name, value, name)
         else:
             near = get_close_matches(name, FIELDS, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
@@ -205,7 +205,8 @@ def parse_table(table: Mapping[str, Any]) -> PromptEntry:
     return entry
 
 
-def _set_field(entry: PromptEntry, name: str, value: Any, called: str) -> None:
+def set_field(entry: PromptEntry, name: str, value: Any, called: str) -> None:
+    """Give a prompt a field, or note why the value is none of it. called: how messages call the field."""
     try:
         entry.fields[name] = FIELDS[name](value)
     except ValueError as error:
@@ -242,19 +243,52 @@ def read_prompts(
     flow: bool = False,
     guided: bool = False,
     option: Callable[[str], str] = str,
+    defaults: PromptEntry | None = None,
 ) -> PromptFile:
     """Read a file of prompts by its suffix.
 
     sampler: that of prompts that name none. flow: whether the model learns a flow. guided: whether it is told a
-    guidance. option: how messages call the settings sample.prompts and sample.sampler. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where the sampler
-    cannot be used: at the start of a run, not at its first picture.
+    guidance. option: how messages call the settings sample.prompts and sample.sampler. defaults: what prompts take that
+    do not say it themselves. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where
+    the sampler cannot be used: at the start of a run, not at its first picture.
     """
     entries, faults = _entries(path, option("sample.prompts"))
+    if not entries and not faults:
+        faults.append(Fault(option("sample.prompts"), f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))
+    return _judged(entries, faults, sampler, flow, guided, option, defaults)
+
+
+def prompts_of_lines(
+    lines: Sequence[str],
+    where: str,
+    sampler: str,
+    *,
+    flow: bool = False,
+    guided: bool = False,
+    option: Callable[[str], str] = str,
+    defaults: PromptEntry | None = None,
+) -> PromptFile:
+    """Take prompts from a command line, each written as a line of a file. where: the flag. As read_prompts does."""
+    entries = [(f"{where} {number}", parse_line(line.strip())) for number, line in enumerate(lines, start=1)]
+    return _judged(entries, [], sampler, flow, guided, option, defaults)
+
+
+def _judged(
+    entries: _Placed,
+    faults: list[Fault],
+    sampler: str,
+    flow: bool,
+    guided: bool,
+    option: Callable[[str], str],
+    defaults: PromptEntry | None,
+) -> PromptFile:
+    """Make prompts of entries, and name all that is wrong with them. Raises ConfigFault."""
+    if defaults is not None:
+        for _, entry in entries:
+            entry.fields = defaults.fields | entry.fields
     for _, entry in entries:
         entry.set_aside_idle(flow=flow, guided=guided)
     faults += [Fault(where, what) for where, entry in entries for what in entry.faults]
-    if not entries and not faults:
-        faults.append(Fault(option("sample.prompts"), f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))
     for where, entry in entries:
         own = entry.fields.get("sample_sampler")
         if own and (fault := sampler_fault(own, flow=flow)):

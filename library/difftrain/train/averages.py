@@ -46,7 +46,7 @@ class Averages:
     def __init__(self, section: EmaSection, engine: Engine) -> None:
         self.section, self.engine = section, engine
         weights = [(name, shard) for name, shard, _ in engine.shards()]
-        self.ema = Ema(weights, section.decay) if section.enable else None
+        self.ema = Ema(weights, section.decay, ramp=section.ramp) if section.enable else None
         self.profiles = [PowerEma(weights, width) for width in section.profiles]
         self.snapshots_at: int | None = None  # the step that the last snapshots are of
 
@@ -92,7 +92,7 @@ class Averages:
 
         begins_at: the first step of a fresh run.
         """
-        if self.ema is not None:
+        if self.ema is not None and not self.ema.ramp:  # of a ramp nothing of the start is left
             yield from self._of_the_start(self.ema, model, begins_at, step, total_steps)
         if not self.profiles:
             return
@@ -114,15 +114,15 @@ class Averages:
         random = since_start and not (model.pretrained or model.transformer)
         if not left and not ema.updates:
             yield (
-                f"the average of the weights takes them in every {every} steps, and the run has {end}: it stays "
-                "what the run began with ([ema] update_every)"
+                f"EMA: it takes in the weights every {every} steps, and the run has {end}: it keeps the initial weights "
+                "([ema] update_every)"
             )
         elif random or share > SMALL:
-            what, half = "the random start" if random else "the weights it began with", self._step_of(HALF, ema, done)
-            drawn = f"; until half of it is, at step {half}, pictures are drawn from the weights as trained"
+            what, half = "random initial weights" if random else "initial weights", self._step_of(HALF, ema, done)
+            drawn = f"; samples use the raw weights until step {half}"
             yield (
-                f"the average of the weights: {percent(share)} of it is still {what} at step {end}, the last, and "
-                f"{percent(SMALL)} from step {self._step_of(SMALL, ema, done)} on ([ema] decay {ema.decay:g}, "
+                f"EMA: {percent(share)} {what} left at the last step ({end}), under {percent(SMALL)} from step "
+                f"{self._step_of(SMALL, ema, done)} on ([ema] decay {ema.decay:g}, "
                 f"update_every {every})" + (drawn if half > done else "")
             )
 

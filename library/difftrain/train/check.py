@@ -10,9 +10,11 @@ from torch import nn
 from difftrain import optim
 from difftrain.cache.build import deferred_parts
 from difftrain.config import TrainConfig
+from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Family, Fault, Parts
 from difftrain.data.media.decoders import HOST
+from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.sources import own_class
 from difftrain.device import Device, fp8, jpeg
 from difftrain.train.drawing import prompts_of
@@ -32,6 +34,23 @@ def check_device(cfg: TrainConfig, device: Device) -> None:
         faults.append(
             Fault(f"{option('data.image_decoder')}={cfg.data.image_decoder}", why, "leave it out: the host decodes")
         )
+    if faults:
+        raise ConfigFault(faults)
+
+
+def check_sides(cfg: TrainConfig, family: Family) -> None:
+    """Compare the sizes that the configuration can make of pictures with what the model takes. Raises ConfigFault."""
+    multiple, faults = family.features.size_multiple, []
+    evaluated = [dataset for section in cfg.eval.sets for dataset in section.datasets]
+    for dataset in (*datasets_of(cfg.data, cfg.captions), *evaluated):
+        if not dataset.sizes and dataset.resolution is None:
+            continue
+        table = BucketTable.of(dataset)
+        sides = {side for size in table.sizes for side in size} or {table.steps}
+        if odd := sorted(side for side in sides if side % multiple):
+            what = f"makes sides of {', '.join(map(str, odd[:6]))} px, and this model takes multiples of {multiple}"
+            remedy = f"with buckets {option('data.bucket_reso_steps')}={multiple}, or a multiple of it"
+            faults.append(Fault(option("data.resolution"), what, remedy))
     if faults:
         raise ConfigFault(faults)
 
@@ -58,6 +77,7 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
     parts = Parts(root=nn.Module())
     if not _WEIGHTS.intersection(away):
         parts = attempt(lambda: family.load(meta=True, deferred=() if whole else deferred_parts(cfg, family))) or parts
+        attempt(lambda: check_sides(cfg, family))
     if not any(field.startswith("model.") for field in away):
         attempt(lambda: family.tokenizer(parts))
     if faults:

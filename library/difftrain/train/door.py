@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -12,6 +14,7 @@ from difftrain.config.rules.finding import Rule
 from difftrain.config.rules.optimizer import one_of
 from difftrain.device.choice import KINDS, calm_threads, hide_unusable_npu, hold_autoload
 from difftrain.distributed.launch import end_with_launcher
+from difftrain.report.progress import SIGNS
 
 RULES: tuple[Rule, ...] = (one_of("training.device", ("auto", *KINDS)),)
 
@@ -22,7 +25,13 @@ def look(parsed: Parsed) -> int:
         from difftrain.train.dry_run import dry_run
 
         with expecting(parsed.coming) if parsed.coming else nullcontext():
-            dry_run(parsed.config, lambda text: print(text), parsed.coming)
+            dry_run(
+                parsed.config,
+                lambda text: print(text, flush=True),
+                parsed.coming,
+                full=parsed.bare["dry_run"] == "full",
+                progress=lambda text: print(text, file=sys.stderr, flush=True),
+            )
         if parsed.coming:  # the rest looks at what is not made yet
             return 0
     if parsed.debug_dataset:
@@ -48,6 +57,12 @@ def work(parsed: Parsed, prog: str, apply_for: Callable[[str, str], list[str]]) 
     if parsed.dry_run or parsed.debug_dataset or "dump_dataset" in parsed.bare:
         return look(parsed)
     say(prog, apply_for(parsed.config.training.engine, parsed.config.optimizer.type))
-    from difftrain.train.run import run
 
-    return run(parsed.config, list(parsed.argv))
+    # on a slow disk the imports alone take a minute
+    is_first = os.environ.get("RANK", "0") == "0"
+    printed = SIGNS.printed_by(lambda text: say(prog, [text])) if is_first else nullcontext()
+    with printed, SIGNS.doing("loading PyTorch and the model libraries"):
+        from difftrain.train.run import run
+
+        SIGNS.now("starting")
+        return run(parsed.config, list(parsed.argv), parsed.given)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import difftrain
 from difftrain.cache.build import on_device
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import learns_flow, row_of
@@ -13,7 +15,7 @@ from difftrain.config.schema.names import FLOW_SAMPLERS
 from difftrain.config.spellings.spelling import option
 from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
-from difftrain.sampling import PromptFile, draw_grid, read_prompts
+from difftrain.sampling import Prompt, PromptFile, draw_grid, read_prompts
 from difftrain.train.state import Due, Position, TrainedModel
 
 if TYPE_CHECKING:
@@ -24,19 +26,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("difftrain")
 FOLDER = "sample"
+TEXT_STEPS = 20  # of a prompt in words, as diffusers' examples draw them
 
 
 def prompts_of(cfg: TrainConfig) -> PromptFile:
-    """Read the prompts that are asked for. Raises ConfigFault with everything that cannot be drawn."""
+    """Read the prompts that are asked for, in words and in a file. Raises ConfigFault with all that cannot be drawn."""
+    width, height = cfg.data.resolution or (None, None)
+    words = tuple(Prompt(text, width=width, height=height, sample_steps=TEXT_STEPS) for text in cfg.sample.texts)
     if not cfg.sample.prompts:
-        return PromptFile()
-    return read_prompts(
+        return PromptFile(words)
+    file = read_prompts(
         Path(cfg.sample.prompts),
         sampler_of(cfg),
         flow=learns_flow(cfg),
         guided=row_of(cfg).has("model.guidance"),
         option=option,
     )
+    return replace(file, prompts=(*words, *file.prompts))
 
 
 def sampler_of(cfg: TrainConfig) -> str:
@@ -63,7 +69,8 @@ class Drawing:
         self._prompts = file.prompts
         for note in file.notes:
             log.info("samples: %s", note)
-        self._due = Due(cfg.sample.every_n_steps, cfg.sample.every_n_epochs)
+        sample = cfg.sample
+        self._due = Due(sample.every_n_steps, sample.every_n_epochs, from_first_epoch=sample.from_first_epoch)
 
     def before_training(self, at: Position) -> None:
         """Draw from the weights at the start."""
@@ -74,6 +81,12 @@ class Drawing:
         """Draw where it is due, and at the last step."""
         if self._due(at):
             self.draw(at)
+
+    def draw_now(self, at: Position) -> None:
+        """Draw because somebody asked for it. Every rank calls it."""
+        if not self._prompts and self._ranks.is_logger:
+            log.warning("samples were asked for, and there are no prompts: %s names them", option("sample.prompts"))
+        self.draw(at)
 
     def draw(self, at: Position) -> None:
         """Draw from the weights as they stand, on the logger rank, while the others wait at the next step."""
@@ -86,6 +99,8 @@ class Drawing:
     def _draw_here(self, at: Position) -> None:
         cfg, parts = self._cfg, self._model.parts
         when = f"e{at.epoch_end:06d}" if at.epoch_end and not cfg.sample.every_n_steps else f"{at.step:06d}"
+        if (cfg.output_dir / FOLDER).is_file():  # it asks for samples, and would be in the way of these
+            (cfg.output_dir / FOLDER).unlink(missing_ok=True)
         weights, told = self._model.averages.drawable()
         with (
             self._clock.paused("sampling"),
@@ -102,7 +117,8 @@ class Drawing:
                 when,
                 sampler=sampler_of(cfg),
                 seed=cfg.training.seed,
+                about={"weights": cfg.save.output_name, "step": at.step, "version": difftrain.__version__},
             )
         if self._outputs is not None:
-            self._outputs.picture("samples", grid)
+            self._outputs.picture("samples", grid, [prompt.prompt for prompt in self._prompts])
         log.info("samples at step %d, %s: %s", at.step, told, grid)

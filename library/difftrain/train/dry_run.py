@@ -1,29 +1,26 @@
-"""`--dry_run`: what a run would be, in numbers, without a device. It reads the data's index and builds it where needed."""
+"""`--dry_run`: what a run would be, and whether it fits, without a device. It builds the data's index where needed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from difftrain.cache.request import cache_requests, estimate_storage
+from difftrain.cache.request import cache_requests, caches_anything, duration_text, estimate_storage
 from difftrain.config import TrainConfig
 from difftrain.config.paths import PendingFiles
+from difftrain.config.schema.families import row_of
 from difftrain.config.toml import dump
-from difftrain.contracts import Bucket, ConfigFault, Family, Group, Parts
+from difftrain.contracts import Bucket, ConfigFault, DataFault, Family, Parts
 from difftrain.data.evaluation_sets import open_set
 from difftrain.data.loader import check_sizes
 from difftrain.data.plan.plan import EpochPlan, why
 from difftrain.data.prepare import global_batches, prepare
+from difftrain.device.free_memory import free_memory
 from difftrain.distributed.launch import Launch
-from difftrain.engine.fused import parts_of
-from difftrain.engine.half_precision import weights_kept
-from difftrain.engine.master_weights import DTYPES
 from difftrain.evaluation.features import INSTALL, NAME
 from difftrain.evaluation.features import missing as packages_missing
 from difftrain.evaluation.losses import TENTHS
@@ -31,70 +28,159 @@ from difftrain.hub.client import endpoint
 from difftrain.hub.fetch import looked_up
 from difftrain.hub.ids import TOKENIZERS, HubRequest
 from difftrain.models.registry import make_family
-from difftrain.optim import make_optimizer
-from difftrain.optim.muon import is_matrix
+from difftrain.report.run_files import read_run
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
-from difftrain.train.run_dir import describe_run_directory
+from difftrain.train.footprint import GIB, RESERVE, DeviceMemory, cached_parts, device_memory, disk, trained
+from difftrain.train.run_dir import describe_run_directory, run_dirs
 from difftrain.train.session import open_run_data, plan_run
 
 if TYPE_CHECKING:
+    from difftrain.data.plan.tables import BucketRows
     from difftrain.data.prepare import Data
 
-GIB = float(1 << 30)
-FP32, HALF = 4, 2
-KEPT_BYTES = {"fp32": 4, "kahan": 2}  # beside a weight in half precision
+_RUNS_LOOKED_AT = 5
 
 
-def dry_run(cfg: TrainConfig, say: Callable[[str], None] = print, coming: PendingFiles | None = None) -> int:
-    """Print resolved configuration, batch arithmetic, steps and epochs, parameters, memory and FLOPs; return 0.
+def dry_run(
+    cfg: TrainConfig,
+    say: Callable[[str], None] = print,
+    coming: PendingFiles | None = None,
+    *,
+    full: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Print what the run would be in ten lines; return 0.
 
-    coming: what the run itself would make before it begins; it is named, and what hangs on it is left out.
+    full: also the resolved configuration, buckets, parameters, memory item by item, FLOPs and evaluation sets. coming:
+    what the run itself would make before it begins; it is named, and what hangs on it is left out. progress: told what
+    takes a while.
     """
-    # what the configuration alone says
+    # --- model and family, as far as they are here
     ranks = Launch.from_environment().size
-    say(dump(cfg))
-    say(f"batch: {batch_arithmetic(cfg, ranks)}")
-
-    # model and family, as far as they are here
-    cfg, missing = looked_up(cfg)
+    hub_cfg, (cfg, missing) = cfg, looked_up(cfg)
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
-    for each in missing:
-        say(f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}")
+    fetched = [f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}" for each in missing]
+    say(f"model: {model_line(cfg, parts)}")
 
-    # what hangs on files that are not here yet is left out
-    if coming:
-        say(f"would be made before training: {coming.what}")
-        for line in (*parameters(parts), *memory(cfg, parts, ranks)) if parts else ():
+    # --- what hangs on files that are not here yet is left out
+    if coming or parts is None:
+        say(f"batch: {batch_arithmetic(cfg, ranks)}")
+        for line in (*fetched, *([f"would be made before training: {coming.what}"] if coming else [])):
             say(line)
-        say("dry run: figures of what is not here are left out; nothing was made or written, and no device was touched")
-        return 0
-    if parts is None:
-        say("dry run: figures of what is not here are left out; nothing was fetched, and no device was touched")
+        if parts:
+            parts.offloaded |= cached_parts(cfg, parts)
+            memory = device_memory(cfg, family, parts, ranks, *_usual_bucket(cfg, family))
+            say(f"memory: {memory.sentence()}")
+            for line in (*parameters(parts), *memory_lines(memory)) if full else ():
+                say(line)
+        done = "made or written" if coming else "fetched"
+        say(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
         return 0
 
-    # output folder, prompts, data and plan, as training would find them
-    say(describe_run_directory(cfg, ranks))
-    for note in prompts_of(cfg).notes:
-        say(f"samples: {note}")
-    data = open_run_data(cfg, prepare(cfg, log=say), family)
+    # --- output folder, prompts, data and plan, as training would find them
+    where, notes = describe_run_directory(cfg, ranks), prompts_of(cfg).notes
+    data = open_run_data(cfg, prepare(cfg, log=progress), family)
     plan, total = plan_run(_seeded(cfg), data, ranks)
+    epochs = plan.locate(total - 1)[0] + 1 if total else 0
+    rows = data.tables.training
+    say(f"data: {sum(each.records for each in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}")
+    say(f"steps: {total:,} in {epochs:,} epoch{'s'[: epochs != 1]}, {total * plan.mean_batch:,.0f} samples seen")
+    say(f"batch: {batch_arithmetic(cfg, ranks)}")
 
-    # encoders that caches stand in for take no memory of the card
-    caches = cache_requests(cfg, family, parts, data)
-    parts.offloaded |= {name for wish in caches for name in wish.encoder.modules}
+    # --- memory and disk: encoders that caches stand in for take no memory of the card
+    unread = [each.flag for each in missing]  # tokenizers, since everything else is here
+    caches = [] if unread else cache_requests(cfg, family, parts, data)
+    parts.offloaded |= cached_parts(cfg, parts) if unread else {n for wish in caches for n in wish.encoder.modules}
+    files, counts = disk(cfg, parts, total, epochs, plan.mean_batch), list(parameters(parts))
+    evaluated = list(evaluation(cfg, family, parts)) if full else []
+    memory = device_memory(cfg, family, parts, ranks, *_largest_bucket(cfg, data))
+    say(f"memory: {memory.sentence()}")
+    say(f"free: {free_line(cfg, memory)}")
+    say(f"disk: {files.sentence(cfg.output_dir)}")
+    say(where)
+    say(f"time: {time_line(cfg, total * plan.mean_batch, ranks)}")
+
+    # --- all the rest
+    if not full:
+        for line in fetched:
+            say(line)
+        say("dry run: nothing was trained and no device was touched; --dry_run=full says more")
+        return 0
+    cached = [f"{estimate_storage(w, data).size_sentence()} {'on disk' if w.to_disk else 'of memory'}" for w in caches]
+    if unread and caches_anything(cfg):
+        cached.append(f"cache: its size is left out until {' and '.join(unread)} can be read")
+    say(dump(hub_cfg))
     for line in (
+        *fetched,
+        *(f"samples: {note}" for note in notes),
         *length(cfg, plan, total),
-        *(f"{estimate_storage(w, data).size_sentence()} {'on disk' if w.to_disk else 'of memory'}" for w in caches),
-        *parameters(parts),
-        *memory(cfg, parts, ranks),
+        *cached,
+        *counts,
+        *memory_lines(memory),
         *flops(family, parts, cfg, data, plan, total),
-        *evaluation(cfg, family, parts),
+        *evaluated,
     ):
         say(line)
     say("dry run: nothing was trained and no device was touched")
     return 0
+
+
+def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
+    """Say which model it is, how much of it is trained, and in which precision."""
+    training, row = cfg.training, row_of(cfg)
+    computed = {"no": "fp32"}.get(training.mixed_precision, training.mixed_precision)
+    weights = f", weights in {training.full_precision}" if training.full_precision else ""
+    if parts is None:
+        return f"{row.title}, computed in {computed}{weights}"
+    total = sum(each.numel() for module in modules(parts).values() for each in module.parameters())
+    return f"{row.title}, {trained(parts.root):,} of {total:,} parameters trained, computed in {computed}{weights}"
+
+
+def _usual_bucket(cfg: TrainConfig, family: Family) -> tuple[Bucket, int]:
+    """Return the size and micro batch that the configuration names, where no data tell."""
+    width, height = cfg.data.resolution or (512, 512)
+    unit = family.features.size_multiple
+    return Bucket(max(unit, height // unit * unit), max(unit, width // unit * unit)), cfg.training.batch_size
+
+
+def _largest_bucket(cfg: TrainConfig, data: Data) -> tuple[Bucket, int]:
+    """Return the bucket and micro batch with the most pixels in a step."""
+
+    def pixels(row: BucketRows) -> int:
+        return row.bucket.frames * row.bucket.height * row.bucket.width * cfg.batch_sizes[row.dataset]
+
+    largest = max(data.tables.training, key=pixels)
+    return largest.bucket, cfg.batch_sizes[largest.dataset]
+
+
+def free_line(cfg: TrainConfig, memory: DeviceMemory) -> str:
+    """Say what is free, and whether the run fits."""
+    found = free_memory(cfg.training.device)
+    if found.free is None:
+        return f"not known for {found.what}: {found.why}"
+    of = f" of {found.total / GIB:.4g}" if found.total else ""
+    room = f"with {RESERVE / GIB:g} GiB for driver and libraries it {memory.verdict(found.free)}"
+    return f"{found.free / GIB:.4g}{of} GiB on {found.what}: {room}"
+
+
+def time_line(cfg: TrainConfig, samples: float, ranks: int) -> str:
+    """Say how long it would take at the speed of an earlier run in the same place, on as many devices."""
+    base = cfg.output_dir
+    folders = run_dirs(base) if cfg.save.run_dirs else [base]
+    for folder in folders[:_RUNS_LOOKED_AT]:
+        try:
+            run = read_run(folder)
+        except DataFault:
+            continue
+        speed = run.figures().get("fps")
+        if not speed or speed <= 0 or run.world_size not in (0, ranks):
+            continue
+        if run.config.get("model.family", cfg.model.family) != cfg.model.family:
+            continue
+        return f"{duration_text(samples / speed)} at {speed:.4g} images/s, the speed of {folder.name} there"
+    return "not known: no earlier run in the output folder says how fast this is"
 
 
 def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
@@ -162,11 +248,6 @@ def modules(parts: Parts) -> dict[str, nn.Module]:
     return {**dict(parts.root.named_children()), **parts.frozen}
 
 
-def trained(module: nn.Module) -> int:
-    """Count the parameters that are trained."""
-    return sum(each.numel() for each in module.parameters() if each.requires_grad)
-
-
 def parameters(parts: Parts) -> Iterator[str]:
     """Count parameters by part."""
     total = 0
@@ -178,110 +259,13 @@ def parameters(parts: Parts) -> Iterator[str]:
     yield f"parameters in all: {total:,}, {trained(parts.root):,} trained"
 
 
-@dataclass(frozen=True)
-class MemoryItem:
-    """One line of the estimate: how many bytes, and by which formula."""
-
-    what: str
-    size: float
-    formula: str
-
-
-def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
-    """Estimate what one card holds at all times, by formula; activations come on top."""
-    training, moving = cfg.training, trained(parts.root)
-    wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
-
-    # weights, trained and frozen, with what low precision keeps beside them
-    weights = sum(each.numel() * min(each.element_size(), wide) for each in parts.root.parameters())
-    held = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
-    frozen = sum(each.numel() * each.element_size() for part in held for each in part.parameters())
-    found = [
-        MemoryItem(
-            f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"
-        ),
-        MemoryItem("frozen weights", frozen, "in the precision that they are kept in"),
-    ]
-    kept = weights_kept(training)
-    if training.full_precision and kept in KEPT_BYTES:
-        found.append(
-            MemoryItem(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
-        )
-
-    # of each step: gradients and copies
-    alive, formula = gradients_alive(cfg, parts)
-    found.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}"))
-    if training.mixed_precision != "no" and not training.full_precision:
-        found.append(MemoryItem("casts of autocast", 2 * moving, "2 B a trained parameter"))
-    if ranks > 1 and not training.ddp_bucket_view and alive == moving:
-        found.append(
-            MemoryItem("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views")
-        )
-
-    # optimizer state, of which sharding leaves each rank its part
-    each = state_bytes(cfg, matrix_share(parts))
-    shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
-    formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
-    found.append(MemoryItem("optimizer state", each * moving / shards, formula))
-
-    # averages, always in fp32
-    if cfg.ema.enable:
-        found.append(MemoryItem("averaged weights", FP32 * moving, "4 B a trained parameter"))
-    if cfg.ema.profiles:
-        count = len(cfg.ema.profiles)
-        found.append(
-            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width")
-        )
-    return found
-
-
-def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
-    """Count the gradients that are in memory at once, and say of what; updates during the backward pass free them."""
-    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
-    section = cfg.optimizer
-    if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
-        return sum(each.numel() for _, each in named), "a trained parameter"
-    sizes = {name: each.numel() for name, each in named}
-    together = parts_of([Group("all", named, 0.0)], section.fused_groups)
-    what = "a parameter of the largest group" if section.fused_groups else "for each number of the largest parameter"
-    return max(sum(sizes[name] for name in names) for names in together), what
-
-
-def matrix_share(parts: Parts) -> float:
-    """Return the share of the trained numbers that are in matrices, as Muon takes them."""
-    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
-    return sum(each.numel() for name, each in named if is_matrix(name, each)) / sum(each.numel() for _, each in named)
-
-
-def state_bytes(cfg: TrainConfig, matrices: float = 1.0) -> float:
-    """Return the bytes of state that the optimizer keeps for a parameter: counted on small ones after a step.
-
-    matrices: the share of matrices within blocks, of which Muon keeps less.
-    """
-    full = cfg.training.full_precision
-    dtype = DTYPES[full] if full and weights_kept(cfg.training) == "none" else torch.float32
-    shares = {"blocks.0.probe": matrices, "probe": 1 - matrices}
-    probes = {name: nn.Parameter(torch.full((256, 256), 1e-2, dtype=dtype)) for name in shares}
-    group = Group("probe", list(probes.items()), cfg.optimizer.learning_rate or 1.0)
-    optimizer = make_optimizer(cfg.optimizer, [group], dp_size=1, fused_ok=False)
-    for probe in probes.values():
-        probe.grad = torch.full_like(probe, 1e-3)
-    optimizer.step()
-    return sum(share * _state_of(optimizer.state[probes[name]], probes[name]) for name, share in shares.items())
-
-
-def _state_of(state: dict[str, Any], probe: torch.Tensor) -> float:
-    kept = (each for each in state.values() if torch.is_tensor(each) and each.numel() > 1)
-    return sum(each.numel() * each.element_size() for each in kept) / probe.numel()
-
-
-def memory(cfg: TrainConfig, parts: Parts, ranks: int) -> Iterator[str]:
-    """Spell the estimate."""
-    found = needs(cfg, parts, ranks)
-    for need in found:
-        yield f"memory of a card: {need.what} {need.size / GIB:.4g} GiB ({need.formula})"
-    total = sum(need.size for need in found) / GIB
-    yield f"memory of a card: {total:.4g} GiB in all, without activations, which grow with batch and resolution"
+def memory_lines(memory: DeviceMemory) -> Iterator[str]:
+    """Spell the estimate item by item."""
+    for item in memory.items:
+        yield f"memory of a card: {item.what} {item.size / GIB:.4g} GiB ({item.formula})"
+    images = f"{memory.batch} x {memory.bucket}"
+    yield f"memory of a card: a step of {images} {memory.step / GIB:.4g} GiB (gradients, casts and activations at its peak)"
+    yield f"memory of a card: {memory.total / GIB:.4g} GiB in all, without driver and libraries"
 
 
 def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: EpochPlan, total: int) -> Iterator[str]:

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from difftrain.config.schema.families import row_of
+from difftrain.cache.request import bytes_text
 from difftrain.contracts import Bucket, Parts
 from difftrain.data.plan.plan import why
 from difftrain.distributed.collective import heartbeat
 from difftrain.engine.half_precision import precision_of
 from difftrain.hub.uploads import AT_END_S
+from difftrain.report.facts import network_of
 from difftrain.report.peaks import measure_matmul
 from difftrain.report.report import (
     ReportFacts,
@@ -22,13 +23,14 @@ from difftrain.report.report import (
     write_case_log,
     write_report,
 )
-from difftrain.report.run_page import build_html
+from difftrain.report.run_page import PAGE, build_html
+from difftrain.report.sessions import RUNNING
 from difftrain.train.evaluating import Evaluating
+from difftrain.train.run_log import CONSOLE_LOG
 from difftrain.train.state import Run
 
 if TYPE_CHECKING:
     from difftrain.checkpoint import RunRecord
-    from difftrain.config import TrainConfig
     from difftrain.train.meter import Meter
     from difftrain.train.outputs import RunOutputs
     from difftrain.train.saving import Saving
@@ -50,8 +52,19 @@ def finish(
     outputs.session_ends(run.progress.step, run.clock.session().e2e_s, "finished")
     report = write_reports(run, meter, saving, scores=scores, targets=targets, quantile_losses=quantiles)
     record.ended(run.progress.step).write(run.out)
+    say_where(run, saving)
     for line in final_lines(report):
-        print(line, flush=True)
+        outputs.print(line)
+
+
+def say_where(run: Run, saving: Saving) -> None:
+    """Say at the end of a session where its weights, its report and its checkpoints are."""
+    lines = [f"weights: {path} ({bytes_text(size)})" for path, size in saving.exports.newest.items()]
+    if saving.newest is not None:
+        lines.append(f"checkpoint: {saving.newest}")
+    lines.append(f"report: {run.out / PAGE}; every line of this log: {run.out / CONSOLE_LOG}")
+    for line in lines:
+        log.info(line)
 
 
 def wait_for_uploads(run: Run, limit_s: float) -> None:
@@ -62,15 +75,21 @@ def wait_for_uploads(run: Run, limit_s: float) -> None:
         run.uploads.wait(limit_s)
 
 
-def write_reports(run: Run, meter: Meter, saving: Saving, **late: Any) -> dict[str, Any]:
-    """Write report.json, report.html and CaseName.log of the session so far; late: RunFacts known only at the end."""
+def write_reports(run: Run, meter: Meter, saving: Saving, *, at_end: bool = True, **late: Any) -> dict[str, Any]:
+    """Write report.json and report.html of the session so far, at its end also CaseName.log.
+
+    at_end: else the device is left alone, so that its matmul rate is not known. late: ReportFacts known only at the end.
+    """
     # what is known only while the run is open
-    last = meter.last
+    last, device = meter.last, run.device
+    matmul = None
+    if at_end:
+        matmul = measure_matmul(device.torch_device, run.cfg.training.mixed_precision, device.synchronise)
     facts = ReportFacts(
         run_dir=run.out,
         network=network_of(run.cfg),
         argv=run.argv,
-        device=run.device.describe(),
+        device=device.describe(),
         world_size=run.ranks.size,
         global_batch=run.global_batch,
         steps=run.progress.step,
@@ -81,13 +100,13 @@ def write_reports(run: Run, meter: Meter, saving: Saving, **late: Any) -> dict[s
         session=run.clock.session(),
         dataset=run.data.summary(),
         weights=weights_of(run),
-        peak_memory_gib=last.peak_memory_gib if last else run.device.peak_memory_gib(),
+        peak_memory_gib=last.peak_memory_gib if last else device.peak_memory_gib(),
         attention=run.attention,
         kernels=meter.kernels,
         skipped=run.progress.skipped,
         parameters=run.parameters,
         flops_per_sample=run.model.family.flops_per_sample(run.model.parts, main_bucket(run)),
-        matmul_flops=measure_matmul(run.device.torch_device, run.cfg.training.mixed_precision, run.device.synchronise),
+        matmul_flops=matmul,
         notes=notes_of(run, saving.failed),
         **late,
     )
@@ -95,9 +114,16 @@ def write_reports(run: Run, meter: Meter, saving: Saving, **late: Any) -> dict[s
     # the page is made from the files, so it comes last
     report = make_report(run.cfg, facts)
     write_report(run.out, report)
-    write_case_log(run.out, report)
+    if at_end:
+        write_case_log(run.out, report)
     build_html(run.out)
     return report
+
+
+def report_so_far(run: Run, outputs: RunOutputs, meter: Meter, saving: Saving) -> None:
+    """Write the report of a run that goes on."""
+    outputs.session_ends(run.progress.step, run.clock.session().e2e_s, RUNNING)
+    write_reports(run, meter, saving, at_end=False)
 
 
 def notes_of(run: Run, failed_saves: int) -> dict[str, Any]:
@@ -118,12 +144,6 @@ def main_bucket(run: Run) -> Bucket:
         return Bucket(height, width)
     most = max(run.data.tables.training, key=lambda rows: (rows.uses, rows.bucket))
     return most.bucket
-
-
-def network_of(cfg: TrainConfig) -> str:
-    """Return what reports and logs call the network."""
-    row = row_of(cfg)
-    return row.networks_by_train_type.get(cfg.model.train_type, row.network)
 
 
 def parameter_counts(parts: Parts) -> dict[str, int]:

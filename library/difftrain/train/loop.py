@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from difftrain.contracts import Batch
 from difftrain.train.meter import Meter
 from difftrain.train.out_of_memory import in_step
 from difftrain.train.saving import Saving
-from difftrain.train.state import Hook, Run
-from difftrain.train.triggers import EXPORT, NOTHING, QUIT, STOP, Requests
+from difftrain.train.state import Hook, Position, Run
+from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAMPLE, STOP, Requests
 
 log = logging.getLogger("difftrain")
 
@@ -22,14 +22,17 @@ def train(
     meter: Meter,
     saving: Saving,
     requests: Requests,
+    draw: Callable[[Position], None],
 ) -> bool:
     """Train until the last step, or until somebody asks to stop; return whether all steps are done.
+
+    draw: makes samples, where somebody asks for them.
 
     A request (a signal to any one rank, a file that one rank sees) is agreed on by all ranks at the same step boundary,
     so that they save the same state and leave together.
     """
     with requests.heeded():
-        _steps(run, steps, hooks, meter, saving, requests)
+        _steps(run, steps, hooks, meter, saving, requests, draw)
     run.clock.stop()
     return run.steps_left == 0
 
@@ -41,6 +44,7 @@ def _steps(
     meter: Meter,
     saving: Saving,
     requests: Requests,
+    draw: Callable[[Position], None],
 ) -> None:
     run.clock.start()
     for micro in run.clock.batches(steps):
@@ -62,7 +66,10 @@ def _steps(
 
         # requests take effect between steps, where all ranks are at the same state
         request = run.ranks.agree(max(requests.take(), saving.asked()))
-        if request != NOTHING and not saving.save_now(at, export=request in (EXPORT, QUIT)):
+        if request == SAMPLE:
+            saving.sampled()
+            draw(at)
+        elif request != NOTHING and not saving.save_now(at, export=request in (EXPORT, QUIT)):
             log.error(
                 "what was asked for could not be saved; the newest checkpoint before it is where a resume goes on%s",
                 ". The run does not end without it: make room, and ask again" if request == QUIT else "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from difftrain.contracts import METRIC, Batch, Reject, Stats, TrainingFault
 from difftrain.device import AttentionCalls, counting
 from difftrain.engine.half_precision import weights_kept
 from difftrain.report.line import AverageLoss, StepMetrics
-from difftrain.train.state import Position, TrainProgress
+from difftrain.train.state import Position, TrainedModel, TrainProgress
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -47,6 +47,14 @@ def memory_sentence(training: TrainingSection, parts: Parts, engine: Engine) -> 
         f"memory: trained weights {bytes_text(weights)} in {' and '.join(names)}{kept}, as much for gradients, "
         f"optimizer state {bytes_text(state)}; frozen weights {bytes_text(frozen)}; activations come on top"
     )
+
+
+def checkpoint_bytes(model: TrainedModel) -> int:
+    """Return about how large a checkpoint will be: weights in fp32, optimizer state, averages; 0 where that is not known."""
+    trained = [each for each in model.parts.root.parameters() if each.requires_grad]
+    weights = sum(each.numel() for each in trained) * 4
+    averages = (model.averages.ema is not None) + len(model.averages.profiles)
+    return weights * (1 + averages) + _bytes(_tensors(getattr(getattr(model.engine, "optimizer", None), "state", {})))
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -85,7 +93,10 @@ class Meter:
         ranks: Ranks,
         clock: Clock,
         outputs: RunOutputs,
+        origin: Callable[..., str] | None = None,
     ) -> None:
+        """Begin. origin: tells of a step that was skipped which module was the first whose values were not finite."""
+        self._origin = origin
         self._cfg, self._progress, self._plan, self._index = cfg, progress, plan, index
         self._device, self._ranks, self._clock, self._outputs = device, ranks, clock, outputs
 
@@ -134,8 +145,9 @@ class Meter:
             table = torch.stack(
                 [torch.stack([p.stats.sums["loss"], p.stats.grad_norm, p.stats.skipped]).float() for p in self._pending]
             ).tolist()
-            for pending, (loss, grad_norm, skipped) in zip(self._pending, table):
-                self._judge(pending.step, loss, grad_norm, bool(skipped))
+            for place, (pending, (loss, grad_norm, skipped)) in enumerate(zip(self._pending, table)):
+                origin = self._origin_of(pending.step, [bool(row[2]) for row in table[place:]]) if skipped else ""
+                self._judge(pending.step, loss, grad_norm, bool(skipped), origin)
             self._latest = (self._pending[-1], *table[-1])
             self._measures = measured(self._pending[-1].stats)
             self._pending.clear()
@@ -147,7 +159,13 @@ class Meter:
         self._progress.losses = self._average.state()
         return self._progress
 
-    def _judge(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
+    def _origin_of(self, step: int, skipped: list[bool]) -> str:
+        """Say where a step's values were first not finite. skipped: of it and the steps done since."""
+        if self._origin is None:
+            return ""
+        return self._origin(step, skipped=sum(skipped), updated=len(skipped) - sum(skipped))
+
+    def _judge(self, step: int, loss: float, grad_norm: float, skipped: bool, origin: str = "") -> None:
         epoch, place = self._plan.locate(step - 1)
         self._average.add(place, loss)
         if not skipped:
@@ -160,13 +178,14 @@ class Meter:
         bucket, draws = self._plan.batch(step - 1)
         names = [record.name for record in self._index.records([draw.record_id for draw in draws])]
         log.warning(
-            "step %d (epoch %d, %s): loss %s, gradient norm %s; %s. Its records: %s",
+            "step %d (epoch %d, %s): loss %s, gradient norm %s; %s%s. Its records: %s",
             step,
             epoch + 1,
             bucket,
             loss,
             grad_norm,
             what_was_skipped(self._cfg.optimizer, loss),
+            f"; {origin}" if origin else "",
             "; ".join(f"{name} [{draw.key.hex()} #{draw.occurrence}]" for name, draw in zip(names, draws)),
         )
 

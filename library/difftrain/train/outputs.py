@@ -7,25 +7,37 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from difftrain.config import LoggingSection, TrainConfig
+from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
+from difftrain.config.toml import dump
 from difftrain.contracts import ConfigFault, Fault, Reject
 from difftrain.io.files import write_text
+from difftrain.report.environment import command, redacted
 from difftrain.report.line import StepMetrics
 from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, JsonLines
+from difftrain.report.notices import Notices
+from difftrain.report.progress import SIGNS, Progress
+from difftrain.report.rebuild import rebuild
 from difftrain.report.sessions import Sessions
-from difftrain.report.trackers import Tracker, open_trackers
+from difftrain.report.trackers.registry import Tracker, open_trackers
+from difftrain.train.run_dir import as_submitted
+from difftrain.train.run_log import FORM, RunLog, error_text
+
+if TYPE_CHECKING:
+    from difftrain.train.state import Run
 
 log = logging.getLogger("difftrain")
 REJECTED = "rejected.jsonl"
+CONFIG_FILE, DATASET_FILE = "config.toml", "dataset.toml"
 
 
 def set_up_logging(section: LoggingSection, rank: int) -> None:
@@ -34,7 +46,7 @@ def set_up_logging(section: LoggingSection, rank: int) -> None:
     Raises: ConfigFault where that file cannot be opened.
     """
     who = "" if rank == 0 else f"[rank {rank}] "
-    form = f"{who}%(message)s" if section.console_simple else f"{who}%(asctime)s %(levelname)-7s %(message)s"
+    form = f"{who}%(message)s" if section.console_simple else f"{who}{FORM}"
     if section.console_file:
         path = Path(section.console_file)
         path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")  # two processes never write one file
@@ -105,6 +117,11 @@ class Console:
             loggers = [logging.getLogger(), logging.getLogger("difftrain")]  # ours does not propagate
             self._open.enter_context(logging_redirect_tqdm(loggers))
 
+    @property
+    def has_bar(self) -> bool:
+        """Tell whether a progress bar shows how far the run is."""
+        return self._bar is not None
+
     def line(self, text: str) -> None:
         """Print one line."""
         if self._bar is None:
@@ -138,16 +155,20 @@ class RunOutputs:
         earlier_s: float,
         facts: dict[str, Any],
         recorded: dict[str, Any],
+        run_log: RunLog | None = None,
+        notices: Notices | None = None,
     ) -> None:
         """Open. step: where the session begins; lines beyond it are cut. samples_seen: by then.
 
-        recorded: the configuration without secrets.
+        recorded: the configuration without secrets. run_log: keeps what is printed in the run's folder.
         """
         self.out = cfg.output_dir
         self._on = is_logger
+        self._notices = notices or Notices()
         self._by_examples = cfg.logging.x_axis_examples
         self._x = samples_seen if self._by_examples else step  # where trackers put what is recorded next
         self._trackers: list[Tracker] = []
+        self._progress, self._run_log = Progress(total_steps, step), run_log or RunLog()
         if not is_logger:
             return
 
@@ -174,8 +195,13 @@ class RunOutputs:
     def advance(self, step: int, samples_seen: int) -> None:
         """Move the progress bar; what is recorded from now on belongs to this step."""
         self._x = samples_seen if self._by_examples else step
+        self._progress.advance(step)
         if self._on:
             self._console.advance()
+
+    def progress(self) -> str:
+        """Say how far the run is, where no progress bar does."""
+        return self._progress.text() if self._on and not self._console.has_bar else ""
 
     def line(self, metrics: StepMetrics) -> None:
         """Print and record the numbers of a step."""
@@ -185,7 +211,14 @@ class RunOutputs:
             metrics, session=self.sessions.number
         )  # killed sessions counted, which no checkpoint knows of
         self._metrics.write(metrics.record())
-        self._console.line(metrics.line())
+        # where lines are all there is, each says how far the run is; what scripts search for follows unchanged
+        self._progress.epoch = metrics.epoch
+        line = metrics.line()
+        whole_line = f"{self._progress.head()} | {line}"
+        self._console.line(line if self._console.has_bar else whole_line)
+        self._run_log.line(whole_line)
+        self._notices.line(metrics)
+        SIGNS.heard()
         for tracker in self._trackers:
             tracker.scalars(self._x, metrics.scalars())
 
@@ -203,10 +236,10 @@ class RunOutputs:
         for tracker in self._trackers:
             tracker.scalars(self._x, scalars)
 
-    def picture(self, tag: str, path: Path) -> None:
-        """Hand a sample grid to the trackers."""
+    def picture(self, tag: str, path: Path, prompts: Sequence[str] = ()) -> None:
+        """Hand a sample grid to the trackers, and what it was drawn from."""
         for tracker in self._trackers:
-            tracker.image(self._x, tag, path)
+            tracker.image(self._x, tag, path, prompts)
 
     def rejected(self, rejects: list[Reject]) -> None:
         """Name items that turned out bad only during training, each once."""
@@ -218,10 +251,16 @@ class RunOutputs:
         for reject in rejects:
             log.warning("%s: %s; the next record of its bucket took its place", reject.path, reject.reason)
 
-    def session_ends(self, step: int, session_s: float, outcome: str) -> None:
-        """Record how this session ended, and after how long: finished, stopped or failed."""
+    def session_ends(self, step: int, session_s: float, outcome: str, error: str = "") -> None:
+        """Record how this session ended, and after how long: finished, stopped or failed, and why."""
         if self._on:
-            self.sessions.note(step, session_s, outcome)
+            self.sessions.note(step, session_s, outcome, error)
+
+    def print(self, text: str) -> None:
+        """Print a line for scripts, as it stands."""
+        if self._on:
+            self._console.line(text)
+            self._run_log.line(text)
 
     def close(self) -> None:
         """Close everything."""
@@ -232,3 +271,60 @@ class RunOutputs:
             file.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+# --- all of them, for one session
+
+
+def keep_dataset_file(run: Run) -> None:
+    """Copy the file that named the data sets into the run directory, without secrets."""
+    given = run.cfg.data.dataset_config
+    if not (run.cfg.save.run_dirs and given):
+        return
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:  # what it said is in the configuration too
+        log.warning("%s is not copied into the run directory: %s", given, error)
+        return
+    write_text(run.out / DATASET_FILE, redact_text(text))
+
+
+@contextlib.contextmanager
+def open_outputs(run: Run, run_log: RunLog | None = None) -> Iterator[RunOutputs]:
+    """Open console, metrics and trackers; a session that ends by an error is recorded as failed, and so is its report."""
+    config = redacted(run.cfg.model_dump(mode="json"))
+    if run.ranks.is_logger:
+        write_text(run.out / CONFIG_FILE, redact_text(dump(as_submitted(run.cfg))))  # --config takes it
+        keep_dataset_file(run)
+    outputs = RunOutputs(
+        run.cfg,
+        is_logger=run.ranks.is_logger,
+        step=run.progress.step,
+        samples_seen=run.progress.samples_seen,
+        total_steps=run.total_steps,
+        earlier_s=run.clock.total().e2e_s - run.clock.session().e2e_s,
+        facts={
+            "command": command(run.argv),
+            "world_size": run.ranks.size,
+            "planned_steps": run.total_steps,
+            "device": run.device.kind,
+            # what makes step k the same work: `difftrain compare` needs it of a run that was killed, too
+            "global_batch": run.identity["global_batch"],
+            "plan_digest": run.plan.digest,
+            "data_fingerprint": run.data.index.fingerprint,
+        },
+        recorded=config,
+        run_log=run_log,
+        notices=run.notices,
+    )
+    try:
+        yield outputs
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the disk may be full; the first error is the one to be seen
+            outputs.session_ends(run.progress.step, run.clock.session().e2e_s, "failed", error_text(error))
+        if run.ranks.is_logger:
+            with contextlib.suppress(Exception):  # as above; of files alone, since the device may be what failed
+                rebuild(run.out)
+        raise
+    finally:
+        outputs.close()

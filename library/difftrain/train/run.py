@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from difftrain import optim
 from difftrain.cache.build import deferred_parts, with_cache
 from difftrain.config import TrainConfig
+from difftrain.config.reads import recorded, refuse_unread
 from difftrain.config.schema.sections import CacheSection
-from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
-from difftrain.config.toml import dump
 from difftrain.contracts import Batch, ConfigFault, Engine, Family, Fault, Parts, TrainingFault
 from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.index.build import TooManyRejects
@@ -35,21 +35,34 @@ from difftrain.engine import make_engine
 from difftrain.hub.fetch import fetch
 from difftrain.hub.ids import remote_refs
 from difftrain.hub.uploads import AT_STOP_S, Uploads, open_target
-from difftrain.io.files import DISK_ERRORS, write_text
+from difftrain.io.files import DISK_ERRORS
 from difftrain.models.registry import make_family
 from difftrain.report.clock import Clock
-from difftrain.report.environment import command, process_age_s, redacted
+from difftrain.report.environment import command, process_age_s
+from difftrain.report.notices import open_notices
+from difftrain.report.progress import SIGNS
 from difftrain.train import out_of_memory
 from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.check import check, check_device
 from difftrain.train.drawing import Drawing
 from difftrain.train.evaluating import Evaluating, open_sets, warn_of_trained
-from difftrain.train.finalize import finish, parameter_counts, say_what_runs, wait_for_uploads, write_reports
+from difftrain.train.finalize import (
+    finish,
+    parameter_counts,
+    report_so_far,
+    say_what_runs,
+    say_where,
+    wait_for_uploads,
+    write_reports,
+)
 from difftrain.train.kid import DrawnPictures
 from difftrain.train.loop import train
 from difftrain.train.meter import Meter
-from difftrain.train.outputs import RunOutputs, set_up_logging, write_rejects
-from difftrain.train.run_dir import as_submitted, how_to_go_on, run_directory
+from difftrain.train.non_finite import NonFinite
+from difftrain.train.outputs import RunOutputs, open_outputs, set_up_logging, write_rejects
+from difftrain.train.reporting import Reporting
+from difftrain.train.run_dir import how_to_go_on, run_directory
+from difftrain.train.run_log import logged
 from difftrain.train.saving import Exports, Saving
 from difftrain.train.session import (
     Session,
@@ -62,16 +75,21 @@ from difftrain.train.session import (
     schedule_from,
 )
 from difftrain.train.state import Hook, Run, TrainedModel
+from difftrain.train.tracing import Tracing
 from difftrain.train.triggers import Requests
 
 log = logging.getLogger("difftrain")
-CONFIG_FILE, DATASET_FILE = "config.toml", "dataset.toml"
 
 
-def run(cfg: TrainConfig, argv: list[str]) -> int:
-    """Train as configured and return the exit code: 0 finished, 128 + signal where a signal ended it early."""
+def run(cfg: TrainConfig, argv: list[str], given: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Train as configured and return the exit code: 0 finished, 128 + signal where a signal ended it early.
+
+    given: fields that somebody gave -> where; one of them that nothing reads by the first step stops the run.
+    """
     try:
-        return _run(cfg, argv)
+        with ExitStack() as recording:
+            reads = recording.enter_context(recorded()) if given else set()
+            return _run(cfg, argv, given, reads, recording)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -83,7 +101,9 @@ def run(cfg: TrainConfig, argv: list[str]) -> int:
         ) from error
 
 
-def _run(cfg: TrainConfig, argv: list[str]) -> int:
+def _run(
+    cfg: TrainConfig, argv: list[str], given: Mapping[str, str], reads: set[str], recording: ExitStack
+) -> int:  # fmt: skip
     launch = Launch.from_environment()
     if cfg.sample.test_only:
         cfg = cfg.model_copy(update={"cache": CacheSection()})  # no batch is made, so there is nothing to be cached
@@ -96,10 +116,12 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
     check_device(cfg, device)
     with ExitStack() as stack:
+        notices = stack.enter_context(open_notices(launch.rank == 0))
         stack.enter_context(out_of_memory.explained(cfg, device, launch))
         ranks = stack.enter_context(Ranks.open(launch, device, cfg.training.ddp_timeout_min))
         requests = stack.enter_context(Requests().listening())
         set_up_logging(cfg.logging, ranks.rank)
+        run_log = stack.enter_context(logged(ranks.is_logger))
         if cfg.cache.only:
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0
@@ -108,6 +130,8 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
         if session.finished:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, session.step)
             return 0
+        if ranks.is_logger:
+            stack.enter_context(run_log.kept_in(cfg.output_dir, command(argv)))
         require_profiles(session.cfg, session.checkpoint, ranks)
         uploads = stack.enter_context(open_uploads(cfg, ranks))
         local, pins = fetch(session.cfg, ranks, session.pins)
@@ -115,7 +139,8 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
             check(local, make_family(local), whole=False)
         session = replace(session, record=replace(session.record, hub=pins))
         this = assemble(session.cfg, argv, device, ranks, session, local)
-        this.uploads = uploads
+        this.uploads, this.notices = uploads, notices
+        notices.describe(this.out, this.total_steps)
 
         if cfg.sample.test_only:
             Drawing(this.cfg, this.model, device, ranks, this.clock).draw(this.position)
@@ -124,41 +149,66 @@ def _run(cfg: TrainConfig, argv: list[str]) -> int:
 
         if ranks.is_logger:
             session.record.write(cfg.output_dir)
-        outputs = stack.enter_context(open_outputs(this))
+        outputs = stack.enter_context(open_outputs(this, run_log))
         meter, saving, evaluating, drawing = make_hooks(this, outputs)
         # what a step is worth is written down before the step is saved: a kill in between loses neither
-        hooks: list[Hook] = [evaluating, drawing, saving]
+        tracing = Tracing(this.cfg, this.model, device, ranks, this.clock)
+        hooks: list[Hook] = [tracing, evaluating, drawing, saving]
+        if ranks.is_logger:
+            hooks.append(Reporting(partial(report_so_far, this, outputs, meter, saving), saving, this.clock))
         say_what_runs(this)
         for hook in hooks:
             hook.before_training(this.position)
+        recording.close()  # before the first step: what is read from here on is config/reads.py's LATER
+        if given:
+            refuse_unread(given, set().union(*ranks.gather(reads)))
 
-        if not train(this, batches_of(this), hooks, meter, saving, requests):
+        step = this.progress.step
+        notices.send("started", f"training begins{f' after step {step}' if step else ''}", step=step)
+        SIGNS.now("finishing the run")  # once the steps are done
+        with SIGNS.doing(outputs.progress):
+            is_done = train(this, batches_of(this), hooks, meter, saving, requests, drawing.draw_now)
+        if not is_done:
             outputs.session_ends(this.progress.step, this.clock.session().e2e_s, "stopped")
             wait_for_uploads(this, AT_STOP_S)
             if ranks.is_logger:
                 write_reports(this, meter, saving)
             number = ranks.agree(requests.stop_signal)
             why = "a signal" if number else "save_quit"
+            if ranks.is_logger:
+                say_where(this, saving)
             log.info("stopped by %s at step %d; %s", why, this.progress.step, how_to_go_on(cfg.save))
+            notices.send("stopped", f"stopped by {why} at step {this.progress.step}", step=this.progress.step)
             return 128 + number if number else 0
         finish(this, outputs, meter, saving, evaluating, session.record)
         if saving.exports.not_finite:
             raise TrainingFault(f"the weights that were trained are no numbers: {saving.exports.not_finite}")
+        notices.send("finished", f"finished at step {this.progress.step}", step=this.progress.step)
     return 0
 
 
 def batches_of(run: Run) -> Iterable[list[Batch]]:
     """Load the micro batches of every step that is left, this replica's share."""
+    return _batches(run, run.cfg, run.progress.step, run.total_steps)
+
+
+def batches_again(run: Run, step: int) -> list[Batch]:
+    """Load a step's micro batches once more, by its number from 1: each step is a function of its number."""
+    here = run.cfg.model_copy(update={"data": run.cfg.data.model_copy(update={"workers": 0})})
+    return next(iter(_batches(run, here, step - 1, step)))
+
+
+def _batches(run: Run, cfg: TrainConfig, first_step: int, last_step: int) -> Iterable[list[Batch]]:
     return make_loader(
         run.data,
         run.plan,
         run.model.family.features,
         run.model.family.tokenizer(run.model.parts),
-        run.cfg,
+        cfg,
         dp_rank=run.model.engine.dp_rank,
         dp_size=run.model.engine.dp_size,
-        first_step=run.progress.step,
-        last_step=run.total_steps,
+        first_step=first_step,
+        last_step=last_step,
         local_size=run.ranks.local_size,
     )
 
@@ -166,8 +216,9 @@ def batches_of(run: Run) -> Iterable[list[Batch]]:
 def make_hooks(run: Run, outputs: RunOutputs) -> tuple[Meter, Saving, Evaluating, Drawing]:
     """Give everything that acts between steps what it uses of a run. Every rank calls it."""
     cfg, model, device, ranks, clock = run.cfg, run.model, run.device, run.ranks, run.clock
-    meter = Meter(cfg, run.progress, run.plan, run.data.index, device, ranks, clock, outputs)
-    exports = Exports(cfg, model, ranks, run.uploads, run.identity, run.facts)
+    origin = NonFinite(model, ranks, partial(batches_again, run), lambda step: run.plan.size(step - 1))
+    meter = Meter(cfg, run.progress, run.plan, run.data.index, device, ranks, clock, outputs, origin)
+    exports = Exports(cfg, model, ranks, run.uploads, run.identity, run.facts, run.notices)
     saving = Saving(cfg, model, ranks, clock, run.claim, meter, exports, run.meta)
     drawing = Drawing(cfg, model, device, ranks, clock, outputs)
     if ranks.is_logger:
@@ -203,18 +254,21 @@ def assemble(
     fresh = session.checkpoint is None
 
     # --- 1. data: indexed and opened; what was turned away is named before anything else can fail
+    SIGNS.now("preparing the data")
     family = make_family(local)
     data = open_run_data(cfg, on_each_machine(ranks, lambda: prepared(local, ranks)), family)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, data.rejects(), afresh=fresh)
 
     # --- 2. model and engine: weights that a cache may spare are read once the caches are built
+    SIGNS.now("loading the model")
     parts = family.load(deferred=deferred_parts(local, family) | {"root"})
     engine = make_engine(cfg, device, ranks)
     if faults := engine.faults():
         raise ConfigFault([Fault(option("training.engine"), fault) for fault in faults])
 
     # --- 3. plan: which draws form each global batch, from the checkpoint's position on
+    SIGNS.now("planning the batches")
     plan, total = plan_run(cfg, data, engine.dp_size, ranks, session)
     first_step = initial_step(cfg, plan, total) if fresh else session.step
     identity = identity_of(cfg, parts, plan, session, ranks, torch.get_num_threads())
@@ -222,6 +276,7 @@ def assemble(
     attention, parameters = attend(cfg, device, parts), parameter_counts(parts)
 
     # --- 4. caches: of the training set, then of the evaluation sets
+    SIGNS.now("preparing cached features")
     cached = with_cache(local, device, ranks, family, parts, data)
     if ranks.is_logger:
         write_rejects(cfg.output_dir, cached.rejects)
@@ -232,6 +287,7 @@ def assemble(
         sets = (held_out_set(cfg, cached.data), *sets)
 
     # --- 5. the engine takes the model; weights, optimizer and counters become the checkpoint's
+    SIGNS.now("setting up engine and optimizer")
     started_at, session_id = time.time(), str(secrets.randbits(32))
     schedule_begins = schedule_from(session)
     engine.build(
@@ -255,7 +311,11 @@ def assemble(
         global_batch=max(plan.global_batches),
         clock=Clock(device.synchronise, session_steps=total - first_step, mark=device.marker(), age_s=process_age_s()),
         claim=session.claim,
-        choices=[attention, *optim.announce(cfg.optimizer, device.adamw_choice)],
+        choices=[
+            attention,
+            *([device.allow_tf32()] if cfg.training.allow_tf32 else []),
+            *optim.announce(cfg.optimizer, device.adamw_choice),
+        ],
         begins_at=first_step if fresh else 0,
         sets=sets,
         identity=identity,
@@ -336,43 +396,3 @@ def warm_batches(
         last_step=first + 1,
     )
     return next(iter(steps))[:1]
-
-
-def keep_dataset_file(run: Run) -> None:
-    """Copy the file that named the data sets into the run directory, without secrets."""
-    given = run.cfg.data.dataset_config
-    if not (run.cfg.save.run_dirs and given):
-        return
-    try:
-        text = Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:  # what it said is in the configuration too
-        log.warning("%s is not copied into the run directory: %s", given, error)
-        return
-    write_text(run.out / DATASET_FILE, redact_text(text))
-
-
-@contextmanager
-def open_outputs(run: Run) -> Iterator[RunOutputs]:
-    """Open console, metrics and trackers; a session that ends by an error is recorded as failed."""
-    config = redacted(run.cfg.model_dump(mode="json"))
-    if run.ranks.is_logger:
-        write_text(run.out / CONFIG_FILE, redact_text(dump(as_submitted(run.cfg))))  # --config takes it
-        keep_dataset_file(run)
-    outputs = RunOutputs(
-        run.cfg,
-        is_logger=run.ranks.is_logger,
-        step=run.progress.step,
-        samples_seen=run.progress.samples_seen,
-        total_steps=run.total_steps,
-        earlier_s=run.clock.total().e2e_s - run.clock.session().e2e_s,
-        facts={"command": command(run.argv), "world_size": run.ranks.size, "device": run.device.kind},
-        recorded=config,
-    )
-    try:
-        yield outputs
-    except BaseException:
-        with suppress(OSError):  # the disk may be full; the first error is the one to be seen
-            outputs.session_ends(run.progress.step, run.clock.session().e2e_s, "failed")
-        raise
-    finally:
-        outputs.close()

@@ -76,7 +76,7 @@ def resume_option(save: SaveSection) -> str:
 
 def how_to_go_on(save: SaveSection) -> str:
     """Say how a run that was stopped goes on."""
-    flag = "--resume_from_checkpoint" if save.run_dirs else f"{option('save.resume')}=auto"
+    flag = "--resume_from_checkpoint" if save.run_dirs else option("save.resume", "auto")
     return f"the same command with {flag} goes on"
 
 

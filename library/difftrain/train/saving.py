@@ -4,6 +4,8 @@ Checkpoint: everything to resume, a folder `NAME-step00000004-state`, `NAME-0000
 Export: weights for inference, `NAME-step00000004`, `NAME-000001` or `NAME` in the layout of --save_model_as; with
 --use_ema the averaged weights beside it as `NAME-ema`, with --ema_profiles snapshots in ema_snapshots/.
 By step: checkpoints are global_step4; exports are folders step4 and epoch1, with step4-ema and epoch1-ema beside them.
+As diffusers' examples do: checkpoints are checkpoint-4; the last export, of the averaged weights where the run has some, is
+a pipeline in the run's folder itself.
 """
 
 from __future__ import annotations
@@ -19,18 +21,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from difftrain import checkpoint
-from difftrain.checkpoint import STEPS, Claim, SaveName
-from difftrain.checkpoint.find import ONE_FILE
+from difftrain.cache.request import bytes_text
+from difftrain.checkpoint import DIFFUSERS, STEPS, Claim, Own, SaveName
+from difftrain.checkpoint.find import ONE_FILE, PIPELINE_INDEX
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import row_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import RunFacts
-from difftrain.distributed.collective import heartbeat
-from difftrain.train.meter import Meter
+from difftrain.distributed.collective import heartbeat, run_on
+from difftrain.io.files import aside_of, fsync_folder, link_or_copy, size_of
+from difftrain.models.weights.folder_export import inside, new_folder
+from difftrain.report.notices import Notices
+from difftrain.train.meter import Meter, checkpoint_bytes
 from difftrain.train.run_dir import how_to_go_on
-from difftrain.train.state import Due, Position, TrainedModel
+from difftrain.train.state import PROGRESS_FILE, Due, Position, TrainedModel
 from difftrain.train.streams import Weights, all_tried, to_the_end
-from difftrain.train.triggers import NOTHING, SaveWatch
+from difftrain.train.triggers import NOTHING, ControlFiles
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
@@ -64,11 +70,16 @@ class Saving:
         save = cfg.save
         self._saved_at = -1  # the step of the last checkpoint that this session has committed
         self._exported_at = -1
-        self._by_step = save.naming == STEPS.value
         self._names = checkpoint.naming_of(save)
+        self._numbered = isinstance(self._names, Own)  # a checkpoint is called by its step alone
+        self._by_step = self._names is STEPS  # and the end is a step like others
         self._due = Due(save.every_n_steps, None, save.every_n_examples, at_end=False)
-        self._watch: SaveWatch | None = None
+        self._state_due = Due(save.checkpoint_every_n_steps, None, at_end=False)
+        self._watch: ControlFiles | None = None
         self.failed = 0  # saves that were not written
+        self.written = 0  # saves that were, checkpoints and exports
+        self.newest: Path | None = None  # the last checkpoint that this session has committed
+        self._size = 0  # of it, in bytes, on this rank's disk
         self.every_n_epochs = save.every_n_epochs
         epochs = cfg.training.max_epochs
         if save.n_epoch_ratio and epochs:
@@ -78,18 +89,24 @@ class Saving:
         """Nothing is due before the first step; files and the time are looked at from here on, by one rank."""
         self._due.begin(at.samples_seen)
         if self._ranks.is_logger:
-            folder = self._cfg.output_dir if self._by_step else None
-            self._watch = SaveWatch(folder, self._cfg.save.checkpoint_every_n_minutes)
+            self._watch = ControlFiles(self._cfg.output_dir, self._cfg.save.checkpoint_every_n_minutes)
 
     def asked(self) -> int:
         """Return what a file or the time asks for, where this rank looks."""
         return NOTHING if self._watch is None else self._watch.asked()
+
+    def sampled(self) -> None:
+        """Take note that samples that a file asked for are about to be drawn."""
+        if self._watch is not None:
+            self._watch.sampled()
 
     def after_step(self, at: Position) -> None:
         """Save where a step, a number of examples or an epoch is due; under kohya's names the last epoch is the end's."""
         save, epoch = self._cfg.save, at.epoch_end
         if self._due(at):
             self._save(at, SaveName("step", at.step), state=save.state)
+        if self._state_due(at) and self._saved_at != at.step:
+            self._checkpoint(at, SaveName("step", at.step))
         if not epoch:
             return
         if self.every_n_epochs and epoch % self.every_n_epochs == 0 and (at.steps_left or self._by_step):
@@ -114,18 +131,21 @@ class Saving:
         """Write what a finished run leaves: the last export, and its checkpoint where asked for; by step, always both."""
         save, epoch = self._cfg.save, at.epoch_end if self._by_step else None
         if not self._by_step:
-            if save.state or save.state_on_train_end:
+            if (save.state or save.state_on_train_end) and not (self._numbered and self._saved_at == at.step):
                 self._checkpoint(at, SaveName("end"), must=True)
         elif self._saved_at != at.step:
             self._checkpoint(at, SaveName("step", at.step), must=True)
         if self._by_step and self._exported_at == at.step:
             return
         with self._clock.paused("saving"):
+            if self._names is DIFFUSERS:
+                self.exports.write_pipeline(at.step)
+                return
             last = SaveName("epoch", epoch) if epoch else SaveName("step", at.step)
             self.exports.write((last if self._by_step else SaveName("end")).of(self._names), at.step)
 
     def _save(self, at: Position, save: SaveName, *, state: bool) -> None:
-        if state and not (self._by_step and self._saved_at == at.step):
+        if state and not (self._numbered and self._saved_at == at.step):
             self._checkpoint(at, save)
         failed, name = False, save.of(self._names)
         with self._clock.paused("saving"):
@@ -139,25 +159,29 @@ class Saving:
                 self._model.averages.snapshots_at = None  # on every rank: storing them is work of all
             else:
                 self._exported_at = at.step
+                self.written += 1
             self._retain(checkpoint.retain_exports, at)
 
     def _checkpoint(self, at: Position, save: SaveName, *, must: bool = False) -> None:
         """Commit a checkpoint; a failure stops the run only where nothing later can make up for it."""
         cfg, ranks = self._cfg, self._ranks
-        name = (SaveName("step", at.step) if self._by_step else save).of(self._names, state=True)
+        name = (SaveName("step", at.step) if self._numbered else save).of(self._names, state=True)
         with self._clock.paused("saving"):
-            # --- every rank's part, and what is the run's alone
+            # --- every rank's part, and what is the run's alone; of a step that has a checkpoint, its files once more
             self._claim.check()
             progress = self._meter.update_progress()
-            snapshot = self._model.engine.snapshot()
+            began, same = time.monotonic(), self._same_step(at)
+            snapshot = None if same else self._model.engine.snapshot()
+            self._announce(name)
 
             def write(folder: Path) -> list[Path]:
-                files = snapshot.write(folder)
+                files = snapshot.write(folder) if snapshot is not None else []
                 if ranks.is_logger:
+                    files += second_names(same, folder) if same is not None else []
                     files.append(progress.write(folder))
                     files.append(folder / CLOCK_FILE)
                     files[-1].write_text(json.dumps(self._clock.state()))
-                    files += self._model.averages.write(folder)
+                    files += self._model.averages.write(folder) if same is None else []
                 return files
 
             # --- commit it, or say why not
@@ -171,15 +195,48 @@ class Saving:
                 self._time_begins()  # else each step would try
                 self.failed += 1
                 return
-            self._saved_at = at.step
+            self._saved_at, self.newest = at.step, path
+            self.written += 1
             self._time_begins()
 
             # --- tell of it, send it, and remove what it replaces
             if ranks.is_logger:
-                log.info("checkpoint %s at step %d", path.name, at.step)
+                self._size = sum(entry.size for entry in checkpoint.Manifest.read(path).files.values())
+                spent = time.monotonic() - began
+                shared = f", sharing the files of {same.name}" if same else ""
+                log.info(
+                    "checkpoint %s at step %d: %s in %.1f s%s",
+                    path.name,
+                    at.step,
+                    bytes_text(self._size),
+                    spent,
+                    shared,
+                )
+                self.exports.notices.send("saved", f"checkpoint {path.name}", step=at.step, checkpoint=path.name)
             if cfg.hub.save_state:
                 self._send(path, at.step)
             self._retain(checkpoint.retain_states, at)
+
+    def _announce(self, name: str) -> None:
+        """Say what is about to be written, since a large one takes minutes."""
+        if self._watch is not None:  # on the rank that looks after the folder
+            about = self._size or checkpoint_bytes(self._model)
+            log.info("saving checkpoint %s%s", name, f", about {bytes_text(about)}" if about else "")
+
+    def _same_step(self, at: Position) -> Path | None:
+        """Return the checkpoint that this session has of this very step, where one disk holds all of it. Every rank calls it."""
+        newest = self.newest
+        if newest is None or self._saved_at != at.step:
+            return None
+
+        def lends() -> bool:
+            try:
+                manifest = checkpoint.verify(newest, deep=False)
+            except checkpoint.Torn:
+                return False
+            return manifest.step == at.step and not manifest.spread
+
+        return newest if run_on(self._ranks, self._ranks.is_logger, lends) else None
 
     def _retain(self, retain: Callable[..., object], at: Position) -> None:
         """Remove what the flags do not keep, on the rank that owns the folder."""
@@ -215,16 +272,53 @@ class Exports:
         uploads: Uploads,
         identity: dict[str, Any],
         facts: Callable[[], RunFacts],
+        notices: Notices | None = None,
     ) -> None:
         """Begin. identity, facts: of the run, for snapshots and for the header of an export, as it is now."""
         self._cfg, self._model, self._ranks, self.uploads = cfg, model, ranks, uploads
         self._identity, self._facts = identity, facts
+        self.notices = notices or Notices()
         self.not_finite = ""  # which exported weights are not, in a sentence
+        self._last = (-1, "")  # step and name of the last export
+        self._is_complete = False  # all of it was written
+        self.newest: dict[Path, int] = {}  # what the last export wrote -> bytes, on the rank that writes
 
     def write(self, name: str, step: int) -> None:
-        """Export under a name; every rank takes part in gathering the weights. Raises OSError."""
+        """Export under a name; every rank takes part in gathering the weights. Raises OSError.
+
+        What was exported after the same step under another name gets a second one, which costs no room.
+        """
+        of_step, earlier = self._last
+        if of_step == step and run_on(self._ranks, self._ranks.is_logger, self._is_there):
+            if self._ranks.is_logger:
+                self._name_again(earlier, name, step)
+            return
+        self._last, self._is_complete, self.newest = (step, name), False, {}
         with heartbeat(self._ranks, self._ranks.is_logger):
             all_tried(self._jobs(name, step))
+        self._is_complete = True
+
+    def _is_there(self) -> bool:
+        return self._is_complete and bool(self.newest) and all(path.exists() for path in self.newest)
+
+    def _name_again(self, earlier: str, name: str, step: int) -> None:
+        named = {path: path.with_name(name + path.name.removeprefix(earlier)) for path in self.newest}
+        self.newest = {target: self.newest[path] for path, target in named.items()}
+        for path, target in named.items():
+            second_name(path, target)
+            log.info("export %s: the same weights as %s", target.name, path.name)
+            self.uploads.add(target, f"{target.name}, step {step}")
+
+    def write_pipeline(self, step: int) -> None:
+        """Export into the run's folder itself, the averaged weights where there are some. Every rank takes part."""
+        with heartbeat(self._ranks, self._ranks.is_logger):
+            engine, ema = self._model.engine, self._model.averages.ema
+            if ema is not None:
+                self._gather("", engine.full_weights(ema.weights), step)
+            else:
+                with engine.averaged_weights():
+                    self._gather("", engine.full_weights(), step)
+            self._model.averages.store_snapshots(self._cfg.output_dir, step, self._ranks, self._identity)
 
     def _jobs(self, name: str, step: int) -> Iterator[Callable[[], None]]:
         engine, averages = self._model.engine, self._model.averages
@@ -247,30 +341,73 @@ class Exports:
         cfg, save, family = self._cfg, self._cfg.save, self._model.family
         dtype = DTYPES[cfg.export_precision] if cfg.export_precision else None
         broken: list[str] = []
-        layout, path, by_step = save.model_as or "safetensors", cfg.output_dir / name, save.naming == STEPS.value
-        with _folder_for(path, by_step and is_one_file(cfg, layout)) as target:
+        layout, path = layout_of(cfg), cfg.output_dir / name
+        by_step, began = isinstance(checkpoint.naming_of(save), Own), time.monotonic()
+        at_top = path == cfg.output_dir
+        folder = inside(path, last=PIPELINE_INDEX) if at_top else _folder_for(path, by_step and is_one_file(layout))
+        with folder as target:
             written = family.export(
                 _watched(weights, broken),
                 self._model.parts,
                 layout,
                 target,
                 dtype=dtype,
-                metadata={} if save.no_metadata else family.metadata(name, time.time(), self._facts()),
+                metadata={}
+                if save.no_metadata
+                else family.metadata(name or cfg.output_dir.name, time.time(), self._facts()),
             )
+            pieces = sorted(each.name for each in target.iterdir()) if at_top else []
 
         # say what was written, and send it
         path = path if by_step else written
-        log.info("export %s", written.relative_to(cfg.output_dir))
+        self.newest[path] = sum(size_of(path / piece) for piece in pieces) if at_top else size_of(path)
+        what, size = cfg.output_dir if at_top else written.relative_to(cfg.output_dir), bytes_text(self.newest[path])
+        log.info("export %s: %s in %.1f s", what, size, time.monotonic() - began)
+        self.notices.send("saved", f"export {path.name}", step=step, export=path.name)
         if broken:
             said = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
             log.error(f"%s; a smaller rate, or {option('training.master_weights')}=fp32 with half weights", said)
             self.not_finite = said
-        self.uploads.add(path, f"{path.name}, step {step}")
+        # of a pipeline at the top each part goes by itself, and what names them last
+        for piece in sorted(pieces, key=lambda name: name == PIPELINE_INDEX):
+            self.uploads.add(path / piece, f"{piece}, step {step}")
+        if not at_top:
+            self.uploads.add(path, f"{path.name}, step {step}")
 
 
-def is_one_file(cfg: TrainConfig, layout: str) -> bool:
+def second_name(source: Path, target: Path) -> None:
+    """Give an export a second name in one step, in place of what had it. Raises OSError."""
+    if source.is_dir():
+        with new_folder(target) as aside:
+            for path in sorted(source.rglob("*")):
+                if path.is_file():
+                    link_or_copy(path, aside / path.relative_to(source))
+    else:
+        aside = aside_of(target)
+        try:
+            link_or_copy(source, aside)
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)  # where the target had this name already, both stay
+    fsync_folder(target.parent)
+
+
+def second_names(checkpoint_dir: Path, folder: Path) -> list[Path]:
+    """Give the files of a checkpoint second names in a folder, but for those that count time; return them. Raises OSError."""
+    names = checkpoint.Manifest.read(checkpoint_dir).files.keys() - {CLOCK_FILE, PROGRESS_FILE}
+    for name in sorted(names):
+        link_or_copy(checkpoint_dir / name, folder / name)
+    return [folder / name for name in sorted(names)]
+
+
+def layout_of(cfg: TrainConfig) -> str:
+    """Return the layout of a run's exports: what is asked for, else the family's."""
+    return str(cfg.save.model_as or row_of(cfg).defaults.get("save.model_as", "safetensors"))
+
+
+def is_one_file(layout: str) -> bool:
     """Tell whether an export in this layout is one file, not a folder."""
-    return not row_of(cfg).folder_only and layout in ("safetensors", "ckpt")
+    return layout in ("safetensors", "ckpt")
 
 
 @contextlib.contextmanager

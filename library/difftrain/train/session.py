@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain import checkpoint
-from difftrain.checkpoint import Claim, Empty, Finished, Foreign, RunRecord, Unfinished
+from difftrain.checkpoint import DIFFUSERS, Claim, Empty, Finished, Foreign, RunRecord, Unfinished
 from difftrain.config import TrainConfig
 from difftrain.config.digest import differences, digest
 from difftrain.config.digest import identity as config_identity
@@ -105,10 +105,12 @@ def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Se
             seeded = _without_resets(seeded)
 
         # the record of the run from here on
-        record = same or _new_record(cfg, ours, seed, ranks, known if cfg.save.run_dirs else None)
+        goes_on = cfg.save.run_dirs or (names is DIFFUSERS and found is not None)
+        record = same or _new_record(cfg, ours, seed, ranks, known if goes_on else None)
         if found is not None:
             log.info("resuming from %s at step %d", found, meta["step"])
-        auto = resume == "auto" or (cfg.save.run_dirs and known is not None)
+        exact = names is not DIFFUSERS or same is not None  # else another configuration goes on from what there is
+        auto = (resume == "auto" and exact) or (cfg.save.run_dirs and known is not None)
         yield Session(seeded, claim, record.begun(at, ranks.size, launch), found, meta, auto, finished, launch)
 
 
@@ -133,6 +135,10 @@ def _chosen(
             said = "the configuration is not the one that %s began with, and holds from here on: %s"
             log.warning(said, cfg.output_dir, "; ".join(parted))
             return Path(str(resume))
+        if cfg.save.naming == DIFFUSERS.value:  # diffusers' examples go on whatever the flags say
+            said = "the configuration is not the one that %s began with, and holds from here on: %s"
+            log.warning(said, cfg.output_dir, "; ".join(parted))
+            return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
         raise ConfigFault(
             [
                 Fault(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from difftrain.contracts import Batch, Bucket, Engine, Family, Parts, RunFacts
 from difftrain.hub.uploads import Uploads
+from difftrain.report.notices import Notices
 
 if TYPE_CHECKING:
     from difftrain.checkpoint import Claim
@@ -78,9 +79,16 @@ class Due:
     """Tell when something that recurs is due: after so many steps, epochs or examples, and at_end of the run."""
 
     def __init__(
-        self, steps: int | None, epochs: int | None, examples: int | None = None, *, at_end: bool = True
+        self,
+        steps: int | None,
+        epochs: int | None,
+        examples: int | None = None,
+        *,
+        at_end: bool = True,
+        from_first_epoch: bool = False,
     ) -> None:
         self._steps, self._epochs, self._examples, self._at_end = steps, epochs, examples, at_end
+        self._ahead = 1 if from_first_epoch else 0
         self._seen = 0
 
     def begin(self, samples_seen: int) -> None:
@@ -94,7 +102,7 @@ class Due:
             return True
         if self._steps and at.step % self._steps == 0:
             return True
-        if self._epochs and at.epoch_end and at.epoch_end % self._epochs == 0:
+        if self._epochs and at.epoch_end and (at.epoch_end - self._ahead) % self._epochs == 0:
             return True
         return self._at_end and not at.steps_left
 
@@ -126,6 +134,7 @@ class Run:
     claim: Claim  # on the output folder
     progress: TrainProgress = field(default_factory=TrainProgress)
     uploads: Uploads = field(default_factory=Uploads)
+    notices: Notices = field(default_factory=Notices)
     choices: list[str] = field(default_factory=list)  # made automatically, with their reasons
     begins_at: int = 0  # the first step of a fresh run
     sets: tuple[EvaluationSet, ...] = ()  # the held-out part of the training set first, where there is one

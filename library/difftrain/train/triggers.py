@@ -1,4 +1,4 @@
-"""What asks for a save besides the configuration: signals, files that a user drops into the run's folder, and time."""
+"""What asks for a save or for samples besides the configuration: signals, files that a user drops into the run's folder, time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 IMPATIENT_S = 5.0
-# ordered: over the ranks the largest request wins. Of a checkpoint; with an export; with one, and to end; and to end
-NOTHING, SAVE, EXPORT, QUIT, STOP = range(5)
+# ordered: over the ranks the largest request wins. Of samples; of a checkpoint; with an export; with one, and to end; and
+# to end
+NOTHING, SAMPLE, SAVE, EXPORT, QUIT, STOP = range(6)
 
 
 class Requests:
@@ -65,12 +66,13 @@ class Requests:
 
 
 log = logging.getLogger("difftrain")
-FILES = {"save_quit": QUIT, "save": EXPORT}
+FILES = {"save_quit": QUIT, "save": EXPORT, "sample": SAMPLE, "sample_now": SAMPLE}  # sample: until there is the folder
+SAMPLES = "sample"  # the folder of samples, once there are some
 LOOK_S = 0.5  # between two looks: the folder may be far away
 
 
-class SaveWatch:
-    """Look for the files `save` and `save_quit`, and at how long ago the last checkpoint was."""
+class ControlFiles:
+    """Look for the files `save`, `save_quit` and `sample`, and at how long ago the last checkpoint was."""
 
     def __init__(
         self, folder: Path | None, every_n_minutes: float | None, now: Callable[[], float] = time.monotonic
@@ -82,19 +84,45 @@ class SaveWatch:
         self._looked_at = float("-inf")
         self._saved_at = now()
         self._stuck: set[str] = set()
+        self._touched_at: int | None = None  # when the folder of samples was last changed
+        self._samples_asked = False  # until all ranks have heard of it: a larger request may come first
 
     def saved(self) -> None:
         """Count the time from here: there is a new checkpoint."""
         self._saved_at = self._now()
 
+    def sampled(self) -> None:
+        """Take note that the samples that were asked for are drawn."""
+        self._samples_asked = False
+
     def asked(self) -> int:
         """Return what is asked for now; a file that asks is removed."""
         now = self._now()
-        found = SAVE if self._period_s is not None and now - self._saved_at >= self._period_s else NOTHING
-        if self._folder is None or now - self._looked_at < LOOK_S:
-            return found
-        self._looked_at = now
-        return max([found, *(wish for name, wish in FILES.items() if self._taken(self._folder / name))])
+        due = self._period_s is not None and now - self._saved_at >= self._period_s
+        wishes = [SAVE] if due else []
+        if self._folder is not None and now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            wishes += [wish for name, wish in FILES.items() if self._taken(self._folder / name)]
+            wishes += [SAMPLE] if self._was_touched(self._folder / SAMPLES) else []
+        self._samples_asked |= SAMPLE in wishes
+        return max([NOTHING, *wishes, *([SAMPLE] if self._samples_asked else [])])
+
+    def _was_touched(self, folder: Path) -> bool:
+        """Tell whether somebody has touched the folder of samples, which has the name of the file that asks for some.
+
+        `touch` sets both times of a folder to the same moment; a new file in it sets only the one of its last change.
+        """
+        try:
+            times = folder.stat()
+        except OSError:
+            self._touched_at = None
+            return False
+        before, self._touched_at = self._touched_at, times.st_mtime_ns
+        is_new = before is not None and before != times.st_mtime_ns
+        if not (is_new and folder.is_dir() and times.st_atime_ns == times.st_mtime_ns):
+            return False
+        log.info("%s was touched", folder)
+        return True
 
     def _taken(self, path: Path) -> bool:
         """Tell whether a file is there, and take it away."""

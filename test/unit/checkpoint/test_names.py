@@ -10,7 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from difftrain import checkpoint
-from difftrain.checkpoint import STEPS, SaveName, clean_exports, naming_of, newest, retain_exports, retain_states
+from difftrain.checkpoint import (
+    DIFFUSERS,
+    STEPS,
+    SaveName,
+    clean_exports,
+    naming_of,
+    newest,
+    retain_exports,
+    retain_states,
+)
 from difftrain.checkpoint.find import parse, parse_export
 from difftrain.config.schema.sections import SaveSection
 from difftrain.distributed.ranks import Ranks
@@ -103,3 +112,43 @@ def test_what_a_dead_run_left_in_a_folder_of_exports_is_cleared(tmp_path: Path) 
     clean_exports(tmp_path, STEPS)
     assert names(tmp_path) == ["notes", "step4"] and names(tmp_path / "step4") == ["model.safetensors"]
     assert names(tmp_path / "notes"), "what is no export of ours is not touched"
+
+
+@pytest.mark.parametrize("step", [0, 7, 1200])
+def test_names_of_diffusers_examples(step: int, tmp_path: Path) -> None:
+    save = SaveName("step", step)
+    assert naming_of(SaveSection(naming="diffusers")) is DIFFUSERS
+    assert save.of(DIFFUSERS, state=True) == f"checkpoint-{step}"
+    assert (
+        parse(f"checkpoint-{step}", DIFFUSERS, state=True) == save
+        and parse(f"checkpoint-{step}", STEPS, state=True) is None
+    )
+    assert (
+        parse(f"global_step{step}", DIFFUSERS, state=True) is None
+        and parse("checkpoint-07", DIFFUSERS, state=True) is None
+    )
+
+
+def test_the_newest_n_states_are_kept_and_never_fewer_than_two(tmp_path: Path) -> None:
+    def after(limit: int) -> list[str]:
+        for step in (2, 4, 6, 8, 10):
+            checkpoint.commit(
+                tmp_path, SaveName("step", step).of(DIFFUSERS, state=True), _write, Ranks(), {"step": step}
+            )
+            retain_states(tmp_path, DIFFUSERS, SaveSection(naming="diffusers", last_n_states=limit), step)
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    assert after(3) == ["checkpoint-10", "checkpoint-6", "checkpoint-8"]
+    assert after(1) == ["checkpoint-10", "checkpoint-8"]
+
+
+def _write(work: Path) -> list[Path]:
+    (work / "weights").write_bytes(b"1234")
+    return [work / "weights"]
+
+
+def test_a_folder_with_somebodys_pipeline_is_no_place_for_another(tmp_path: Path) -> None:
+    assert isinstance(checkpoint.inspect(tmp_path, DIFFUSERS), checkpoint.Empty)
+    (tmp_path / "model_index.json").write_text("{}")
+    assert isinstance(checkpoint.inspect(tmp_path, DIFFUSERS), checkpoint.Foreign)
+    assert isinstance(checkpoint.inspect(tmp_path, STEPS), checkpoint.Empty)

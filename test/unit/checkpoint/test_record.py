@@ -49,7 +49,7 @@ def test_a_record_reads_back_and_grows(tmp_path):
     assert again.ended(12).finished_step == 12 and again.ended(12).begun(12, 1).finished_step is None
     assert RunRecord.read(tmp_path / "missing") is None
     (tmp_path / "run.json").write_text('{"seed": 1')
-    with pytest.raises(ConfigFault, match="cannot be read"):
+    with pytest.raises(ConfigFault, match=r"run\.json"):
         inspect(tmp_path, "N")
 
 
@@ -69,7 +69,7 @@ def test_an_unfinished_run_goes_on_with_auto_only(tmp_path):
     assert inspect(tmp_path, "N") == Unfinished(RunRecord.read(tmp_path), path)
     assert start(tmp_path, "auto") == path
     assert start(tmp_path, "auto", digest="changed") == path  # what must not change, the checkpoint itself says
-    with pytest.raises(ConfigFault, match=r"holds another run \(begun .*N-step00000004-state\) \(--resume=auto"):
+    with pytest.raises(ConfigFault, match=r"another run \(begun .*N-step00000004-state\) \(--resume=auto"):
         start(tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_an_unfinished_run_without_a_checkpoint(tmp_path):
     assert start(tmp_path, "auto", digest="changed") is None  # nothing is there to lose
     (tmp_path / "N-step00000004.safetensors").write_text("an export")
     assert start(tmp_path, "auto") is None
-    with pytest.raises(ConfigFault, match="a run of another configuration that left no checkpoint"):
+    with pytest.raises(ConfigFault, match=r"another configuration .* no checkpoint"):
         start(tmp_path, "auto", digest="changed")
 
 
@@ -87,7 +87,7 @@ def test_a_finished_run_is_refused_or_extended(tmp_path):
     record(tmp_path, finished=True)
     path = save(tmp_path, 12)
     assert isinstance(inspect(tmp_path, "N"), Finished)
-    with pytest.raises(ConfigFault, match="finished at step 12"):
+    with pytest.raises(ConfigFault, match=r"finished .* step 12"):
         start(tmp_path)
     assert start(tmp_path, "auto") == path
 
@@ -111,7 +111,7 @@ def test_a_named_checkpoint(tmp_path):
     assert start(other, str(older)) == older and start(other, "auto") == newer
     here.mkdir()
     record(here)
-    with pytest.raises(ConfigFault, match="holds another run"):
+    with pytest.raises(ConfigFault, match=rf"{here} .*another run"):
         start(here, str(older))
 
 
@@ -125,3 +125,16 @@ def test_a_dot_in_the_name_is_no_suffix(tmp_path, name, output_name):
     path.write_text("weights") if path.suffix in (".safetensors", ".ckpt") else path.mkdir()
     assert inspect(tmp_path, output_name) == Foreign((path.name,))
     assert inspect(tmp_path, output_name.removesuffix(".0")) == Empty()
+
+
+@pytest.mark.parametrize(
+    ("digest", "ended", "continues"), [("abc", False, True), ("other", False, False), ("abc", True, False)]
+)
+def test_what_is_offered_is_not_refused_in_its_turn(tmp_path: Path, digest: str, ended: bool, continues: bool) -> None:
+    """--resume=auto, which a run of another configuration or a finished one would refuse, or its checkpoint by name."""
+    newest, known = save(tmp_path, 12), record(tmp_path)
+    if ended:
+        known.ended(12).write(tmp_path)
+    with pytest.raises(ConfigFault) as caught:
+        start(tmp_path, None, digest)
+    assert ("=auto" in str(caught.value)) == continues and (str(newest) in str(caught.value)) != continues

@@ -1,5 +1,7 @@
 """Resizing, cropping, mirroring."""
 
+import re
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -77,5 +79,5 @@ def test_fit_cuts_and_mirrors():
 
 @pytest.mark.parametrize("crop", [(-1, 0, 8, 8), (0, 0, 51, 8), (43, 0, 8, 8), (0, 33, 8, 8)])
 def test_a_crop_that_leaves_the_picture_is_our_fault(crop):
-    with pytest.raises(ValueError, match="leaves the picture"):
+    with pytest.raises(ValueError, match=re.escape(str(crop))):
         fit(natural(40, 50), (50, 40), crop)

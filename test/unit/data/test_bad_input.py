@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import struct
 import tarfile
 import zlib
@@ -11,6 +12,7 @@ import pyarrow
 import pytest
 from PIL import Image
 from pyarrow import parquet
+from rejects import kind
 
 from difftrain.config import CaptionSection, DataSection
 from difftrain.contracts import DataFault
@@ -52,10 +54,10 @@ BAD = {
     "truncated.png": (GOOD["good"][:3000], "truncated"),
     "truncated.jpg": (GOOD["jpeg"][:-30], "truncated"),
     "zero.png": (b"", "empty"),
-    "text.jpg": (b"I am a text file", "not a picture"),
+    "text.jpg": (b"I am a text file", "not picture"),
     "thin.png": (encoded(Image.new("RGB", (1, 10_000))), "too small"),
     "tiny.png": (encoded(Image.new("RGB", (15, 400))), "too small"),
-    "bomb.png": (bomb(), "too many pixels"),
+    "bomb.png": (bomb(), "too pixels"),
     "float.tif": (encoded(Image.new("F", (32, 32)), "TIFF"), "unsupported pixels"),
     "broken.bmp": (b"BM\xff\xff\xff\xff\0\0\0\0" + bytes(40), "broken"),
 }
@@ -70,12 +72,10 @@ def test_bad_pictures_are_named_and_the_good_ones_stay(tmp_path, verify):
     for name, (data, _) in BAD.items():
         (root / name).write_bytes(data)
     for path in list(root.iterdir()):
-        path.with_suffix(".txt").write_text(f"a caption of {path.name}")
+        path.with_suffix(".txt").write_text(f"caption of {path.name}")
     index, said = build(tmp_path, root, verify=verify, max_rejected_share=1.0)
     found = reasons(index, root)
-    assert {name: reason.partition(":")[0] for name, reason in found.items()} == {
-        name: kind for name, (_, kind) in BAD.items()
-    }
+    assert {name: kind(reason) for name, reason in found.items()} == {name: wanted for name, (_, wanted) in BAD.items()}
     assert index.count == 2 and index.summary.rejected == len(BAD)
     assert "1 x 10000 px" in found["thin.png"] and "at least 16" in found["thin.png"]
     assert "index: rejected, too small: 2" in said
@@ -89,12 +89,18 @@ def test_bad_captions(tmp_path):
     (root / "0003.txt").write_text("word " * 2000)
     (root / "0004.txt").write_text("tag, " * 2000)
     index, said = build(tmp_path, root)
-    assert reasons(index, root) == {
-        "0000.png": "caption not UTF-8: byte 0xef at position 2 of 0000.txt",
-        "0001.png": "empty caption: 0001.txt holds nothing",
-        "0002.png": "no caption: no .caption or .txt file of its name beside it",
+    found = reasons(index, root)
+    assert {name: kind(reason) for name, reason in found.items()} == {
+        "0000.png": "caption UTF-8",
+        "0001.png": "empty caption",
+        "0002.png": "no caption",
     }
-    assert index.count == 3 and "2 captions have more than 2,000 characters" in said
+    assert (
+        all(what in found["0000.png"] for what in ("0xef", "position 2", "0000.txt"))
+        and "0001.txt" in found["0001.png"]
+    )
+    assert ".caption" in found["0002.png"] and ".txt" in found["0002.png"]
+    assert index.count == 3 and re.search("index: 2 .* 2,000 ", said)
     long = next(record for record in index.records(range(3)) if record.name.endswith("0003.png"))
     assert len(long.captions[0]) == 9999
     assert caption_of(long, Stream(1, long.key, 0, "caption"), CaptionSection(), 0) == long.captions[0]
@@ -119,10 +125,10 @@ def test_tars(tmp_path):
     (root / "0_stats.json").write_text("{}")
     index, said = build(tmp_path, root, max_rejected_share=0.9)
     found = reasons(index, root)
-    assert found["1.tar!../up.png"].startswith("outside its folder")
+    assert kind(found["1.tar!../up.png"]) == "outside folder"
     assert found["1.tar!nocaption.png"].startswith("no caption")
     assert found["1.tar!8.json"].startswith("no picture")
-    assert found["2.tar"].startswith("damaged shard: no tar header at byte 0")
+    assert kind(found["2.tar"]) == "damaged shard" and "byte 0" in found["2.tar"]
     cut = {name: reason for name, reason in found.items() if name.startswith("0.tar")}
     assert cut and all(reason.startswith(("truncated", "no caption")) for reason in cut.values())
     names = {record.name for record in index.records(range(index.count))}
@@ -144,7 +150,7 @@ def test_a_tar_without_any_caption_stops_with_the_remedy(tmp_path):
 def test_an_empty_tar(tmp_path):
     (tmp_path / "a").mkdir()
     tarfile.open(tmp_path / "a" / "0.tar", "w").close()
-    with pytest.raises(DataFault, match="no items in any of the files"):
+    with pytest.raises(DataFault, match=rf"^{re.escape(str(tmp_path / 'a'))}: no items "):
         build(tmp_path, tmp_path / "a")
 
 
@@ -153,9 +159,7 @@ def test_a_parquet_without_the_column(tmp_path):
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataFault) as caught:
         build(tmp_path, tmp_path / "a.parquet")
-    assert "no column for pictures" in str(caught.value) and "Columns found: url (string), caption (string)" in str(
-        caught.value
-    )
+    assert "no column" in str(caught.value) and "Columns found: url (string), caption (string)" in str(caught.value)
     assert caught.value.exit_code == 2 and not list((tmp_path / "index").glob("*"))
 
 
@@ -169,7 +173,7 @@ def test_too_much_rejected_stops_with_the_sum_and_examples(tmp_path):
     with pytest.raises(DataFault) as caught:
         build(tmp_path, root)
     said = str(caught.value)
-    assert "6 of 10 items are rejected (60%; data.max_rejected_share is 0.5)" in said
+    assert re.match(r"6 of 10 .*\(60%; data\.max_rejected_share .*0\.5\)", said)
     assert "5 x empty" in said and "1 x no caption" in said
     assert f"{root / '0000.png'}: empty: 0 bytes" in said and said.count("empty: 0 bytes") == 3
     assert "--max_rejected_share" in said and "--allow_empty_caption" in said and caught.value.exit_code == 2
@@ -182,7 +186,7 @@ def test_half_is_not_too_much_and_all_is_always_too_much(tmp_path):
     index, _ = build(tmp_path, root)
     assert index.count == 1
     (root / "0001.png").write_bytes(b"")
-    with pytest.raises(DataFault, match="2 of 2 items are rejected"):
+    with pytest.raises(DataFault, match=r"^2 of 2 .*100%.*data\.max_rejected_share"):
         build(tmp_path, root, max_rejected_share=1.0)
 
 
@@ -190,7 +194,9 @@ def test_missing_and_empty_folders(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataFault) as caught:
         build(tmp_path, tmp_path / "gone", tmp_path / "empty")
-    assert "gone: there is no such folder" in str(caught.value) and "empty: no pictures here" in str(caught.value)
+    assert [line.partition(": ")[0] for line in str(caught.value).splitlines()] == [
+        str(tmp_path / name) for name in ("gone", "empty")
+    ]
     assert caught.value.exit_code == 2
 
 
@@ -219,6 +225,7 @@ def test_a_picture_that_takes_too_long_is_given_up(tmp_path):
     (root / "slow.png").write_bytes(in_single_bytes(picture(7, (640, 640))))
     (root / "slow.txt").write_text("slow")
     index, _ = build(tmp_path, root, decode_limit_s=0.5, verify="full")
-    assert reasons(index, root) == {"slow.png": "too slow: decoding took longer than 0.5 s"} and index.count == 3
+    assert [*reasons(index, root)] == ["slow.png"] and index.count == 3
+    assert re.fullmatch(r"too slow: .* 0\.5 s", reasons(index, root)["slow.png"])
     index, _ = build(tmp_path, root, verify="full")  # a slow disk passes: it is tried again
     assert index.count == 4

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from index_lines import read_again
 
 import difftrain
 from difftrain.config import CaptionSection, DataSection
@@ -89,7 +91,7 @@ def test_records_of_every_kind_of_source(build, tmp_path):
         and index.shard_paths(0) == []
         and index.summary.shards == (0, 2, 1, 0)
     )
-    assert "captions: 2 from .txt files, 1 the folder's class words" in said
+    assert re.search(r"captions: 2 .*\.txt .*, 1 ", said)
 
     columns = index.columns()
     assert columns.keys.dtype == np.uint8 and columns.keys.shape == (8, 16)
@@ -112,7 +114,7 @@ def test_unchanged_files_are_not_opened_again(build, tmp_path, monkeypatch):
 
     monkeypatch.setattr(indexing, "run_jobs", None)  # would fail if it were called
     again, said = build(folder, tmp_path / "b")
-    assert again.folder == first.folder and "nothing has changed" in said
+    assert again.folder == first.folder and read_again(said) == 0
     monkeypatch.undo()
 
     (folder / "0001.txt").write_text("another caption")  # changed
@@ -122,14 +124,14 @@ def test_unchanged_files_are_not_opened_again(build, tmp_path, monkeypatch):
     write_folder(folder, [(20, 20)], start=77)  # new
     write_tar(tmp_path / "b" / "1.tar", [(20, 20)] * 3, start=60)  # changed
     third, said = build(folder, tmp_path / "b")
-    assert read_and_known(said) == (4, 4) and "nothing has changed" not in said
+    assert read_and_known(said) == (4, 4) and read_again(said) is None
     fresh, _ = build(folder, tmp_path / "b", folder="fresh")
     assert facts(third) == facts(fresh) and third.fingerprint == fresh.fingerprint
-    assert list(third.rejects()) == list(fresh.rejects()) and third.summary.reasons == {"not a picture": 1}
+    assert list(third.rejects()) == list(fresh.rejects()) and list(third.summary.reasons.values()) == [1]
     assert third.count == 5 + 2 + 3
     (folder / "0004.png").unlink()
     fourth, said = build(folder, tmp_path / "b")
-    assert fourth.count == third.count - 1 and "0 files read, 7 known from before" in said
+    assert fourth.count == third.count - 1 and re.search(r"\(0 .*, 7 .*\)$", said, re.MULTILINE)
 
 
 @pytest.mark.flags("verify_data")
@@ -139,7 +141,7 @@ def test_an_earlier_index_is_found_by_a_relative_path(tmp_path, monkeypatch):
     said: list[str] = []
     for _ in range(2):
         build_index(DataSection(dirs=(str(folder),), workers=0), CaptionSection(), Path("cache"), log=said.append)
-    assert any("nothing has changed" in line for line in said)
+    assert read_again(said[-1]) == 0
 
 
 def test_the_level_of_looking_decides_what_is_known(build, tmp_path):
@@ -149,7 +151,7 @@ def test_the_level_of_looking_decides_what_is_known(build, tmp_path):
     full, said = build(folder, verify="full")
     assert read_and_known(said) == (3, 0) and full.duplicates == 0 and full.record(0).content
     back, said = build(folder, verify="quick")
-    assert "nothing has changed" in said and back.duplicates == 0
+    assert read_again(said) == 0 and back.duplicates == 0
     assert quick.fingerprint == full.fingerprint
 
 
@@ -182,7 +184,7 @@ def test_caption_files_are_tried_in_order(build, tmp_path):
     captions = {record.name: record.captions for record in facts(index)}
     assert captions["a/0001.png"] == ("from .caption",)
     assert "captions: 1 from .caption files, 2 from .txt files" in said
-    assert "1 caption files without a picture, for example lonely.txt" in said
+    assert re.search(rf"{folder}: 1 caption .* lonely\.txt", said)
     (folder / "0001.caption").unlink()
     index, said = build(folder)
     assert index.record(0) and read_and_known(said) == (1, 2)
@@ -197,7 +199,7 @@ def test_other_trainers_caches_and_foreign_files_are_named_once(build, tmp_path)
         (folder / name).write_bytes(b"x")
     index, said = build(folder)
     assert index.count == 2
-    assert "2 *_sdxl.npz, 1 *_te_outputs.npz: features cached by another trainer, not used" in said
+    assert f"{folder}: 2 *_sdxl.npz, 1 *_te_outputs.npz: " in said
     assert "not read: 1 .heic" in said
 
 
@@ -211,7 +213,7 @@ def test_pictures_outside_kohyas_folders_are_rejected_by_name(build, tmp_path):
     )
     assert index.count == 3
     again, said = build(tmp_path / "a")
-    assert again.folder == index.folder and "nothing has changed" in said
+    assert again.folder == index.folder and read_again(said) == 0
 
 
 def test_one_large_shard_is_divided_among_processes(tmp_path, monkeypatch):
@@ -237,12 +239,12 @@ def test_passing_faults_are_looked_at_again(build, tmp_path):
     (folder / "link.png").symlink_to(tmp_path / "not yet")
     (folder / "link.txt").write_text("a link")
     index, _ = build(folder)
-    assert index.summary.reasons == {"cannot be read": 1}
+    assert index.summary.reasons == {reject.reason.partition(":")[0]: 1 for reject in index.rejects()}
     first = index.folder
     for _ in range(4):  # of a sweep of runs none takes another's index away
         index, said = build(folder)
         assert read_and_known(said) == (1, 4) and index.folder == first
-        assert "nothing has changed in 1 files read again" in said
+        assert read_again(said) == 1
     (tmp_path / "not yet").write_bytes(picture(9, (20, 20)))
     index, _ = build(folder)
     assert index.count == 5 and not index.summary.rejected and index.folder != first
@@ -333,12 +335,12 @@ def test_a_damaged_previous_index_is_built_afresh(build, tmp_path):
 
 
 def test_opening_what_is_not_there(tmp_path):
-    with pytest.raises(DataFault, match="no index here"):
+    with pytest.raises(DataFault, match=rf"^{tmp_path}: no index"):
         Index.open(tmp_path)
     write_synthetic_index(tmp_path, 3)
     meta = newest(tmp_path) / "index.json"
     meta.write_text(meta.read_text().replace('"format": ', '"format": 9'))
-    with pytest.raises(DataFault, match="of another version"):
+    with pytest.raises(DataFault, match=r"index-.* version"):
         Index.open(tmp_path)
 
 
@@ -371,7 +373,7 @@ def test_a_full_disk_is_said_and_leaves_the_last_index(tmp_path):
             build_index(section, CaptionSection(), tmp_path / "index", log=lambda line: None)
         except TrainingFault as fault:
             said = str(fault)
-            good = "index cannot be written" in said and "data.cache_dir" in said and str(tmp_path / "index") in said
+            good = "data.cache_dir" in said and said.startswith(f"{tmp_path / 'index'}: ") and "MiB free" in said
             code = 0 if good else 2
         finally:
             os._exit(code)
@@ -383,7 +385,7 @@ def test_a_full_disk_is_said_and_leaves_the_last_index(tmp_path):
 def test_a_folder_that_cannot_be_written(build, tmp_path):
     (tmp_path / "index").write_text("a file where the folder should be")
     write_folder(tmp_path / "a", [(20, 20)])
-    with pytest.raises(TrainingFault, match="the index cannot be written"):
+    with pytest.raises(TrainingFault, match=rf"^{tmp_path / 'index'}: .*MiB free.*data\.cache_dir"):
         build(tmp_path / "a")
 
 
@@ -412,7 +414,7 @@ def test_two_builds_at_once_are_merely_wasteful(tmp_path):
     assert not list((tmp_path / "index").glob("tmp-*"))
     said = []
     build_index(section, CaptionSection(), tmp_path / "index", log=said.append)
-    assert "nothing has changed" in said[-1]
+    assert read_again(said[-1]) == 0
 
 
 def test_old_indexes_go_and_litter_of_killed_builds_too(build, tmp_path):
@@ -435,7 +437,7 @@ def test_names_that_are_not_utf8_are_rejected_by_name(build, tmp_path):
     (reject,) = index.rejects()
     assert reject.path.endswith("caf\\udce9.png") and reject.reason.startswith("name not UTF-8: ") and index.count == 2
     again, said = build(folder)
-    assert again.folder == index.folder and "nothing has changed" in said
+    assert again.folder == index.folder and read_again(said) == 0
     with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as made:
         info = tarfile.TarInfo("café.png")
         info.size = 3

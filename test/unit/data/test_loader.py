@@ -1,16 +1,19 @@
 """The loader: the same batches for any number of workers and ranks, from any step, whatever happens to the files."""
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 
 import numpy as np
 import pytest
 import torch
+from rejects import kind
 from torch.utils.data import Dataset
 
 from difftrain.config import TrainConfig
@@ -261,7 +264,7 @@ def test_a_spoilt_picture_is_replaced_and_named(broken, many_processors):
         replaced += sum(a != b for a, b in zip(before.keys, after.keys))
     assert replaced == 8  # two pictures, four epochs
     reasons = {reject.path[-8:]: reject.reason for [batch] in now for reject in batch.rejects}
-    assert "not a picture" in reasons["0004.png"] and "No such file" in reasons["0002.png"]
+    assert kind(reasons["0004.png"]) == "not picture" and os.strerror(errno.ENOENT) in reasons["0002.png"]
     assert_same(steps_of(changed(cfg, data={"workers": 2}), data, last=18), now)
     halves = [steps_of(changed(cfg, training={"batch_size": 1}), data, rank, 2, last=18) for rank in range(2)]
     for step, micro in enumerate(now):
@@ -272,7 +275,7 @@ def test_a_picture_of_another_size_than_indexed_is_replaced(broken):
     cfg, data, _, folder = broken
     (folder / "0001.png").write_bytes((folder / "0007.png").read_bytes())
     reasons = {reject.path[-8:]: reject.reason for [batch] in steps_of(cfg, data, last=5) for reject in batch.rejects}
-    assert reasons["0001.png"] == "changed: 96 x 40 px, 64 x 64 when it was indexed"
+    assert re.match("changed: 96 x 40 px, 64 x 64 ", reasons["0001.png"])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -282,7 +285,7 @@ def test_when_all_pictures_are_gone_the_paths_are_named(broken, workers):
         path.unlink()
     with pytest.raises(DataFault) as caught:
         steps_of(changed(cfg, data={"workers": workers}), data)
-    assert "neighbours none can be read any more" in str(caught.value)
+    assert re.match(r"bucket \d+x\d+: ", str(caught.value))
     assert str(caught.value).count(".png (") >= 2 and "Traceback" not in str(caught.value)
 
 
@@ -298,7 +301,7 @@ def test_a_damaged_entry_of_the_cache_is_named_without_a_workers_traceback(cfg, 
 
 
 def test_sizes_that_the_model_cannot_take_are_refused(cfg, data):
-    with pytest.raises(DataFault, match=r"multiples of 64, the data makes .*32"):
+    with pytest.raises(DataFault, match=r"multiples of 64, .*32.*--resolution .*--bucket_reso_steps"):
         steps_of(cfg, data, features=dataclasses.replace(FEATURES, size_multiple=64))
 
 
@@ -314,10 +317,8 @@ def test_workers_are_capped_and_it_is_said(monkeypatch, caplog):
         ]
         assert num_workers(8, local_size=16) == 1
     first, second = [record.getMessage() for record in caplog.records]
-    assert (
-        first == "2 loader processes a rank instead of 8 (--max_data_loader_n_workers): 4 processors for 2 ranks here"
-    )
-    assert second.startswith("1 loader process a rank instead of 8")
+    assert re.search(r"^2 .* 8 \(--max_data_loader_n_workers\): 4 .* 2 ranks", first)
+    assert second.startswith("1 loader process ") and " of 8" in second
 
 
 class Signalled(Dataset):

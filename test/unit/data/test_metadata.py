@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rejects import kind
 
 from difftrain.config import TrainConfig
 from difftrain.config.schema.sections import CaptionSection, DataSection
@@ -97,32 +99,32 @@ def test_what_cannot_be_used_is_named(folder: Path) -> None:
     )
     said = {reject.path.partition("!")[2]: reject.reason for reject in index.rejects()}
     assert set(captions(index)) == {"0000.png", "0001.png", "0002.png"}
-    assert said["gone"].startswith("no picture: none of this path")
-    assert said["0001.png"] == "same picture twice: '0001' names it too"
-    assert said["sub/0007"].startswith("no caption: it has neither caption nor tags")
+    assert kind(said["gone"]) == "no picture" and str(folder) in said["gone"]
+    assert kind(said["0001.png"]) == "same twice" and "'0001'" in said["0001.png"]
+    assert kind(said["sub/0007"]) == "no caption"
     assert "torn" in said and len(said) == 4
 
 
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"caption": 3}, "caption not text: caption is a number"),
-        ({"caption": "x", "tags": ["a", "b"]}, "caption not text: tags is a list"),
-        ("x", "caption not text: the entry is a text, not an object"),
+        ({"caption": 3}, r"caption .*text: caption .* number"),
+        ({"caption": "x", "tags": ["a", "b"]}, r"caption .*text: tags .* list"),
+        ("x", r"caption .*text: .* entry .* text, .* object"),
     ],
 )
 def test_captions_that_are_none(folder: Path, entry: Any, reason: str) -> None:
     index = built(folder, {"0000": {"caption": "good"}, "0001": entry})
-    assert next(reject.reason for reject in index.rejects()).startswith(reason) and index.count == 1
+    assert re.match(reason, next(reject.reason for reject in index.rejects())) and index.count == 1
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[1]", "must be an object"),
+        ("[1]", "object, .*list"),
         ("{", "no JSON in UTF-8"),
         ('{"a":' + "[" * 100_000, "no JSON in UTF-8"),
-        ("{}", "names no picture"),
+        ("{}", "names no"),
         ('"\udcff"', "no JSON in UTF-8"),
     ],
 )

@@ -74,7 +74,7 @@ def test_it_is_refused_where_there_is_no_npu(tmp_path: Path) -> None:
     words = ["--init_from_config=tiny", f"--train_data_dir={tmp_path}", "--output_dir=out", "--resolution=64"]
     check_device(parse(words).config, Device("cpu"))
     cfg = parse([*words, "--image_decoder=device"]).config
-    with pytest.raises(ConfigFault, match=r"--image_decoder=device: torchvision_npu decodes on an NPU, .* is on cpu"):
+    with pytest.raises(ConfigFault, match=r"--image_decoder=device: torchvision_npu .* NPU, .* cpu"):
         check_device(cfg, Device("cpu"))
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from index_lines import read_again
+from rejects import kind
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import ConfigFault, DataFault, DrawSpec, FeatureSpec
@@ -141,14 +146,14 @@ def test_only_a_fingerprint_saves_another_look(modules: Path) -> None:
     index_of(cfg)
     said: list[str] = []
     index_of(cfg, said)
-    assert any("nothing has changed" in line for line in said)
+    assert read_again("\n".join(said)) == 0
     text = (modules / "mine_good.py").read_text()
     for module, change in (("mine_second", 'fingerprint = "second"'), ("mine_none", "pass")):
         (modules / f"{module}.py").write_text(text.replace('fingerprint = "first"', change))
     twice = config(modules, "mine_none.Good", str(modules))
     first, said = index_of(twice), []
     assert index_of(twice, said).folder == first.folder, "other runs may read it"
-    assert any("nothing has changed in 6 files read again" in line for line in said)
+    assert read_again("\n".join(said)) == 6
     text = (
         (modules / "mine_none.py").read_text().replace("10 * i", "110 * i")
     )  # of another length: bytecode is known by that and the second
@@ -161,15 +166,15 @@ def test_only_a_fingerprint_saves_another_look(modules: Path) -> None:
 @pytest.mark.parametrize(
     ("dotted", "what"),
     [
-        ("mine_gone.A", "mine_gone cannot be imported: ModuleNotFoundError"),
-        ("mine_torn.A", "mine_torn cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("mine_gone.A", "imported: ModuleNotFoundError"),
+        ("mine_torn.A", "imported: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("mine_good.Bad", "mine_good has no Bad (it has Good)"),
         ("mine_broken.NoLength", "has no __len__"),
         ("mine_broken.Raises", "mine_broken.Raises() fails: RuntimeError: no disk"),
         ("mine_broken.BadLength", "len(mine_broken.BadLength) fails: OSError: gone"),
         ("mine_broken.Twice", "calls items 0 and 1 both 'same'"),
-        ("mine_broken.Nameless", "name(0) is 0, not a text"),
-        ("mine_broken.Printless", "fingerprint is 3, not a text"),
+        ("mine_broken.Nameless", "name(0) is 0, "),
+        ("mine_broken.Printless", "fingerprint is 3, "),
     ],
 )
 def test_broken_classes(modules: Path, dotted: str, what: str) -> None:
@@ -188,8 +193,8 @@ def test_broken_items_are_named_and_left_out(modules: Path) -> None:
     said = {Path(reject.path).name: reject.reason for reject in index.rejects()}
     assert index.count == 2 and len(said) == 6
     assert said["0"] == "broken item: KeyError: 'hole'"
-    assert said["1"] == "broken item: TypeError: an item is (picture, caption), not ndarray"
-    assert said["2"] == "broken item: TypeError: an array of float64 and shape (32, 32, 3) is no picture of 8 bits"
-    assert said["3"] == "caption not text: its caption holds int"
-    assert said["4"] == "no caption: the class gives it none"
-    assert said["5"].startswith("cannot be read: No such file")
+    assert re.match(r"broken item: TypeError: .* \(picture, caption\), .*ndarray", said["1"])
+    assert re.match(r"broken item: TypeError: .*float64 .*\(32, 32, 3\) .*8 bits", said["2"])
+    assert kind(said["3"]) == "caption text" and said["3"].endswith(" int")
+    assert kind(said["4"]) == "no caption"
+    assert os.strerror(errno.ENOENT) in said["5"]

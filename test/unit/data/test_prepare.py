@@ -2,9 +2,11 @@
 
 import errno
 import pickle
+import re
 import threading
 
 import pytest
+from refusals import names
 
 from difftrain.config import TrainConfig
 from difftrain.contracts import Bucket, DataFault, TrainingFault
@@ -42,9 +44,9 @@ def test_it_says_what_there_is(make, tmp_path):
     (tmp_path / "a" / "torn.txt").write_text("a torn picture")
     cfg = make("a", "t", data={"repeats": (1, 4), "tar_order": "sequential"})
     folder, text = said(cfg)
-    assert "10 records to train on, 19 draws an epoch with repeats" in text
+    assert any(line.startswith("data: ") and names(line, "10 records", 19) for line in text.splitlines())
     assert "bucket 64x64: 17" in text.splitlines() and "bucket 96x32: 2" in text.splitlines()
-    assert "a folder of plain files counts as one shard" in text
+    assert "one shard" in text
     data = open_data(cfg, folder)
     summary = data.summary()
     assert (summary["count"], summary["draws_per_epoch"], summary["rejected"]) == (10, 19, 1)
@@ -102,9 +104,9 @@ def test_the_users_cache_folder_is_respected(make, tmp_path, monkeypatch):
 
 def test_a_split_that_holds_out_nothing_or_all_is_refused(make, tmp_path):
     write_folder(tmp_path / "a", [(64, 64)] * 4)
-    with pytest.raises(DataFault, match=r"--validation_split=0.0001 holds out none of 4 records with seed 1"):
+    with pytest.raises(DataFault, match=r"--validation_split=0\.0001 .* none .*4 .*seed 1\b.*--validation_seed"):
         prepare(make("a", validation={"split": 0.0001}), log=lambda line: None)
-    with pytest.raises(DataFault, match="holds out all 4 records"):
+    with pytest.raises(DataFault, match=r"--validation_split=0\.9999 .* all 4 "):
         prepare(make("a", validation={"split": 0.9999}), log=lambda line: None)
 
 
@@ -141,7 +143,7 @@ def test_a_full_disk_is_named(make, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "build_tables", full)
-    with pytest.raises(TrainingFault, match=r"No space left on device.*data\.cache_dir"):
+    with pytest.raises(TrainingFault, match=r"No space .*on device.*data\.cache_dir"):
         prepare(make("a"), log=lambda line: None)
 
 
@@ -159,14 +161,14 @@ def test_pictures_without_a_bucket_are_named_like_all_rejects(make, tmp_path):
     write_folder(tmp_path / "a", [(64, 64)] * 5 + [(64, 20)])
     cfg = make("a", data={"bucket_no_upscale": True})
     folder, text = said(cfg)
-    assert "data: rejected, no bucket: 1" in text and "5 records to train on" in text
+    assert "data: rejected, no bucket: 1" in text and "data: 5 records" in text
     data = open_data(cfg, folder)
     [reject] = data.rejects()
     assert reject.path == str(tmp_path / "a" / "0005.png")
-    assert reject.reason == "no bucket: 64 x 20 px, without enlarging no side may be below 32"
+    assert re.fullmatch("no bucket: 64 x 20 px, .* 32", reject.reason)
     assert (data.summary()["rejected"], data.summary()["rejected_by_reason"]) == (1, {"no bucket": 1})
     strict = make("a", data={"bucket_no_upscale": True, "max_rejected_share": 0.1})
-    with pytest.raises(DataFault, match=r"1 of 6 items are rejected \(--max_rejected_share=0.1\), 1 of them because"):
+    with pytest.raises(DataFault, match=r"1 of 6 .*\(--max_rejected_share=0\.1\), 1 .*0005\.png \(no bucket"):
         prepare(strict, log=lambda line: None)
     write_folder(tmp_path / "thin", [(64, 20)] * 2)
     with pytest.raises(DataFault, match=r"000[01].png \(no bucket"):

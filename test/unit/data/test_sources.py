@@ -3,11 +3,13 @@
 import io
 import json
 import random
+import re
 import tarfile
 
 import pyarrow
 import pytest
 from pyarrow import parquet
+from rejects import kind
 
 from difftrain.config import CaptionSection, DataSection
 from difftrain.contracts import ConfigFault, DataFault, MediaRef
@@ -130,12 +132,13 @@ def test_missing_and_empty_folders_are_named_together(tmp_path):
     with pytest.raises(DataFault) as caught:
         configured(*(tmp_path / name for name in ("gone", "empty", "other", "file.zip")))
     gone, empty, other, file = str(caught.value).splitlines()
-    assert "gone: there is no such folder" in gone and "--train_data_dir" in gone
-    assert "empty: no pictures here" in empty and "found: nothing" in empty and ".tar or .parquet" in empty
+    assert gone.startswith(f"{tmp_path / 'gone'}: ") and "--train_data_dir" in gone
+    assert empty.startswith(f"{tmp_path / 'empty'}: ") and "found: nothing" in empty and ".tar or .parquet" in empty
     assert "found: 2 .zip, 1 .txt" in other
-    assert "neither a folder nor a .tar or .parquet file" in file
-    with pytest.raises(ConfigFault, match="no data is given"):
+    assert file.startswith(f"{tmp_path / 'file.zip'}: ") and ".tar or .parquet" in file and "found" not in file
+    with pytest.raises(ConfigFault) as nothing:
         configured()
+    assert [fault.where for fault in nothing.value.faults] == ["data.dirs"]
 
 
 # ---- folders
@@ -175,10 +178,10 @@ def test_reasons_of_bad_captions(tmp_path):
     (tmp_path / "a.txt").write_bytes("grün".encode("latin-1"))
     assert items_of(source, "a.jpg", "a.txt")[1] == {None: "caption not UTF-8: byte 0xfc at position 2 of a.txt"}
     (tmp_path / "a.txt").write_bytes(b"a " * (1 << 20))
-    assert items_of(source, "a.jpg", "a.txt")[1][None].startswith("caption too long: a.txt")
+    assert re.match(rf"caption .* long: a\.txt .*{1 << 20} ", items_of(source, "a.jpg", "a.txt")[1][None])
     (tmp_path / "a.txt").write_bytes(b"")
     assert items_of(source, "a.jpg", "a.txt")[0][None].lacking == "empty caption: a.txt holds nothing"
-    assert items_of(source, "a.jpg")[0][None].lacking == "no caption: no .txt file of its name beside it"
+    assert items_of(source, "a.jpg")[0][None].lacking.startswith("no caption: no .txt file")
 
 
 # ---- tars
@@ -217,7 +220,7 @@ def test_captions_of_a_tar(tmp_path):
         "6.png": (),
     }
     assert not bad
-    assert items["002.webp"].lacking == "no caption: no .txt or .json of its name in the tar"
+    assert re.match(r"no caption: .*\.txt or \.json ", items["002.webp"].lacking)
     assert items["003.png"].lacking == "empty caption: 003.json has no caption"
     assert items["6.png"].lacking == "empty caption: 6.txt holds nothing"
     for item in items.values():
@@ -260,21 +263,27 @@ def test_members_that_are_listed_and_not_used(tmp_path):
         add("._001.jpg", b"mac")
     items, bad = items_of(open_only(tmp_path), "0.tar")
     assert list(items) == ["twice.png"] and items["twice.png"].size == len(PNG) + 5
-    outside = "outside its folder: the member's name leads out of the tar"
     assert bad.pop("torn.png").startswith("broken sidecar: torn.json is not JSON")
     assert bad.pop("deep.png").startswith("broken sidecar: deep.json is not JSON")
-    assert bad == {
-        "001.json": "no picture: the tar has no picture of this name",
-        "002.txt": "no picture: the tar has no picture of this name",
-        "../../escape.png": outside,
-        "/etc/absolute.png": outside,
-        "..\\windows.png": outside,
-        "003.png": "empty: 0 bytes",
-        "link.png": "not a plain file: the member is a symbolic link",
-        "twice.png": "same name twice: a later member of the tar has it and is used",
-        "bad.png": "caption not UTF-8: byte 0xef at position 2 of bad.txt",
-        "odd.png": "caption not text: odd.json holds int",
+    assert {name: kind(reason) for name, reason in bad.items()} == {
+        "001.json": "no picture",
+        "002.txt": "no picture",
+        "../../escape.png": "outside folder",
+        "/etc/absolute.png": "outside folder",
+        "..\\windows.png": "outside folder",
+        "003.png": "empty",
+        "link.png": "not file",
+        "twice.png": "same twice",
+        "bad.png": "caption UTF-8",
+        "odd.png": "caption text",
     }
+    values = {
+        "003.png": "0 bytes",
+        "link.png": "symbolic link",
+        "bad.png": "0xef at position 2 of bad.txt",
+        "odd.png": "odd.json holds int",
+    }
+    assert all(value in bad[name] for name, value in values.items())
 
 
 def test_a_cut_tar_keeps_what_is_whole(tmp_path):
@@ -285,14 +294,14 @@ def test_a_cut_tar_keeps_what_is_whole(tmp_path):
     whole.write_bytes(whole.read_bytes()[: second.offset + 100])
     items, bad = items_of(open_only(tmp_path), "0.tar")
     assert list(items) == ["0.png"] and items["0.png"].captions == ("w",)
-    assert bad["1.png"].startswith("truncated: the tar ends") and bad[None].startswith("truncated shard: ")
+    assert bad["1.png"].startswith("truncated: ") and bad[None].startswith("truncated shard: ")
 
 
 def test_a_shard_that_shrank_is_noticed_when_it_is_read(tmp_path):
     path = tar(tmp_path / "0.tar", {"0.png": PNG})
     source = open_only(tmp_path)
     path.write_bytes(path.read_bytes()[:600])
-    with pytest.raises(OSError, match="changed since it was indexed"):
+    with pytest.raises(OSError, match=rf"{512 + len(PNG) - 600} bytes.*0\.tar"):
         source.read(MediaRef(0, "0.tar", 512, len(PNG)))
 
 
@@ -341,7 +350,7 @@ def test_pictures_as_bytes(tmp_path, pictures):
         assert source.read(MediaRef(0, "a/0.parquet", i, -1)) == want
         with item.open() as opened:
             assert opened.read() == want
-    with pytest.raises(OSError, match="row 3 cannot be read"):
+    with pytest.raises(OSError, match=r"row 3 .*0\.parquet"):
         source.read(MediaRef(0, "a/0.parquet", 3, -1))
 
 
@@ -353,12 +362,14 @@ def test_pictures_as_paths(tmp_path):
     items, bad = items_of(source, "sub/0.parquet")
     assert {name: item.path for name, item in items.items()} == {"0": "sub/pictures/a.png"}
     assert source.read(MediaRef(0, "sub/pictures/a.png")) == PNG
-    assert bad == {
-        "1": "no picture: pictures/gone.png does not exist",
-        "2": "outside its folder: ../../secret.png",
-        "3": "outside its folder: /etc/passwd",
-        "4": "no picture: the row holds neither bytes nor a path",
+    reasons = {
+        "1": ("no picture", "pictures/gone.png"),
+        "2": ("outside folder", "../../secret.png"),
+        "3": ("outside folder", "/etc/passwd"),
+        "4": ("no picture", ""),
     }
+    assert {name: kind(reason) for name, reason in bad.items()} == {name: what for name, (what, _) in reasons.items()}
+    assert all(path in bad[name] for name, (_, path) in reasons.items())
 
 
 def test_captions_of_parquet(tmp_path):
@@ -386,11 +397,11 @@ def test_named_columns(tmp_path):
         ({}, "no column for captions (looked for caption, text"),
         (
             {"image_column": "pixels", "caption_column": "tags"},
-            "no usable column 'pixels' for pictures (data.image_column)",
+            "'pixels' for pictures (data.image_column)",
         ),
         (
             {"image_column": "number", "caption_column": "tags"},
-            "no usable column 'number' for pictures (data.image_column)",
+            "'number' for pictures (data.image_column)",
         ),
     ],
 )
@@ -418,7 +429,7 @@ def test_large_row_groups_are_remarked_upon(tmp_path, monkeypatch):
     table(tmp_path / "0.parquet", image=rows, text=["a"] * 4, row_group_size=1000)
     table(tmp_path / "1.parquet", image=rows, text=["a"] * 4, row_group_size=1)
     source = open_only(tmp_path)
-    assert "row groups of" in source.check("0.parquet") and source.check("1.parquet") == ""
+    assert "row_group_size=100" in source.check("0.parquet") and source.check("1.parquet") == ""
 
 
 # ---- captions of several lines

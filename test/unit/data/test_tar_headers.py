@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 import tarfile
 
 import pytest
@@ -118,7 +119,7 @@ def test_random_bytes_never_do_worse_than_damage(tmp_path):
 def test_a_file_that_is_no_tar(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"not a tar " * 400)
     (found,) = read_members(tmp_path / "a.tar")
-    assert found.reason.startswith("damaged shard: no tar header at byte 0")
+    assert re.match(r"damaged shard: .* byte 0\b", found.reason)
     (tmp_path / "a.tar").write_bytes(b"")
     (found,) = read_members(tmp_path / "a.tar")
     assert found.reason.startswith("truncated shard: ")

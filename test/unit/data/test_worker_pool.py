@@ -1,6 +1,7 @@
 """Worker processes: an item that hangs or kills its process is lost, and nothing else is."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,10 +70,10 @@ def test_only_the_bad_items_are_lost(run):
     payload[10], payload[300], payload[301], payload[599] = "hang", "segfault", "exit", "killed"
     rows = dict(run(payload, ["other", "slow outside"], limit_s=1.0))
     assert len(rows) == 602
-    assert rows["hang"] == "too slow: decoding took longer than 1 s"
-    assert rows["segfault"] == "crashed: the process that decoded it ended with SIGSEGV"
-    assert rows["exit"] == "crashed: the process that decoded it ended with exit code 3"
-    assert rows["killed"] == "crashed: the process that decoded it ended with SIGKILL (out of memory?)"
+    assert re.fullmatch("too slow: .* 1 s", rows["hang"])
+    assert re.fullmatch("crashed: .* SIGSEGV", rows["segfault"])
+    assert re.fullmatch("crashed: .* exit code 3", rows["exit"])
+    assert re.fullmatch(r"crashed: .* SIGKILL \(.*memory.*\)", rows["killed"])
     assert sum(isinstance(value, str) for value in rows.values()) == 4  # waiting outside an item has no limit
 
 

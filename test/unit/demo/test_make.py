@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from refusals import is_about, names
 
 from difftrain.config.parse_flags import Parsed
 from difftrain.config.parse_keys import open_train_door, parse
@@ -58,7 +60,7 @@ def test_the_tiny_folder_is_made_whole_and_once(here: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(here: Path) -> None:
     (here / "file").write_text("")
-    with pytest.raises(DataFault, match="cannot be written"):
+    with pytest.raises(DataFault, match=f"^{re.escape(str(here / 'file'))}"):
         prepare.make("tiny", here / "file" / "t", 1.0, lambda _: None, ("data",))
 
 
@@ -123,8 +125,15 @@ def test_faults_come_before_anything_is_made(
     bad = ("--training.max_step=3", "--optimizer.beta=1", "--sample.prompts=output/sd3_light/shapes/prompt.txt")
     assert through_the_door(monkeypatch, f"--config={CONFIGS / 'shapes.toml'}", *bad, *words) == (2, [])
     said = capsys.readouterr().err
-    assert "3 faults" in said and "did you mean max_steps?" in said and "takes no beta (did you mean betas?)" in said
-    assert "no such file: 'output/sd3_light/shapes/prompt.txt'" in said and not list(here.iterdir())
+    _, *faults = said.splitlines()
+    expected = (
+        ("--training.max_step", "max_steps"),
+        ("--optimizer.beta", "betas"),
+        ("--sample.prompts", "'output/sd3_light/shapes/prompt.txt'"),
+    )
+    assert len(faults) == len(expected) and not list(here.iterdir())
+    for facts in expected:
+        assert any(is_about(fault, *facts) for fault in faults), (facts, said)
 
 
 def test_a_dry_run_names_the_demo_and_judges_what_does_not_hang_on_it(here: Path) -> None:
@@ -134,10 +143,10 @@ def test_a_dry_run_names_the_demo_and_judges_what_does_not_hang_on_it(here: Path
     said: list[str] = []
     with expecting(coming):
         assert dry_run(parse(argv).config, said.append, coming) == 0
-        with pytest.raises(ConfigFault, match="--optimizer_args: AdamW refuses them"):
+        with pytest.raises(ConfigFault, match="--optimizer_args: AdamW"):
             dry_run(parse([*argv, "--optimizer.type=AdamW", "--optimizer.eps=-1"]).config, said.append, coming)
-    assert "would be made before training: model and data of the demo 'tiny', in output/sd3_light/tiny" in said
-    assert any("nothing was made or written" in line for line in said) and not list(here.iterdir())
+    assert any(names(line, "model", "data", "'tiny'", "output/sd3_light/tiny") for line in said)
+    assert any(names(line, "nothing") for line in said) and not list(here.iterdir())
 
 
 @pytest.mark.parametrize("dataset", sorted(make.STEPS))

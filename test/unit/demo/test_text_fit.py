@@ -29,7 +29,7 @@ def told(seed: int = 0) -> tuple[int, Tensor]:
     said: list[str] = []
     model.fit_text(encoders, [ids[f"input_ids_{i}"][:, :8] for i in (1, 2)], latents, 60, said.append)
     assert not any(weight.requires_grad for encoder in encoders for weight in encoder.parameters())
-    found = re.search(r"(-?\d+) % of what pictures differ in", said[0])
+    found = re.search(r"(-?\d+) %", said[0])
     assert found is not None
     with torch.no_grad():
         return int(found[1]), encoders[0](ids["input_ids_1"][:16, :8]).text_embeds

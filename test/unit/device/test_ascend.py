@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from refusals import names
 
 from difftrain.device import ascend, choice
 
@@ -27,7 +28,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (
             ImportError("libhccl.so: cannot open shared object file: No such file or directory"),
-            "libhccl.so, of CANN, was not found",
+            "libhccl.so, of CANN",
             "install CANN",
         ),
         (
@@ -37,20 +38,20 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ImportError("x/libtorch_npu.so: undefined symbol: _ZN2at8internalE"),
-            "was built for another torch than 2.13.0+cpu",
-            "pip install torch_npu==2.13.0",
+            "2.13.0+cpu (_ZN2at8internalE",
+            "torch_npu==2.13.0",
         ),
         (
             ImportError("x/libtorch_npu.so: undefined symbol: aclrtNewThing"),
-            "the CANN at hand lacks aclrtNewThing",
+            "lacks aclrtNewThing, which torch_npu 2.13.0",
             "install CANN 9.2.0",
         ),
         (
             RuntimeError("Two accelerators cannot be used at the same time in PyTorch: npu and cuda."),
-            "beside a torch for another accelerator",
-            "the CPU build of torch",
+            "npu and cuda",
+            "CPU build",
         ),
-        (RuntimeError("Initialize:aclInit, error code is 507008\nmore"), "error code is 507008", "difftrain doctor"),
+        (RuntimeError("Initialize:aclInit, error code is 507008\nmore"), "507008", "difftrain doctor"),
         (AttributeError(), "AttributeError", "difftrain doctor"),
     ],
 )
@@ -87,20 +88,20 @@ def test_hidden_devices(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "dev" / "davinci0").write_text("")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "7")
     why = ascend.why_none_seen()
-    assert "ASCEND_RT_VISIBLE_DEVICES='7' (1 on this machine)" in why.cause and "unset it" in why.remedy
+    assert names(why.cause, "ASCEND_RT_VISIBLE_DEVICES='7'", "1") and "unset it" in why.remedy
 
 
 def test_device_files_without_a_right(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("davinci0", "davinci10", "davinci_manager"):
         (machine / "dev" / name).write_text("")
     assert choice.nodes("npu") == 2  # the manager is none
-    assert "though 2 device files are there" in ascend.why_none_seen().cause
+    assert names(ascend.why_none_seen().cause, "2 device files")
     closed = str(machine / "dev" / "davinci_manager")
     allowed = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != closed and allowed(path, mode))
     assert ascend.without_right() == [closed]
     why = ascend.why_none_seen()
-    assert f"no right to use {closed}" in why.cause and "usermod -aG HwHiAiUser" in why.remedy
+    assert closed in why.cause and "usermod -aG HwHiAiUser" in why.remedy
 
 
 def test_a_broken_driver_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +112,4 @@ def test_a_broken_driver_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice.ascend, "version", lambda name: None)
     monkeypatch.setattr(choice, "load_npu", broken)
     found = choice.find("npu")
-    assert found.count == 0 and "torch_npu cannot be loaded" in found.why_not and found.remedy
+    assert found.count == 0 and names(found.why_not, "torch_npu", "'device'") and found.remedy

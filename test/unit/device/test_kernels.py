@@ -137,8 +137,8 @@ half, four = drawn(2, 3, dtype=torch.float16), drawn(2, 3, 5, 8)
         ("rotary", (four, *[drawn(1, 1, 5, 8).requires_grad_()] * 2, False), "trained"),
         ("rotary", (drawn(2, 3, 5, 6), *[drawn(1, 1, 5, 6)] * 2, False), "head size 6"),
         ("rotary", (drawn(1, 1, 1, 896), *[drawn(1, 1, 1, 896)] * 2, False), "below 896"),
-        ("rotary", (four, *[drawn(2, 1, 5, 8)] * 2, True), "cos of shape"),
-        ("rotary", (four, *[drawn(1, 3, 5, 8)] * 2, False), "cos of shape"),
+        ("rotary", (four, *[drawn(2, 1, 5, 8)] * 2, True), "(2, 1, 5, 8)"),
+        ("rotary", (four, *[drawn(1, 3, 5, 8)] * 2, False), "(1, 3, 5, 8)"),
         ("rotary", (drawn(125, 8, 2, 8), *[drawn(1, 1, 2, 8)] * 2, True), "batch 125"),
         ("adamw", ([drawn(2).double()],), "float64"),
     ],
@@ -280,7 +280,7 @@ def test_names_versions_and_packages_of_the_table() -> None:
     for row in patches.PATCHES:
         first, beyond = (versions.numbers(each) for each in row.versions)
         assert first < beyond and row.issue and row.fault
-    with pytest.raises(AssertionError, match="no such patches"), patches.without("nothing"):
+    with pytest.raises(AssertionError, match=r"\['nothing'\]"), patches.without("nothing"):
         pass
 
 

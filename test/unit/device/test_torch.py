@@ -110,7 +110,7 @@ def test_the_description_is_whole_and_plain(cpu: Device) -> None:
             "8.2.RC1",
         ),
         ("version.cfg", "# version: 1.0\nruntime_running_version=[7.0.0.5.242:7.0.0]\n", "7.0.0"),
-        ("version.cfg", "nothing of use", None),
+        ("version.cfg", "no version", None),
     ],
 )
 def test_the_cann_version_is_read_from_its_install_information(

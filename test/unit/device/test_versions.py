@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import names
 
 from difftrain.device import versions
 from difftrain.device.versions import COMPATIBLE, DRIVERS, PAIRS
@@ -32,27 +33,27 @@ def test_versions_as_they_are_written(text: str, numbers: tuple[int, ...], serie
 def test_a_torch_npu_is_for_one_torch() -> None:
     assert versions.judge_torch("2.13.0", "2.13.0+cpu").fits and versions.judge_torch("2.7.1.post2", "2.7.1").fits
     wrong = versions.judge_torch("2.7.1", "2.13.0+cpu")
-    assert wrong.fits is False and wrong.found == "torch_npu 2.7.1 needs torch 2.7.1, found torch 2.13.0+cpu"
-    assert wrong.remedy == "pip install torch_npu==2.13.0, or torch==2.7.1"
+    assert wrong.fits is False and names(wrong.found, "torch_npu 2.7.1", "torch 2.7.1", "torch 2.13.0+cpu")
+    assert names(wrong.remedy, "torch_npu==2.13.0", "torch==2.7.1")
     assert "torch_npu==2.9.0.post9" in versions.judge_torch("2.7.1", "2.9.0").remedy
     assert "torch_npu==3.1.0" in versions.judge_torch("2.7.1", "3.1.0").remedy  # no row: the rule
 
 
 @pytest.mark.parametrize(
-    ("torch_npu", "cann", "fits", "told"),
+    ("torch_npu", "cann", "fits", "facts"),
     [
-        ("2.13.0", "9.2.0", True, "is what torch_npu 2.13.0 is published for"),
-        ("2.13.0", "8.5.0.alpha001", True, "is called compatible"),
-        ("2.13.0", "7.0.0", False, "older than 8.5"),
-        ("2.8.0", "8.5.0", None, "newer than 8.3"),
-        ("2.13.0.post9", "9.1.0", True, "is called compatible"),  # no row of its own: that of its torch
-        ("1.11.0", "6.3.RC2", None, "no table here"),
-        ("2.13.0", None, None, "could not be read"),
+        ("2.13.0", "9.2.0", True, ["CANN 9.2.0", "torch_npu 2.13.0"]),
+        ("2.13.0", "8.5.0.alpha001", True, ["CANN 8.5.0.alpha001", "compatible", "torch_npu 2.13.0", "CANN 9.2.0"]),
+        ("2.13.0", "7.0.0", False, ["CANN 7.0.0", "older", "8.5"]),
+        ("2.8.0", "8.5.0", None, ["CANN 8.5.0", "newer", "8.3"]),
+        ("2.13.0.post9", "9.1.0", True, ["CANN 9.1.0", "compatible"]),  # no row of its own: that of its torch
+        ("1.11.0", "6.3.RC2", None, ["CANN 6.3.RC2", "table", "torch_npu 1.11.0"]),
+        ("2.13.0", None, None, ["CANN"]),
     ],
 )
-def test_cann_under_a_torch_npu(torch_npu: str, cann: str | None, fits: bool | None, told: str) -> None:
+def test_cann_under_a_torch_npu(torch_npu: str, cann: str | None, fits: bool | None, facts: list[str]) -> None:
     judged = versions.judge_cann(torch_npu, cann)
-    assert judged.fits is fits and told in judged.found, judged
+    assert judged.fits is fits and names(judged.found, *facts), judged
     assert fits or judged.remedy
 
 
@@ -70,5 +71,5 @@ def test_cann_under_a_torch_npu(torch_npu: str, cann: str | None, fits: bool | N
 )
 def test_drivers_under_a_cann(cann: str | None, driver: str | None, fits: bool | None) -> None:
     judged = versions.judge_driver(cann, driver)
-    assert judged.fits is fits and (driver or "could not be read") in judged.found
+    assert judged.fits is fits and names(judged.found, f"driver {driver}" if driver else "driver")
     assert fits is not False or "Ascend HDK 25.0" in judged.remedy

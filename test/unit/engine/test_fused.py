@@ -183,7 +183,7 @@ class Together(torch.optim.SGD):
 def test_an_optimizer_that_may_look_at_all_gradients_is_refused(monkeypatch):
     Together.__module__ = "elsewhere.optim"
     monkeypatch.setattr(torch.optim, "Together", Together, raising=False)
-    with pytest.raises(ConfigFault, match=r"elsewhere\.optim\.Together looks at all gradients at once"):
+    with pytest.raises(ConfigFault, match=r"elsewhere\.optim\.Together looks .*gradients"):
         built(config(type="torch.optim.Together", **ONE))
 
 
@@ -192,7 +192,7 @@ def test_parameters_that_take_no_part_are_named():
     parts = family.load()
     parts.root.extra = torch.nn.Linear(2, 2)
     family.load = lambda meta=False: parts
-    with pytest.raises(ConfigFault, match=r"take no part in the loss: extra\.bias, extra\.weight"):
+    with pytest.raises(ConfigFault, match=r"no part .*: extra\.bias, extra\.weight"):
         run(built(config(**ONE), family), 0, 1)
 
 

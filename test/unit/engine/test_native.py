@@ -65,7 +65,7 @@ def test_state_that_cannot_be_stored_is_named(tmp_path, monkeypatch):
     engine = built()
     run(engine, 0, 1)
     engine.optimizer.state[next(iter(engine.optimizer.state))]["hook"] = print
-    with pytest.raises(TrainingFault, match=r"the optimizer keeps .*/hook as a builtin_function_or_method"):
+    with pytest.raises(TrainingFault, match=r"/hook as a builtin_function_or_method, .*checkpoint"):
         engine.snapshot()
 
 
@@ -96,7 +96,7 @@ def test_a_rate_changed_by_the_user_is_taken_and_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "difftrain"):
         resumed.restore(tmp_path)
     assert resumed.step(tiny_step(5, 8), COUNTS).lrs["body"] == 2 * straight.step(tiny_step(5, 8), COUNTS).lrs["body"]
-    assert "learning rate of body is" in caplog.text
+    assert "rate of body is" in caplog.text
 
 
 def test_fp16_resumes_with_its_scale_bit_by_bit(tmp_path):

@@ -124,8 +124,10 @@ def test_the_state_of_one_base_is_not_taken_for_anothers(tmp_path: Path) -> None
     engine = built(config(schedulefree_wrapper=True))
     run(engine, 0, 1)
     saved(engine, tmp_path)
-    for optimizer in ({}, {"type": "torch.optim.Adam", "schedulefree_wrapper": True}):
-        with pytest.raises(ConfigFault, match=r"trained with schedule-free torch\.optim\.adamw\.AdamW, this run uses"):
+    others = ({}, {"type": "torch.optim.Adam", "schedulefree_wrapper": True})
+    for optimizer, wanted in zip(others, (r"adamw\.AdamW", r"adam\.Adam")):
+        told = rf"{tmp_path} .*schedule-free torch\.optim\.adamw\.AdamW, .*{wanted} \("
+        with pytest.raises(ConfigFault, match=told):
             built(config(**optimizer)).restore(tmp_path)
 
 
@@ -152,7 +154,7 @@ def test_what_is_used_is_the_average_and_what_is_trained_comes_back(optimizer: d
     trained = weights(engine)
     with engine.averaged_weights():
         used, loss = weights(engine), engine.evaluate([tiny_batch(range(100, 108))])["loss"]
-        with pytest.raises(AssertionError, match="other weights are in place"):
+        with pytest.raises(AssertionError, match="other weights"):
             engine.snapshot()
     momentum = 0.95 if "schedulefree_wrapper" in optimizer else 0.9
     for name, parameter in engine.root.named_parameters():

@@ -35,7 +35,7 @@ def test_every_dtype_and_shape_reads_back(tmp_path):
 
 
 def test_a_full_disk_is_an_os_error():
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match=r"No space .*on device"):
         write_safetensors(Path("/dev/full"), {"a": torch.ones(1 << 20)}, {})
 
 

@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_in_another_folder_keeps_its_time(tmp_path: Path) -> 
     sessions = Sessions(tmp_path, step=8, earlier_s=50.0)
     sessions.note(12, 20.0, "finished")
     assert sessions.total_s == pytest.approx(70.0) and sessions.number == 1
-    assert sessions.history[0]["outcome"] == "in another folder"
+    assert sessions.history[0]["outcome"].endswith("another folder")
 
 
 def test_a_broken_sessions_file_is_no_reason_to_fail(tmp_path: Path) -> None:

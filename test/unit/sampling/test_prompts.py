@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,10 +45,9 @@ def test_options_are_read_as_kohya_reads_them() -> None:
         "negative_prompt": "",
         "scale": 0.5,
     }
-    assert parse_line("a --W 96px").notes == ["--w takes '96'; 'px' behind it is left out"]
-    assert parse_line("hill -- quality").notes == [
-        "'-- quality' is no option and no part of the prompt; it is left out"
-    ]
+    assert parse_line("a --W 96px").notes[0].startswith("--w takes '96'; 'px' ")
+    (note,) = parse_line("hill -- quality").notes
+    assert note.startswith("'-- quality' is no")
 
 
 @pytest.mark.flags("sample_prompts")
@@ -65,7 +67,7 @@ scale = 5
 negative_prompt = "blurry"
 
 [[prompt.subset]]
-prompt = "a red cat"
+prompt = "a red fox"
 sample_steps = 12
 
 [[prompt.subset]]
@@ -76,7 +78,7 @@ sample_sampler = "euler_a"
     file = read_prompts(written(tmp_path, "p.toml", text))
     shared = {"width": 640, "scale": 5.0, "negative_prompt": "blurry"}
     assert file.prompts == (
-        Prompt("a red cat", seed=7, sample_steps=12, **shared),
+        Prompt("a red fox", seed=7, sample_steps=12, **shared),
         Prompt("a dog", seed=8, sample_sampler="euler_a", **shared),
     )
     assert isinstance(file.prompts[0].scale, float)
@@ -84,10 +86,10 @@ sample_sampler = "euler_a"
 
 @pytest.mark.flags("sample_prompts")
 def test_a_json_file_takes_objects_and_lines(tmp_path: Path) -> None:
-    data = [{"prompt": "a red cat", "height": 96, "scale": 3, "subset": []}, "a dog --d 4 --ss euler", {"seed": 1}]
+    data = [{"prompt": "a red fox", "height": 96, "scale": 3, "subset": []}, "a dog --d 4 --ss euler", {"seed": 1}]
     file = read_prompts(written(tmp_path, "p.JSON", json.dumps(data)))
     assert file.prompts == (
-        Prompt("a red cat", height=96, scale=3.0),
+        Prompt("a red fox", height=96, scale=3.0),
         Prompt("a dog", seed=4, sample_sampler="euler"),
         Prompt(seed=1),
     )
@@ -99,7 +101,7 @@ def test_what_means_nothing_to_sdxl_is_said_once_and_draws_without_it(tmp_path: 
     file = read_prompts(path)
     assert file.prompts == (Prompt("a", seed=1), Prompt("b"), Prompt("c"))
     said = [note.replace(str(path), "FILE") for note in file.notes]
-    assert [note.split(" has no effect")[0] for note in said] == [
+    assert [note.split(" has no ")[0] for note in said] == [
         "FILE, line 1 and 1 more: --g (guidance_scale)",
         "FILE, line 2: --cn (controlnet_image)",
         "FILE, line 3: --ctr (cfg_trunc_ratio)",
@@ -107,13 +109,14 @@ def test_what_means_nothing_to_sdxl_is_said_once_and_draws_without_it(tmp_path: 
         "FILE, line 3: --fs (flow_shift)",
     ]
     toml = written(tmp_path, "p.toml", '[prompt]\nflow_shift = 3.0\n[[prompt.subset]]\nprompt = "a"\n')
-    assert "--fs (flow_shift) has no effect" in read_prompts(toml).notes[0]
+    assert "--fs (flow_shift) has no " in read_prompts(toml).notes[0]
 
 
 def test_sizes_are_rounded_as_kohya_rounds_them_and_it_is_said(tmp_path: Path) -> None:
     path = written(tmp_path, "p.txt", "a --w 515 --h 96\nb --w 512\n")
     file = read_prompts(path)
-    assert file.notes == (f"{path}, line 1: 515 x 96 px is drawn as 512 x 96: sides are multiples of 8",)
+    (note,) = file.notes
+    assert note.startswith(f"{path}, line 1: 515 x 96 px ") and re.search(r" 512 x 96: .* 8$", note)
     model: Any = SimpleNamespace(native_size=(512, 512), unit=8)
     assert drawn_size(model, file.prompts[0]) == (96, 512)
 
@@ -123,16 +126,16 @@ def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
     found = faults(written(tmp_path, "p.txt", lines), sampler="none")
     for place, (where, what) in enumerate(
         [
-            ("FILE, line 1", "--w does not take 'x'"),
-            ("FILE, line 1", "--l does not take '1.2.3'"),
-            ("FILE, line 3", "--ss: there is no sampler 'no'; one of ddim, pndm"),
-            ("FILE, line 3", "--h: must lie in 1 to 16384, got 0"),
-            ("FILE, line 4", "--d does not take '-1'"),
-            ("FILE, line 4", "--w: must lie in 1 to 16384, got 99999"),
-            ("sample.sampler", "there is no sampler 'none'"),
+            ("FILE, line 1", "--w .* take 'x'"),
+            ("FILE, line 1", "--l .* take '1.2.3'"),
+            ("FILE, line 3", "--ss: .* no sampler 'no'; one of ddim, pndm"),
+            ("FILE, line 3", "--h: .* 1 to 16384, got 0"),
+            ("FILE, line 4", "--d .* take '-1'"),
+            ("FILE, line 4", "--w: .* 1 to 16384, got 99999"),
+            ("sample.sampler", ".* no sampler 'none'"),
         ]
     ):
-        assert found[place].startswith(f"{where}: {what}")
+        assert re.match(f"{where}: {what}", found[place])
     assert len(found) == 7
 
 
@@ -151,41 +154,41 @@ scale = true
 sample_sampler = "eulr"
 """
     found = faults(written(tmp_path, "p.toml", text))
-    assert found[:3] == [
-        "FILE stray: no such table (known is [prompt])",
-        "FILE [prompt]: seed: must be a whole number, got '7'",
-        "FILE [prompt]: there is no key 'heigth' (did you mean height?)",
-    ]
-    assert found[3:5] == [
-        "FILE [[prompt.subset]] 1: prompt: must be a text, got 3",
-        "FILE [[prompt.subset]] 1: width: must be a whole number, got 512.0",
-    ]
-    assert found[5:7] == [
-        "FILE [[prompt.subset]] 2: sample_steps: must lie in 1 to 1000, got 2000",
-        "FILE [[prompt.subset]] 2: scale: must be a number, got True",
-    ]
-    assert "there is no sampler 'eulr'" in found[7] and len(found) == 8
+    for what, pattern in zip(
+        found,
+        [
+            r"FILE stray: .*\(known is \[prompt\]\)",
+            r"FILE \[prompt\]: seed: .*whole number, got '7'",
+            r"FILE \[prompt\]: .* 'heigth' \(.* mean height\?\)",
+            r"FILE \[\[prompt\.subset\]\] 1: prompt: .* text, got 3",
+            r"FILE \[\[prompt\.subset\]\] 1: width: .*whole number, got 512\.0",
+            r"FILE \[\[prompt\.subset\]\] 2: sample_steps: .* 1 to 1000, got 2000",
+            r"FILE \[\[prompt\.subset\]\] 2: scale: .* a number, got True",
+        ],
+    ):
+        assert re.fullmatch(pattern, what)
+    assert "no sampler 'eulr'" in found[7] and len(found) == 8
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.txt", "# nothing\n\n", "holds no prompt (write a prompt a line)"),
-        ("p.toml", '[prompt]\nprompt = "a"\n', "holds no prompt (write a table [[prompt.subset]]"),
-        ("p.toml", "[[prompt]]\n", "FILE prompt: must be a table, got a list"),
-        ("p.toml", "[prompt]\nsubset = 3\n", "FILE prompt.subset: must be tables"),
-        ("p.toml", "prompt = \n", "FILE: cannot be read as TOML"),
-        ("p.json", "[]", "holds no prompt (write a list of objects"),
-        ("p.json", "{}", "FILE: must be a list, got an object"),
-        ("p.json", "[3, null]", "FILE, entry 1: must be an object or a text, got 3"),
-        ("p.json", "[{]", "FILE: cannot be read as JSON"),
-        ("p.json", f'[{{"width": {"9" * 5000}}}]', "FILE: cannot be read as JSON"),
-        ("p.json", '[{"seed": -1, "scale": NaN}]', "FILE, entry 1: seed: must lie in 0 to"),
-        ("p.yaml", "- a\n", "is no file of prompts (give a .txt, .toml or .json file)"),
+        ("p.txt", "# nothing\n\n", r"FILE holds no .*\(.*line"),
+        ("p.toml", '[prompt]\nprompt = "a"\n', r"FILE holds no .*\(.*\[\[prompt\.subset\]\]"),
+        ("p.toml", "[[prompt]]\n", "FILE prompt: .* table, got a list"),
+        ("p.toml", "[prompt]\nsubset = 3\n", "FILE prompt.subset: .* tables"),
+        ("p.toml", "prompt = \n", "FILE: .* TOML"),
+        ("p.json", "[]", r"FILE holds no .*\(.* list .*objects"),
+        ("p.json", "{}", "FILE: .* list, got an object"),
+        ("p.json", "[3, null]", "FILE, entry 1: .* object .*text, got 3"),
+        ("p.json", "[{]", "FILE: .* JSON"),
+        ("p.json", f'[{{"width": {"9" * 5000}}}]', "FILE: .* JSON"),
+        ("p.json", '[{"seed": -1, "scale": NaN}]', r"FILE, entry 1: seed: .* 0 to \d+, got -1"),
+        ("p.yaml", "- a\n", r"FILE is no .*\(.*\.txt, \.toml or \.json file\)"),
     ],
 )
 def test_files_without_a_prompt_say_what_to_write(tmp_path: Path, name: str, text: str, message: str) -> None:
-    assert message in faults(written(tmp_path, name, text))[0]
+    assert re.search(message, faults(written(tmp_path, name, text))[0])
 
 
 @pytest.mark.parametrize(
@@ -198,10 +201,10 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path, name: str, tex
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    assert "cannot be read" in faults(tmp_path / "latin.txt")[0]
-    assert "cannot be read: No such file or directory" in faults(tmp_path / "absent.toml")[0]
+    assert "utf-8" in faults(tmp_path / "latin.txt")[0]
+    assert os.strerror(errno.ENOENT) in faults(tmp_path / "absent.toml")[0]
 
 
 def test_a_sampler_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers.importlib.util, "find_spec", lambda package: None)
-    assert "lms needs the package scipy" in faults(written(tmp_path, "p.txt", "a\n"), sampler="lms")[0]
+    assert "package scipy" in faults(written(tmp_path, "p.txt", "a\n"), sampler="lms")[0]

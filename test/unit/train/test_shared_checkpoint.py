@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,10 +71,9 @@ def test_machines_agree_on_what_all_of_them_have_whole(tmp_path: Path, caplog: p
     with caplog.at_level("WARNING", "difftrain"):
         found = on_threads(2, lambda ranks: shared_checkpoint.newest(disk(ranks.rank), "N", ranks), 1)  # type: ignore[arg-type]
     assert found == [disk(rank) / "N-step00000004-state" for rank in range(2)]
-    assert caplog.messages == [
-        "checkpoint N-step00000012-state is passed over: rank 1: it is not there",
-        "checkpoint N-step00000008-state is passed over: rank 1: part-1 is damaged: its checksum differs",
-    ]
+    absent, damaged = caplog.messages
+    assert "N-step00000012-state" in absent and "rank 1: " in absent and "part-1" not in absent
+    assert re.search("N-step00000008-state .*rank 1: part-1 .*checksum", damaged)
 
 
 @pytest.mark.parametrize(("local_size", "disks", "reads"), [(4, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 2), (1, 4, 4)])
@@ -93,7 +93,7 @@ def test_copies_of_two_commits_under_one_name_are_passed_over(tmp_path: Path) ->
         lambda ranks: shared_checkpoint.fault_of(tmp_path / str(ranks.rank) / "N-step00000004-state", ranks),
         1,  # type: ignore[arg-type]
     )
-    assert told == ["the machines have different checkpoints of this name"] * 2
+    assert told[0] and "machines" in told[0] and told[1] == told[0]
 
 
 def test_what_rank_0_finds_wrong_is_raised_everywhere(tmp_path: Path) -> None:
@@ -101,4 +101,6 @@ def test_what_rank_0_finds_wrong_is_raised_everywhere(tmp_path: Path) -> None:
         raise ConfigFault([Fault("--resume", ask(tmp_path / "missing"))])
 
     told = on_threads(3, lambda ranks: shared_checkpoint.with_all(tmp_path, ranks, choose))  # type: ignore[arg-type]
-    assert all(isinstance(each, ConfigFault) and "--resume: it is not there" in str(each) for each in told)
+    assert all(
+        isinstance(each, ConfigFault) and [fault.where for fault in each.faults] == ["--resume"] for each in told
+    )

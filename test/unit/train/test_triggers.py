@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAVE, SaveWatch
+from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAMPLE, SAVE, ControlFiles
 
 
 class Time:
@@ -20,7 +21,7 @@ class Time:
 
 def test_files_ask_once_and_are_removed(tmp_path: Path) -> None:
     clock = Time()
-    watch = SaveWatch(tmp_path, None, clock)
+    watch = ControlFiles(tmp_path, None, clock)
     for name, wish in (("save", EXPORT), ("save_quit", QUIT)):
         clock.now += 1
         assert watch.asked() == NOTHING
@@ -37,7 +38,7 @@ def test_files_ask_once_and_are_removed(tmp_path: Path) -> None:
 def test_a_file_that_lies_there_before_the_run_goes_on_counts_once(tmp_path: Path, name: str, wish: int) -> None:
     (tmp_path / name).touch()
     clock = Time()
-    watch = SaveWatch(tmp_path, None, clock)
+    watch = ControlFiles(tmp_path, None, clock)
     assert watch.asked() == wish
     clock.now += 1
     assert watch.asked() == NOTHING
@@ -46,12 +47,12 @@ def test_a_file_that_lies_there_before_the_run_goes_on_counts_once(tmp_path: Pat
 def test_both_files_at_once_end_the_run(tmp_path: Path) -> None:
     for name in ("save", "save_quit"):
         (tmp_path / name).touch()
-    assert SaveWatch(tmp_path, None).asked() == QUIT and not any(tmp_path.iterdir())
+    assert ControlFiles(tmp_path, None).asked() == QUIT and not any(tmp_path.iterdir())
 
 
 def test_a_folder_of_that_name_asks_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
-    assert SaveWatch(tmp_path, None).asked() == NOTHING
+    assert ControlFiles(tmp_path, None).asked() == NOTHING
 
 
 def test_a_file_that_stays_is_heeded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_a_file_that_stays_is_heeded_once(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "unlink", refused)
-    watch = SaveWatch(tmp_path, None, clock)
+    watch = ControlFiles(tmp_path, None, clock)
     assert watch.asked() == EXPORT
     clock.now += 1
     assert watch.asked() == NOTHING
@@ -70,7 +71,7 @@ def test_a_file_that_stays_is_heeded_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_minutes_count_from_the_last_checkpoint() -> None:
     clock = Time()
-    watch = SaveWatch(None, 2.0, clock)
+    watch = ControlFiles(None, 2.0, clock)
     clock.now += 119
     assert watch.asked() == NOTHING
     clock.now += 1
@@ -79,3 +80,36 @@ def test_minutes_count_from_the_last_checkpoint() -> None:
     assert watch.asked() == NOTHING
     clock.now += 120
     assert watch.asked() == SAVE
+
+
+def test_samples_that_are_asked_for_wait_for_a_larger_request(tmp_path: Path) -> None:
+    """Ranks agree on the largest of all requests, so the file's may not be the one that is heard."""
+    clock = Time()
+    for name in ("save", "sample"):
+        (tmp_path / name).touch()
+    watch = ControlFiles(tmp_path, None, clock)
+    assert watch.asked() == EXPORT and not any(tmp_path.iterdir())
+    assert watch.asked() == SAMPLE == watch.asked()
+    watch.sampled()
+    clock.now += 1
+    assert watch.asked() == NOTHING
+
+
+def test_touching_the_folder_of_samples_asks_for_more(tmp_path: Path) -> None:
+    clock = Time()
+    folder = tmp_path / "sample"
+    watch = ControlFiles(tmp_path, None, clock)
+
+    def asked() -> int:
+        clock.now += 1
+        return watch.asked()
+
+    assert asked() == NOTHING
+    folder.mkdir()
+    assert asked() == NOTHING
+    os.utime(folder, ns=(10**18, 10**18 + 5))  # as a new picture leaves it
+    assert asked() == NOTHING
+    folder.touch()
+    assert asked() == SAMPLE == asked() and folder.is_dir()
+    watch.sampled()
+    assert asked() == NOTHING

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -18,6 +20,55 @@ from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.prepare import Data
 
 TRAINED, HELD_OUT, SURPLUS, UNPLACED = range(4)  # parts of the records; surplus: placed, but no epoch uses them
+COUNTED = 200_000  # captions whose words are counted
+FREQUENT = 60  # words and tags that are kept
+LONGEST_TAG = 60  # characters; what is longer between commas is a sentence
+# a word, or two letters of a script that writes none apart
+_WORD = re.compile(r"(?=([\u3040-\u30ff\u3400-\u9fff]{2}))|([^\W\d_\u3040-\u30ff\u3400-\u9fff][\w'’-]*[^\W_])")
+_COMMON = frozenset(
+    [
+        "a",
+        "an",
+        "and",
+        "are",
+        "as",
+        "at",
+        "be",
+        "been",
+        "but",
+        "by",
+        "for",
+        "from",
+        "has",
+        "have",
+        "he",
+        "her",
+        "his",
+        "in",
+        "into",
+        "is",
+        "it",
+        "its",
+        "of",
+        "on",
+        "or",
+        "she",
+        "that",
+        "the",
+        "their",
+        "them",
+        "there",
+        "they",
+        "this",
+        "to",
+        "was",
+        "were",
+        "which",
+        "while",
+        "who",
+        "with",
+    ]
+)
 LARGER = 1.0 + 1e-3  # a scale above this is an enlargement, not a rounded side
 _REJECTS = """
 SELECT files.source, CASE WHEN instr(reason, ':') THEN substr(reason, 1, instr(reason, ':') - 1) ELSE reason END AS kind,
@@ -92,13 +143,20 @@ def _fits(table: BucketTable, width: np.ndarray, height: np.ndarray) -> tuple[np
 
 @dataclass
 class CaptionSurvey:
-    """What the captions are, before anything is drawn. longest, shortest: (characters, id, caption), at most `most`."""
+    """What the captions are, before anything is drawn.
+
+    longest, shortest: (characters, id, caption), at most `most`. words, tags (what stands between commas): with the
+    captions that have them, the most frequent first; counted: in so many captions.
+    """
 
     count: int = 0
     empty: int = 0
     several: int = 0  # records with more than one
     longest: list[tuple[int, int, str]] = field(default_factory=list)
     shortest: list[tuple[int, int, str]] = field(default_factory=list)
+    words: list[tuple[str, int]] = field(default_factory=list)
+    tags: list[tuple[str, int]] = field(default_factory=list)
+    counted: int = 0
 
 
 def survey_captions(index: Index, most: int = 10) -> CaptionSurvey:
@@ -106,6 +164,8 @@ def survey_captions(index: Index, most: int = 10) -> CaptionSurvey:
     made = CaptionSurvey()
     longest: list[tuple[int, int, str]] = []
     shortest: list[tuple[int, int, str]] = []  # negative lengths: a heap drops its smallest
+    words: Counter[str] = Counter()
+    tags: Counter[str] = Counter()
     for row, texts in _captions(index):
         made.several += len(texts) > 1
         for text in texts:
@@ -114,10 +174,31 @@ def survey_captions(index: Index, most: int = 10) -> CaptionSurvey:
             _keep(longest, (len(text), -row, text), most)
             if text:
                 _keep(shortest, (-len(text), -row, text), most)
+            if made.counted < COUNTED:
+                made.counted += 1
+                words.update(words_of(text))
+                tags.update(tags_of(text))
+    made.words, made.tags = _most_frequent(words), _most_frequent(tags)
     ids = _ids_of(index, [-row for _, row, _ in (*longest, *shortest)])
     made.longest = [(size, ids[-row], text) for size, row, text in sorted(longest, reverse=True)]
     made.shortest = [(-size, ids[-row], text) for size, row, text in sorted(shortest, reverse=True)]
     return made
+
+
+def words_of(caption: str) -> set[str]:
+    """Return the words of a caption in lower case, without those that every text has."""
+    return {pair or word for pair, word in _WORD.findall(caption.lower())} - _COMMON
+
+
+def tags_of(caption: str) -> set[str]:
+    """Return what stands between commas, as it is written; nothing of a caption without one."""
+    parts = caption.split(",")
+    return {tag for part in parts if 0 < len(tag := part.strip()) <= LONGEST_TAG} if len(parts) > 1 else set()
+
+
+def _most_frequent(counts: Counter[str]) -> list[tuple[str, int]]:
+    """Return the most frequent, those of equal number by name."""
+    return heapq.nsmallest(FREQUENT, counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _captions(index: Index) -> Iterator[tuple[int, list[str]]]:

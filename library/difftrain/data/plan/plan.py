@@ -253,14 +253,14 @@ class EpochPlan:
         """Say how steps and epochs come about, and which buckets starve."""
         buckets, batch = len(self.buckets), ", ".join(map(str, self.global_batches))
         lines = [
-            f"{self.uses} draws an epoch (repeats counted) in {buckets} bucket{'s'[: buckets > 1]}, "
+            f"{self.uses} samples an epoch (repeats counted) in {buckets} bucket{'s'[: buckets > 1]}, "
             f"global batch {batch}{'' if self._single else ' by data set'}: "
             f"{self.steps(0)} steps in the first epoch, {float(self._share / self._per):.2f} on average"
         ]
         for rows in self.starved:
             needed = self.global_batches[rows.dataset]
             lines.append(
-                f"bucket {self.tables.name(rows)} has {rows.uses} draws an epoch, fewer than the global batch {needed}: "
+                f"bucket {self.tables.name(rows)} has {rows.uses} samples an epoch, fewer than the global batch {needed}: "
                 f"served about every {needed / rows.uses:.1f} epochs, nothing dropped"
             )
         return lines

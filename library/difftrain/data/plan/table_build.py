@@ -52,12 +52,18 @@ class HeldOutSplit:
         mask = np.zeros(len(keys), dtype=bool)
         if not self.share:
             return mask
-        a, b = (np.uint64(word) for word in words_of(purpose, self.seed, count=2))
         limit = np.uint64(int(self.share * 2.0**64))
         for start in range(0, len(keys), _CHUNK):
-            words = np.ascontiguousarray(keys[start : start + _CHUNK]).view("<u8").astype(np.uint64)
-            mask[start : start + len(words)] = _mix(_mix(words[:, 0] ^ a) ^ words[:, 1] ^ b) < limit
+            part = keys[start : start + _CHUNK]
+            mask[start : start + len(part)] = _hashes(part, purpose, self.seed) < limit
         return mask
+
+
+def _hashes(keys: np.ndarray, purpose: str, seed: int) -> np.ndarray:
+    """Hash keys (N, 16) uint8 to uint64."""
+    a, b = (np.uint64(word) for word in words_of(purpose, seed, count=2))
+    words = np.ascontiguousarray(keys).view("<u8").astype(np.uint64)
+    return _mix(_mix(words[:, 0] ^ a) ^ words[:, 1] ^ b)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -130,11 +136,13 @@ def build_tables(
     layout: Layout,
     fingerprint: str,
     held_out: np.ndarray | None = None,
+    most: tuple[int, int] | None = None,
 ) -> None:
     """Write the tables of an index into `folder`, under a temporary name that is renamed at the end.
 
     buckets, ordinals (N,): the bucket of each record, -1 where none fits. sources: of each, by its ordinal; a number
-    stands for so many repeats. held_out: what is, where the records' keys alone do not decide it.
+    stands for so many repeats. held_out: what is, where the records' keys alone do not decide it. most: (number, seed):
+    so many records are trained on, chosen by the seed.
     """
     count = len(columns.keys)
     if not 0 < count < 1 << 32:
@@ -147,7 +155,7 @@ def build_tables(
         shard, firsts = _through_all_sources(columns, len(plan_sources))
         mask = split.held_out(columns.keys) if held_out is None else held_out
         dataset_buckets, rank = _dataset_buckets(columns, buckets, ordinals, plan_sources)
-        arranged = _arrange(columns, rank, shard, plan_sources, mask, layout)
+        arranged = _arrange(columns, rank, shard, plan_sources, mask, layout, most)
 
         # write
         header = {"version": VERSION, "fingerprint": fingerprint, "layout": layout, "records": count, "shards": firsts}
@@ -188,6 +196,7 @@ def _arrange(
     sources: Sequence[PlanSource],
     held_out: np.ndarray,
     layout: Layout,
+    most: tuple[int, int] | None = None,
 ) -> _Arrangement:
     """Decide part, repeats and order. rank: of each record's bucket, -1 where none fits."""
     # part
@@ -198,6 +207,8 @@ def _arrange(
             # the records that a subset's share leaves out are drawn like held-out ones, by key
             part[own[~HeldOutSplit(source.share, 0).held_out(columns.keys[own], "subsample")]] = LEFT_OUT
     part[rank < 0] = UNPLACED
+    if most is not None:
+        _keep(most, columns, sources, part)
 
     # repeats: whole ones, and the fraction of one more
     exact = [source.fraction for source in sources]
@@ -215,6 +226,15 @@ def _arrange(
     group = np.where(part == TRAINING, times if layout == "key" else shard, 0)
     rows = _sorted_by(*((fraction,) if len(fractions) > 1 else ()), group, rank, part)
     return _Arrangement(part, rank, shard, times, fraction, rows, fractions)
+
+
+def _keep(most: tuple[int, int], columns: KeyColumns, sources: Sequence[PlanSource], part: np.ndarray) -> None:
+    """Leave out all training records but so many, those of the least hashes: changes part."""
+    number, seed = most
+    regs = np.array([source.is_reg for source in sources])
+    own = np.flatnonzero((part == TRAINING) & ~regs[columns.source])
+    order = np.argsort(_hashes(np.asarray(columns.keys)[own], "max_samples", seed), kind="stable")
+    part[own[order[number:]]] = LEFT_OUT
 
 
 def _balance(

@@ -10,6 +10,7 @@ SOURCES = {
     "folder": "difftrain.data.sources.folder:FolderSource",
     "tar": "difftrain.data.sources.tar:TarSource",
     "parquet": "difftrain.data.sources.parquet:ParquetSource",
+    "imagefolder": "difftrain.data.sources.image_folder:ImageFolderSource",
     "metadata": "difftrain.data.sources.metadata:MetadataSource",
     "class": "difftrain.data.sources.own_class:ClassSource",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ class SourceInfo:
     captions_file: str = ""  # JSON of captions by file name, in place of caption files; relative to root
     default_mask: str = ""  # of pictures without a mask of their own
     masks_optional: bool = False  # a picture without a mask counts as a whole
+    split: str = ""  # of train, validation and test, the one that is read; "": everything
 
     @property
     def label(self) -> str:
@@ -142,6 +144,30 @@ def split_suffix(path: str) -> tuple[str, str]:
     """Return (path without its last suffix, the suffix in lower case with its dot; "" where there is none)."""
     dot = path.rfind(".")
     return (path[:dot], path[dot:].lower()) if dot > path.rfind("/") + 1 else (path, "")
+
+
+# what folders and shards are named for -> the split that they belong to. Source: Hugging Face's datasets, data_files.py
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_WORDS = re.compile(r"[-._ 0-9]+")
+
+
+def split_of(path: str, *, by_file: bool) -> str:
+    """Return the split that a path is named for, by the nearest folder that tells, else by_file by its own name, or ""."""
+    *folders, file = path.lower().split("/")
+    for name in (*reversed(folders), *([file] if by_file else [])):
+        for word in _WORDS.split(name):
+            if word in _SPLITS:
+                return _SPLITS[word]
+    return ""
+
+
+def is_left_out(info: SourceInfo, path: str, *, by_file: bool) -> bool:
+    """Tell a file of another split than the one that a source reads."""
+    return bool(info.split) and split_of(path, by_file=by_file) not in ("", info.split)
 
 
 def printable(name: str) -> str:

@@ -16,6 +16,7 @@ from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.media.media import Unusable, decode_rgba
 from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, is_picture, printable, split_suffix
 from difftrain.data.sources.folder import is_folder, walk
+from difftrain.data.sources.image_folder import has_metadata
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import CaptionSection, DataSection, SubsetSection
@@ -123,7 +124,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         suffixes = ()  # caption files beside it are passed over
     known["masks"] = str(_absolute(subset.conditioning_dir)) if subset.conditioning_dir else ""
     known["default_mask"] = str(_mask(_absolute(subset.default_mask))) if subset.default_mask else ""
-    known |= {"masks_optional": subset.masks_optional, "share": subset.share}
+    known |= {"masks_optional": subset.masks_optional, "share": subset.share, "split": data.split or ""}
     known |= {"allow_empty": subset.captions.allow_empty, "whole_text": subset.captions.dialect == "diffusion_pipe"}
 
     def add(kind: str, root: Path | str, times: int = 1, **more: object) -> None:
@@ -151,6 +152,12 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
     # --- a folder, whose kind is read from what is in it
     kind, depth = made.kind(image_dir, 0 if subset.flat else None)
     made.notes.append(f"{image_dir}: {_SENTENCES[kind]}")
+    if data.split:
+        made.notes[-1] += f"; its {data.split} split: what is named for another one is left out"
+    if kind == "folder" and data.caption_column and has_metadata(image_dir):
+        made.notes[-1] = made.notes[-1].replace(_SENTENCES[kind], _SENTENCES["imagefolder"])
+        add("imagefolder", image_dir, caption_column=data.caption_column)
+        return
     folders = kohya_folders(image_dir) if kind == "folder" and depth == 1 else []
     if folders:
         made.kohya.append((image_dir, folders))
@@ -172,6 +179,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
 
 _SENTENCES = {
     "folder": "pictures with caption files",
+    "imagefolder": "pictures and captions as metadata.jsonl, .csv or .parquet names them",
     "tar": "tars, read in place; whatever lies beside them is not read",
     "parquet": "parquet files",
 }

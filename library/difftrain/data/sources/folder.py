@@ -16,6 +16,7 @@ from difftrain.data.sources.base import (
     FileRef,
     ListedFile,
     SourceItem,
+    is_left_out,
     split_suffix,
 )
 from difftrain.data.sources.captions import BadCaption, all_lines, decode_text, first_line, one_line
@@ -30,6 +31,8 @@ class FolderSource(DataSource):
 
     def listing(self) -> Iterator[ListedFile]:
         for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat):
+            if is_left_out(self.info, path, by_file=False):
+                continue
             suffix = split_suffix(path)[1]
             role = "media" if suffix in IMAGE_SUFFIXES else "caption" if suffix in self.info.suffixes else "other"
             if role == "other":

@@ -22,6 +22,7 @@ from difftrain.data.sources.base import (
     ListedFile,
     SourceInfo,
     SourceItem,
+    is_left_out,
     is_picture,
     printable,
     split_suffix,
@@ -159,6 +160,8 @@ def list_shards(source: DataSource, suffix: str) -> Iterator[ListedFile]:
         yield ListedFile("media", source.info.only, stat.st_size, stat.st_mtime_ns)
         return
     for path, entry in walk(source.root, deep=not source.info.flat):
+        if is_left_out(source.info, path, by_file=True):
+            continue
         if path.lower().endswith(suffix):
             yield ListedFile("media", path, *size_and_time(entry))
         else:

@@ -56,8 +56,8 @@ def attention(context: Context) -> Iterator[HealthFinding]:
 def _attention_finding(
     context: Context, name: str, dtype: Any, errors: dict[str, float], ways: set[str]
 ) -> HealthFinding:
-    text = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
-    text = f"attention in {name}, {' and '.join(sorted(ways))}: off fp64 by {text}"
+    text = ", ".join(f"{error:.1e} ({case})" for case, error in errors.items())
+    text = f"attention in {name}, {' and '.join(sorted(ways))}: max error vs fp64: {text}"
     if not all(error < BOUNDS[name] for error in errors.values()):  # a NaN is off too
         return HealthFinding("wrong", f"{text}; {BOUNDS[name]:.0e} is its rounding", _REPORT, name)
     if name == "fp32" and max(errors.values()) > _REAL_FP32:
@@ -147,7 +147,7 @@ def kernels(context: Context) -> Iterator[HealthFinding]:
             with counters.counting() as ways:
                 error = _adamw_error(context, dtype) if name == "adamw" else _kernel_error(context, name, dtype)
             way = "fused" if ways[f"{name} fused"] else "plain"
-            text, about = f"{name} in {precision}, {way}: off fp64 by {error:.1e}", f"{name}_{precision}"
+            text, about = f"{name} in {precision}, {way}: max error vs fp64 {error:.1e}", f"{name}_{precision}"
             if error < BOUNDS[precision]:
                 yield HealthFinding("ok", text, about=about)
             else:

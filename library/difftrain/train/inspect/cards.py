@@ -16,7 +16,18 @@ from difftrain.train.inspect.facts import Look
 LEAST_STEPS, MOST_STEPS, ENOUGH_USES = 1_000, 8_000, 64_000  # of each epoch that is searched
 MOST_USES = 2  # of one picture in one epoch that are shown
 BYTES = 4_200_000  # of all pictures together
-TRIES = ((232, 82), (232, 70), (184, 75), (144, 72), (112, 65), (88, 60), (64, 55))  # longest side, quality
+TRIES = (
+    (512, 80),
+    (416, 78),
+    (320, 78),
+    (232, 82),
+    (232, 70),
+    (184, 75),
+    (144, 72),
+    (112, 65),
+    (88, 60),
+    (64, 55),
+)  # longest side, quality
 
 
 @dataclass(frozen=True)

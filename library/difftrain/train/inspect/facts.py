@@ -20,6 +20,7 @@ from difftrain.data.samples import SampleMaker
 MOST_CAPTIONS = 200_000  # whose tokens are counted; of more records, every so-manyth
 MOST_NAMED = 200  # rejects and groups of copies that are named on the page
 BINS = 16
+SIDES = (0, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)  # px: square roots of areas
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,17 @@ def buckets(look: Look, sizes: survey.Placements) -> list[dict[str, Any]]:
     return out
 
 
+def resolutions(data: Data) -> list[dict[str, Any]]:
+    """Count images by the side of the square that has their area, from the smallest that occurs to the largest."""
+    columns = data.index.columns()
+    sides = np.sqrt(np.asarray(columns.width, np.float64) * np.asarray(columns.height, np.float64))
+    counts = np.bincount(np.searchsorted(SIDES, sides, side="right") - 1, minlength=len(SIDES))
+    occur = np.flatnonzero(counts)
+    if not len(occur):
+        return []
+    return [{"from": SIDES[i], "images": int(counts[i])} for i in range(occur[0], occur[-1] + 1)]
+
+
 def rejected(data: Data) -> dict[str, Any]:
     """Count what is not trained on, by source and reason, and name the first."""
     index = data.index
@@ -172,6 +184,9 @@ def captions(look: Look) -> dict[str, Any]:
         "several": surveyed.several,
         "longest": named(surveyed.longest),
         "shortest": named(surveyed.shortest),
+        "words": surveyed.words,
+        "tags": surveyed.tags,
+        "counted": surveyed.counted,
         "tokens": None,
     }
     if look.tokens is not None:

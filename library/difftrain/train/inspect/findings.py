@@ -79,7 +79,7 @@ def _starved(look: Look) -> Iterator[dict[str, Any]]:
     starved = look.plan.starved
     if starved:
         named = [
-            f"{look.data.tables.name(rows)}: {rows.uses} draws an epoch, served about every "
+            f"{look.data.tables.name(rows)}: {rows.uses} samples an epoch, served about every "
             f"{look.plan.global_batches[rows.dataset] / rows.uses:.1f} epochs"
             for rows in starved[:MOST]
         ]
@@ -124,3 +124,9 @@ def _copies(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         named = [f"{group['pictures']} x {', '.join(group['names'][:3])}" for group in copies["first"][:MOST]]
         what = f"{pictures(copies['groups'], 'is', 'are')} there more than once, byte for byte; all copies are kept"
         yield _finding(what, named)
+    similar = facts["similar"]
+    if similar["groups"]:
+        named = [", ".join(one["name"] for one in group["shown"][:3]) for group in similar["first"][:MOST]]
+        yield _finding(
+            f"{similar['images']:,} images look nearly the same as another, in {similar['groups']:,} groups", named
+        )

@@ -24,8 +24,9 @@ from difftrain.io.files import write_text
 from difftrain.models.registry import make_family
 from difftrain.report.dataset_page import dataset_page
 from difftrain.train.inspect.cards import cards_of
-from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejected, sources, totals
+from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejected, resolutions, sources, totals
 from difftrain.train.inspect.findings import findings
+from difftrain.train.inspect.similar import similar
 
 Say = Callable[[str], None]
 PAGE = "dataset.html"
@@ -42,6 +43,8 @@ def inspect(
     page = write_text(output, dataset_page(gathered))
     if facts is not None:
         cards = [{key: value for key, value in card.items() if key != "images"} for card in gathered.pop("cards")]
+        for group in gathered["similar"]["first"]:
+            group["shown"] = [{key: value for key, value in one.items() if key != "image"} for one in group["shown"]]
         write_text(facts, json.dumps({**gathered, "cards": cards}, indent=1) + "\n")
     return page
 
@@ -70,6 +73,8 @@ def gather(look: Look) -> dict[str, Any]:
         "buckets": buckets(look, sizes),
         "rejected": rejected(data),
         "copies": copies(data),
+        "similar": similar(look),
+        "resolutions": resolutions(data),
         "captions": captions(look),
         "notes": [*data.index.summary.notes, *plan.lines()],
         "cards": cards_of(look),

@@ -1,0 +1,86 @@
+"""What the first backward of a session shows: which trained tensors it reached, and which got nothing but zeros."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from difftrain.contracts import ConfigFault, Fault
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("difftrain")
+_SHOWN = 3  # names
+
+
+def check_gradients(left: list[str]) -> None:
+    """Name parameters that a backward left out; other ranks would wait for them for ever. Raises ConfigFault."""
+    if left:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        what = f"parameters take no part in the loss: {', '.join(left[:5])}{more}"
+        raise ConfigFault([Fault("model", what, "the family must freeze them")])
+
+
+@torch.no_grad()
+def largest_of(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return the largest magnitude of each tensor that is there, on its device; the host waits for nothing."""
+    there = {name: value for name, value in tensors.items() if value is not None and value.numel()}
+    return dict(zip(there, torch._foreach_norm(list(there.values()), float("inf")))) if there else {}
+
+
+@torch.no_grad()
+def check_zeros(
+    largest: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    loss: Tensor,
+    silent: Collection[str] = (),
+    *,
+    speaks: bool,
+) -> list[str]:
+    """Return the trained tensors whose gradient is all zeros, and say how many they are, and why that may be.
+
+    largest: the largest magnitude of each gradient that this rank sees, where they lie; the host waits for them once.
+    weights: the same of the weights as the step began. loss: of this step. silent:
+    names that no output depends on, as their family says. speaks: whether this rank says it. Raises ConfigFault, on every
+    rank alike, where no tensor of a part gets a gradient, and nothing that begins as zeros, and no loss of 0, is the cause.
+    """
+    if not largest:
+        if speaks:
+            log.info("which gradients are zeros is not looked at: this engine holds them in pieces")
+        return []
+    shown_of = (loss.detach().reshape(()), *largest.values(), *weights.values())
+    values = torch.stack([value.float().abs() for value in shown_of]).tolist()
+    zeros = [name for name, value in zip(largest, values[1:]) if value == 0.0]
+    if not zeros:
+        return []
+
+    # --- by part, and the cause: a tensor that begins as zeros lets none through to what lies before it
+    begin = sum(value == 0.0 for value in values[1 + len(largest) :])
+    every, without = (Counter(name.partition(".")[0] for name in group) for group in (largest, zeros))
+    parts = ", ".join(f"{part} {without[part]} of {every[part]}" for part in without)
+    shown = ", ".join(zeros[:_SHOWN]) + (f" and {len(zeros) - _SHOWN} more" if len(zeros) > _SHOWN else "")
+    what = (
+        f"{len(zeros)} of {len(largest)} trained tensors get a gradient of zeros at the first step ({parts}): {shown}"
+    )
+    if values[0] == 0.0:
+        _say(logging.WARNING, f"{what}; the loss of this step is 0", speaks)
+    elif dead := [part for part in without if without[part] == every[part] and not begin]:
+        remedy = "nothing of the loss depends on it: leave it out of what is trained"
+        raise ConfigFault([Fault("model", f"no gradient reaches {', '.join(dead)}; {what}", remedy)])
+    elif set(zeros) <= set(silent):
+        _say(logging.INFO, f"{what}; no output depends on them", speaks)
+    elif begin:
+        _say(logging.INFO, f"{what}; as is to be expected behind the {begin} tensors that begin as zeros", speaks)
+    else:
+        _say(logging.WARNING, f"{what}; nothing that begins as zeros explains it: does the loss read them?", speaks)
+    return zeros
+
+
+def _say(level: int, what: str, speaks: bool) -> None:
+    if speaks:
+        log.log(level, "%s", what)

@@ -1,0 +1,288 @@
+"""What a run takes, estimated before it begins: memory of each device, and disk."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from difftrain.config import TrainConfig
+from difftrain.config.schema.families import row_of
+from difftrain.contracts import Bucket, Group, Parts
+from difftrain.engine.fused import parts_of
+from difftrain.engine.half_precision import weights_kept
+from difftrain.engine.master_weights import DTYPES
+from difftrain.models.step_memory import step_peak
+from difftrain.optim import make_optimizer
+from difftrain.optim.muon import is_matrix
+from difftrain.train.saving import is_one_file, layout_of
+
+if TYPE_CHECKING:
+    from difftrain.models.base import BaseFamily
+
+GIB = float(1 << 30)
+RESERVE = 1.5 * GIB  # of a device: the driver's context, workspaces of libraries, what the allocator cannot use
+FP32, HALF = 4, 2
+VAE = "vae"
+KEPT_BYTES = {"fp32": 4, "kahan": 2}  # beside a weight in half precision
+
+
+def trained(module: nn.Module) -> int:
+    """Count the parameters that are trained."""
+    return sum(each.numel() for each in module.parameters() if each.requires_grad)
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One line of the estimate: how many bytes, and by which formula."""
+
+    what: str
+    size: float
+    formula: str
+    in_step: bool = False  # comes and goes with each step
+
+
+def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
+    """Estimate what one card holds at all times, by formula; activations come on top."""
+    training, moving = cfg.training, trained(parts.root)
+    wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
+
+    # weights, trained and frozen, with what low precision keeps beside them
+    weights = sum(each.numel() * min(each.element_size(), wide) for each in parts.root.parameters())
+    held = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
+    frozen = sum(each.numel() * each.element_size() for part in held for each in part.parameters())
+    found = [
+        MemoryItem(
+            f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"
+        ),
+        MemoryItem("frozen weights", frozen, "in the precision that they are kept in"),
+    ]
+    kept = weights_kept(training)
+    if training.full_precision and kept in KEPT_BYTES:
+        found.append(
+            MemoryItem(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
+        )
+
+    # of each step: gradients and copies
+    alive, formula = gradients_alive(cfg, parts)
+    found.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}", in_step=True))
+    if training.mixed_precision != "no" and not training.full_precision:
+        found.append(MemoryItem("casts of autocast", 2 * moving, "2 B a trained parameter", in_step=True))
+    if ranks > 1 and not training.ddp_bucket_view and alive == moving:
+        found.append(
+            MemoryItem("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views")
+        )
+
+    # optimizer state, of which sharding leaves each rank its part
+    each = state_bytes(cfg, matrix_share(parts))
+    shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
+    formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
+    found.append(MemoryItem("optimizer state", each * moving / shards, formula))
+
+    # averages, always in fp32
+    if cfg.ema.enable:
+        found.append(MemoryItem("averaged weights", FP32 * moving, "4 B a trained parameter"))
+    if cfg.ema.profiles:
+        count = len(cfg.ema.profiles)
+        found.append(
+            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width")
+        )
+    return found
+
+
+def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
+    """Count the gradients that are in memory at once, and say of what; updates during the backward pass free them."""
+    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
+    section = cfg.optimizer
+    if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
+        return sum(each.numel() for _, each in named), "a trained parameter"
+    sizes = {name: each.numel() for name, each in named}
+    together = parts_of([Group("all", named, 0.0)], section.fused_groups)
+    what = "a parameter of the largest group" if section.fused_groups else "for each number of the largest parameter"
+    return max(sum(sizes[name] for name in names) for names in together), what
+
+
+def matrix_share(parts: Parts) -> float:
+    """Return the share of the trained numbers that are in matrices, as Muon takes them."""
+    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
+    return sum(each.numel() for name, each in named if is_matrix(name, each)) / sum(each.numel() for _, each in named)
+
+
+def state_bytes(cfg: TrainConfig, matrices: float = 1.0) -> float:
+    """Return the bytes of state that the optimizer keeps for a parameter: counted on small ones after a step.
+
+    matrices: the share of matrices within blocks, of which Muon keeps less.
+    """
+    full = cfg.training.full_precision
+    dtype = DTYPES[full] if full and weights_kept(cfg.training) == "none" else torch.float32
+    shares = {"blocks.0.probe": matrices, "probe": 1 - matrices}
+    probes = {name: nn.Parameter(torch.full((256, 256), 1e-2, dtype=dtype)) for name in shares}
+    group = Group("probe", list(probes.items()), cfg.optimizer.learning_rate or 1.0)
+    optimizer = make_optimizer(cfg.optimizer, [group], dp_size=1, fused_ok=False)
+    for probe in probes.values():
+        probe.grad = torch.full_like(probe, 1e-3)
+    optimizer.step()
+    return sum(share * _state_of(optimizer.state[probes[name]], probes[name]) for name, share in shares.items())
+
+
+def _state_of(state: dict[str, Any], probe: torch.Tensor) -> float:
+    kept = (each for each in state.values() if torch.is_tensor(each) and each.numel() > 1)
+    return sum(each.numel() * each.element_size() for each in kept) / probe.numel()
+
+
+def cached_parts(cfg: TrainConfig, parts: Parts) -> set[str]:
+    """Return the frozen parts whose output would be cached, where the tokenizers that tell it exactly are not here."""
+    latents, text = (cfg.cache.latents or cfg.cache.latents_to_disk), (cfg.cache.text or cfg.cache.text_to_disk)
+    return {name for name in parts.frozen if (latents if name == VAE else text)}
+
+
+# --- a step, and all together
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The estimate for one device. items: what stands at all times, and of a step by formula. step: the peak of one."""
+
+    items: tuple[MemoryItem, ...]
+    step: int
+    bucket: Bucket
+    batch: int
+
+    @property
+    def standing(self) -> float:
+        """Return what is there between steps, and not gone in them."""
+        return sum(item.size for item in self.items if not item.in_step)
+
+    @property
+    def total(self) -> float:
+        """Return the peak of a run: in a step, or at the update, when gradients alone are left of it."""
+        gradients = sum(item.size for item in self.items if item.what == "gradients")
+        return self.standing + max(self.step, gradients)
+
+    def sentence(self) -> str:
+        """Say it in one line."""
+        parts = [f"{item.what} {item.size / GIB:.3g}" for item in self.items if not item.in_step and item.size]
+        images = f"{self.batch} image{'s'[: self.batch != 1]} at {self.bucket.width}x{self.bucket.height}"
+        parts.append(f"a step of {images} {self.step / GIB:.3g}")
+        return f"{self.total / GIB:.3g} GiB a device, estimated: {', '.join(parts)}"
+
+    def verdict(self, free: float) -> str:
+        """Say whether it fits."""
+        if self.total + RESERVE <= free:
+            return "fits"
+        return "may not fit" if self.total <= free else "does not fit"
+
+
+def device_memory(cfg: TrainConfig, family: Any, parts: Parts, ranks: int, bucket: Bucket, batch: int) -> DeviceMemory:
+    """Estimate the memory of one device. parts: without weights; their root is brought into the form of a step.
+
+    Not in it: text encoders and VAE at work, where they run in each step; samples and evaluations between steps; what
+    the driver and libraries take.
+    """
+    items = tuple(needs(cfg, parts, ranks))
+    root, half = parts.root.to("meta"), cfg.training.full_precision
+    if half:
+        root.to(DTYPES[half])
+    step = step_peak(cast("BaseFamily", family), root, bucket, batch, lambda root: _free_gradients(cfg, root))
+    root.zero_grad(set_to_none=True)
+    return DeviceMemory(items, step, bucket, batch)
+
+
+def _free_gradients(cfg: TrainConfig, root: nn.Module) -> None:
+    """Take gradients away where the update does so during the backward pass: once those of a group are all there."""
+    section = cfg.optimizer
+    if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
+        return
+    named = {name: each for name, each in root.named_parameters() if each.requires_grad}
+    for names in parts_of([Group("all", list(named.items()), 0.0)], section.fused_groups):
+        together, waiting = [named[name] for name in names], set(names)
+
+        def arrived(_: Any, name: str, waiting: set[str], together: list[nn.Parameter]) -> None:
+            waiting.discard(name)
+            if not waiting:
+                for each in together:
+                    each.grad = None
+
+        for name in names:
+            named[name].register_post_accumulate_grad_hook(
+                lambda p, name=name, waiting=waiting, together=together: arrived(p, name, waiting, together)
+            )
+
+
+# --- disk
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of one export and one checkpoint, how many of each a run writes, and how many of these stay."""
+
+    export_bytes: float
+    checkpoint_bytes: float
+    exports: int
+    checkpoints: int
+    kept_exports: int
+    kept_checkpoints: int
+    every_minutes: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Return what is left at the end."""
+        return self.export_bytes * self.kept_exports + self.checkpoint_bytes * self.kept_checkpoints
+
+    def sentence(self, folder: Path) -> str:
+        """Say it in one line, with what is free where it goes to."""
+        made = [
+            f"{count} {what}{'s'[: count != 1]} of {size / GIB:.3g} GiB" + (f", {kept} kept" if kept < count else "")
+            for what, count, kept, size in (
+                ("export", self.exports, self.kept_exports, self.export_bytes),
+                ("checkpoint", self.checkpoints, self.kept_checkpoints, self.checkpoint_bytes),
+            )
+            if count
+        ]
+        if self.every_minutes:
+            made.append(f"a checkpoint of {self.checkpoint_bytes / GIB:.3g} GiB every {self.every_minutes:g} min")
+        home = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
+        free = shutil.disk_usage(home).free / GIB
+        return f"{self.total / GIB:.3g} GiB in all ({'; '.join(made) or 'nothing is saved'}); {free:.3g} GiB are free"
+
+
+def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_batch: float) -> Disk:
+    """Estimate what a run writes; caches and samples aside."""
+    save, moving = cfg.save, trained(parts.root)
+
+    # sizes: an export holds the whole model, a checkpoint what is trained in fp32, with optimizer state and averages
+    half = save.precision in ("fp16", "bf16")
+    # a family that writes folders by itself links what is frozen into them
+    links = "save.model_as" in row_of(cfg).defaults and not is_one_file(layout_of(cfg))
+    whole = [parts.root] if links else [parts.root, *parts.frozen.values()]
+    numbers = [each for part in whole for each in part.parameters()]
+    export = sum(each.numel() * (HALF if half else each.element_size()) for each in numbers)
+    averages = cfg.ema.enable + len(cfg.ema.profiles or ())
+    checkpoint = moving * (FP32 + state_bytes(cfg, matrix_share(parts)) + FP32 * averages)
+
+    # how many: by steps, by epochs, and at the end
+    by_step = save.naming != "kohya"
+    every_epochs = save.every_n_epochs
+    if save.n_epoch_ratio and cfg.training.max_epochs:
+        every_epochs = max(1, cfg.training.max_epochs // save.n_epoch_ratio)
+    exports = total_steps // save.every_n_steps if save.every_n_steps else 0
+    exports += int(total_steps * mean_batch) // save.every_n_examples if save.every_n_examples else 0
+    exports += epochs // every_epochs if every_epochs else 0
+    checkpoints = exports if save.state else 0
+    for every, of in ((save.checkpoint_every_n_steps, total_steps), (save.checkpoint_every_n_epochs, epochs)):
+        checkpoints += of // every if every else 0
+    exports += 1
+    checkpoints += 1 if save.state or save.state_on_train_end or by_step else 0
+
+    # what stays of them
+    windows = ((save.last_n_steps, save.every_n_steps), (save.last_n_epochs, every_epochs))
+    kept = [max(2, last // every + 1) for last, every in windows if last and every]
+    kept_exports = min(exports, *kept) if kept else exports
+    kept_checkpoints = min(checkpoints, max(2, save.last_n_states)) if save.last_n_states else checkpoints
+    return Disk(
+        export, checkpoint, exports, checkpoints, kept_exports, kept_checkpoints, save.checkpoint_every_n_minutes
+    )
