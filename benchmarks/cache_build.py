@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 import numpy as np
 import torch
-from photographs import photographs
-from PIL import Image
+from photographs import write_pieces
 
 from difftrain.cache import build
 from difftrain.cache.build import with_cache
@@ -44,28 +43,9 @@ from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.models.registry import make_family
 
-SIDE = 1024  # of a picture: one megapixel
 MOST_MS = 20.0  # of the encoder, a picture
 LIMIT = 1.10
 RECHECK_S = 10.0
-
-
-def write_pictures(folder: Path, count: int) -> int:
-    """Cut photographs into JPEGs of one megapixel, each with a caption of its own; return how many."""
-    sources, made = photographs(), 0
-    folder.mkdir(parents=True)
-    for path in sources:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
-        for top in range(0, image.height - SIDE + 1, 192):
-            for left in range(0, image.width - SIDE + 1, 384):
-                if made == count:
-                    return made
-                piece = image.crop((left, top, left + SIDE, top + SIDE))
-                piece.save(folder / f"{made:05d}.jpg", quality=92)
-                (folder / f"{made:05d}.txt").write_text(f"photograph {path.stem}, from {left} and {top}")
-                made += 1
-    return made
 
 
 def config(folder: Path, cache: Path, options: argparse.Namespace) -> TrainConfig:
@@ -173,7 +153,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="cache-build-") as name:
         folder = Path(name)
-        count = write_pictures(folder / "pictures", options.pictures)
+        count = write_pieces(folder / "pictures", options.pictures)
         if not count:
             print("no photographs can be had here; nothing is measured")
             return 1

@@ -33,7 +33,8 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.report.metrics import METRICS, read_lines
 from difftrain.testing.pictures import write_folder
 from difftrain.train.loop import train
-from difftrain.train.run import assemble, make_hooks, open_outputs
+from difftrain.train.outputs import open_outputs
+from difftrain.train.run import assemble, make_hooks
 from difftrain.train.session import open_session
 from difftrain.train.state import Run
 from difftrain.train.triggers import Requests
@@ -91,7 +92,7 @@ def take_turns(cfg: TrainConfig) -> tuple[Turns, list[float]]:
         turns = Turns(plain, batches_of(run))
         with open_outputs(run) as outputs:
             meter, saving, evaluating, drawing = make_hooks(run, outputs)
-            train(run, turns, [saving, evaluating, drawing], meter, saving, Requests())
+            train(run, turns, [saving, evaluating, drawing], meter, saving, Requests(), drawing.draw_now)
     return turns, [line["step_loss"] for line in read_lines(cfg.output_dir / METRICS)]
 
 

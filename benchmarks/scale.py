@@ -84,25 +84,25 @@ def worker_memory(cfg: TrainConfig, folder: Path) -> dict[str, float]:
     return readings[-1]
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Return seconds of one call."""
-    start = time.perf_counter()
+def timed(call: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
+    """Return seconds of one call, of the processor where nothing else is asked for: other work adds to the clock."""
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def check_plan(report: Report, name: str, plan: EpochPlan, limit_far: float) -> None:
-    """Time batches in sequence and far apart."""
+def check_plan(report: Report, name: str, plan: EpochPlan, limit_far: float, slowness: float) -> None:
+    """Time batches in sequence and far apart. limit_far: in ms."""
     near = [timed(functools.partial(plan.batch, step)) * 1e3 for step in range(2000)]
     rng = np.random.Generator(np.random.Philox(key=1))
     steps = rng.integers(0, plan.total_steps(1000), 500).tolist()
     located = [timed(functools.partial(plan.locate, step)) * 1e3 for step in steps]
     far = [timed(functools.partial(plan.batch, step)) * 1e3 for step in steps]
     tail = f"90 % below {np.quantile(near, 0.9):.3f}"
-    report.check(f"{name}: batch of {BATCH}, one after another", statistics.median(near), 1.0, "ms", tail)
-    report.check(f"{name}: locate any position", statistics.median(located), 1.0, "ms")
+    report.check(f"{name}: batch of {BATCH}, one after another", statistics.median(near), slowness, "ms", tail)
+    report.check(f"{name}: locate any position", statistics.median(located), slowness, "ms")
     tail = f"90 % below {np.quantile(far, 0.9):.3f}"
-    report.check(f"{name}: locate and batch at any position", statistics.median(far), limit_far, "ms", tail)
+    report.check(f"{name}: locate and batch at any position", statistics.median(far), limit_far * slowness, "ms", tail)
 
 
 def main() -> int:
@@ -110,6 +110,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=10_000_000)
     parser.add_argument("--folder", type=Path, help="keep the index here, and use it again")
+    slow = "how many times slower this machine is than an idle one of the usual kind: times are allowed as much more"
+    parser.add_argument("--slowness", type=float, default=1.0, help=slow)
     args = parser.parse_args()
     report = Report()
     with tempfile.TemporaryDirectory() as temporary:
@@ -122,11 +124,13 @@ def main() -> int:
             for index in (large, small):
                 seconds = timed(lambda index=index, cfg=cfg: make_tables(cfg, index))
                 print(f"      tables ({order}, {index.count} records): {seconds:.1f} s")
-            opened = timed(lambda cfg=cfg: make_plan(open_data(cfg, large.folder), cfg, BATCH).batch(0))
-            report.check(f"{order}: open index, tables and plan", opened, 1.0, "s")
+            opened = timed(
+                lambda cfg=cfg: make_plan(open_data(cfg, large.folder), cfg, BATCH).batch(0), time.perf_counter
+            )
+            report.check(f"{order}: open index, tables and plan", opened, args.slowness, "s")
             plans[order] = make_plan(open_data(cfg, large.folder), cfg, BATCH)
-        check_plan(report, "random", plans["random"], 1.0)
-        check_plan(report, "sequential", plans["sequential"], 5.0)
+        check_plan(report, "random", plans["random"], 1.0, args.slowness)
+        check_plan(report, "sequential", plans["sequential"], 5.0, args.slowness)
         for order in plans:
             check_memory(report, order, large.folder, small.folder)
         compare(plans["random"])

@@ -20,12 +20,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "library"))
 
 import torch
-from gpu_sd3 import CachedSD3
-from gpu_trainer import Trainer
+from workload import built_engine
 
 from difftrain.config import TrainConfig
-from difftrain.contracts import Batch, Bucket
-from difftrain.device import choose
+from difftrain.contracts import EVERY, Batch, Bucket, Parts
+from difftrain.device import choose, use_attention
+from difftrain.models.registry import make_family
+from difftrain.testing.batches import cached_batch
 
 WARM_UP, WIDTH = 2, 768
 WAYS: dict[str, dict[str, Any]] = {
@@ -47,14 +48,18 @@ class Way:
         if "repa" in given:
             given["repa"] = {**given["repa"], "encoder": str(vision)}
         cfg = TrainConfig.model_validate(given)
-        family = CachedSD3(cfg)
+        self.family: Any = make_family(cfg)
+        parts = self.family.load(deferred=EVERY)
+        parts.fill_root()
+        self.parts, device = Parts(parts.root, config=parts.config), choose("cpu")  # features are all there
+        use_attention(parts.root, device, fused=True, choice="auto", precision="no")
         self.aligned = "repa" in given
-        self.trainer = Trainer(cfg, family, family.alone(), choose("cpu"))
+        self.engine = built_engine(self.family, self.parts, device)
         self.times: list[float] = []
 
     def batch(self, side: int, size: int, seed: int) -> Batch:
         """Make a batch; with what an image encoder makes of it where that counts."""
-        batch = self.trainer.family.batch(side, size, seed)
+        batch = cached_batch(self.family, Bucket(side, side), size, seed=seed)
         if self.aligned:
             batch.features["vision"] = torch.randn(size, WIDTH, side // 16, side // 16).bfloat16()
         return batch
@@ -62,7 +67,7 @@ class Way:
     def step(self, batch: Batch) -> None:
         """Take a step."""
         began = time.perf_counter()
-        self.trainer.engine.step([batch], dict(batch.counts))
+        self.engine.step([batch], dict(batch.counts))
         self.times.append(time.perf_counter() - began)
 
 
@@ -100,10 +105,7 @@ def main() -> int:
             for way in ways.values():
                 way.step(way.batch(side, size, seed))
         plain = ways["plain"]
-        work = {
-            name: way.trainer.family.flops_per_sample(way.trainer.parts, Bucket(side, side))
-            for name, way in ways.items()
-        }
+        work = {name: way.family.flops_per_sample(way.parts, Bucket(side, side)) for name, way in ways.items()}
     print(
         f"{options.depth} blocks, batch {size} at {side} px, {options.steps} turns, {torch.get_num_threads()} threads"
     )

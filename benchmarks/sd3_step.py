@@ -73,11 +73,11 @@ def run(folder: Path, out: str, *options: str) -> tuple[float, list[str]]:
     first, said = 0.0, []
     for line in process.stdout or ():
         said.append(line)
-        if not first and line.startswith("step="):
+        if not first and " step_loss=" in line:
             first = time.time() - began
     if process.wait():
         raise SystemExit(f"train.py ended with {process.returncode}\n{''.join(said)}")
-    return first, imported("".join(said).partition("\nstep=")[0])
+    return first, imported("".join(said).partition(" step_loss=")[0])
 
 
 def waiting(folder: Path, out: str) -> tuple[float, float]:
