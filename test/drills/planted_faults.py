@@ -86,7 +86,7 @@ FAULTS = (
     PlantedFault(
         "a pair is found by its caption alone",
         "cache/serve.py", "joined_address((picture, text))", "joined_address((text, text))",
-        ("unit/cache/test_pairs.py",),
+        ("integration/test_cache_pairs.py",),
     ),
     PlantedFault(
         "features in another dtype share an entry",

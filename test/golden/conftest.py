@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from doors import Door, write_pictures
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write test/golden/data anew; say why in the commit")
+    with contextlib.suppress(ValueError):  # other tiers have the same flag, where several are run at once
+        parser.addoption(
+            "--update-golden", action="store_true", help="write test/golden/data anew; say why in the commit"
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")

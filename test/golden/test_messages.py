@@ -1,4 +1,4 @@
-"""Every sentence that the library can say is on one page: as kohya's entry points spell it, and train.py where it differs.
+"""Every sentence that the library can say is on one page: as kohya's entry points spell it, and the others where they differ.
 
 Read from the source: string literals of three words and more outside docstrings, help tables and pages. What is only
 known when a sentence is said stands in braces by its name. A change of wording is a change of that page, to be read as prose:
@@ -17,14 +17,15 @@ from difftrain.config.spellings.spelling import Door, option, speaking, spelled
 LIBRARY = Path(__file__).resolve().parents[2] / "library" / "difftrain"
 HEADING = """# What the library says
 
-Written by test_messages.py from the source. {name}: what is known when it is said; "train.py:" how that door spells it.
+Written by test_messages.py from the source. {name}: what is known when it is said; "train.py:", "train_text_to_image.py:"
+how that door spells it.
 
 """
 
 # their texts are pages of the documentation, held by tests of their own
 PAGES = ("config/spellings/", "config/render/", "config/schema/")
 _SQL = ("SELECT ", "INSERT ", "CREATE ", "DELETE ", "UPDATE ", "PRAGMA ", "ATTACH ", "WITH ", "BEGIN ")
-_DOORS: tuple[Door, ...] = ("kohya", "train")
+_OTHERS: dict[Door, str] = {"train": "train.py", "text_to_image": "train_text_to_image.py"}
 
 
 def test_the_page_has_every_sentence_as_it_is(golden_dir: Path, update_golden: bool) -> None:
@@ -36,7 +37,7 @@ def test_the_page_has_every_sentence_as_it_is(golden_dir: Path, update_golden: b
     assert not changed, "\n".join(["read them, then --update-golden:", *changed[:60]])
 
 
-def test_the_page_shows_both_doors() -> None:
+def test_the_page_shows_every_door() -> None:
     """One sentence of a literal table, one that is made when it is needed."""
     lines = page().splitlines()
     needed = lines.index("- needs --save_state or --save_state_on_train_end: there are no states to send")
@@ -46,6 +47,7 @@ def test_the_page_shows_both_doors() -> None:
     )
     made = lines.index("- has no effect: --max_train_epochs wins")
     assert lines[made + 1] == "  train.py: has no effect: --training.epochs wins"
+    assert lines[made + 2] == "  train_text_to_image.py: has no effect: --num_train_epochs wins"
 
 
 def page() -> str:
@@ -64,12 +66,13 @@ def _sentences(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if id(node) in inner or not isinstance(node, ast.JoinedStr | ast.Constant):
             continue
-        kohya, train = (" ".join(_text(node, door).split()) for door in _DOORS)
+        kohya = " ".join(_text(node, "kohya").split())
         if len(kohya.split()) < 3 or kohya.startswith(_SQL) or kohya[0] == "<":
             continue
         yield f"- {kohya}"
-        if train != kohya:
-            yield f"  train.py: {train}"
+        for door, name in _OTHERS.items():
+            if (own := " ".join(_text(node, door).split())) != kohya:
+                yield f"  {name}: {own}"
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:

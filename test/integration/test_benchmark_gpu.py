@@ -1,26 +1,49 @@
-"""The benchmark of an accelerator is rehearsed where there is none: every check of both families, on tiny sizes."""
+"""The benchmark of an accelerator is rehearsed where there is none: checks and rows of a family, on tiny sizes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+from benchmarked import benchmark
 
 
-def test_what_is_measured_on_a_gpu_runs_on_tiny_sizes(tmp_path: Path) -> None:
-    words = ["--rehearse", "--models=sd3_light", "--light_batch_sizes=1", "--precisions=bf16", "--steps=1"]
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("gpu")
+    code, said = benchmark("gpu", "--rehearse", "--families=sd3", "--warm_up=1", "--steps=1", "--repeats=2", cwd=folder)
+    assert code == 0, said
+    (written,) = folder.iterdir()
+    return said, json.loads(written.read_text())
+
+
+def test_every_check_passes(rehearsed: tuple[str, dict[str, Any]]) -> None:
+    said, found = rehearsed
+    assert "FAIL" not in said and all(row["passed"] for row in found["checks"])
+    assert sum("attention" not in row["check"] for row in found["checks"]) == 6
+
+
+def test_rows_have_figures(rehearsed: tuple[str, dict[str, Any]]) -> None:
+    _, found = rehearsed
+    assert found["rehearsal"] is True
+    for row in found["speed"]:
+        assert row["family"] == "sd3" and row["size"] == "tiny" and row["fps"] > 0 and len(row["rounds"]) == 2
+        assert row["mfu"] is None and row["matmul_utilisation"] > 0  # a CPU has no vendor's peak
+    full = [row for row in found["speed"] if row["trains"] == "full"]
+    assert {row["precision"] for row in full} == {"bf16", "fp16"} and {row["compile"] for row in full} == {"", "eager"}
+    assert all(row["flops_per_sample"] == row["formula_flops_per_sample"] for row in full)
+    ours, plain = (
+        next(row["loss"] for row in full if (row["loop"] == "difftrain") is mine and row["precision"] == "bf16")
+        for mine in (True, False)
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "FAIL" not in ended.stdout and ended.stdout.count("PASS  SD3") == 3
-    assert ended.stdout.count("sd3_light bf16 batch   1") == 2 and not list(tmp_path.iterdir())
+    assert abs(ours - plain) < 0.1 * plain  # the same batches and weights, but for what rows before have trained
+    with_lora = "lora" in {row["trains"] for row in found["speed"]}
+    assert with_lora is (importlib.util.find_spec("peft") is not None) is not bool(found["left_out"])
+
+
+def test_without_an_accelerator_nothing_is_written(tmp_path: Path) -> None:
+    code, said = benchmark("gpu", cwd=tmp_path)
+    assert code == 0 and "not measured on a GPU" in said and not list(tmp_path.iterdir())

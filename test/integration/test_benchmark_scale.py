@@ -4,12 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from machine_kind import slowness
+
 ROOT = Path(__file__).parents[2]
 
 
 def test_planning_keeps_its_limits():
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--records=200000"],
+        [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--records=200000", f"--slowness={slowness()}"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -142,9 +142,9 @@ def test_captions_at_once_and_processes_that_decode(place: Place, monkeypatch: p
 def test_everything_is_encoded_anew(place: Place) -> None:
     place.run(*BUILD)
     before = set(place.folder.names())
-    assert not any("to be encoded" in line for line in place.run(*BUILD))
+    assert not any(" encoded" in line for line in place.run(*BUILD))
     said = place.run(*BUILD, "--regenerate_cache")
-    assert any("26 entries are encoded anew" in line for line in said)
+    assert any("--regenerate_cache: 26 entries" in line for line in said)
     rows = Metadata(place.folder.database)
     assert rows.count == 26 and {each.name for each in rows.segments() if each.entries} > set()
     assert set(place.folder.names()) > before
@@ -169,7 +169,7 @@ def test_a_flipped_bit_is_found_where_checksums_are_compared(place: Place) -> No
             held[at] ^= 1  # of the mantissa of some number
         path.write_bytes(held)
     place.run(*ON_DISK, "--skip_cache_check")
-    with pytest.raises(TrainingFault, match="difftrain cache repair"):
+    with pytest.raises(TrainingFault, match="cache repair"):
         place.run(*ON_DISK)
 
 
@@ -178,7 +178,7 @@ def test_what_is_read_lies_in_memory(place: Place) -> None:
     place.run(*ON_DISK)
     said = place.run(*ON_DISK, "--cache_preload")
     assert losses_of(place, 1) == losses_of(place, 2)
-    assert any("--cache_preload: 26 entries of the cache lie in memory" in line for line in said)
+    assert any("--cache_preload: 26 entries " in line for line in said)
 
 
 def test_a_truncated_segment_is_repaired_and_built_upon(place: Place) -> None:
@@ -186,8 +186,8 @@ def test_a_truncated_segment_is_repaired_and_built_upon(place: Place) -> None:
     largest = max(place.folder.segments.glob("*.bin"), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
         file.truncate(largest.stat().st_size - 5000)
-    with pytest.raises(TrainingFault, match=r"1 entries that this run wants are damaged: .*difftrain cache repair"):
+    with pytest.raises(TrainingFault, match=rf"1 entries .*damaged: .*{largest.name}.*cache repair"):
         place.run(*ON_DISK)
     list(repair(place.folder))
     said = place.run(*BUILD)
-    assert sum("1 to be encoded" in line for line in said) == 1
+    assert sum(", 1 to be " in line for line in said) == 1

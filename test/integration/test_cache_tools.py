@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def built(tmp_path: Path, *flags: str, ranks: int = 1) -> str:
     line = ["--train_data_dir=data", "--resolution=64,64", "--init_from_config=tiny", "--seed=1", "--device=cpu"]
     done = tool(tmp_path, "build", *line, "--cache_dir=cache", *flags, ranks=ranks)
     assert done.returncode == 0, done.stderr
-    assert "the caches are whole, nothing was trained" in done.stdout
+    assert "--cache_only: " in done.stdout
     return done.stdout
 
 
@@ -59,9 +60,9 @@ def test_the_contract_for_scripts(tmp_path: Path) -> None:
     flip(target, target.stat().st_size // 2, 3)
     target_name = target.name.removesuffix(".bin")
     assert target_name in said(tmp_path, "verify", "cache", code=1)
-    assert "1 damaged entries are dropped" in said(tmp_path, "repair", "cache")
+    assert "1 damaged entries " in said(tmp_path, "repair", "cache")
     said(tmp_path, "verify", "cache")
-    assert "1 to be encoded" in built(tmp_path)
+    assert ", 1 to be " in built(tmp_path)
     said(tmp_path, "verify", "cache")
     assert json.loads(said(tmp_path, "info", "cache", "--json"))["entries"] == facts["entries"]
 
@@ -74,10 +75,10 @@ def test_another_configuration_is_another_use_until_it_is_forgotten(tmp_path: Pa
     os.utime(first, (0, first.stat().st_mtime - 40 * 86400))
     for path in [*(tmp_path / "data").glob("00[012].*")]:
         path.unlink()
-    assert "all are there" in built(tmp_path, "--cache_latents_to_disk")
+    assert re.search(r"cache of latents: .* all ", built(tmp_path, "--cache_latents_to_disk"))
     assert len(list(uses.glob("*.json"))) == 2
     assert "0 entries removed" in said(tmp_path, "gc", "cache")
     freed = said(tmp_path, "gc", "cache", "--unused_days=30")
     assert first.stem in freed and "1 written anew, 3 entries removed; 1 stay" in freed and not first.exists()
     said(tmp_path, "verify", "cache")
-    assert "all are there" in built(tmp_path, "--cache_latents_to_disk")
+    assert re.search(r"cache of latents: .* all ", built(tmp_path, "--cache_latents_to_disk"))

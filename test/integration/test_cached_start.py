@@ -36,8 +36,8 @@ workers = 0
 cache_dir = "{here}/cache"
 """
 ASLEEP = {
-    "sd3": "no step needs text_encoder_1, text_encoder_2, text_encoder_3, vae; they are not loaded",
-    "sdxl": "no step needs text_encoder_1, text_encoder_2, vae; they are not loaded",
+    "sd3": "text_encoder_1, text_encoder_2, text_encoder_3, vae; ",
+    "sdxl": "text_encoder_1, text_encoder_2, vae; ",
 }
 
 

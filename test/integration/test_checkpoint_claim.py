@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -67,7 +68,7 @@ def quick(monkeypatch):
 def test_a_second_run_is_refused_by_name_and_may_come_after(tmp_path):
     with Claim.acquire(tmp_path, "digest"), pytest.raises(ConfigFault) as caught:
         Claim.acquire(tmp_path, "digest")
-    assert f"in use by another run: process {os.getpid()} on " in str(caught.value)
+    assert re.search(rf"{tmp_path} .*: process {os.getpid()} on ", str(caught.value))
     assert caught.value.exit_code == 2
     Claim.acquire(tmp_path, "digest").release()
     assert len(list((tmp_path / claims.FOLDER).iterdir())) == 1
@@ -164,7 +165,7 @@ def test_a_holder_that_was_out_of_sight_learns_that_it_lost(tmp_path, quick):
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and not claim._lost:
         time.sleep(0.05)
-    with pytest.raises(TrainingFault, match="lost its output folder to process"):
+    with pytest.raises(TrainingFault, match=r"lost .*output folder .*process"):
         claim.check()
     claim.release()
     assert not json.loads((tmp_path / claims.FOLDER / "00000002.json").read_text())["released"]
@@ -176,7 +177,7 @@ def test_ranks_of_one_run_share_a_disk_or_claim_their_own(tmp_path):
     apart = on_threads(4, lambda ranks: claim_together(tmp_path / str(ranks.rank // 2), "d", ranks), local_size=2)
     assert [claim.owned for claim in apart] == [True, False, True, False]
     again = on_threads(2, lambda ranks: claim_together(tmp_path / str(ranks.rank), "d", ranks), local_size=1)
-    assert all(isinstance(each, ConfigFault) and "in use by another run" in str(each) for each in again)
+    assert all(isinstance(each, ConfigFault) and f"process {os.getpid()} on " in str(each) for each in again)
     for claim in shared + apart:
         claim.release()
     # where one machine's folder is taken, the other's is let go again

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +22,13 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import ddp, make_engine
 from difftrain.engine.native import NativeEngine
 from difftrain.optim import make_optimizer, make_schedule
+from difftrain.report.trace import FOLDER, Trace, file_name
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
+from difftrain.train.non_finite import NonFinite
 from difftrain.train.shared_checkpoint import newest
+from difftrain.train.state import Position, TrainedModel
+from difftrain.train.tracing import Tracing
 
 GLOBAL_BATCH = 12  # on 2, 3 and 4 ranks, whole and in pieces
 COUNTS = {"samples": float(GLOBAL_BATCH)}
@@ -87,7 +94,19 @@ def cases(folder: str, before: str) -> None:
     out = Path(folder)
     found: dict[str, object] = {}
     with Ranks.open(launch, choose("cpu"), 2.0) as ranks:
-        for case in (same_as_alone, shared_state, resume, options, not_finite, sums, evaluation, half, fused):
+        for case in (
+            same_as_alone,
+            shared_state,
+            resume,
+            options,
+            not_finite,
+            origin,
+            traced,
+            sums,
+            evaluation,
+            half,
+            fused,
+        ):
             found[case.__name__] = case(ranks, out)
         found["disks"] = disks(ranks, out)
         found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
@@ -166,6 +185,42 @@ def not_finite(ranks: Ranks, out: Path) -> dict:
         scale = engine._scaler.get_scale() if engine._scaler else 0.0
         found[f"{kind} {precision}"] = [skipped, kept, scale, after, _hash(engine)]
     return found
+
+
+def origin(ranks: Ranks, out: Path) -> dict:
+    """A block of the last rank alone makes a NaN, which all ranks look for; then they go on as if they had not."""
+    micro = tiny_step(0, GLOBAL_BATCH, ranks.rank, ranks.size, PIECES[ranks.size])
+    fault: list[float] = [float("nan")] if ranks.rank == ranks.size - 1 else []
+    found: dict = {"skipped": [], "after": [], "sentence": ""}
+    for searches in (True, False):
+        engine = built(ranks, TinyFamily(**PLAIN), ddp_bucket_view=True)
+        block = engine.root.get_submodule("blocks.1")
+        hook = block.register_forward_hook(lambda _, __, made: made * fault[0] if fault else made)
+        found["skipped"].append(float(engine.step(micro, COUNTS).skipped))
+        if searches:
+            model = TrainedModel(engine.family, engine.parts, engine, None)
+            search = NonFinite(model, ranks, lambda _: micro, lambda _: GLOBAL_BATCH)
+            found["sentence"] = search(1, skipped=1, updated=0)
+        hook.remove()
+        found["after"].append(run(engine, 1, 4, PIECES[ranks.size]))
+    return found
+
+
+def traced(ranks: Ranks, out: Path) -> dict:
+    """Every rank writes its own share of a step; the steps are those of a run that nobody looks at."""
+    engine = built(ranks, TinyFamily(**PLAIN))
+    cfg = engine.cfg.model_copy(update={
+        "logging": engine.cfg.logging.model_copy(update={"trace": "2"}),
+        "save": engine.cfg.save.model_copy(update={"output_dir": str(out)}),
+    })  # fmt: skip
+    clock = SimpleNamespace(paused=lambda _: contextlib.nullcontext())
+    hook = Tracing(cfg, TrainedModel(engine.family, engine.parts, engine, None), choose("cpu"), ranks, clock)
+    hook.before_training(Position(0, steps_left=4))
+    losses = []
+    for step in range(4):
+        losses += run(engine, step, step + 1, PIECES[ranks.size])
+        hook.after_step(Position(step + 1, steps_left=3 - step))
+    return {"losses": losses}
 
 
 def sums(ranks: Ranks, out: Path) -> dict:
@@ -323,6 +378,35 @@ def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_the_rank_and_the_module_that_made_a_nan_are_named_to_all(launched, world):
+    _, found = launched[world]
+    for each in found:
+        searched, plain = each["origin"]["after"]
+        assert each["origin"]["skipped"] == [1.0, 1.0] and searched == plain == found[0]["origin"]["after"][1]
+        assert re.findall(r"rank (\d).*? is (blocks\.\d)\b", each["origin"]["sentence"]) == [
+            (str(world - 1), "blocks.1")
+        ]
+        assert len(re.findall(r"ranks? \d", each["origin"]["sentence"])) == 1
+
+
+@pytest.mark.flags("trace")
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_rank_traces_its_own_share_and_one_of_them_the_gradients_of_all(launched, world):
+    folder, found = launched[world]
+    assert all(each["traced"]["losses"] == found[0]["same_as_alone"]["split"][:4] for each in found)
+    traces = [Trace.read(folder / FOLDER / file_name(2, rank)) for rank in range(world)]
+    assert len(list((folder / FOLDER).iterdir())) == world
+    assert len({each["forward/root/0.0/input.x_t"].tobytes() for each in traces}) == world
+    assert [any(name.startswith("gradient/") for name in each.tensors) for each in traces] == [True] + [False] * (
+        world - 1
+    )
+    if world > WORLDS[0]:  # the sum over all ranks is that of any number
+        other = Trace.read(launched[WORLDS[0]][0] / FOLDER / file_name(2, 0))
+        for name in (each for each in traces[0].tensors if each.startswith("gradient/")):
+            assert traces[0][name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("way", ["whole", "split"])
 def test_ranks_and_pieces_give_the_losses_of_one_process(launched, alone, world, way):
     folder, found = launched[world]
@@ -451,4 +535,4 @@ def test_one_process_takes_up_where_several_were(launched, world, name, tmp_path
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_parameter_without_a_gradient_is_named_on_every_rank(launched, world):
     for each in launched[world][1]:
-        assert "take no part in the loss: extra.weight, extra.bias" in each["unused"]
+        assert ": extra.weight, extra.bias" in each["unused"]

@@ -67,6 +67,8 @@ def test_the_tiny_recipe_trains_what_init_wrote(home: Path, name: str) -> None:
     assert json.loads(index.read_text())["_class_name"] == FAMILIES[name].pipeline
 
 
+TWO = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d",
+       "--rdzv-endpoint=localhost:0")  # fmt: skip
 ONLY = "--model.train_only=['attn\\.to_[qk]\\.']"
 ALIGNED = ("--repa.encoder=VISION", "--repa.layer=2", "--repa.hidden=24")
 # name of the run of one process with the native engine, what it trains, and how two processes do
@@ -85,10 +87,15 @@ def test_two_ranks_with_half_the_micro_batch_have_the_same_losses(home: Path, wa
     what = tuple(word.replace("VISION", str(home / "vision")) for word in what)
     if not (home / "flux" / alone).is_dir():
         trained(home, "flux", alone, *what)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d",
-                "--rdzv-endpoint=localhost:0")  # fmt: skip
-    trained(home, "flux", way, "--training.micro_batch_size_per_gpu=2", *what, *how, launch=torchrun)
+    trained(home, "flux", way, "--training.micro_batch_size_per_gpu=2", *what, *how, launch=TWO)
     assert losses(run_of(home, "flux", way)) == pytest.approx(losses(run_of(home, "flux", alone)), rel=1e-6)
+
+
+def test_a_unet_and_its_text_encoder_trained_online_have_the_same_losses_on_two_ranks(home: Path) -> None:
+    online = ("--cache.latents_to_disk=false", "--cache.text_to_disk=false", "--model.text_encoder_1_lr=1e-3")
+    trained(home, "sd1", "online", *online)
+    trained(home, "sd1", "on two", "--training.micro_batch_size_per_gpu=2", *online, launch=TWO)
+    assert losses(run_of(home, "sd1", "on two")) == pytest.approx(losses(run_of(home, "sd1", "online")), rel=1e-6)
 
 
 def test_what_is_only_held_is_in_no_checkpoint_and_a_resume_is_exact(home: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 METADATA = {
     "title": "A title",
     "author": "An author",
-    "description": "What it is",
+    "description": "What this is",
     "license": "Apache-2.0",
     "tags": "soft, small",
     "usage_hint": "say pictures",
@@ -159,3 +159,26 @@ def test_steps_are_saved_and_the_last_ones_kept(door: Door, tmp_path: Path) -> N
         other / "NAME.safetensors"
     )  # the sizes of a model of ours stay: without them it could not be read again
     assert set(told) <= {"format", "difftrain.architecture"}
+
+
+WITHOUT_ITS_READER = """
+import runpy, sys
+from pathlib import Path
+import difftrain.train.run as run
+
+source = Path(run.__file__).read_text()
+reader = "    if cfg.training.threads:\\n        torch.set_num_threads(cfg.training.threads)\\n"
+assert reader in source
+exec(compile(source.replace(reader, ""), run.__file__, "exec"), vars(run))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.flags("threads")
+def test_a_flag_that_nothing_reads_stops_the_run_before_its_first_step(door: Door, tmp_path: Path) -> None:
+    """The fault is planted: the lines that read it are taken out."""
+    command = door.command(door.flags(tmp_path / "out", "--threads=2", "--lr_scheduler=cosine"))
+    printed = door.run_words([command[0], "-c", WITHOUT_ITS_READER, *command[1:]], expect=2)
+    assert "--threads: " in printed and "--lr_scheduler" not in printed and "step_loss=" not in printed
+    assert not (tmp_path / "out" / "NAME.safetensors").exists()

@@ -73,7 +73,7 @@ def test_a_run_from_a_hub_to_a_hub_and_on_from_there(door: Door, hub: HubStub, t
     hub.misbehave("POST", "/commit/", "slow", seconds="1.5")  # the first upload outlasts the next step
     token = f"--huggingface_token={hub.token}"
     printed = door.run(flags(door, out, *sends("--async_upload", token, "--save_last_n_steps=1")), **env)
-    assert "exports and states go to the private model ann/runs/first as ann, in the background" in printed
+    assert re.search("private model ann/runs/first as ann, .*background", printed)
     assert re.search(r"acme/tiny@[0-9a-f]{8}: fetching \d+ files, [\d.]+ [kM]B, from http://127", printed)
     assert "--train_data_dir" not in printed  # no warning about it
     # all of it is there, in turn, and equal
@@ -106,7 +106,7 @@ def test_a_run_from_a_hub_to_a_hub_and_on_from_there(door: Door, hub: HubStub, t
     ours, theirs = (read_header(folder / EXPORTS[2]) for folder in (again, out))
     assert ours[1] == theirs[1]  # bit for bit; the header tells the time
     assert (ours[0]["ss_sd_model_name"], ours[0]["ss_vae_name"]) == ("acme/tiny", "acme/tiny/vae")
-    assert f"send it by hand: hf upload ann/runs {again / EXPORTS[2]} first/{EXPORTS[2]}" in printed
+    assert f"hf upload ann/runs {again / EXPORTS[2]} first/{EXPORTS[2]}" in printed
     assert "over quota" in printed
     report = json.loads((again / "report.json").read_text())
     assert report["notes"]["uploads"] == {"repo": "ann/runs", "sent": [], "failed": [
@@ -117,13 +117,13 @@ def test_a_run_from_a_hub_to_a_hub_and_on_from_there(door: Door, hub: HubStub, t
 def test_what_a_hub_refuses_stops_the_run_before_it_begins(door: Door, hub: HubStub, tmp_path: Path) -> None:
     env = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_nobody0123456789abcdef"}
     printed = door.run(flags(door, tmp_path / "out", *sends()), expect=2, **env)
-    assert "1 fault in the configuration; nothing was started" in printed
-    assert "--huggingface_token: " in printed and "refuses the token in HF_TOKEN" in printed
+    assert "1 fault in" in printed
+    assert "--huggingface_token: " in printed and "token in HF_TOKEN" in printed
     assert "hf_nobody" not in printed and not hub.asked("GET", "/resolve/")
     env = hub.environment(tmp_path / "home") | {"HF_HUB_OFFLINE": "1"}
     printed = door.run(flags(door, tmp_path / "out"), expect=2, **env)
-    assert "4 faults in the configuration" in printed
-    assert "--train_data_dir: acme/pictures/train, which is no path here: HF_HUB_OFFLINE forbids to fetch it" in printed
+    assert "4 faults in" in printed
+    assert re.search("--train_data_dir: acme/pictures/train, .*: HF_HUB_OFFLINE ", printed)
     assert "hf download acme/pictures --repo-type dataset" in printed and str(tmp_path / "home" / "hub") in printed
     assert not (tmp_path / "out" / "run.json").exists()
 
@@ -161,5 +161,5 @@ def test_run_directories_go_to_folders_of_their_own_and_a_run_goes_on_from_there
     one, other = tensors(run / "global_step4"), tensors(again / "global_step4")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     place = f"first/{again.name}/global_step4"
-    assert f"send it by hand: hf upload ann/runs {again / 'global_step4'} {place}" in printed
+    assert f"hf upload ann/runs {again / 'global_step4'} {place}" in printed
     assert {name: data for name, data in hub.repo("ann/runs").files.items() if again.name not in name} == files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,8 @@ def same(a: Path, b: Path) -> bool:
 @pytest.mark.flags("ema_profiles", "ema_snapshot_precision", "use_ema", "ema_decay")
 def test_a_resumed_run_is_the_same_bit_by_bit(door: Door, straight: tuple[Path, str], tmp_path: Path) -> None:
     out, said = straight
-    assert "averages of relative width 0.05 (gamma 16.972), 0.1 (gamma 6.937)" in said
-    assert "a snapshot of each in ema_snapshots/" in said
+    assert " 0.05 (gamma 16.972), 0.1 (gamma 6.937)" in said
+    assert " in ema_snapshots/" in said
     state, again = out / "NAME-step00000003-state", tmp_path / "again"
     door.run([*door.flags(again, *LOT, "--ema_snapshot_precision=float", steps=6), f"--resume={state}"])
     assert losses(again) == losses(out)[3:]
@@ -91,7 +92,7 @@ def test_averages_of_other_widths_are_made_after_the_run(
     out, _ = straight
     stored = exported(out, "0.05", tmp_path / "stored.safetensors")
     assert stored[KEY].equal(load_file(out / "ema_snapshots" / "0.05-00000006.safetensors")[NAME].float())
-    assert "after 6 updates from 12 snapshots: its profile is met to 0.00%" in capfd.readouterr().err
+    assert re.search(r" 6 updates .* 12 snapshots: .* 0\.00%", capfd.readouterr().err)
     plain = load_file(out / "NAME.safetensors")
     assert stored.keys() == plain.keys()
     frozen = [each for each in plain if not each.startswith("model.diffusion_model")]
@@ -121,18 +122,18 @@ def test_another_set_of_widths_is_refused(door: Door, straight: tuple[Path, str]
     state = straight[0] / "NAME-step00000003-state"
     flags = door.flags(tmp_path / "other", *LOT, "--ema_profiles=0.05,0.2", steps=6)
     said = door.run([*flags, f"--resume={state}"], expect=2)
-    assert "--ema_profiles" in said and "has no average of relative width 0.2" in said
+    assert re.search(r"--ema_profiles.* no average .* 0\.2\b", said)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--ema_width=0.08"], ["--ema_width", "needs RUN_FOLDER"]),
-        (["--ema_width=0.08", "{run}/nowhere"], ["is no run's folder", "config.toml"]),
+        (["--ema_width=0.08", "{run}/nowhere"], ["/nowhere", "config.toml"]),
         (["--ema_width=0.4", "{run}"], ["--ema_width", "at most 0.28", "0.4"]),
-        (["--ema_width=wide", "{run}"], ["--ema_width", "must be a number"]),
-        (["{run}"], ["belongs to no flag"]),
-        (["--ema_width=0.08", "{bare}"], ["holds no snapshots", "--ema_profiles"]),
+        (["--ema_width=wide", "{run}"], ["--ema_width", "number"]),
+        (["{run}"], ["--key=value"]),
+        (["--ema_width=0.08", "{bare}"], ["no snapshots", "--ema_profiles"]),
     ],
 )
 def test_wrong_requests_are_faults(
@@ -159,7 +160,7 @@ def test_snapshots_of_two_runs_are_not_mixed(
     (tmp_path / "torn").mkdir()
     line = ["export", "--ema_width=0.1", str(tmp_path), f"--output={tmp_path / 'x'}"]
     assert main(line) == 2
-    assert "is of another run or model" in capfd.readouterr().err
+    assert "another run" in capfd.readouterr().err
     (tmp_path / "ema_snapshots" / "0.1-00000004.safetensors").write_bytes(b"torn")
     assert main(line) == 2
-    assert "is no snapshot" in capfd.readouterr().err
+    assert "0.1-00000004.safetensors is no " in capfd.readouterr().err

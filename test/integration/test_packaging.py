@@ -1,8 +1,9 @@
-"""`pip install .` into an environment of its own: the difftrain command works there, and the wheel has every file."""
+"""The wheel alone, in an environment of its own and an empty folder: every file is in it, and it trains."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -15,21 +16,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+IN_THE_WHEEL = {
+    "library/difftrain/": "difftrain/",
+    "third_patch/": "difftrain/third_patch/",
+    "configs/": "difftrain/recipes/",
+}
+BUILT_FROM = ("library", "third_patch", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
 def shipped() -> list[str]:
     """Return the files that a wheel must have, by their place in it."""
-    done = subprocess.run(
-        ["git", "ls-files", "library/difftrain", "third_patch"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run(["git", "ls-files", *IN_THE_WHEEL], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("this is no git checkout")
-    return [name.removeprefix("library/") for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+    files = [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+    return [
+        inner + name.removeprefix(own) for name in files for own, inner in IN_THE_WHEEL.items() if name.startswith(own)
+    ]
 
 
 def call(*words: str | Path, cwd: Path) -> str:
     """Run a command that must succeed, with nothing of this checkout on its path."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    clean |= {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cwd / "user_cache")}
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, cwd=cwd, env=clean)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -39,7 +48,7 @@ def call(*words: str | Path, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy, so that no build folder is left in the checkout or found there."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ("library", "third_patch", "sd_scripts_xl", "pyproject.toml", "README.md", "LICENSE"):
+    for name in BUILT_FROM:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -59,28 +68,47 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(home, with_pip=False, symlinks=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
     python = home / "bin" / "python"
-    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=home)
+    line = ["--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel]
+    call(sys.executable, "-m", "pip", *line, cwd=home)
     (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return home / "bin"
 
 
-def test_the_wheel_has_every_file(wheel: Path) -> None:
+def test_the_wheel_has_every_file_and_one_name(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     assert not set(shipped()) - inside
-    assert not [name for name in inside if name.startswith(("test/", "library/", "sd_scripts_xl/", "benchmarks/"))]
-    assert any(name.endswith("licenses/LICENSE") for name in inside)
+    (info,) = {name.partition("/")[0] for name in inside} - {"difftrain"}
+    assert info.endswith(".dist-info") and f"{info}/licenses/LICENSE" in inside
 
 
-def test_the_command_works_where_it_is_installed(scripts: Path, tmp_path: Path) -> None:
-    where = call(scripts / "python", "-c", "import difftrain, third_patch; print(difftrain.__file__)", cwd=tmp_path)
-    assert str(scripts.parent) in where
-    assert "export" in call(scripts / "difftrain", "--help", cwd=tmp_path)
-    assert '"$defs"' in call(scripts / "difftrain", "schema", cwd=tmp_path)
-    line = [
-        "--init_from_config=tiny",
-        "--save_model_as=safetensors",
-        "--save_precision=fp16",
-        "--output=tiny.safetensors",
-    ]
-    assert call(scripts / "difftrain", "export", "--family=sdxl", *line, cwd=tmp_path).strip() == "tiny.safetensors"
-    assert (tmp_path / "tiny.safetensors").stat().st_size > 1_000_000
+def test_it_trains_in_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
+    difftrain = scripts / "difftrain"
+    assert call(difftrain, "recipes", "copy", "sd3_light/tiny", ".", cwd=tmp_path).strip() == "tiny.toml"
+    sizes = ["--training.max_steps=2", "--training.micro_batch_size_per_gpu=2"]
+    call(difftrain, "train", "--config", "tiny.toml", *sizes, cwd=tmp_path)
+    (run,) = (tmp_path / "output" / "sd3_light" / "tiny" / "runs").iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and (run / "report.json").is_file()
+    assert f"{difftrain} train --config" in json.loads((run / "report.json").read_text())["command"]
+
+
+def test_what_it_brings_is_inside_it(scripts: Path, tmp_path: Path) -> None:
+    """Patches by their name in a wheel, recipes, the commands of a module, and no checkout in its messages."""
+    code = (
+        "import sys, difftrain; from difftrain.cli.train import apply_patches; apply_patches('native')\n"
+        "from difftrain.third_patch import PATCHES, accelerate_patch, fairscale_patch\n"
+        "print(difftrain.__file__, accelerate_patch.PATCH.package, 'third_patch' in sys.modules, 'torch' in sys.modules)"
+    )
+    where, *facts = call(scripts / "python", "-c", code, cwd=tmp_path).split()
+    assert Path(where).is_relative_to(scripts.parent) and facts == ["accelerate", "False", "False"]
+    listed = call(scripts / "python", "-m", "difftrain", "recipes", cwd=tmp_path)
+    assert len(listed.splitlines()) == len(list((ROOT / "configs").glob("*/*.toml"))) - len(data_files())
+    done = subprocess.run(
+        [scripts / "difftrain", "sdxl", "--config=none"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2 and "difftrain recipes" in done.stderr and "configs/" not in done.stderr
+
+
+def data_files() -> list[Path]:
+    """Return the files of datasets, which belong to recipes."""
+    return [path for path in (ROOT / "configs").glob("*/*.toml") if b"[[directory]]" in path.read_bytes()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def test_a_first_epoch_that_begins_anew_where_nothing_is_left(start: Start, tmp_
         == 0
     )
     assert {"step2", "global_step2", "report.json"} <= {path.name for path in only(out).iterdir()}
-    with pytest.raises(ConfigFault, match="the checkpoint is of step 2, the run has 1 step"):
+    with pytest.raises(ConfigFault, match=r"step 2, .* 1 step\b"):
         start("2", training_max_steps=1)
 
 
@@ -124,7 +125,7 @@ def test_a_finished_run_has_nothing_left_and_a_longer_one_goes_on(
     start(training_max_steps=3)
     told = (home(tmp_path) / "run.json").read_text()
     assert start("latest", training_max_steps=3) == 0
-    assert "finished at step 3; nothing to do" in capsys.readouterr().out
+    assert re.search(r"finished .* step 3; nothing ", capsys.readouterr().out)
     assert (home(tmp_path) / "run.json").read_text() == told
     start("latest", training_max_steps=4)
     assert "training.max_steps: 3 there, 4 here" in capsys.readouterr().out
@@ -169,7 +170,7 @@ def test_a_full_disk_fails_an_export_and_not_the_run(
     names = {path.name for path in home(tmp_path).iterdir()}
     assert {"step1", "step4", "global_step4"} <= names and not {"step2", "step3"} & names
     assert json.loads((home(tmp_path) / "report.json").read_text())["notes"]["failed_saves"] == 2
-    with pytest.raises(TrainingFault, match="--resume_from_checkpoint goes on from the newest"):
+    with pytest.raises(TrainingFault, match=r"--resume_from_checkpoint goes .*from the newest"):
         start(training_max_steps=3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -64,7 +65,7 @@ def test_three_ends_at_random_in_one_epoch_change_no_bit(
         assert at <= max(steps_done(out)) < EPOCH, "it was to be ended in mid-epoch"
         goes_on = ("--resume_from_checkpoint",)
     printed = trainer.train(out, *goes_on, ranks=ranks)
-    assert "of the run that goes on" in printed
+    assert re.search(r"run that .*goes on", printed)
     same_end(only(out), straight[ranks])
     assert [line["step"] for line in metrics(only(out))] == list(range(1, EPOCH + 1))
 
@@ -140,10 +141,12 @@ def test_torchrun_starts_a_killed_rank_anew_and_a_reset_acts_once(trainer: Train
     os.kill(family_of(process.pid)[1], signal.SIGKILL)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0, printed
-    assert (
-        printed.count("optimizer and schedule begin anew with step 13") == printed.count("begins anew with step") == 1
-    )
-    assert printed.count("--reset_dataloader, --reset_optimizer: has acted when this launch began") == 1
+    both = [
+        len(re.findall(rf"{flag}: .* anew .*step 13\b", printed))
+        for flag in ("--reset_optimizer", "--reset_dataloader")
+    ]
+    assert both == [1, 1]
+    assert printed.count("--reset_dataloader, --reset_optimizer: has acted") == 1
     assert [line["step"] for line in metrics(only(out))] == list(range(1, 18))
     meta = load_meta(only(out) / "global_step17")
     assert (meta["schedule_from"], meta["epoch"], meta["data_offset"]) == (12, 0, -12)

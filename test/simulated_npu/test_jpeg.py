@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,4 +87,4 @@ def test_spawned_workers_decode_on_the_device_of_their_rank(tmp_path: Path) -> N
 
 def test_a_decoder_that_is_too_far_off_is_refused(tmp_path: Path) -> None:
     said = probed(tmp_path, 3)
-    assert "why: torchvision_npu decodes a picture 3/255 off the host's decoder, 2/255 are borne" in said
+    assert re.search(r"why: torchvision_npu .* 3/255 .*host.* 2/255 ", said)

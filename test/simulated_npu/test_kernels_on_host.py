@@ -164,7 +164,7 @@ def test_every_wait_of_the_host_is_counted(wait):
 
 def test_an_operator_that_the_device_lacks_is_refused_or_counted():
     x = torch.ones(3, device=NPU)
-    with pytest.raises(RuntimeError, match=r"aten::huber_loss has no kernel on the device"):
+    with pytest.raises(RuntimeError, match=r"aten::huber_loss has .*kernel on the device"):
         F.huber_loss(x, x + 2)
     with simulator.lenient(), simulator.counting() as counted:
         assert F.huber_loss(x, x + 2).item() == pytest.approx(1.5)

@@ -445,7 +445,7 @@ REFUSED = {
     "rms_norm without a second dimension": (lambda: norms.npu_rms_norm(made(8), made(8)), "npu_rms_norm", "2 to 8"),
     "rms_norm of fp64": (lambda: norms.npu_rms_norm(made(2, 8, dtype=F64), made(8, dtype=F64)), "npu_rms_norm", "one of"),
     "gamma of another dtype": (lambda: norms.npu_rms_norm(made(2, 8), made(8).half()), "npu_rms_norm", "one dtype"),
-    "gamma of another shape": (lambda: norms.npu_rms_norm(made(2, 8), made(2)), "npu_rms_norm", "last dimensions"),
+    "gamma of two numbers": (lambda: norms.npu_rms_norm(made(2, 8), made(2)), "npu_rms_norm", "last dimensions"),
     "another rstd": (
         lambda: norms.npu_rms_norm_backward(made(2, 8), made(2, 8), made(8), made(2)), "npu_rms_norm", "forward's",
     ),
@@ -510,7 +510,7 @@ REFUSED = {
     "softmax with a float mask": (
         lambda: softmaxes.npu_scaled_masked_softmax(made(1, 1, 32, 32), made(32, 32)), "npu_scaled_masked_softmax", "bool",
     ),
-    "softmax, mask of another shape": (
+    "softmax, mask of two dimensions": (
         lambda: softmaxes.npu_scaled_masked_softmax(made(1, 1, 32, 32), torch.zeros(2, 32, dtype=torch.bool)),
         "npu_scaled_masked_softmax", "broadcasts",
     ),

@@ -373,7 +373,7 @@ REFUSED = {
     "other value length": ({"value": made(2, 4, 20, 24)}, "one shape but for Dv"),
     "other batch": ({"key": made(3, 4, 21, 24), "value": made(3, 4, 21, 24)}, "one batch size"),
     "empty": ({"query": made(2, 4, 0, 24)}, "S is 1 to"),
-    "float mask": ({"atten_mask": torch.zeros(13, 21)}, "atten_mask must be one of bool, uint8"),
+    "float mask": ({"atten_mask": torch.zeros(13, 21)}, "atten_mask has to be one of bool, uint8"),
     "mask of keys": ({"atten_mask": full(2, 1, 1, 21)}, "no broadcasting"),
     "mask of one batch": ({"atten_mask": full(1, 4, 13, 21)}, "BNSS, B1SS, 11SS or SS"),
     "mask of three dimensions": ({"atten_mask": full(2, 13, 21)}, "BNSS, B1SS, 11SS or SS"),
@@ -392,7 +392,7 @@ REFUSED = {
     "keep_prob above 1": ({"keep_prob": 1.5}, "keep_prob is in (0, 1]"),
     "inner_precise": ({"inner_precise": 3}, "0, 1 or 2"),
     "pse of another dtype": ({"pse": made(2, 4, 13, 21, **HALF)}, "must have one dtype"),
-    "pse of another shape": ({"pse": made(2, 1, 13, 21)}, "BNSS, BN1Skv or 1NSS"),
+    "pse of one head": ({"pse": made(2, 1, 13, 21)}, "BNSS, BN1Skv or 1NSS"),
     "softmax_layout": ({"softmax_layout": "TND"}, "only with input_layout TND"),
     "sink of another dtype": ({"sink": torch.zeros(4, dtype=torch.float16)}, "float32 of shape [head_num]"),
     "TND without lengths": (

@@ -314,7 +314,7 @@ def test_what_a_step_may_do_in_fp64_is_taken():
 
 def test_kernels_that_only_ask_the_cpu_are_fallbacks():
     x = torch.rand(3, device="npu")
-    with pytest.raises(RuntimeError, match="falls back to the CPU"):
+    with pytest.raises(RuntimeError, match=r"falls .*to the CPU"):
         torch.logit(x)
     with simulator.lenient(), simulator.counting() as counted:
         torch.logit(x)

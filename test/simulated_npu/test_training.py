@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from doors import ROOT, write_pictures
 from npu_runs import Runner, Trained, runner
 
+from difftrain.cli import main
 from difftrain.testing.spawn import run_ranks
 
 STEPS = 20
@@ -32,12 +34,17 @@ def train(pictures: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def cpu(train: Runner) -> Trained:
-    return train("cpu", steps=STEPS)
+    return train("cpu", "--log_every=1", steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def npu(train: Runner) -> Trained:
     return train("npu", "--log_every=10", steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def bf16(train: Runner) -> Trained:
+    return train("npu", "--mixed_precision=bf16", "--log_every=1", steps=STEPS)
 
 
 def waits(trained: Trained) -> set[int]:
@@ -71,10 +78,22 @@ def test_weights_are_on_the_device_and_all_of_them_have_changed(npu: Trained) ->
     assert npu.weights and all(not torch.equal(each.cpu(), npu.start[name]) for name, each in npu.weights.items())
 
 
-def test_bf16_is_near_fp32(train: Runner, cpu: Trained) -> None:
-    npu = train("npu", "--mixed_precision=bf16", steps=STEPS)
-    close(npu.losses, cpu.losses, 2e-2)
-    assert {each.dtype for each in npu.weights.values()} == {torch.float32}
+def test_bf16_is_near_fp32(bf16: Trained, cpu: Trained) -> None:
+    close(bf16.losses, cpu.losses, 2e-2)
+    assert {each.dtype for each in bf16.weights.values()} == {torch.float32}
+
+
+def test_their_files_compare(npu: Trained, bf16: Trained, cpu: Trained, tmp_path: Path) -> None:
+    """fp32 agrees with the CPU's fp32 to 1e-5 at the steps that have lines in both, bf16 as bf16 does at all of them."""
+    out = tmp_path / "found.json"
+    assert main(["compare", str(cpu.out), str(npu.out), str(bf16.out), f"--json={out}"]) == 0
+    in_fp32, in_bf16 = json.loads(out.read_text())["comparisons"]
+    assert in_fp32["verdict"] == in_bf16["verdict"] == "agree"
+    assert in_fp32["thresholds"]["step_relative_error"] == 1e-5 and in_fp32["errors"]["steps"] == [10, 20]
+    assert in_bf16["thresholds"]["step_relative_error"] == 2e-2 and in_bf16["errors"]["steps"] == [*range(1, STEPS + 1)]
+    assert in_bf16["mean_relative_error"] > 0
+    kinds = {each["name"]: (each["a"], each["b"]) for each in in_fp32["differences"] if each["group"] == "device"}
+    assert kinds["kind"] == ("cpu", "npu")
 
 
 def test_fp16_is_scaled_from_128_on_without_a_wait(train: Runner, cpu: Trained) -> None:
@@ -126,14 +145,14 @@ def test_other_doors_train_as_on_the_cpu_without_waiting(train: Runner, door: st
 
 OPTIMIZERS = {
     "Adafactor": ("--optimizer_type=Adafactor",),
-    "Adafactor in the backward pass": ("--optimizer_type=Adafactor", "--fused_backward_pass",
+    "Adafactor fused": ("--optimizer_type=Adafactor", "--fused_backward_pass",
                                        "--optimizer_args=relative_step=False", "--max_grad_norm=0"),
     "Lion": ("--optimizer_type=Lion",),
     "SGD": ("--optimizer_type=SGDNesterov", "--learning_rate=0.1"),
     "schedule-free": ("--optimizer_type=AdamWScheduleFree",),
     "Prodigy": ("--optimizer_type=Prodigy", "--learning_rate=1.0"),
 }  # fmt: skip
-MOST_WAITS = {"Adafactor": 2, "Adafactor in the backward pass": 500, "Prodigy": 1000}
+MOST_WAITS = {"Adafactor": 2, "Adafactor fused": 500, "Prodigy": 1000}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

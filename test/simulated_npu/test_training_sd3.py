@@ -10,6 +10,8 @@ from doors import write_pictures
 from npu_runs import Runner, Trained, toml_runner
 from sd3_speedups import vision_folder
 
+from difftrain.report.trace import AGREE, compare_traces, sentences
+
 STEPS = 12
 BLOCKS = 3
 CACHED = ("--cache.latents=true", "--cache.text=true")
@@ -72,10 +74,17 @@ DOORS = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_other_doors_train_as_on_the_cpu(train: Runner, door: str) -> None:
-    flags, rel = DOORS[door]
+    flags, rel = (*DOORS[door][0], "--logging.trace=1-2"), DOORS[door][1]
     npu, cpu = train("npu", *flags, steps=3), train("cpu", *flags, steps=3)
     close(npu.losses, cpu.losses, rel)
     assert not any(name.startswith("fallback ") for step in npu.steps for name in step)
+    traces = compare_traces(cpu.out, npu.out)  # module by module, forward and backward
+    assert traces.code == AGREE, "\n".join(sentences(traces))
+    assert [(each.step, each.a.facts["device"], each.b.facts["device"]) for each in traces.steps] == [
+        (1, "cpu", "npu"),
+        (2, "cpu", "npu"),
+    ]
+    assert all(each.modules > 60 and each.unequal is not None for each in traces.steps)
 
 
 def test_alignment_with_an_image_encoder_trains_as_on_the_cpu(train: Runner, tmp_path: Path) -> None:

@@ -84,17 +84,18 @@ class Browser:
         self._number, self._buffer = 0, b""
         self._pages: dict[str, Page] = {}
 
-    def open(self, path: Path, width: int = 1280) -> Page:
-        """Open a file as a user does, and wait until it is loaded."""
+    def open(self, path: Path | str, width: int = 1280) -> Page:
+        """Open a file or an address as a user does, and wait until it is loaded."""
+        address = path if isinstance(path, str) else path.as_uri()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         page = Page(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
         self._pages[page.session] = page
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable", page.session)
         page.resize(width)
-        self.call("Page.navigate", page.session, url=path.as_uri())
+        self.call("Page.navigate", page.session, url=address)
         end = time.monotonic() + TIMEOUT_S
-        while page.ask("document.readyState + location.href") != f"complete{path.as_uri()}":
+        while page.ask("document.readyState + location.href") != f"complete{address}":
             assert time.monotonic() < end, f"{path} is not loaded after {TIMEOUT_S} s"
             time.sleep(0.05)
         return page

@@ -18,6 +18,7 @@ from difftrain.data.samples import host_draws
 from difftrain.models import passes
 from difftrain.models.family import ModelFamily
 from difftrain.models.registry import FAMILIES, make_family
+from difftrain.models.weights.folder_export import is_second_name
 
 # rows whose class is not built from facts yet; a test fails where this is no longer so
 NOT_ON_THE_KIT: set[str] = set()
@@ -259,11 +260,35 @@ def _sdxl_sizes(pipe: Any, features: Conditions) -> Conditions:
     return {"time_ids": torch.cat(rows)}
 
 
+def _sd(net: Any, x: torch.Tensor, t: torch.Tensor, told: Conditions, guidance: float) -> torch.Tensor:
+    return net(sample=x, timestep=t, encoder_hidden_states=told["hidden_1"], return_dict=False)[0]
+
+
+def _sd_prompts(pipe: Any, captions: list[str], length: int) -> Conditions:
+    hidden, _ = pipe.encode_prompt(captions, "cpu", 1, False)
+    return {"hidden_1": hidden}
+
+
 def _ldm(converter: str) -> Callable[[Conditions, Any, str], Conditions]:
     def convert(stored: Conditions, module: Any, prefix: str) -> Conditions:
         from diffusers.loaders import single_file_utils
 
         return getattr(single_file_utils, converter)(dict(stored), dict(module.config))
+
+    return convert
+
+
+def _kind(module: Any) -> str:
+    return f"{type(module).__module__.partition('.')[0]}:{type(module).__name__}"
+
+
+def _of_prefix(converter: str) -> Callable[[Conditions, Any, str], Conditions]:
+    def convert(stored: Conditions, module: Any, prefix: str) -> Conditions:
+        from diffusers.loaders import single_file_utils
+
+        inside = {key: value for key, value in stored.items() if key.startswith(prefix)}
+        made = getattr(single_file_utils, converter)(inside)
+        return {key: value for key, value in made.items() if not is_second_name(_kind(module), key)}
 
     return convert
 
@@ -278,6 +303,13 @@ def _open_clip(stored: Conditions, module: Any, prefix: str) -> Conditions:
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
     return convert_open_clip_checkpoint(module, dict(stored), prefix=prefix)
+
+
+def _open_clip_of_24(stored: Conditions, module: Any, prefix: str) -> Conditions:
+    """Leave out the layer that nothing reads, as diffusers does of the release by its number, 23."""
+    unread = f"{prefix}transformer.resblocks.{module.config.num_hidden_layers}."
+    assert any(key.startswith(unread) for key in stored)
+    return _open_clip({key: value for key, value in stored.items() if not key.startswith(unread)}, module, prefix)
 
 
 # FLUX.1-dev is what diffusers' defaults are but for its guidance; Wan 2.1's 14 B are its defaults
@@ -295,7 +327,34 @@ ORACLES: dict[str, Oracle] = {
         },
         sizes=_sdxl_sizes,
     ),
-    "sd3": Oracle(_sd3),
+    "sd1": Oracle(
+        _sd,
+        _sd_prompts,
+        whole={
+            "unet": _ldm("convert_ldm_unet_checkpoint"),
+            "vae": _ldm("convert_ldm_vae_checkpoint"),
+            "text_encoder": _ldm_clip,
+        },
+    ),
+    "sd2": Oracle(
+        _sd,
+        _sd_prompts,
+        whole={
+            "unet": _ldm("convert_ldm_unet_checkpoint"),
+            "vae": _ldm("convert_ldm_vae_checkpoint"),
+            "text_encoder": _open_clip_of_24,
+        },
+    ),
+    "sd3": Oracle(
+        _sd3,
+        whole={
+            "transformer": _of_prefix("convert_sd3_transformer_checkpoint_to_diffusers"),
+            "vae": _ldm("convert_ldm_vae_checkpoint"),
+            "text_encoder_1": _ldm_clip,
+            "text_encoder_2": _ldm_clip,
+            "text_encoder_3": _of_prefix("convert_sd3_t5_checkpoint_to_diffusers"),
+        },
+    ),
     "flux": Oracle(
         _flux,
         _flux_prompts,

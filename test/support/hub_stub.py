@@ -285,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
         prefix = f"{path}/" if path else ""
         files = {name: data for name, data in found.commits[commit].items() if name.startswith(prefix)}
         if path and not files:
-            self._refuse(404, code="EntryNotFound", message=f"{path} does not exist")
+            self._refuse(404, code="EntryNotFound", message=f"no folder {path} here")
             return
         self._json([self._entry(name, data) for name, data in files.items()])
 
@@ -302,7 +302,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = found.commits[commit].get(file)
         if data is None:
-            self._refuse(404, code="EntryNotFound", message=f"{file} does not exist")
+            self._refuse(404, code="EntryNotFound", message=f"no file {file} here")
             return
         etag = hashlib.sha256(data) if len(data) >= LFS_FROM else hashlib.sha1(data)
         more = {"ETag": f'"{etag.hexdigest()}"', "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}

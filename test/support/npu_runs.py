@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from difftrain.models.registry import FAMILIES
+
 
 @dataclass
 class Trained:
@@ -79,7 +81,7 @@ def toml_runner(data: Path, base: Path, patch: pytest.MonkeyPatch, family: str =
         type = "{family}"
         init_from_config = "tiny"
         {LIGHT[1] if family == "sd3" else ""}
-        t5_max_length = 32
+        {"t5_max_length = 32" if "model.t5_max_length" in FAMILIES[family].takes else ""}
         [training]
         micro_batch_size_per_gpu = 2
         seed = 1

@@ -68,6 +68,14 @@ def write_metadata(root: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     return {"dirs": (str(root / "imgs"),), "in_json": str(root / "meta.json")}
 
 
+def write_imagefolder(root: Path, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Write pictures, and Hugging Face's metadata.jsonl that captions them."""
+    rows = [{"file_name": f"{sample.number}.png", "text": sample.caption} for sample in samples]
+    write_folder(root, [sample._replace(caption=None) for sample in samples])
+    (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {"dirs": (str(root),), "caption_column": "text"}
+
+
 def write_class(root: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     """Write what FilesOfNumbers reads."""
     return write_folder(root, samples) | {"dataset_class": "sources.FilesOfNumbers"}
@@ -97,6 +105,7 @@ WRITERS: dict[str, Callable[[Path, Sequence[Sample]], dict[str, Any]]] = {
     "folder": write_folder,
     "tar": write_tar,
     "parquet": write_parquet,
+    "imagefolder": write_imagefolder,
     "metadata": write_metadata,
     "class": write_class,
 }

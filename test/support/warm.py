@@ -60,7 +60,7 @@ class Host:
                 while "code" in (message := self._receive()):
                     self._codes[message["pid"]] = message["code"]
             except ConnectionError as error:
-                raise RuntimeError(f"the process that {words[1:3]} was to be forked from has ended") from error
+                raise RuntimeError(f"what {words[1:3]} was to be forked from has ended") from error
             return int(message["pid"])
 
     def code(self, pid: int) -> int | None:

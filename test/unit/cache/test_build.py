@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -55,11 +56,9 @@ def test_an_encoder_with_other_weights_is_noticed_and_said(
 ) -> None:
     with caplog.at_level(logging.INFO):
         make(config(pictures, own, ON_DISK))
-    assert (
-        sum(calls) == FLIPPED
-        and "cache of latents: it was built for the same data by an encoder with other" in caplog.text
-    )
-    assert "cache of text_encoder_1: it was built" not in caplog.text
+    assert sum(calls) == FLIPPED
+    why = [r.getMessage() for r in caplog.records if re.match(r"cache of \w+: .* encoder ", r.getMessage())]
+    assert len(why) == 1 and why[0].startswith("cache of latents: ") and "another one" in why[0]
 
 
 @pytest.mark.flags("trust_cache")
@@ -72,8 +71,8 @@ def test_a_cache_of_another_encoder_alone_is_not_trusted(pictures: Path, own: Pa
             make(trusting)
         (fault,) = caught.value.faults
         said = str(fault)
-        assert fault.where == "--trust_cache" and f"{own} has latents of these data by another encoder" in said
-        assert "(fingerprint another one)" in said and "leave this out to encode anew beside the old entries" in said
+        assert fault.where == "--trust_cache" and f"{own} has latents " in said
+        assert "(fingerprint another one)" in said
     assert not calls and entries(own) == before
     make(config(pictures, own, ON_DISK))
     calls.clear()
@@ -94,12 +93,12 @@ def test_a_trusted_start_looks_at_no_source_and_no_entry(
     monkeypatch.setattr(Metadata, "has_many", refuse)
     with caplog.at_level(logging.INFO):
         assert make(config(pictures, own, {**ON_DISK, "trust": True})).kept().equal(wanted)
-    assert not calls and "--trust_cache: everything was there" in caplog.text
+    assert not calls and "--trust_cache: " in caplog.text
 
 
 @pytest.mark.flags("trust_cache")
 def test_what_was_never_looked_at_cannot_be_trusted(pictures: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigFault, match=r"--trust_cache: there is no index of these data"):
+    with pytest.raises(ConfigFault, match=rf"--trust_cache: .* no index .*{re.escape(str(tmp_path / 'index'))}"):
         make(config(pictures, tmp_path, {**ON_DISK, "trust": True}))
 
 
@@ -194,7 +193,7 @@ def test_a_signal_ends_a_build_in_good_order(
     with monkeypatch.context() as patch, pytest.raises(SystemExit), caplog.at_level(logging.INFO):
         patch.setattr(encoding, "decoded_batches", stopped)
         make(cfg)
-    assert "stopped by a signal; what was encoded stays" in caplog.text
+    assert "a signal" in caplog.text
     assert not list((tmp_path / "segments").glob("*.part")) and list((tmp_path / "segments").glob("*.bin"))
     calls.clear()
     make(cfg)
@@ -240,8 +239,8 @@ def test_a_segment_that_is_too_short_or_gone_is_named_at_the_start(pictures: Pat
         file.truncate(3000)
     with pytest.raises(TrainingFault) as caught:
         make(cfg)
-    assert segment.name in str(caught.value) and f"difftrain cache repair {own}" in str(caught.value)
-    assert "ends at 3,000 of" in str(caught.value)
+    assert segment.name in str(caught.value) and f"cache repair {own}" in str(caught.value)
+    assert " 3,000 of " in str(caught.value)
     make(config(pictures, own, {**ON_DISK, "skip_check": True}))
 
 
@@ -254,7 +253,7 @@ def test_a_segment_that_is_gone_is_said_and_encoded_anew(
     segment.unlink()
     with caplog.at_level(logging.WARNING):
         found = make(cfg).kept()
-    assert segment.stem in caplog.text and "payloads are gone" in caplog.text
+    assert re.search(rf"segment {segment.stem}: .*payloads .*gone", caplog.text)
     assert calls and found.equal(wanted)
 
 
@@ -297,9 +296,9 @@ def test_a_read_only_cache_that_lacks_something_says_how_much(
 ) -> None:
     read_only(monkeypatch, own, tmp_path / "elsewhere")
     before = snapshot(own)
-    with pytest.raises(ConfigFault, match=r"--cache_dir: .* cannot be written to.*: 26 of 26 of latents \("):
+    with pytest.raises(ConfigFault, match=rf"--cache_dir: {re.escape(str(own))} .*: 26 of 26 of latents \("):
         make(config(pictures, own, ON_DISK, data={"resize_interpolation": "nearest"}))
-    with pytest.raises(ConfigFault, match=r"--regenerate_cache: .* cannot be written to"):
+    with pytest.raises(ConfigFault, match=rf"--regenerate_cache: {re.escape(str(own))} .*--cache_dir"):
         make(config(pictures, own, {**ON_DISK, "regenerate": True}))
     assert snapshot(own) == before and not calls
 

@@ -19,7 +19,7 @@ from difftrain.testing.pictures import write_folder
 
 SIZES = [(64, 64), (96, 40), (64, 64), (40, 96), (64, 64), (96, 40), (64, 66)]
 FRAMES_OF_A_CLIP, LATENT_FRAMES = 9, 3
-LONG = "a clip of many words that say what is to be seen in it from its first frame to its last"
+LONG = "a clip of many words that tell us what can be seen in it from its first frame to its last"
 
 
 @pytest.fixture

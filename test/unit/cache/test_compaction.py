@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import tempfile
 import time
 from multiprocessing import get_context
 
@@ -148,7 +150,7 @@ def test_a_drop_brings_back_the_next_equal_entry(folder):
     first = entries(folder.database)
     references.add(folder, [first[address(2)][:2]])
     merged = merge(folder)
-    assert (merged.entries, merged.rebuilt) == (4, "the list of entries that do not count has changed")
+    assert merged.entries == 4 and "changed" in merged.rebuilt
     second = entries(folder.database)
     assert second[address(2)][0] == max(folder.names()) and second[address(1)] == first[address(1)]
     references.add(folder, [second[address(2)][:2]])
@@ -234,8 +236,8 @@ def test_a_damaged_or_other_index_is_made_anew_and_that_is_said(folder, how):
         journals.check(folder.database)
     write(folder, range(200, 210))  # something is new, so that all of it is read
     merged = merge(folder)
-    said = "it is of version 99, this program reads version 1" if how == "version" else "it is damaged"
-    assert merged.rebuilt.startswith(said) and merged.entries == 210
+    said = "version 99, .*version 1" if how == "version" else "damaged"
+    assert re.search(said, merged.rebuilt) and merged.entries == 210
     journals.check(folder.database)
     check(folder, range(210))
 
@@ -245,12 +247,12 @@ def test_a_damaged_or_other_index_is_not_read(folder, how):
     write(folder, range(20))
     merge(folder)
     spoil(folder.database, how)
-    with pytest.raises(DataFault, match=r"metadata\.db, the index of the feature cache, cannot be read.*made anew"):
+    with pytest.raises(DataFault, match=rf"^{folder.database}, "):
         Metadata(folder.database).lookup(address(1))
 
 
 def test_an_index_that_is_not_there_is_named(folder):
-    with pytest.raises(DataFault, match=r"metadata\.db is not there"):
+    with pytest.raises(DataFault, match=r"metadata\.db is .*there"):
         _ = Metadata(folder.database).count
 
 
@@ -262,9 +264,9 @@ def test_a_segment_of_another_version_is_named_and_left_alone(folder):
     for suffix in (BIN, IDX):
         (folder.segments / f"{name}{suffix}").write_bytes(block)
     merged = merge(folder)
-    wanted = f"segment {name}: it is of format 2, this version reads format 1; none of its entries count"
-    assert (merged.entries, merged.notes) == (4, (wanted,))
-    assert merge(folder).notes == (wanted,), "as long as it is there"
+    [note] = merged.notes
+    assert merged.entries == 4 and re.match(rf"segment {name}: .*format 2, .*format 1; none ", note)
+    assert merge(folder).notes == (note,), "as long as it is there"
     assert (folder.segments / f"{name}{BIN}").read_bytes() == block
 
 
@@ -303,7 +305,7 @@ def test_payloads_that_are_gone_are_said_and_do_not_count(folder):
     (gone,) = [name for name in folder.names() if 4 in holds(folder, name)]
     folder.file(gone, BIN).unlink()
     merged = merge(folder)
-    assert merged.notes == (f"segment {gone}: its payloads are gone, so none of its entries count",)
+    assert len(merged.notes) == 1 and re.match(rf"segment {gone}: .*payloads .*gone, .*none ", merged.notes[0])
     check(folder, range(4))
 
 
@@ -453,7 +455,7 @@ def test_a_read_only_cache_is_read_and_what_cannot_be_written_is_said(tmp_path_f
             check(folder, range(5))
 
         def misses():
-            with pytest.raises(TrainingFault, match="cannot be written"):
+            with pytest.raises(TrainingFault, match=rf"^{folder.path}: .*--cache_dir"):
                 merge(folder)
             check(folder, range(5))
             with tempfile.TemporaryDirectory() as mine:
@@ -501,7 +503,7 @@ def test_no_room_for_building_the_index_is_said_and_the_old_one_stays(folder, mo
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:
-        with pytest.raises(TrainingFault, match="the index of the feature cache cannot be built there"):
+        with pytest.raises(TrainingFault, match=rf"^{tempfile.gettempdir()}: .*TMPDIR"):
             merge(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -519,7 +521,7 @@ def test_no_room_for_the_new_index_is_said_and_the_old_one_stays(folder, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", full)
-        with pytest.raises(TrainingFault, match="No space left on device"):
+        with pytest.raises(TrainingFault, match=r"No space .*on device"):
             merge(folder)
     check(folder, range(10))
     assert not list(folder.path.glob(".*.tmp"))

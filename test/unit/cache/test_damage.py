@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refusals import raised_by
 from small_caches import add_reject, address, flip, interrupted, item, make, served, want, write
 
 from difftrain.cache.store import references
@@ -40,7 +42,7 @@ def test_a_whole_cache_is_whole(tmp_path: Path) -> None:
     add_reject(folder, 99)
     report = verify(folder)
     assert not report.damages and report.entries == 19 and report.segments == 4
-    assert "does not know 1 entries" in " ".join(report.notes)  # the reject was not merged
+    assert re.search(r"metadata\.db .* 1 entries ", " ".join(report.notes))  # the reject was not merged
     assert verify(folder, workers=2).document() | {"seconds": 0} == report.document() | {"seconds": 0}
 
 
@@ -175,7 +177,7 @@ def test_damaged_lists_are_set_aside(tmp_path: Path) -> None:
     flip(next(folder.references_dir.glob("*.npy")), -1)
     assert kinds(folder) == {"drops", "uses"}
     said = " ".join(repair(folder))
-    assert "uses/all: what this configuration wants is not known any more" in said
+    assert "uses/all: " in said
     assert not damages(folder) and len(served(folder)) == 18  # what was dropped is whole, so it counts again
     assert len(list((folder.path / "set_aside").rglob("*.*"))) == 3
 
@@ -205,7 +207,7 @@ def test_repair_and_encoding_again_make_a_cache_whole(tmp_path: Path) -> None:
     flip(folder.file(row.segment, BIN), row.offset + 130)
     folder.file(row_of(folder, 1).segment, BIN).unlink()
     said = list(repair(folder))
-    assert any("7 damaged entries are dropped" in line for line in said)
+    assert any(line.startswith("7 damaged entries ") for line in said)
     assert set(before) - set(served(folder)) == {address(number) for number in (0, 1, 2, 3, 4, 5, 8)}
     assert not references.all_references(folder)[0].complete  # so that no run trusts it
     write(folder, [0, 1, 2, 3, 4, 5, 8])
@@ -260,7 +262,7 @@ def test_files_of_a_build_that_runs_are_left_alone(tmp_path: Path) -> None:
     (journal,) = folder.segments.glob("*.idx.part")
     flip(journal, -100)
     said = " ".join(repair(folder))
-    assert "a build is writing it; it stays as it is" in said and journal.exists()
+    assert f"segments/{journal.name.partition('.')[0]}: a build " in said and journal.exists()
     flip(journal, -100)
     writer.close()
     assert not damages(folder)
@@ -299,8 +301,9 @@ def test_a_read_only_cache_is_verified_and_not_repaired(tmp_path: Path, monkeypa
     monkeypatch.setattr(CacheFolder, "writable", False)
     before = sorted(tmp_path.rglob("*"))
     assert kinds(folder) == {"database"}
-    with pytest.raises(ConfigFault, match="cannot be written"):
+    with pytest.raises(ConfigFault, match=rf"CACHE: '{folder.path}' ") as caught:
         list(repair(folder))
+    assert raised_by(caught, "refuse_read_only")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -340,7 +343,7 @@ def test_any_damage_is_found_and_mended_without_loss_of_what_is_whole(tmp_path: 
         if not any("cache.json" in each for each in done):
             assert_mended(folder, originals, done)
             continue
-        with pytest.raises(DifftrainError, match=r"cache\.json|is of format"):
+        with pytest.raises(DifftrainError, match=r"cache\.json|of format \d"):
             CacheFolder.open(folder.path)
 
 

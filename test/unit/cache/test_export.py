@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -203,7 +204,7 @@ def test_stored_eight_bit_floats_can_be_had_with_their_scales(cache, tmp_path) -
 def test_some_encoders_alone(cache, tmp_path) -> None:
     found = run(cache, tmp_path / "out", "webdataset", encoders=["latents"])
     assert found.samples == 5 and not [each for each in members(tmp_path / "out") if "text" in each]
-    with pytest.raises(ConfigFault, match=r"--encoders: 'latent' has nothing in this cache .*latents"):
+    with pytest.raises(ConfigFault, match=r"--encoders: 'latent' has .*in this cache .*latents"):
         run(cache, tmp_path / "more", "webdataset", encoders=["latent"])
 
 
@@ -225,9 +226,9 @@ def test_of_several_configurations_the_last_used_is_taken(cache, tmp_path) -> No
     said: list[str] = []
     assert run(cache, tmp_path / "out", "webdataset", say=said.append).use == "use-b"
     assert any("of 2 configurations" in line and "--use=use-b" in line for line in said)
-    with pytest.raises(ConfigFault, match="'use-c' was not built to its end"):
+    with pytest.raises(ConfigFault, match=r"'use-c' was .*built"):
         run(cache, tmp_path / "c", "webdataset", use="use-c")
-    with pytest.raises(ConfigFault, match="'use-x' is no configuration that this cache knows"):
+    with pytest.raises(ConfigFault, match=r"'use-x' is .*configuration"):
         run(cache, tmp_path / "x", "webdataset", use="use-x")
 
 
@@ -244,7 +245,7 @@ def test_without_a_configuration_every_entry_is_a_sample(cache, tmp_path) -> Non
     references.remove(cache, "use-a")
     said: list[str] = []
     found = run(cache, tmp_path / "out", "webdataset", say=said.append)
-    assert found.samples == 10 + 13 + 1 and found.rejected == 2 and "named by its address" in said[0]
+    assert found.samples == 10 + 13 + 1 and found.rejected == 2 and said[0].endswith(" address")
     there = members(tmp_path / "out")
     tensors = safetensors.torch.load(there[f"{address('latents', 3, 1).hex()}.latents.safetensors"])
     assert torch.equal(tensors["moments"], latents(3, 1))
@@ -272,7 +273,7 @@ def test_entries_that_are_not_there_are_named(cache, tmp_path) -> None:
     references.write(cache, "use-b", {}, {"latents": np.array(rows, REFERENCE_ROW)})
     references.mark_complete(cache, "use-b")
     found = run(cache, tmp_path / "out", "webdataset", use="use-b")
-    assert found.num_damaged == 1 and "it is not in the cache" in found.damaged[0]
+    assert found.num_damaged == 1 and found.damaged[0].endswith(" cache")
 
 
 @pytest.mark.parametrize("layout", ["webdataset", "safetensors"])
@@ -284,7 +285,7 @@ def test_nothing_is_left_where_the_disk_is_full(cache, tmp_path, monkeypatch, la
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export_files.LAYOUTS[layout], "close", full)
-    with pytest.raises(TrainingFault, match=r"out: the export cannot be written \(No space left on device\)"):
+    with pytest.raises(TrainingFault, match=rf"^{tmp_path / 'place' / 'out'}: .*\({os.strerror(errno.ENOSPC)}\)"):
         run(cache, tmp_path / "place" / "out", layout)
     assert list((tmp_path / "place").iterdir()) == []
 
@@ -305,25 +306,25 @@ def test_what_a_killed_export_left_goes_and_that_of_one_at_work_stays(cache, tmp
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"layout": "zip"}, "--format: 'zip' is unknown (give one of webdataset, safetensors)"),
-        ({"shard_bytes": 0}, "--shard_gib: must be above 0"),
-        ({"output": "s3://bucket/out"}, "--output: 's3://bucket/out' is no folder of this machine"),
-        ({"output": "cache"}, "--output: 'cache' is there and not empty"),
+        ({"layout": "zip"}, r"--format: 'zip' .*\(.*webdataset, safetensors\)"),
+        ({"shard_bytes": 0}, "--shard_gib: .* above 0, got 0 "),
+        ({"output": "s3://bucket/out"}, "--output: 's3://bucket/out' "),
+        ({"output": "cache"}, "--output: 'cache' .*empty"),
     ],
 )
 def test_wrong_arguments_are_named(cache, tmp_path, monkeypatch, more, said) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigFault) as fault:
         export(cache.path, more.pop("output", tmp_path / "out"), more.pop("layout", "webdataset"), **more)
-    assert said in str(fault.value)
+    assert re.search(said, str(fault.value))
 
 
 def test_a_cache_of_nothing_is_named(tmp_path) -> None:
-    with pytest.raises(DataFault, match="no feature cache"):
+    with pytest.raises(DataFault, match=rf"^{tmp_path / 'none'}: .*cache\.json"):
         export(tmp_path / "none", tmp_path / "out", "webdataset")
     empty = CacheFolder.open(tmp_path / "empty", create=True)
     merge(empty)
-    with pytest.raises(DataFault, match="there is nothing of any encoder to export"):
+    with pytest.raises(DataFault, match=r"there .*nothing of any encoder to export"):
         run(empty, tmp_path / "out", "webdataset")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
@@ -335,7 +336,7 @@ def test_a_cache_on_an_object_store_is_exported_alike(cache, tmp_path, monkeypat
     assert members(tmp_path / "here") == members(tmp_path / "there")
     references.write(cache, "use-b", {}, {"latents": references.reference_of(cache, "use-a").rows("latents")})
     references.mark_complete(cache, "use-b")
-    with pytest.raises(ConfigFault, match="--use: is missing: 2 configurations were built, use-"):
+    with pytest.raises(ConfigFault, match=r"--use: .* 2 configurations .*, use-\w+, use-"):
         export(f"file://{cache.path}", tmp_path / "more", "webdataset", say=lambda line: None)
     export(f"file://{cache.path}", tmp_path / "more", "webdataset", use="use-a", say=lambda line: None)
     assert members(tmp_path / "here") == members(tmp_path / "more")

@@ -62,7 +62,7 @@ def test_a_header_cut_or_changed_anywhere_is_noticed():
 def test_another_format_is_named():
     block = bytearray(f.header_block({}))
     block[16] = 9
-    with pytest.raises(f.OtherFormat, match="of format 9, this version reads format 1"):
+    with pytest.raises(f.OtherFormat, match=r"format 9, .*format 1"):
         f.read_header(bytes(block))
 
 
@@ -131,7 +131,7 @@ def test_a_name_of_any_length_and_script():
 
 
 def test_seven_axes_are_refused_by_name():
-    with pytest.raises(ValueError, match="latents has 7 axes, the cache stores at most 6"):
+    with pytest.raises(ValueError, match=r"latents has 7 axes, .* 6$"):
         f.pack([stored(shape=(1,) * 7)], {})
 
 

@@ -48,7 +48,7 @@ def test_what_two_ranks_made_is_read_by_both():
     for _ in range(2):
         for numbers in ([3, 0, 19], [7], list(range(20))):
             assert same(reader.read([address(number) for number in numbers]), [sample(number) for number in numbers])
-    with pytest.raises(TrainingFault, match=r"memory: 1 of 2 entries of a batch .* are not in the cache"):
+    with pytest.raises(TrainingFault, match=rf"memory: 1 of 2 entries .*{address(20).hex()}.*--trust_cache"):
         reader.read([address(0), address(20)])
 
 
@@ -93,7 +93,7 @@ def test_rejects_are_kept():
     assert MemoryEntries(table).rejects() == [address(1)]
     reader = reader_of(table)
     assert (reader.reject(address(0)), reader.reject(address(1))) == (None, "truncated: 3 of 9 bytes")
-    with pytest.raises(TrainingFault, match="could not be encoded: truncated"):
+    with pytest.raises(TrainingFault, match=r"memory: .*: truncated: 3 of 9 bytes"):
         reader.read([address(1)])
 
 
@@ -120,7 +120,7 @@ def test_memory_that_is_full_is_said(monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sink, "_file", Full())
-    with pytest.raises(TrainingFault, match=r"memory cannot hold the cached features.*--cache_latents_to_disk"):
+    with pytest.raises(TrainingFault, match=r"\(No space .*on device\).*--cache_latents_to_disk"):
         sink.append([item(1)])
 
 
@@ -146,7 +146,7 @@ def test_preloading_copies_what_is_wanted_in_the_order_in_which_it_lies(tmp_path
     reader = reader_of(table)
     assert same(reader.read([address(9), address(0)]), [sample(9), sample(0)])
     assert reader.reject(address(12)) == "truncated: 3 of 9 bytes"
-    with pytest.raises(TrainingFault, match="not in the cache"):
+    with pytest.raises(TrainingFault, match=f"memory: 1 of 1 entries .*{address(1).hex()}"):
         reader.read([address(1)])
 
 
@@ -162,9 +162,7 @@ def test_what_does_not_fit_is_not_preloaded(tmp_path):
     metadata = Metadata(folder.database)
     size = 8 * -(-metadata.lookup(address(0)).length // 64) * 64
     preload(metadata, SegmentFiles(folder), addresses(range(8)), size, "CACHE")
-    with pytest.raises(
-        ConfigFault, match=r"--cache_preload: the cache's .* GiB do not fit into the .* GiB that are free"
-    ):
+    with pytest.raises(ConfigFault, match=r"--cache_preload: .* GiB .* GiB .*free"):
         preload(metadata, SegmentFiles(folder), addresses(range(8)), size - 1, "CACHE")
 
 
@@ -181,9 +179,7 @@ def test_what_is_damaged_is_not_preloaded(tmp_path, hurt):
         path.write_bytes(path.read_bytes()[: row.offset + 10])
     else:
         path.unlink()
-    with pytest.raises(
-        TrainingFault, match=f"CACHE: segment {row.segment}: .* is damaged: .*difftrain cache repair CACHE"
-    ):
+    with pytest.raises(TrainingFault, match=f"CACHE: segment {row.segment}: .* damaged: .*cache repair CACHE"):
         preload(Metadata(folder.database), SegmentFiles(folder), addresses(range(3)), None, "CACHE")
 
 

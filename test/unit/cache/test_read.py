@@ -82,7 +82,7 @@ def test_entries_of_one_size_and_two_shapes_are_not_mistaken(tmp_path, check):
         for number in range(8):
             assert same(reader.read([address(number)]), [sample(number, tall if number % 2 else wide)])
         assert same(reader.read([address(1), address(3)]), [sample(1, tall), sample(3, tall)])
-    with pytest.raises(TrainingFault, match=r"map is \(4, 6, 4\), and \(4, 4, 6\) of the first sample of this batch"):
+    with pytest.raises(TrainingFault, match=r"map is \(4, 6, 4\), and \(4, 4, 6\) "):
         reader.read([address(0), address(1)])
     assert same(reader.read([address(0)]), [sample(0, wide)])
 
@@ -131,11 +131,12 @@ def test_one_wrong_bit_is_found_at_the_first_read(tmp_path, place):
         with pytest.raises(TrainingFault) as caught:
             reader.read([address(1), address(2)])
         said = str(caught.value)
-        assert f"segment {row.segment}: the entry at byte {row.offset:,} ({row.length:,} bytes) is damaged" in said
-        assert "its checksum differs" in said
-        assert f"`difftrain cache repair {folder.path}` drops what is damaged" in said
+        assert re.search(
+            rf"segment {row.segment}: .* byte {row.offset:,} \({row.length:,} bytes\) .*damaged: .*checksum", said
+        )
+        assert f"cache repair {folder.path}`" in said
         if place >= 300:
-            assert "it is of 'picture 2.jpg'" in said
+            assert "is of 'picture 2.jpg'" in said
         assert same(reader.read([address(0), address(3)]), [sample(0), sample(3)]), "what is whole is read still"
 
 
@@ -171,7 +172,7 @@ def test_a_segment_cut_short_is_named(tmp_path, check):
     reader.read([address(0), address(1)])
     path = folder.file(row.segment, BIN)
     os.truncate(path, row.offset + 400)
-    with pytest.raises(TrainingFault, match=f"the file ends at {row.offset + 400:,}, before the entry does"):
+    with pytest.raises(TrainingFault, match=rf"segment {row.segment}: .* damaged: .* {row.offset + 400:,}, "):
         reader.read([address(2)])
     assert same(reader.read([address(1)]), [sample(1)])
 
@@ -181,7 +182,7 @@ def test_a_segment_that_is_gone_is_named(tmp_path, check):
     folder = filled(tmp_path / "cache", map(item, range(3)))
     (segment,) = folder.names()
     folder.file(segment, BIN).unlink()
-    with pytest.raises(TrainingFault, match=f"segment {segment}: .* is damaged: it is gone.*difftrain cache repair"):
+    with pytest.raises(TrainingFault, match=f"segment {segment}: .* damaged: .*gone.*cache repair"):
         reader_of(folder, check=check).read([address(0)])
 
 
@@ -198,7 +199,7 @@ def test_a_file_that_went_stale_is_opened_anew_and_a_failing_disk_is_named(tmp_p
 
     monkeypatch.setattr(os, "preadv", failing)
     assert same(reader.read([address(1)]), [sample(1)])
-    with pytest.raises(TrainingFault, match=r"is damaged: it cannot be read \(Input/output error\)"):
+    with pytest.raises(TrainingFault, match=r"damaged: .*\(Input/output error\)"):
         reader.read([address(2)])
 
 
@@ -221,8 +222,8 @@ def test_what_is_missing_is_counted_and_named(tmp_path):
     with pytest.raises(TrainingFault) as caught:
         reader.read([address(0), address(7), address(8)])
     said = str(caught.value)
-    assert f"{tmp_path / 'cache'}: 2 of 3 entries of a batch (map, tokens, vector) are not in the cache" in said
-    assert address(7).hex() in said and "Start again without --trust_cache" in said
+    assert said.startswith(f"{tmp_path / 'cache'}: 2 of 3 entries ") and "(map, tokens, vector)" in said
+    assert address(7).hex() in said and "--trust_cache" in said
 
 
 @CHECKS
@@ -230,7 +231,7 @@ def test_why_there_is_nothing_is_told_and_never_read(tmp_path, check):
     reader = reader_of(filled(tmp_path / "cache", [item(0), refused(1)]), check=check)
     assert (reader.reject(address(0)), reader.reject(address(5))) == (None, None)
     assert reader.reject(address(1)) == "truncated: 3 of 9 bytes"
-    with pytest.raises(TrainingFault, match="could not be encoded: truncated: 3 of 9 bytes"):
+    with pytest.raises(TrainingFault, match=rf"^{tmp_path / 'cache'}: .*: truncated: 3 of 9 bytes"):
         reader.read([address(0), address(1)])
 
 

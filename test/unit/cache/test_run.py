@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_each_can_be_cached_alone(pictures: Path, tmp_path: Path, one: str) -> N
     assert made.parts.offloaded == ({"vae"} if one == "latents" else {"text_encoder_1", "text_encoder_2"})
     weights = [each for name in made.parts.offloaded for each in made.parts.frozen[name].parameters()]
     size = request.bytes_text(sum(4 * each.numel() for each in weights))
-    assert made.parts.notes[-1].endswith(f"they stay on the host, {size} less on the device")
+    assert re.search(rf" host, {size} less .* device$", made.parts.notes[-1])
 
 
 def test_a_flip_is_cached_only_where_it_is_drawn(pictures: Path, tmp_path: Path, calls: list[int]) -> None:
@@ -244,7 +245,7 @@ def test_too_many_broken_pictures_stop_the_run(pictures: Path, tmp_path: Path) -
     for file in (tmp_path / "data" / "folder").glob("*.png"):
         break_picture(file)
     cfg = config(tmp_path / "data", tmp_path, {"latents": True}, data={"verify": "quick"})
-    with pytest.raises(DataFault, match=r"8 of 13 pictures cannot be encoded \(--max_rejected_share=0.5\), .*broken"):
+    with pytest.raises(DataFault, match=r"8 of 13 pictures .*\(--max_rejected_share=0\.5\), .*\.png: broken"):
         make(cfg)
 
 
@@ -286,7 +287,7 @@ def test_a_dtype_that_cannot_hold_a_value_stops_the_build(
 
     monkeypatch.setattr(SDXLFamily, "encoders", large)
     with pytest.raises(
-        TrainingFault, match=r"cache of latents: .*: moments: a value of 1.*e\+06 is too large for float16"
+        TrainingFault, match=r"cache of latents: .*: moments: .* 1\.?\d*e\+06 .*float16 .*65504.*--cache_dtypes"
     ):
         make(config(pictures, tmp_path, {"latents_to_disk": True, "latents_dtype": "fp16"}))
 
@@ -303,7 +304,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_encoded(
     said = str(caught.value)
     assert not calls and "KiB" in said and "1000 B are free" in said
     assert ("name another --cache_dir" in said) == (where == ON_DISK)
-    assert ("--cache_latents_to_disk keeps it in files" in said) == (where == BOTH)
+    assert ("--cache_latents_to_disk keeps it" in said) == (where == BOTH)
 
 
 @pytest.mark.flags("cache_latents_dtype", "cache_dtypes")
@@ -315,10 +316,10 @@ def test_the_plan_says_bytes_a_feature_and_what_is_missing(pictures: Path, tmp_p
     each = f"moments {2 * 16 * cells * 2 / PICTURES / 1024:.4g} KiB in bfloat16"
     assert f"cache of latents: {FLIPPED} entries of " in caplog.text and each in caplog.text
     assert (
-        f"0 are there, {FLIPPED} to be encoded" in caplog.text
+        re.search(rf"cache of latents: .*\b0 .*, {FLIPPED} to be ", caplog.text)
         and "in float8_e4m3fn, pooled 128 B in float32" in caplog.text
     )
-    assert "are to be written to" in caplog.text and "are free" in caplog.text
+    assert "are free" in caplog.text
     assert f"cache of latents: {FLIPPED} entries encoded in " in caplog.text
 
 

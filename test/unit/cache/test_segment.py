@@ -3,12 +3,14 @@
 import errno
 import os
 import pickle
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from refusals import raised_by
 from segments import HEADER, address, check, entries, item, payload, write
 
 from difftrain.cache.store import segment as writing
@@ -139,7 +141,7 @@ def test_a_damaged_row_of_a_sealed_journal_loses_only_itself(folder):
     content[read_header(bytes(content))[1] + 3 * ROW.itemsize + 20] ^= 1
     journal.write_bytes(content)
     merged = merge(folder)
-    assert merged.notes == (f"segment {name}: 1 damaged rows in its journal; these entries do not count",)
+    assert len(merged.notes) == 1 and merged.notes[0].startswith(f"segment {name}: 1 damaged rows ")
     check(folder, set(range(8)) - {3})
 
 
@@ -148,7 +150,7 @@ def test_payloads_cut_short_are_said(folder):
     (name,) = folder.names()
     path = folder.file(name, BIN)
     os.truncate(path, path.stat().st_size - 100)
-    assert f"segment {name}: its payloads were cut" in merge(folder).notes[0]
+    assert re.match(rf"segment {name}: .*payloads .* cut", merge(folder).notes[0])
 
 
 class Full:
@@ -174,11 +176,12 @@ def test_a_disk_that_fills_in_the_middle_keeps_what_was_committed(folder, monkey
     assert size == 2848, "what the rooms above are chosen for: none at all, up to a byte too little"
     with monkeypatch.context() as patched:
         Full(size - less, patched)
-        with pytest.raises(TrainingFault, match=r"cache: .*No space left on device.*stays.*Make room") as said:
+        with pytest.raises(TrainingFault, match=r"cache: .*No space .*on device.*stays.*Make room") as said:
             writer.append([item(number) for number in range(2, 8)])
         assert str(folder.path) in str(said.value)
-    with pytest.raises(TrainingFault, match="after a write that failed"):
+    with pytest.raises(TrainingFault, match=rf"^{folder.path}: ") as said:
         writer.append([item(9)])
+    assert raised_by(said, "append")
     writer.close()
     assert merge(folder).entries == 2
     check(folder, [0, 1])
@@ -266,7 +269,7 @@ def test_two_writers_never_share_a_file(folder):
 
 
 def test_a_folder_without_a_cache_is_named(tmp_path):
-    with pytest.raises(DataFault, match=r"nothing: there is no feature cache, no cache\.json is in it"):
+    with pytest.raises(DataFault, match=rf"^{tmp_path / 'nothing'}: .*cache\.json.*--cache_dir"):
         CacheFolder.open(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
@@ -274,7 +277,7 @@ def test_a_folder_without_a_cache_is_named(tmp_path):
 def test_a_cache_of_another_format_is_named_and_left_alone(folder):
     (folder.path / "cache.json").write_text('{"format": 7}')
     for create in (False, True):
-        with pytest.raises(DataFault, match="of format 7, this version reads and writes format 1"):
+        with pytest.raises(DataFault, match=rf"^{folder.path}: .*format 7, .*format 1\b.*--cache_dir"):
             CacheFolder.open(folder.path, create=create)
     assert (folder.path / "cache.json").read_text() == '{"format": 7}'
 
@@ -282,13 +285,13 @@ def test_a_cache_of_another_format_is_named_and_left_alone(folder):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"other": 1}'])
 def test_a_damaged_mark_is_named(folder, content):
     (folder.path / "cache.json").write_text(content)
-    with pytest.raises(DataFault, match=r"cache\.json cannot be read"):
+    with pytest.raises(DataFault, match=r"cache\.json cannot .*read"):
         CacheFolder.open(folder.path, create=True)
 
 
 def test_a_place_where_no_folder_can_be_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingFault, match="the feature cache cannot be written"):
+    with pytest.raises(TrainingFault, match=rf"^{tmp_path / 'file' / 'cache'}: .*\(Not a directory\).*--cache_dir"):
         CacheFolder.open(tmp_path / "file" / "cache", create=True)
 
 

@@ -55,7 +55,7 @@ def test_half_set_is_refused_by_name(missing: str) -> None:
         ("RANK", "-1", "from 0 to 7"),
         ("RANK", "one", "'one'"),
         ("LOCAL_RANK", "4", "from 0 to 3"),
-        ("WORLD_SIZE", "0", "must be a number from 1"),
+        ("WORLD_SIZE", "0", "from 1"),
         ("LOCAL_WORLD_SIZE", "9", "from 1 to 8"),
         ("MASTER_PORT", "70000", "from 1 to 65535"),
     ],

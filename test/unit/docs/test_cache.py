@@ -88,6 +88,6 @@ def test_defaults_are_the_ones_that_are_named() -> None:
 
 
 def test_what_is_refused_is_named() -> None:
-    refused = PAGE[PAGE.index("Refused by name") :]
+    refused = PAGE[PAGE.index("Refused ") :]
     for field in (*(f"data.{each}" for each in _PICTURE), *(f"captions.{each}" for each in _CAPTION)):
         assert f"`{option(field)}`" in refused, field

@@ -93,9 +93,10 @@ def test_no_machine_path_and_no_registry() -> None:
 
 
 def test_documents_name_flags_that_exist() -> None:
-    from difftrain.cli import cache, dataset, doctor, init
+    from difftrain.cli import cache, compare, compare_trace, dataset, doctor, generate, init, recipes, watch
+    from difftrain.cli.documents import SCHEMA_FLAGS
     from difftrain.cli.export import TABLE
-    from difftrain.config.spellings import keys
+    from difftrain.config.spellings import keys, text_to_image
     from difftrain.config.spellings.flags import FLAGS
     from difftrain.config.spellings.keys import TABLES
     from difftrain.launch.flags import OWNED
@@ -106,8 +107,14 @@ def test_documents_name_flags_that_exist() -> None:
         *TABLE,
         *dataset.OWN,
         *cache.FLAGS,
+        *compare.FLAGS,
+        *watch.FLAGS,
         *init.TABLE,
+        *generate.TABLE,
+        *SCHEMA_FLAGS,
         *doctor.FLAGS,
+        *compare_trace.FLAGS,
+        *recipes.FLAGS,
         *OPTIONS,
         *keys.OPTIONS,
         *TABLES,  # --section.key of train.py
@@ -115,6 +122,7 @@ def test_documents_name_flags_that_exist() -> None:
         *(name for owned in OWNED for name in owned.names),
         "help",
         "dry_run",
+        *text_to_image.FLAGS,
     }
     scripts = (ROOT / "test" / "simulated_npu" / "run", ROOT / "test" / "run_tests.sh")
     known |= {
@@ -135,6 +143,9 @@ def test_documents_name_flags_that_exist() -> None:
         "X",
         "log_first_steps",  # docs/adding/flag.md adds it to a copy
         "only",  # of test/drills/planted_faults.py
+        "ntasks-per-node",  # of srun
+        "rm",  # of docker
+        "shm-size",
     }
     wrong = [
         f"{name}:{number}: --{flag}"

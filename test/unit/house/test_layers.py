@@ -22,7 +22,7 @@ LAYERS = [
     {"cache", "hub"},
     {"train"},
     {"demo"},
-    {"launch"},
+    {"launch", "watch"},
     {"cli"},
     {"testing"},
 ]
@@ -38,6 +38,8 @@ OPTIONAL = {
     "torchvision": "device",
     "torchvision_npu": "device",
     "wandb": "report",
+    "swanlab": "report",
+    "mlflow": "report",
     "pyarrow": "data",
     "tensorboard": "report",
     "deepspeed": "engine",
@@ -59,6 +61,8 @@ DEVICE_NAME = re.compile(r"(cuda|npu|hccl|nccl)(?![a-z])", re.IGNORECASE)
 def room_of(path: Path) -> str:
     """Return the room of a file: its first folder, or its own name at the top."""
     inner = path.relative_to(PACKAGE).parts
+    if inner == ("__main__.py",):  # the command, as a module
+        return "cli"
     return inner[0].removesuffix(".py") if len(inner) > 1 or inner[0] != "__init__.py" else ""
 
 
@@ -102,13 +106,23 @@ def test_imports_keep_to_the_layers(path: Path) -> None:
     wrong = []
     for module, line, _ in imports(parsed(path)):
         parts = module.split(".")
-        if parts[0] in ("test", "third_patch", "sd_scripts_xl", "benchmarks"):
+        if parts[0] in ("test", "third_patch", "sd_scripts_xl", "benchmarks") or parts[1:2] == ["third_patch"]:
             wrong.append(f"line {line}: library/ imports nothing of {parts[0]}/")
         elif parts[0] == "difftrain" and parts[1:2] not in ([], ["__version__"]):
             if source == "config" and module.startswith(f"{ROWS}."):
                 continue
             wrong += [f"line {line}: {reason}" for reason in [breaks(source, parts[1])] if reason]
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_training_commands_load_the_patches() -> None:
+    loads = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Constant) and node.value in ("third_patch", "difftrain.third_patch")
+    }
+    assert loads == {"cli/train.py", "config/paths.py"}  # by its name in a checkout or in a wheel; which of them it is
 
 
 def test_the_rule_itself_bites() -> None:

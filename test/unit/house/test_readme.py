@@ -11,12 +11,15 @@ import pytest
 from difftrain.config.layers import Layer, read_file
 from difftrain.config.parse_flags import parse
 from difftrain.config.parse_keys import scan
+from difftrain.config.parse_text_to_image import WeightsIdentity
+from difftrain.config.parse_text_to_image import parse as parse_example
 from difftrain.launch import flags, machines, main
 from difftrain.launch.machines import Devices
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ["README.md", "README.zh.md", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-PLACES = ("/models/sdxl-base-1.0", "/models/sdxl", "/models/sd3_light", "/data/laion", "/data/pictures")
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+PLACES = ("/models/sdxl-base-1.0", "/models/sdxl", "/models/sd3_light", "/data/laion", "/data/images")
 
 
 def commands(page: str) -> list[str]:
@@ -26,14 +29,15 @@ def commands(page: str) -> list[str]:
 
 
 LINES = [(page, line) for page in PAGES for line in commands(page) if "…" not in line]
-SCRIPT = re.compile(r"(pretrain_full|cache)_(1m_1p|1m_8p|1m_np|nm_np)_(\w+)\.sh")
+SCRIPT = re.compile(r"(pretrain_full|train_full|cache)_(1m_1p|1m_8p|1m_np|nm_np)_([\w-]+)\.sh")
 LAUNCHES = [entry for entry in LINES if SCRIPT.search(entry[1])]
 TRAIN = [entry for entry in LINES if re.search(r"(?<!\w)(train|sd3_light_pretrain)\.py\s+--", entry[1])]
+EXAMPLE = [entry for entry in LINES if re.search(r"train_text_to_image\.py\s+--", entry[1])]
 DOORS = [entry for entry in LINES if re.search(r"sdxl_pretrain\.py\s+--", entry[1])]
 
 
 def test_there_are_commands() -> None:
-    assert len(LAUNCHES) >= 20 and DOORS
+    assert len(LAUNCHES) >= 20 and DOORS and EXAMPLE
 
 
 @pytest.mark.parametrize(("page", "line"), LAUNCHES)
@@ -46,7 +50,7 @@ def test_launchers_take_their_commands(page: str, line: str, tmp_path: Path, mon
     argv = [_here(word, tmp_path) for word in words[words.index("bash") + 2 :]]
     given = flags.read(argv, {})
     where = machines.where(layout, main.LAYOUTS[layout], given, Devices("npu", 8), {})
-    recipe = main.choose(name if stage == "pretrain_full" else f"{name}_cache", given, where)
+    recipe = main.choose(f"{name}_cache" if stage == "cache" else name, given, where)
     assert not [*given.faults, *where.faults, *recipe.faults]
     door = recipe.line(given, tmp_path / "out")
     assert recipe.door_faults(recipe.checkable(door)) == []
@@ -72,6 +76,14 @@ def test_the_toml_door_knows_its_commands(page: str, line: str) -> None:
     assert not recipe.is_relative_to(ROOT / "configs") or not read_file(recipe).faults
 
 
+@pytest.mark.parametrize(("page", "line"), EXAMPLE)
+def test_the_script_of_diffusers_flags_takes_its_commands(page: str, line: str, tmp_path: Path) -> None:
+    words = shlex.split(line, comments=True)
+    at = next(number for number, word in enumerate(words) if word.endswith("train_text_to_image.py"))
+    assert (ROOT / words[at]).is_file()
+    parse_example([_here(word, tmp_path) for word in words[at + 1 :]], lambda text: WeightsIdentity("sd1", "epsilon"))
+
+
 def _here(word: str, folder: Path) -> str:
     if word.endswith("=/data/sets.toml"):
         file = folder / "sets.toml"
@@ -86,7 +98,7 @@ def _here(word: str, folder: Path) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+    for target in LINK.findall(text):
         if not target.startswith("http"):
             assert ((ROOT / page).parent / target).exists(), target
 
@@ -98,7 +110,22 @@ def test_both_readmes_have_the_same_commands_and_sections() -> None:
     assert len(heads[0]) == len(heads[1])
 
 
-def test_the_readme_names_every_flag_of_the_launchers() -> None:
+@pytest.mark.parametrize("page", ["docs/launch_scripts.md", "docs/zh/launch_scripts.md"])
+def test_the_page_of_the_launch_scripts_names_every_flag_of_theirs(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [flag.names[0] for flag in flags.OWNED if f"--{flag.names[0]}" not in text] == []
+
+
+def test_the_two_commands_that_set_up_everything_open_both_readmes() -> None:
     for page in PAGES[:2]:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert [flag.names[0] for flag in flags.OWNED if f"--{flag.names[0]}" not in text] == []
+        first = [shlex.split(line, comments=True) for line in commands(page)[:2]]
+        assert first == [["bash", "test/pretrain_full_1m_1p_sdxl.sh"], ["bash", "test/run_tests.sh"]], page
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/zh"])
+def test_every_page_is_reached_from_its_index(folder: str) -> None:
+    index = ROOT / folder / "README.md"
+    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))}
+    nested = [index.parent / "zh"] if folder == "docs" else []
+    pages = [page for page in index.parent.rglob("*.md") if not any(page.is_relative_to(each) for each in nested)]
+    assert len(pages) > 5 and sorted(page.name for page in {*pages} - linked - {index}) == []

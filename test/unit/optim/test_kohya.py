@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +23,7 @@ from difftrain.config.schema import names
 from difftrain.config.schema.sections import OptimizerSection, TrainConfig
 from difftrain.contracts import ConfigFault, Group
 from difftrain.optim import averages, faults, make_optimizer, make_schedule
-from difftrain.train.dry_run import state_bytes
+from difftrain.train.footprint import state_bytes
 
 KOHYA: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
@@ -92,7 +93,7 @@ def test_each_is_the_class_that_kohya_takes_with_its_own_defaults(name: str) -> 
     ("kind", "args", "told"),
     [
         ("SGDNesterov", ("nesterov=False",), "takes no nesterov here"),
-        ("Lion", ("betas=(2,2)",), "Lion refuses them: they are out of its range"),
+        ("Lion", ("betas=(2,2)",), "Lion refuses them: "),
         ("Prodigy", ("d0=-1",), "Prodigy refuses them: Invalid d0"),
         ("Adafactor", ("relative_step=False", "lr=1"), "Adafactor takes no lr here"),
         ("SGDScheduleFree", ("momentum=1",), "Momentum must be between 0 and 1"),
@@ -109,7 +110,7 @@ def test_a_package_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "dadaptation.experimental", None)
     monkeypatch.delattr(dadaptation, "experimental")
     (fault,) = faults(OptimizerSection(type="DAdaptAdam"))
-    assert "is not installed" in fault.what or "does not load" in fault.what
+    assert "package dadaptation" in fault.what
 
 
 def test_a_device_that_bitsandbytes_does_not_know_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_a_device_that_bitsandbytes_does_not_know_is_said_before_training(monkey
 
     monkeypatch.setattr(bnb.AdamW8bit, "step", broken)
     section = OptimizerSection(type="Lion8bit")
-    with pytest.raises(ConfigFault, match=r"bitsandbytes [\d.]+ cannot update on cpu: no kernel image \(a newer"):
+    with pytest.raises(ConfigFault, match=r"bitsandbytes [\d.]+ cannot .*on cpu: no kernel image \(a newer"):
         make_optimizer(section, [group()])
     assert faults(section) == []  # looking at the configuration touches no device
 
@@ -139,7 +140,7 @@ def test_rates_of_their_own_are_refused_where_the_package_would_stop(name: str) 
     if name in names.FIRST_RATE:
         optimizer = make_optimizer(section, groups)
     else:
-        with pytest.raises(ConfigFault, match=r"takes one rate for all groups, there are 0\.5, 1"):
+        with pytest.raises(ConfigFault, match=rf"{name} .*one rate .* 0\.5, 1"):
             make_optimizer(section, groups)
         optimizer = KOHYA[name][0]([{"params": [p for _, p in g.named_params], "lr": g.lr} for g in groups])
     for table in optimizer.param_groups:
@@ -165,7 +166,7 @@ def test_a_dry_run_can_tell_the_size_of_the_state(name: str, bytes_a_parameter: 
 def test_a_warm_up_from_zero_is_not_for_dadaptsgd() -> None:
     section = {"type": "DAdaptSGD", "learning_rate": 1.0, "scheduler": "linear"}
     (fault,) = faults(OptimizerSection(**section, warmup_steps=5))
-    assert fault.where == "--lr_warmup_steps" and "divides by the first rate" in fault.what
+    assert fault.where == "--lr_warmup_steps" and re.search(r"DAdaptSGD .*first rate, .* 0\b", fault.what)
     assert faults(OptimizerSection(**section)) == []
     assert faults(OptimizerSection(**{**section, "type": "DAdaptAdam"}, warmup_steps=5)) == []
 

@@ -196,8 +196,8 @@ def test_a_family_may_say_which_weights_are_matrices_and_groups_keep_their_rates
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("momentum=1.0",), r"momentum lies in \[0, 1\), got 1.0"),
-        (("ns_steps=0",), "ns_steps is a number from 1 to 99, got 0"),
+        (("momentum=1.0",), r"momentum .*\[0, 1\), got 1\.0"),
+        (("ns_steps=0",), r"ns_steps .* 1 to 99, got 0"),
         (("adjust_lr='mine'",), "adjust_lr is match_rms_adamw or original, got 'mine'"),
         (("adamw_lr=-1",), "not below 0"),
         (("betas=2,2",), "Invalid beta"),
@@ -214,7 +214,7 @@ def test_arguments_out_of_range_are_faults(args: tuple[str, ...], words: str) ->
 def test_a_model_without_a_matrix_is_told_so() -> None:
     assert faults(OptimizerSection(type="Muon")) == []  # looking at the configuration knows no model
     bias = Group("g", [("blocks.0.bias", torch.nn.Parameter(torch.zeros(3)))], LR)
-    with pytest.raises(ConfigFault, match=r"Muon is for matrices within blocks, and none .*--optimizer_type=AdamW"):
+    with pytest.raises(ConfigFault, match=r"Muon is .*matrices.*none .*--optimizer_type=AdamW"):
         make_optimizer(OptimizerSection(type="muon"), [bias])
 
 
@@ -246,7 +246,7 @@ def test_a_flag_on_the_device_skips_the_update_whatever_the_gradients_hold(value
         ({"full_precision": "bf16", "mixed_precision": "bf16", "master_weights": "fp32"}, {}),
         ({}, {"schedulefree_wrapper": True}),
     ],
-    ids=["during the backward", "kahan", "fp32 masters", "wrapped"],
+    ids=["fused backward", "kahan", "fp32 masters", "wrapped"],
 )
 def test_three_steps_a_restart_and_three_more_are_six(training: dict, optimizer: dict, tmp_path: Path) -> None:
     cfg = config(training, type="Muon", learning_rate=1e-3, **optimizer)

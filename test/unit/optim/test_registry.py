@@ -101,9 +101,9 @@ def test_any_class_by_dotted_name() -> None:
         ("oss", ("nope=1", "nada=2"), "oss takes no nope, nada here"),
         ("AdamW", ("betas=2,2",), "AdamW refuses them: Invalid beta parameter"),
         ("AdamW", ("eps",), "got 'eps' (write name=value, as in weight_decay=0.01)"),
-        ("AdamW", ("eps=1e-8", "eps=1e-6"), "eps is given twice"),
-        ("AdamW", ("eps=__import__('os')",), "is not a literal"),
-        ("no_such_package.Adam", (), "no_such_package.Adam cannot be imported"),
+        ("AdamW", ("eps=1e-8", "eps=1e-6"), "eps is given"),
+        ("AdamW", ("eps=__import__('os')",), "eps=__import__('os') is not"),
+        ("no_such_package.Adam", (), "no_such_package.Adam cannot"),
         ("torch.optim.Nope", (), "torch.optim has no Nope"),
         ("torch.nn.Linear", (), "torch.nn.Linear is no Optimizer"),
         ("torch.optim.SGD", ("momentun=0.9",), "torch.optim.SGD takes no momentun here (it takes dampening,"),
@@ -135,7 +135,7 @@ def test_adamw_of_torch_npu_is_for_npus(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("difftrain.optim.builders.is_installed", lambda module: True)
     section = OptimizerSection(type="npufusedadamw", learning_rate=1e-3, args=("weight_decay=0.1",))
     assert faults(section) == []
-    with pytest.raises(ConfigFault, match="updates on NPUs alone, and this run is on cpu"):
+    with pytest.raises(ConfigFault, match=r"updates on NPUs alone, and .*run is on cpu"):
         make_optimizer(section, _groups())
     (fault,) = faults(OptimizerSection(type="NpuFusedAdamW", args=("fused=True",)))
     assert "takes no fused" in fault.what and "betas" in fault.remedy

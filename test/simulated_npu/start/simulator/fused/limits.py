@@ -42,7 +42,7 @@ def require_dtype(op: str, name: str, tensor: Tensor, allowed: Iterable[torch.dt
     allowed = tuple(allowed)
     if tensor.dtype not in allowed:
         words = ", ".join(str(each).removeprefix("torch.") for each in allowed)
-        refuse(op, f"{name} is {tensor.dtype}", f"{name} must be one of {words}", source)
+        refuse(op, f"{name} is {tensor.dtype}", f"{name} has to be one of {words}", source)
 
 
 def require_same_dtype(op: str, source: str, **tensors: Tensor | None) -> None:
