@@ -62,7 +62,7 @@ def estimate(name: str):
     """Estimate the memory of a recipe's device at the largest bucket of its data."""
     from difftrain.contracts import Bucket
     from difftrain.models.registry import make_family
-    from difftrain.train.footprint import cached_parts, device_memory
+    from difftrain.train.estimate.footprint import cached_parts, device_memory
 
     cfg = configuration(name)
     family = make_family(cfg)
@@ -74,7 +74,7 @@ def estimate(name: str):
 
 def row(name: str, memory) -> str:
     """Write a line of the table."""
-    from difftrain.train.footprint import GIB, RESERVE
+    from difftrain.train.estimate.footprint import GIB, RESERVE
 
     weights = sum(item.size for item in memory.items if "weights" in item.what and "averaged" not in item.what)
     weights += sum(item.size for item in memory.items if item.what.startswith("beside"))
@@ -91,7 +91,7 @@ def short(row_of_page: str) -> str:
 
 def line(memory) -> str:
     """Write what stands in the recipe."""
-    from difftrain.train.footprint import GIB, RESERVE
+    from difftrain.train.estimate.footprint import GIB, RESERVE
 
     return f"# memory: {(memory.total + RESERVE) / GIB:.1f} GiB, estimated, not measured on hardware (docs/memory.md)"
 

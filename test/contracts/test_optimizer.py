@@ -20,7 +20,7 @@ from difftrain.engine.native import NativeEngine
 from difftrain.optim import averages, faults, make_optimizer
 from difftrain.optim.registry import REGISTRY
 from difftrain.testing.family import tiny_step
-from difftrain.train.footprint import state_bytes
+from difftrain.train.estimate.footprint import state_bytes
 
 NAMES = (*REGISTRY, *names.TORCH_OPTIMIZERS)
 SHAPES = {"wide.weight": (64, 65), "last.bias": (7,)}  # from 4096 elements on there is state of 8 bits

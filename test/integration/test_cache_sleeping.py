@@ -15,7 +15,8 @@ from difftrain.models import family as loading
 from difftrain.models import placeholder
 from difftrain.models.weights import fingerprints
 from difftrain.models.weights.source import WeightSource
-from difftrain.train import dry_run, finalize
+from difftrain.train import finalize
+from difftrain.train.estimate import dry_run
 from difftrain.train.run import run
 
 ON_DISK = ("--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk")

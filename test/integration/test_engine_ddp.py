@@ -25,10 +25,10 @@ from difftrain.optim import make_optimizer, make_schedule
 from difftrain.report.trace import FOLDER, Trace, file_name
 from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
 from difftrain.testing.spawn import run_ranks
-from difftrain.train.non_finite import NonFinite
+from difftrain.train.diagnosis.non_finite import NonFinite
+from difftrain.train.diagnosis.tracing import Tracing
 from difftrain.train.shared_checkpoint import newest
 from difftrain.train.state import Position, TrainedModel
-from difftrain.train.tracing import Tracing
 
 GLOBAL_BATCH = 12  # on 2, 3 and 4 ranks, whole and in pieces
 COUNTS = {"samples": float(GLOBAL_BATCH)}

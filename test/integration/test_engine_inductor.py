@@ -11,7 +11,7 @@ from engines import built, config, one_thread, run, weights  # noqa: F401
 from torch._dynamo.utils import counters
 
 from difftrain.testing.family import TinyFamily, tiny_step
-from difftrain.train.non_finite import NonFinite
+from difftrain.train.diagnosis.non_finite import NonFinite
 from difftrain.train.state import TrainedModel
 
 

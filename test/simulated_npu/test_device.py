@@ -21,7 +21,7 @@ from difftrain.device.offload import HostMemory
 from difftrain.distributed.launch import Launch
 from difftrain.engine import base
 from difftrain.train.check import check_device
-from difftrain.train.out_of_memory import explained
+from difftrain.train.diagnosis.out_of_memory import explained
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine import make_engine
 from difftrain.optim import make_optimizer, make_schedule
+from difftrain.train.diagnosis.tracing import Tracing
 from difftrain.train.state import Position, TrainedModel
-from difftrain.train.tracing import Tracing
 
 CLOCK: Any = SimpleNamespace(paused=lambda _: contextlib.nullcontext())
 

@@ -17,8 +17,8 @@ from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, DataFault, Fault
 
 if TYPE_CHECKING:
-    from difftrain.report.comparison import RunComparison
-    from difftrain.report.comparison_summary import Unreadable
+    from difftrain.report.compare.comparison import RunComparison
+    from difftrain.report.compare.summary import Unreadable
     from difftrain.report.run_files import RunFiles
 
 PROG = "difftrain compare"
@@ -84,10 +84,10 @@ def _output_faults(folders: list[Path], words: Mapping[str, list[str]]) -> Itera
 
 def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:
     """Read the runs, compare each with the first, print, and write what is asked for."""
-    from difftrain.report.comparison import compare_runs
-    from difftrain.report.comparison_summary import labels, summary
+    from difftrain.report.compare.comparison import compare_runs
+    from difftrain.report.compare.summary import labels, summary
+    from difftrain.report.compare.thresholds import Thresholds, read_thresholds
     from difftrain.report.run_files import RunFiles
-    from difftrain.report.thresholds import Thresholds, read_thresholds
 
     # --- what is compared: a run that cannot be read does not keep the others from it, unless it is the first
     given = read_thresholds(Path(expanded(words["thresholds"][-1]))) if "thresholds" in words else Thresholds()
@@ -128,7 +128,7 @@ def _write(
     code: int,
 ) -> None:
     from difftrain.io.files import write_text
-    from difftrain.report.comparison_summary import document
+    from difftrain.report.compare.summary import document
 
     if "json" in words:
         path = Path(expanded(words["json"][-1]))
@@ -136,7 +136,7 @@ def _write(
             write_text(path, json.dumps(document(names, comparisons, code), indent=1, ensure_ascii=False) + "\n")
         print(path)
     if "html" in words:
-        from difftrain.report.comparison_page import comparison_page
+        from difftrain.report.compare.page import comparison_page
 
         path = Path(expanded(words["html"][-1]))
         with writing(path):

@@ -25,8 +25,8 @@ from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
 
 if TYPE_CHECKING:
-    from difftrain.train.generate import GenerateRequest
-    from difftrain.train.weights_path import WeightsPath
+    from difftrain.train.inference.model.generate import GenerateRequest
+    from difftrain.train.inference.weights_path import WeightsPath
 
 PROG = "difftrain generate"
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -131,7 +131,7 @@ def _faults(parsed: Parsed) -> Iterator[Fault]:
 def work(parsed: Parsed, argv: list[str]) -> int:
     """Find out what the weights are of, and draw."""
     from difftrain.device.choice import calm_threads, hide_unusable_npu, hold_autoload
-    from difftrain.train.weights_path import locate
+    from difftrain.train.inference.weights_path import locate
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("difftrain").setLevel(logging.INFO)
@@ -141,7 +141,7 @@ def work(parsed: Parsed, argv: list[str]) -> int:
     hide_unusable_npu(parsed.config.training.device)
     whole, source = _of_weights(parsed, argv, source)
 
-    from difftrain.train.generate import generate
+    from difftrain.train.inference.model.generate import generate
 
     request = request_of(parsed, whole, source)
     with writing(request.output):
@@ -209,8 +209,8 @@ def _without(argv: list[str], name: str) -> list[str]:
 
 def request_of(parsed: Parsed, whole: Parsed, source: WeightsPath) -> GenerateRequest:
     """Put together what is to be drawn."""
-    from difftrain.train.generate import GenerateRequest
-    from difftrain.train.inference import AS_SAMPLES
+    from difftrain.train.inference.model import AS_SAMPLES
+    from difftrain.train.inference.model.generate import GenerateRequest
 
     bare, words = parsed.bare, parsed.words
     converted: dict[str, Any] = {"int": int, "float": float, "str": str}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from difftrain.contracts.errors import DifftrainError
-from difftrain.report.parting import ROOT, ModuleCall, Parting, first_parting
+from difftrain.report.compare.parting import ROOT, ModuleCall, Parting, first_parting
 
 FORMAT = 1
 FOLDER = "trace"

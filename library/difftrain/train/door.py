@@ -22,7 +22,7 @@ RULES: tuple[Rule, ...] = (one_of("training.device", ("auto", *KINDS)),)
 def look(parsed: Parsed) -> int:
     """Describe the run, the data set, or both; train nothing."""
     if parsed.dry_run:
-        from difftrain.train.dry_run import dry_run
+        from difftrain.train.estimate.dry_run import dry_run
 
         with expecting(parsed.coming) if parsed.coming else nullcontext():
             dry_run(

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from difftrain.contracts import Batch
+from difftrain.train.diagnosis.out_of_memory import in_step
 from difftrain.train.meter import Meter
-from difftrain.train.out_of_memory import in_step
 from difftrain.train.saving import Saving
 from difftrain.train.state import Hook, Position, Run
 from difftrain.train.triggers import EXPORT, NOTHING, QUIT, SAMPLE, STOP, Requests

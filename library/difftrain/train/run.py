@@ -41,9 +41,11 @@ from difftrain.report.clock import Clock
 from difftrain.report.environment import command, process_age_s
 from difftrain.report.notices import open_notices
 from difftrain.report.progress import SIGNS
-from difftrain.train import out_of_memory
 from difftrain.train.averages import Averages, require_profiles
 from difftrain.train.check import check, check_device
+from difftrain.train.diagnosis import out_of_memory
+from difftrain.train.diagnosis.non_finite import NonFinite
+from difftrain.train.diagnosis.tracing import Tracing
 from difftrain.train.drawing import Drawing
 from difftrain.train.evaluating import Evaluating, open_sets, warn_of_trained
 from difftrain.train.finalize import (
@@ -58,7 +60,6 @@ from difftrain.train.finalize import (
 from difftrain.train.kid import DrawnPictures
 from difftrain.train.loop import train
 from difftrain.train.meter import Meter
-from difftrain.train.non_finite import NonFinite
 from difftrain.train.outputs import RunOutputs, open_outputs, set_up_logging, write_rejects
 from difftrain.train.reporting import Reporting
 from difftrain.train.run_dir import how_to_go_on, run_directory
@@ -75,7 +76,6 @@ from difftrain.train.session import (
     schedule_from,
 )
 from difftrain.train.state import Hook, Run, TrainedModel
-from difftrain.train.tracing import Tracing
 from difftrain.train.triggers import Requests
 
 log = logging.getLogger("difftrain")

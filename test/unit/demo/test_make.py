@@ -14,7 +14,7 @@ from difftrain.config.parse_keys import open_train_door, parse
 from difftrain.config.paths import expecting
 from difftrain.contracts import ConfigFault, DataFault
 from difftrain.demo import make, prepare
-from difftrain.train.dry_run import dry_run
+from difftrain.train.estimate.dry_run import dry_run
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "sd3_light"
 

@@ -9,7 +9,7 @@ import pytest
 
 from difftrain.config.parse_flags import parse
 from difftrain.models.registry import make_family
-from difftrain.train.footprint import needs
+from difftrain.train.estimate.footprint import needs
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "precision_and_memory.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (?:`(--[^`]+)`|\(none: fp32\)) " + r"\| (\d+) " * 6 + r"\|$", PAGE, re.MULTILINE)

@@ -32,7 +32,7 @@ READ = {
 }
 
 # they write down what was set, which alone does nothing for the user who set it, but for settings of what is written
-WRITERS = ("report/", "models/metadata.py", "train/dry_run.py")
+WRITERS = ("report/", "models/metadata.py", "train/estimate/dry_run.py")
 OF_WRITING = ("logging.", "metadata.", "training.performance")
 
 

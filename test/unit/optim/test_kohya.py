@@ -23,7 +23,7 @@ from difftrain.config.schema import names
 from difftrain.config.schema.sections import OptimizerSection, TrainConfig
 from difftrain.contracts import ConfigFault, Group
 from difftrain.optim import averages, faults, make_optimizer, make_schedule
-from difftrain.train.footprint import state_bytes
+from difftrain.train.estimate.footprint import state_bytes
 
 KOHYA: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),

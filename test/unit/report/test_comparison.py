@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from compared import made_run
 
-from difftrain.report.comparison import (
+from difftrain.report.compare.comparison import (
     RunComparison,
     compare_runs,
     effect_of,
@@ -18,8 +18,8 @@ from difftrain.report.comparison import (
     relative_error,
     running_means,
 )
+from difftrain.report.compare.thresholds import Thresholds
 from difftrain.report.run_files import LoggedStep, RunFiles, measured, read_run
-from difftrain.report.thresholds import Thresholds
 
 
 def test_relative_errors() -> None:

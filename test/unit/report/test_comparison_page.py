@@ -9,11 +9,11 @@ from pathlib import Path
 from compared import made_run
 
 from difftrain.report.charts import Curve, line_chart
-from difftrain.report.comparison import compare_runs
-from difftrain.report.comparison_page import comparison_page
+from difftrain.report.compare.comparison import compare_runs
+from difftrain.report.compare.page import comparison_page
+from difftrain.report.compare.thresholds import Thresholds
 from difftrain.report.facts import LABEL, PUBLISHED
 from difftrain.report.run_files import read_run
-from difftrain.report.thresholds import Thresholds
 
 EVIL = "<script>alert(1)</script>"
 

@@ -11,9 +11,9 @@ import pytest
 from compared import made_run
 
 from difftrain.contracts import DataFault
-from difftrain.report.comparison import compare_runs
+from difftrain.report.compare.comparison import compare_runs
+from difftrain.report.compare.thresholds import Thresholds
 from difftrain.report.run_files import read_run, read_steps
-from difftrain.report.thresholds import Thresholds
 
 
 def agree(tmp_path: Path, folder: Path) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from difftrain.contracts import ConfigFault
-from difftrain.report.thresholds import FULL, HALF, Thresholds, read_thresholds
+from difftrain.report.compare.thresholds import FULL, HALF, Thresholds, read_thresholds
 
 
 def test_defaults_follow_the_precision() -> None:

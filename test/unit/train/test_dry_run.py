@@ -17,9 +17,9 @@ from difftrain.config.toml import load
 from difftrain.contracts import ConfigFault
 from difftrain.device import choice
 from difftrain.models.registry import make_family
-from difftrain.train import footprint
-from difftrain.train.dry_run import dry_run, scaled, time_line
-from difftrain.train.footprint import needs, state_bytes
+from difftrain.train.estimate import footprint
+from difftrain.train.estimate.dry_run import dry_run, scaled, time_line
+from difftrain.train.estimate.footprint import needs, state_bytes
 
 ROOT = Path(__file__).parents[3]
 STEP = 3 << 30

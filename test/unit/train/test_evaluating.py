@@ -20,8 +20,8 @@ from difftrain.contracts import Batch, Bucket, DataFault, DrawSpec, FeatureSpec,
 from difftrain.data.evaluation_sets import EvaluationSet, open_set
 from difftrain.distributed.ranks import Ranks
 from difftrain.testing.pictures import write_folder
-from difftrain.train import dry_run
 from difftrain.train.averages import Averages
+from difftrain.train.estimate import dry_run
 from difftrain.train.evaluating import Evaluating, due_of, tags
 from difftrain.train.kid import chosen
 from difftrain.train.state import Position, TrainedModel

@@ -12,7 +12,7 @@ from engines import config, one_thread, spoilt  # noqa: F401 (a fixture)
 from traced import Stepped, stepped
 
 from difftrain.testing.family import TinyFamily, tiny_step
-from difftrain.train.non_finite import EVERY, NonFinite
+from difftrain.train.diagnosis.non_finite import EVERY, NonFinite
 
 NAN = math.nan
 

@@ -15,7 +15,7 @@ from difftrain.contracts import Batch, Bucket, TrainingFault
 from difftrain.device import Device
 from difftrain.device.memory import during
 from difftrain.distributed.launch import Launch
-from difftrain.train.out_of_memory import CACHING, EVALUATING, SAMPLING, explained, in_step, remedies
+from difftrain.train.diagnosis.out_of_memory import CACHING, EVALUATING, SAMPLING, explained, in_step, remedies
 
 FILES = Path(__file__).parents[1] / "files"
 ALONE, THIRD = Launch(), Launch(2, 4, 2, 4, "localhost", 1)

@@ -21,10 +21,10 @@ from difftrain.device import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.report.trace import AGREE, FOLDER, compare_traces, file_name
 from difftrain.testing.family import TinyFamily, tiny_step
-from difftrain.train import tracing
-from difftrain.train.module_calls import ModuleCalls
+from difftrain.train.diagnosis import tracing
+from difftrain.train.diagnosis.module_calls import ModuleCalls
+from difftrain.train.diagnosis.tracing import LARGEST, Tracing, sample, stride_of
 from difftrain.train.state import Position
-from difftrain.train.tracing import LARGEST, Tracing, sample, stride_of
 
 STEPS = 4
 

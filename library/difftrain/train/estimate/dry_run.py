@@ -31,7 +31,7 @@ from difftrain.models.registry import make_family
 from difftrain.report.run_files import read_run
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
-from difftrain.train.footprint import GIB, RESERVE, DeviceMemory, cached_parts, device_memory, disk, trained
+from difftrain.train.estimate.footprint import GIB, RESERVE, DeviceMemory, cached_parts, device_memory, disk, trained
 from difftrain.train.run_dir import describe_run_directory, run_dirs
 from difftrain.train.session import open_run_data, plan_run
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from difftrain.config import TrainConfig
     from difftrain.contracts import Drawer
     from difftrain.device import Device
-    from difftrain.train.weights_path import WeightsPath
+    from difftrain.train.inference.weights_path import WeightsPath
 
 log = logging.getLogger("difftrain")
 AS_SAMPLES, MOVING, TRAINED = "samples", "yes", "no"  # which averages; else a relative width

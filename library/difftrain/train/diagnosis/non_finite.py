@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from difftrain.contracts.errors import DifftrainError
-from difftrain.report.parting import ROOT, ModuleCall, Parting, first_parting
-from difftrain.train.module_calls import ModuleCalls
+from difftrain.report.compare.parting import ROOT, ModuleCall, Parting, first_parting
+from difftrain.train.diagnosis.module_calls import ModuleCalls
 
 if TYPE_CHECKING:
     from torch import Tensor

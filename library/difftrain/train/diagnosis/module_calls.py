@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from difftrain.report.parting import ROOT, SHARE, ModuleCall
+from difftrain.report.compare.parting import ROOT, SHARE, ModuleCall
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from difftrain.report.charts import Curve, line_chart
-from difftrain.report.comparison import RunComparison
-from difftrain.report.comparison_summary import (
+from difftrain.report.compare.comparison import RunComparison
+from difftrain.report.compare.summary import (
     EFFECTS,
     Unreadable,
     about,

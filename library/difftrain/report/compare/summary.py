@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from difftrain.report.comparison import Divergence, RunComparison, RunDifference, first_without_loss
+from difftrain.report.compare.comparison import Divergence, RunComparison, RunDifference, first_without_loss
 from difftrain.report.facts import LABEL, published
 from difftrain.report.line import fixed
 from difftrain.report.run_files import FIGURES, RunFiles

@@ -16,9 +16,9 @@ from difftrain.config.digest import FREE
 from difftrain.config.schema.names import ASCEND
 from difftrain.config.schema.validate import default_of, fields
 from difftrain.config.spellings.spelling import option
+from difftrain.report.compare.thresholds import Thresholds
 from difftrain.report.report import ScoreTarget
 from difftrain.report.run_files import FIGURES, LoggedStep, RunFiles
-from difftrain.report.thresholds import Thresholds
 
 Effect = Literal["losses", "rounding", "length", "none"]
 

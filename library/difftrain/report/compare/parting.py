@@ -1,6 +1,6 @@
 """The first module at which something goes wrong: calls walked forward in the order of execution, then backward.
 
-Nothing here knows what goes wrong: two runs part (report/trace.py), or values are no longer finite (train/non_finite.py).
+Nothing here knows what goes wrong: two runs part (report/trace.py), or values are no longer finite (train/diagnosis/non_finite.py).
 A predicate tells of each tensor by name whether it is as it should be.
 
 Forward, tensors are looked at in the order of time: a module's inputs as it is entered, its outputs as it is left. Where

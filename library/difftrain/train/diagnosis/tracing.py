@@ -25,7 +25,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.engine.half_precision import precision_of
 from difftrain.io.files import write_bytes
 from difftrain.report.trace import FOLDER, FORMAT, file_name
-from difftrain.train.module_calls import ModuleCalls
+from difftrain.train.diagnosis.module_calls import ModuleCalls
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -26,14 +26,14 @@ from difftrain.sampling.edits import SourcePicture
 from difftrain.sampling.png import facts_of, parameters, png_bytes
 from difftrain.sampling.prompts import Prompt, PromptEntry, PromptFile, prompts_of_lines, read_prompts, set_field
 from difftrain.train.drawing import sampler_of
-from difftrain.train.inference import AS_SAMPLES, Inference, load_model
+from difftrain.train.inference.model import AS_SAMPLES, Inference, load_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from difftrain.config import TrainConfig
     from difftrain.contracts import Drawer
-    from difftrain.train.weights_path import WeightsPath
+    from difftrain.train.inference.weights_path import WeightsPath
 
 log = logging.getLogger("difftrain")
 PNG, GRID = ".png", "grid.png"
