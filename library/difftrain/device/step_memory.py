@@ -75,7 +75,7 @@ class AcceleratorMaths(TorchFunctionMode):
     def __init__(self, half: torch.dtype | None) -> None:
         super().__init__()
         self.half = half
-        self._casts: dict[int, torch.Tensor] = {}
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # weights by id, kept so that none is used twice
 
     def forget(self) -> None:
         """Let go of the casts of weights; what the backward pass needs of them it holds itself."""
@@ -97,8 +97,8 @@ class AcceleratorMaths(TorchFunctionMode):
         if not (value.is_leaf and value.requires_grad):
             return value.to(self.half)
         if id(value) not in self._casts:
-            self._casts[id(value)] = value.to(self.half)
-        return self._casts[id(value)]
+            self._casts[id(value)] = value, value.to(self.half)
+        return self._casts[id(value)][1]
 
 
 def _to_fp32(value: Any) -> Any:
