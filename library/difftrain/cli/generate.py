@@ -25,7 +25,7 @@ from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
 
 if TYPE_CHECKING:
-    from difftrain.train.inference.model.generate import GenerateRequest
+    from difftrain.train.inference.generate import GenerateRequest
     from difftrain.train.inference.weights_path import WeightsPath
 
 PROG = "difftrain generate"
@@ -141,7 +141,7 @@ def work(parsed: Parsed, argv: list[str]) -> int:
     hide_unusable_npu(parsed.config.training.device)
     whole, source = _of_weights(parsed, argv, source)
 
-    from difftrain.train.inference.model.generate import generate
+    from difftrain.train.inference.generate import generate
 
     request = request_of(parsed, whole, source)
     with writing(request.output):
@@ -210,7 +210,7 @@ def _without(argv: list[str], name: str) -> list[str]:
 def request_of(parsed: Parsed, whole: Parsed, source: WeightsPath) -> GenerateRequest:
     """Put together what is to be drawn."""
     from difftrain.train.inference.model import AS_SAMPLES
-    from difftrain.train.inference.model.generate import GenerateRequest
+    from difftrain.train.inference.generate import GenerateRequest
 
     bare, words = parsed.bare, parsed.words
     converted: dict[str, Any] = {"int": int, "float": float, "str": str}

@@ -75,10 +75,13 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
     if cfg.data.dataset_class:
         attempt(lambda: own_class.make(str(cfg.data.dataset_class), *cfg.data.dirs[:1]))
     parts = Parts(root=nn.Module())
+    is_here = not any(field.startswith("model.") for field in away)
     if not _WEIGHTS.intersection(away):
+        # what a cache will save is known by tokens: without a tokenizer all encoders are looked at
+        whole = whole or not is_here
         parts = attempt(lambda: family.load(meta=True, deferred=() if whole else deferred_parts(cfg, family))) or parts
         attempt(lambda: check_sides(cfg, family))
-    if not any(field.startswith("model.") for field in away):
+    if is_here:
         attempt(lambda: family.tokenizer(parts))
     if faults:
         raise ConfigFault(dict.fromkeys(faults))  # weights and tokenizers may trip over the same file

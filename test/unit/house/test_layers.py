@@ -115,6 +115,18 @@ def test_imports_keep_to_the_layers(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_every_module_that_is_imported_is_there() -> None:
+    """Imports inside functions too, which no start of a command sees."""
+    absent = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("difftrain."):
+                place = PACKAGE.parent / str(node.module).replace(".", "/")
+                if not (place.is_dir() or place.with_suffix(".py").is_file()):
+                    absent.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.module}")
+    assert not absent, "\n".join(absent)
+
+
 def test_only_the_training_commands_load_the_patches() -> None:
     loads = {
         str(path.relative_to(PACKAGE))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.facts import Text
 from difftrain.models.text.clip_tokens import PAD_1, PAD_2, ClipTokenize
@@ -50,7 +51,7 @@ def vocabularies(
     made: list[Any] = []
     problems: list[Fault] = []
     for position, text in enumerate(texts, start=1):
-        where, size = f"--tokenizer{position}_path", sizes[text.part]
+        where, size = option(f"model.tokenizer{position}"), sizes[text.part]
         size = size.get("text_config") or size
         try:
             vocabulary, misfits = _vocabulary(text, dirs.get(text.tokenizer), size, where)
