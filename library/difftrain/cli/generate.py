@@ -209,8 +209,8 @@ def _without(argv: list[str], name: str) -> list[str]:
 
 def request_of(parsed: Parsed, whole: Parsed, source: WeightsPath) -> GenerateRequest:
     """Put together what is to be drawn."""
-    from difftrain.train.inference.model import AS_SAMPLES
     from difftrain.train.inference.generate import GenerateRequest
+    from difftrain.train.inference.model import AS_SAMPLES
 
     bare, words = parsed.bare, parsed.words
     converted: dict[str, Any] = {"int": int, "float": float, "str": str}
