@@ -18,9 +18,11 @@ def names(refusal: object, *facts: object) -> bool:
 def is_about(refusal: object, where: str, *facts: object) -> bool:
     """Return whether a fault or note is of this setting, and names the facts behind it.
 
-    where: what stands before the first colon, without its value or the path of its file: "--seed", "[save] precision".
+    where: what stands before the first colon, without its value, the path of its file or the line: "--seed",
+    "[save] precision".
     """
     place, _, rest = str(refusal).strip().partition(": ")
+    place = re.sub(r"\.toml:\d+ ", ".toml ", place)
     is_its = where in (place, place.partition("=")[0]) or place.endswith((f" {where}", f"/{where}"))
     return is_its and names(rest, *facts)
 

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from difftrain.config import arguments_file
 from difftrain.config.hidden_imports import hold_back
@@ -15,6 +16,7 @@ from difftrain.config.render.help import flag_help
 from difftrain.config.rules.finding import Rule
 from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.flags import FLAGS
+from difftrain.config.toml_lines import with_line
 from difftrain.contracts.errors import ConfigFault, DifftrainError
 
 _WAIT_FOR_FIRST_S = 10.0
@@ -109,4 +111,6 @@ def _sentence(error: DifftrainError) -> str:
     if not isinstance(error, ConfigFault):
         return str(error)
     count = len(error.faults)
-    return f"{count} fault{'s' if count > 1 else ''} in the configuration; nothing was started\n{error}"
+    located = (replace(fault, where=with_line(fault.where)) for fault in error.faults)
+    lines = "\n".join(f"  {fault}" for fault in located)
+    return f"{count} fault{'s' if count > 1 else ''} in the configuration; nothing was started\n{lines}"
