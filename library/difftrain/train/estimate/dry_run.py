@@ -11,6 +11,7 @@ from torch import nn
 
 from difftrain.cache.request import cache_requests, caches_anything, duration_text, estimate_storage
 from difftrain.config import TrainConfig
+from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.paths import PendingFiles
 from difftrain.config.schema.families import row_of
 from difftrain.config.toml import dump
@@ -74,6 +75,9 @@ def dry_run(
             memory = device_memory(cfg, family, parts, ranks, *_usual_bucket(cfg, family))
             say(f"memory: {memory.sentence()}")
             for line in (*parameters(parts), *memory_lines(memory)) if full else ():
+                say(line)
+        elif not coming:
+            for line in _as_shipped(cfg, ranks):
                 say(line)
         done = "made or written" if coming else "fetched"
         say(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
@@ -140,7 +144,8 @@ def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
 
 def _usual_bucket(cfg: TrainConfig, family: Family) -> tuple[Bucket, int]:
     """Return the size and micro batch that the configuration names, where no data tell."""
-    width, height = cfg.data.resolution or (512, 512)
+    named = [each.resolution for each in datasets_of(cfg.data, cfg.captions) if each.resolution]
+    width, height = max(named, key=math.prod, default=cfg.data.resolution or (512, 512))
     unit = family.features.size_multiple
     return Bucket(max(unit, height // unit * unit), max(unit, width // unit * unit)), cfg.training.batch_size
 
@@ -197,6 +202,25 @@ def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
             yield f"{name}: {estimate_storage(wish, each.data).size_sentence()}"
     if cfg.eval.kid and (lacking := packages_missing()):
         yield f"{NAME}: {' and '.join(lacking)} not installed, so it would not be measured; {INSTALL}"
+
+
+def _as_shipped(cfg: TrainConfig, ranks: int) -> Iterator[str]:
+    """Estimate the memory by the family's own size, so that it is known before weights are fetched whether they fit."""
+    row, model = row_of(cfg), cfg.model
+    if row.sizes[0] in ("tiny", "demo"):
+        return
+    without = dict.fromkeys(("pretrained", "vae", "transformer", "text_encoder1", "text_encoder2", "text_encoder3"))
+    cfg = cfg.model_copy(update={"model": model.model_copy(update={**without, "init_from_config": row.sizes[0]})})
+    try:
+        family = make_family(cfg)
+        parts = family.load(meta=True)
+        parts.offloaded |= cached_parts(cfg, parts)
+        memory = device_memory(cfg, family, parts, ranks, *_usual_bucket(cfg, family))
+    except ConfigFault:  # the configuration belongs to weights of another size
+        return
+    yield f"memory: {memory.sentence()}"
+    yield f"free: {free_line(cfg, memory)}"
+    yield f"memory is that of {row.title} in its size {row.sizes[0]}, as the weights are not here"
 
 
 def _checked(cfg: TrainConfig, family: Family, missing: list[HubRequest]) -> Parts | None:
