@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from refusals import names
 
 from difftrain.config.parse_flags import parse
 from difftrain.config.toml import load
@@ -220,7 +221,7 @@ def test_what_is_on_a_hub_is_named_and_not_fetched(
     line = [word for word in line if not word.startswith("--init_from_config")]
     said = described([*line, "--init_from_config=base"])
     assert "for --tokenizer1_path: model openai/clip-vit-large-patch14, from http://127.0.0.1:9" in said
-    assert "parameters of unet: 2,567,463,684, trained" in said  # figures that need no tokenizer
+    assert names(said, "unet: 2,567,463,684")  # figures that need no tokenizer
     cached = described([*line, "--init_from_config=base", "--cache_latents", "--cache_text_encoder_outputs"])
     # the encoders are as good as gone, and how large their caches are is not known before captions are tokens
     assert "frozen weights 0 GiB" in cached and "frozen weights 0 GiB" not in said
@@ -249,8 +250,8 @@ def test_through_the_door(line: list[str], tmp_path: Path) -> None:
 def test_caches_are_counted_and_what_they_replace_leaves_the_card(line: list[str]) -> None:
     text = described([*line, "--cache_latents", "--cache_text_encoder_outputs_to_disk"])
     each = 2 * 16 * 8 * 8 * 4 // 1024  # mean and deviation, channels, cells, fp32: the same in both buckets
-    sizes = r"of [\d.]+ KiB on average \({}\), [\d.]+ KiB in all"
-    assert re.search(rf"cache of latents: 10 entries {sizes.format(f'moments {each} KiB in float32')} of memory", text)
+    sizes = r" [\d.]+ KiB .*\({}\), [\d.]+ KiB "
+    assert re.search(rf"latents: 10 .*{sizes.format(f'moments {each} KiB in float32')}.*memory", text)
     for encoder in ("text_encoder_1", "text_encoder_2"):  # a caption each, and the empty one
-        assert re.search(rf"cache of {encoder}: 11 entries {sizes.format('hidden_[12] .*')} on disk", text)
+        assert re.search(rf"{encoder}: 11 .*{sizes.format('hidden_[12] .*')}.*disk", text)
     assert "frozen weights 0 GiB" in text and "frozen weights 0 GiB" not in described(line)
