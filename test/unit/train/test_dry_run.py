@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -232,18 +229,6 @@ def test_what_is_on_a_hub_is_named_and_not_fetched(
     with pytest.raises(ConfigFault, match="--optimizer_args") as caught:
         described([*line, "--pretrained_model_name_or_path=acme/sdxl", "--optimizer_args", "nothing=1"])
     assert "acme/sdxl" not in str(caught.value) and not (tmp_path / "hub").exists()
-
-
-@pytest.mark.flags("dry_run")
-def test_through_the_door(line: list[str], tmp_path: Path) -> None:
-    door = ROOT / "sd_scripts_xl" / "sdxl_pretrain.py"
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, str(door), *line, "--dry_run=full"], capture_output=True, text=True, cwd=tmp_path, env=clean
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().splitlines()[-1].startswith("dry run: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "data"]
 
 
 @pytest.mark.flags("cache_latents", "cache_text_encoder_outputs_to_disk")
