@@ -53,7 +53,7 @@ FAULTS = (
     ),
     PlantedFault(
         "the average takes in the weights with the old ones' share",
-        "diffusion/ema.py", "self.blend(named, 1.0 - self.decay)", "self.blend(named, self.decay)",
+        "diffusion/ema.py", "self.blend(named, 1.0 - self.decay_at(self.updates))", "self.blend(named, self.decay_at(self.updates))",
         ("unit/diffusion/test_ema.py",),
     ),
     PlantedFault(
@@ -94,6 +94,11 @@ FAULTS = (
         ("unit/cache/test_address.py",),
     ),
     PlantedFault(
+        "the last row of a commit is dropped from the cache's journal",
+        "cache/store/segment.py", "[rows.tobytes()]", "[rows[:-1].tobytes()]",
+        ("unit/cache/test_damage.py", "unit/cache/test_segment.py"),
+    ),
+    PlantedFault(
         "a checkpoint's checksum is not compared",
         "checkpoint/commit.py", "if entry != manifest.files[name]:", "if False:",
         ("unit/checkpoint",),
@@ -110,8 +115,18 @@ FAULTS = (
     ),
     PlantedFault(
         "tokens stay in what is written",
-        "config/secrets.py", "(?:key|token|secret|password)", "(?:key|secret|password)",
+        "config/secrets.py", "(?:key|token|secret|password|webhook_url)", "(?:key|secret|password|webhook_url)",
         ("unit/config/test_secrets.py",),
+    ),
+    PlantedFault(
+        "a report's command line shows the tokens that were given",
+        "report/environment.py", "for word in secrets.redact(argv))", "for word in argv)",
+        ("unit/report/test_environment.py", "unit/report/test_report.py"),
+    ),
+    PlantedFault(
+        "a report's configuration shows the login of an address",
+        "report/report.py", 'environment.redacted(cfg.model_dump(mode="json"))', 'cfg.model_dump(mode="json")',
+        ("unit/report/test_report.py",),
     ),
     PlantedFault(
         "captions are dropped where they should stay",

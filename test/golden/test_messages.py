@@ -1,7 +1,7 @@
 """Every sentence that the library can say is on one page: as kohya's entry points spell it, and the others where they differ.
 
-Read from the source: string literals of three words and more outside docstrings, help tables and pages. What is only
-known when a sentence is said stands in braces by its name. A change of wording is a change of that page, to be read as prose:
+Read from the source: string literals of three words and more outside docstrings, and outside the rows of flags, keys and
+fields and what renders pages of them, which are the documentation's and have tests of their own. What is only when a sentence is said stands in braces by its name. A change of wording is a change of that page, to be read as prose:
 `pytest test/golden/test_messages.py --update-golden` writes it.
 """
 
@@ -22,8 +22,10 @@ how that door spells it.
 
 """
 
-# their texts are pages of the documentation, held by tests of their own
-PAGES = ("config/spellings/", "config/render/", "config/schema/")
+# what is rendered from tables: --help, docs/ and schemas/, whose files are compared by tests of their own
+PAGES = ("config/render/",)
+# the rows of these tables, by what makes one: the meaning of a flag, a key and a field stands on those pages
+ROWS = {"config/spellings/": ("Row", "key", "near", "later", "never"), "config/schema/": ("Field",)}
 _SQL = ("SELECT ", "INSERT ", "CREATE ", "DELETE ", "UPDATE ", "PRAGMA ", "ATTACH ", "WITH ", "BEGIN ")
 _OTHERS: dict[Door, str] = {"train": "train.py", "text_to_image": "train_text_to_image.py"}
 
@@ -55,14 +57,18 @@ def page() -> str:
     parts: list[str] = []
     for path in sorted(LIBRARY.rglob("*.py")):
         name = path.relative_to(LIBRARY).as_posix()
-        if not name.startswith(PAGES) and (lines := list(dict.fromkeys(_sentences(path)))):
+        if not name.startswith(PAGES) and (lines := list(dict.fromkeys(_sentences(path, _rows(name))))):
             parts += [f"## {name}", *lines, ""]
     return HEADING + "\n".join(parts)
 
 
-def _sentences(path: Path) -> Iterator[str]:
+def _rows(name: str) -> tuple[str, ...]:
+    return next((makers for folder, makers in ROWS.items() if name.startswith(folder)), ())
+
+
+def _sentences(path: Path, rows: tuple[str, ...]) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner = {id(part) for node in ast.walk(tree) for part in _inside(node)}
+    inner = {id(part) for node in ast.walk(tree) for part in _inside(node, rows)}
     for node in ast.walk(tree):
         if id(node) in inner or not isinstance(node, ast.JoinedStr | ast.Constant):
             continue
@@ -75,13 +81,15 @@ def _sentences(path: Path) -> Iterator[str]:
                 yield f"  {name}: {own}"
 
 
-def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the docstring of a definition, and the parts of an f-string."""
+def _inside(node: ast.AST, rows: tuple[str, ...]) -> Iterator[ast.AST]:
+    """Yield the docstring of a definition, the parts of an f-string, and those of a table's row."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         first = node.body[0] if node.body else None
         if isinstance(first, ast.Expr):
             yield first.value
-    elif isinstance(node, ast.JoinedStr):
+    elif isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in rows
+    ):
         yield from (part for part in ast.walk(node) if part is not node)
 
 

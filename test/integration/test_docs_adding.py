@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("library", "third_patch", "sd_scripts_xl", "configs", "docs", "test")
+COPIED = ("library", "third_patch", "sd_scripts_xl", "configs", "docs", "schemas", "test")
 PAGES = {
     name: (ROOT / "docs" / "adding" / f"{name}.md").read_text("utf-8")
     for name in ("flag", "source", "optimizer", "engine")
@@ -28,9 +28,39 @@ NOTICE = (
     "test/unit/config/test_flags.py::test_names_are_frozen",
     "test/unit/config/test_flags.py::test_the_page_of_flags_is_current",
     "test/unit/config/test_train_docs.py::test_the_page_is_current",
+    "test/unit/config/test_text_to_image.py::test_every_flag_leads_to_a_field_or_says_what_it_does",
+    "test/unit/house/test_flags.py",
     "test/unit/house/test_layers.py::test_every_field_of_the_configuration_is_read_by_somebody",
     "test/unit/house/test_packages.py::test_the_wheel_ships_the_patches_and_every_engine_has_a_row",
+    "test/unit/house/test_wording.py",
+    "test/golden/test_messages.py",
+    "test/golden/test_schemas.py",
 )
+# what is generated of the library, and the command of a page that does it
+COMMANDS = {
+    "docs/flags.md": "python -m difftrain.config.render.docs flags > docs/flags.md",
+    "docs/train_toml.md": "python -m difftrain.config.render.docs keys > docs/train_toml.md",
+    "docs/text_to_image.md": "python -m difftrain.config.render.docs text_to_image > docs/text_to_image.md",
+    "schemas": "pytest test/golden/test_schemas.py --update-golden",
+    "test/golden/data/messages.txt": "pytest test/golden/test_messages.py --update-golden",
+}
+STALE = """
+import sys
+from pathlib import Path
+from difftrain.cli.documents import schema_text
+from difftrain.config.render import docs
+from difftrain.config.render.schema import SCHEMAS
+sys.path.append("test/golden")
+import test_messages
+now = {
+    "docs/flags.md": docs.flags_page(), "docs/train_toml.md": docs.keys_page(),
+    "docs/text_to_image.md": docs.text_to_image_page(), "test/golden/data/messages.txt": test_messages.page(),
+    **{f"schemas/{name}.json": schema_text(name) for name in SCHEMAS},
+}
+for name, text in now.items():
+    if Path(name).read_text(encoding="utf-8") != text:
+        print("schemas" if name.startswith("schemas/") else name)
+"""
 # the contract suites, which run over the registries: of every page the entry that it adds
 SUITES = {"source": "jsonl", "optimizer": "SignSGD", "engine": "single"}
 
@@ -78,8 +108,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
                 (root / name).write_text(content, encoding="utf-8")
                 added += [name] if name.startswith("test/") else []
     for command in commands:
-        assert command.startswith("python -m difftrain."), command
-        words = command.replace("python", sys.executable, 1)
+        assert command in COMMANDS.values(), command
+        words = command.replace("python", sys.executable, 1).replace("pytest", f"{sys.executable} -m pytest", 1)
         subprocess.run(words, shell=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root / "library")}, check=True)
     return root, added
 
@@ -89,6 +119,26 @@ def test_every_page_adds_a_file_and_a_test() -> None:
         kinds = [kind for kind, _, _ in blocks(page)]
         assert kinds.count("diff") >= 2 and "python" in kinds, name
         assert blocks(page)[-1][1].startswith("test/unit/"), f"{name}: a page ends with its test"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_generates_what_it_changes_and_nothing_else(name: str, tmp_path: Path) -> None:
+    """All pages together would hide a command that one of them has left out."""
+    for part in ("library", "docs", "schemas", "test/golden"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    commands = []
+    for kind, file, content in blocks(PAGES[name]):
+        if kind == "bash":
+            commands += content.splitlines()
+        elif kind == "diff" and file.startswith("library/"):
+            apply(content, tmp_path / file)
+        elif file.startswith("library/"):
+            (tmp_path / file).write_text(content, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", STALE], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "library")},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert sorted(commands) == sorted({COMMANDS[stale] for stale in done.stdout.split()})
 
 
 def test_what_the_pages_add_works_and_the_repositorys_own_tests_agree(copy: tuple[Path, list[str]]) -> None:

@@ -175,6 +175,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.flags("dry_run")
+def test_a_dry_run_writes_nothing_but_the_index(pictures: Path, tmp_path: Path) -> None:
+    own = Door(pictures, tmp_path / "cache")
+    printed = own.run(own.flags(tmp_path / "out", "--dry_run=full"))
+    assert printed.rstrip().splitlines()[-1].startswith("dry run: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
 @pytest.mark.flags("threads")
 def test_a_flag_that_nothing_reads_stops_the_run_before_its_first_step(door: Door, tmp_path: Path) -> None:
     """The fault is planted: the lines that read it are taken out."""

@@ -24,6 +24,7 @@ from cached import (
     make,
     use_of,
 )
+from refusals import is_about, names
 
 from difftrain.cache import encoding
 from difftrain.cache.decoding import BatchQueue
@@ -58,7 +59,7 @@ def test_an_encoder_with_other_weights_is_noticed_and_said(
         make(config(pictures, own, ON_DISK))
     assert sum(calls) == FLIPPED
     why = [r.getMessage() for r in caplog.records if re.match(r"cache of \w+: .* encoder ", r.getMessage())]
-    assert len(why) == 1 and why[0].startswith("cache of latents: ") and "another one" in why[0]
+    assert len(why) == 1 and names(why[0], "latents", "another one")
 
 
 @pytest.mark.flags("trust_cache")
@@ -70,9 +71,7 @@ def test_a_cache_of_another_encoder_alone_is_not_trusted(pictures: Path, own: Pa
         with pytest.raises(ConfigFault) as caught:
             make(trusting)
         (fault,) = caught.value.faults
-        said = str(fault)
-        assert fault.where == "--trust_cache" and f"{own} has latents " in said
-        assert "(fingerprint another one)" in said
+        assert is_about(fault, "--trust_cache", own, "latents", "another one")
     assert not calls and entries(own) == before
     make(config(pictures, own, ON_DISK))
     calls.clear()

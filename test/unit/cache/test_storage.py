@@ -147,5 +147,5 @@ def test_bytes_that_are_too_few_or_too_many_are_refused():
         restore(type(one)("x", "uint8", (4, 4), 4, bomb, None, "zlib"), torch.empty(4, 4, dtype=torch.uint8))
     with pytest.raises(ValueError, match="decompressed"):
         restore(type(one)("x", "uint8", (4, 4), 4, bomb[5:], None, "zlib"), torch.empty(4, 4, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="'brotli' is unknown"):
+    with pytest.raises(ValueError, match="'brotli'"):
         restore(type(one)("x", "uint8", (4, 4), 4, bomb, None, "brotli"), torch.empty(4, 4, dtype=torch.uint8))

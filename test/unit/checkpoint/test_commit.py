@@ -91,12 +91,12 @@ def test_a_failure_of_one_rank_is_told_to_all_and_leaves_what_was_there(tmp_path
 def test_a_folder_that_cannot_be_made_is_told_to_all(tmp_path):
     (tmp_path / "file").write_text("")
     results = on_threads(2, lambda ranks: commit(tmp_path / "file", "N-state", writer(ranks.rank), ranks, META))
-    assert all(isinstance(each, SaveFault) and "could not begin" in str(each) for each in results)
+    assert all(isinstance(each, SaveFault) and str(tmp_path / "file") in str(each) for each in results)
     # one of two machines
     results = on_threads(
         2, lambda ranks: commit(tmp_path / ("a", "file")[ranks.rank], "N-state", writer(ranks.rank), ranks, META)
     )
-    assert all(isinstance(each, SaveFault) and "rank 1 could not begin" in str(each) for each in results)
+    assert all(isinstance(each, SaveFault) and re.search(r"\brank 1\b", str(each)) for each in results)
     assert names(tmp_path / "a") == []
 
 
@@ -145,10 +145,10 @@ def test_the_same_name_again_replaces_the_old_one_whole(tmp_path):
     ("damage", "reason"),
     [
         (lambda path: (path / "manifest.json").unlink(), r"no manifest\.json"),
-        (lambda path: (path / "part-0.bin").unlink(), r"part-0\.bin is missing"),
+        (lambda path: (path / "part-0.bin").unlink(), r"part-0\.bin (?!.*checksum)"),
         (lambda path: (path / "part-0.bin").write_bytes(b"weight"), "has 6 bytes, not 7"),
         (lambda path: (path / "part-0.bin").write_bytes(b"weighty"), r"part-0\.bin is .*checksum"),
-        (lambda path: os.truncate(path / "manifest.json", 50), r"manifest\.json cannot be "),
+        (lambda path: os.truncate(path / "manifest.json", 50), r"manifest\.json .*\("),
         (lambda path: (path / "manifest.json").write_text("[]"), r"manifest\.json .* checkpoint"),
     ],
 )

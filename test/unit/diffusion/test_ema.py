@@ -70,7 +70,7 @@ def test_wrong_names_shapes_and_decays_are_refused() -> None:
     ema = Ema(_named(1.0), decay=0.9)
     with pytest.raises(KeyError, match=r"missing \['b'\], unknown \['c'\]"):
         ema.load_state_dict({"a": torch.zeros(2, 3), "c": torch.zeros(4)})
-    with pytest.raises(ValueError, match="average of b"):
+    with pytest.raises(ValueError, match=r"\bb\b.*\b5\b"):
         ema.load_state_dict({"a": torch.zeros(2, 3), "b": torch.zeros(5)})
     with pytest.raises(ValueError, match="holds 2 tensors, but 1"):
         ema.update(_named(1.0)[:1])

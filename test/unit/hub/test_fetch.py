@@ -323,7 +323,7 @@ def test_without_a_token_the_hub_hides_what_is_private(hub: HubStub, monkeypatch
 def test_revisions_and_files_that_are_not_there(hub: HubStub) -> None:
     hub.repo("acme/one").push({"one.safetensors": b"1"})
     assert names(fault_of(pretrained("acme/one@v9")), "acme/one", "revision")
-    assert "it holds nothing" in fault_of(pretrained("acme/one/two.safetensors"))
+    assert names(fault_of(pretrained("acme/one/two.safetensors")), "acme/one", "two.safetensors")
 
 
 def test_all_ids_are_judged_at_once(hub: HubStub) -> None:
@@ -379,7 +379,7 @@ def test_a_state_is_fetched_to_be_resumed_from(hub: HubStub) -> None:
     assert downloads(hub) == ["runs/N-state/a/b.safetensors", "runs/N-state/manifest.json"]
     assert fetch_state(config(save={"resume": "auto"}), Ranks()) == "auto"
     for wrong, says in (
-        ("acme/states/none:old:dataset", "no folder none"),
+        ("acme/states/none:old:dataset", "none"),
         ("acme/states/x", "no acme/states"),
     ):
         with pytest.raises(ConfigFault, match=says) as caught:

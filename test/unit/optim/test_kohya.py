@@ -92,18 +92,18 @@ def test_each_is_the_class_that_kohya_takes_with_its_own_defaults(name: str) -> 
 @pytest.mark.parametrize(
     ("kind", "args", "told"),
     [
-        ("SGDNesterov", ("nesterov=False",), "takes no nesterov here"),
-        ("Lion", ("betas=(2,2)",), "Lion refuses them: "),
-        ("Prodigy", ("d0=-1",), "Prodigy refuses them: Invalid d0"),
-        ("Adafactor", ("relative_step=False", "lr=1"), "Adafactor takes no lr here"),
+        ("SGDNesterov", ("nesterov=False",), r"SGDNesterov .*\bnesterov\b"),
+        ("Lion", ("betas=(2,2)",), "Lion .*: "),
+        ("Prodigy", ("d0=-1",), "Prodigy .*: Invalid d0"),
+        ("Adafactor", ("relative_step=False", "lr=1"), r"Adafactor .*\blr\b"),
         ("SGDScheduleFree", ("momentum=1",), "Momentum must be between 0 and 1"),
-        ("AdamW8bit", ("betas=2,2",), "AdamW8bit refuses them: Invalid beta"),
+        ("AdamW8bit", ("betas=2,2",), "AdamW8bit .*: Invalid beta"),
     ],
 )
 def test_arguments_that_are_refused(kind: str, args: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigFault) as caught:
         make_optimizer(OptimizerSection(type=kind, args=args), [group()])
-    assert told in str(caught.value)
+    assert re.search(told, str(caught.value))
 
 
 def test_a_package_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_device_that_bitsandbytes_does_not_know_is_said_before_training(monkey
 
     monkeypatch.setattr(bnb.AdamW8bit, "step", broken)
     section = OptimizerSection(type="Lion8bit")
-    with pytest.raises(ConfigFault, match=r"bitsandbytes [\d.]+ cannot .*on cpu: no kernel image \(a newer"):
+    with pytest.raises(ConfigFault, match=r"bitsandbytes [\d.]+ .*\bcpu\b: no kernel image \("):
         make_optimizer(section, [group()])
     assert faults(section) == []  # looking at the configuration touches no device
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from refusals import names
 
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.contracts import ConfigFault, Group
@@ -96,24 +98,24 @@ def test_any_class_by_dotted_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "args", "told"),
     [
-        ("AdamX", (), "--optimizer_type: got 'AdamX' (one of AdamW, oss, "),
-        ("AdamW", ("beta=.9",), "AdamW takes no beta here (it takes amsgrad, betas, "),
-        ("oss", ("nope=1", "nada=2"), "oss takes no nope, nada here"),
-        ("AdamW", ("betas=2,2",), "AdamW refuses them: Invalid beta parameter"),
-        ("AdamW", ("eps",), "got 'eps' (write name=value, as in weight_decay=0.01)"),
-        ("AdamW", ("eps=1e-8", "eps=1e-6"), "eps is given"),
-        ("AdamW", ("eps=__import__('os')",), "eps=__import__('os') is not"),
+        ("AdamX", (), r"--optimizer_type: got 'AdamX' \(.*AdamW, oss, "),
+        ("AdamW", ("beta=.9",), r"AdamW .*\bbeta\b .*amsgrad, betas, "),
+        ("oss", ("nope=1", "nada=2"), "oss .*nope, nada"),
+        ("AdamW", ("betas=2,2",), "AdamW .*: Invalid beta parameter"),
+        ("AdamW", ("eps",), r"got 'eps' \(.*name=value.*weight_decay=0\.01\)"),
+        ("AdamW", ("eps=1e-8", "eps=1e-6"), r"\beps\b"),
+        ("AdamW", ("eps=__import__('os')",), r"eps=__import__\('os'\)"),
         ("no_such_package.Adam", (), "no_such_package.Adam cannot"),
         ("torch.optim.Nope", (), "torch.optim has no Nope"),
         ("torch.nn.Linear", (), "torch.nn.Linear is no Optimizer"),
-        ("torch.optim.SGD", ("momentun=0.9",), "torch.optim.SGD takes no momentun here (it takes dampening,"),
-        ("torch.optim.SGD", ("nesterov=True",), "torch.optim.SGD refuses them: Nesterov momentum requires"),
+        ("torch.optim.SGD", ("momentun=0.9",), r"torch\.optim\.SGD .*\bmomentun\b.* dampening,"),
+        ("torch.optim.SGD", ("nesterov=True",), r"torch\.optim\.SGD .*: Nesterov momentum requires"),
     ],
 )
 def test_faults_say_what_would_be_right(kind: str, args: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigFault) as caught:
         make_optimizer(OptimizerSection(type=kind, args=args), _groups())
-    assert told in str(caught.value)
+    assert re.search(told, str(caught.value))
 
 
 def test_every_bad_argument_is_told_at_once() -> None:
@@ -138,7 +140,7 @@ def test_adamw_of_torch_npu_is_for_npus(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigFault, match=r"updates on NPUs alone, and .*run is on cpu"):
         make_optimizer(section, _groups())
     (fault,) = faults(OptimizerSection(type="NpuFusedAdamW", args=("fused=True",)))
-    assert "takes no fused" in fault.what and "betas" in fault.remedy
+    assert names(fault.what, "fused") and "betas" in fault.remedy
 
 
 def test_a_choice_between_adamws_is_said_where_it_was_not_the_users() -> None:

@@ -50,7 +50,7 @@ def test_a_summary_says_how_it_began_and_where_it_is() -> None:
 
 def test_the_page_has_a_curve_for_each_quantile() -> None:
     page = "".join(panels(lines()))
-    assert page.count("loss at each") == 2
+    assert sum('class="curve ramp"' in panel for panel in page.split("<h3>")) == 2
     shades = [
         float(shade) for shade in re.findall(r'class="curve ramp" points="[^"]+" style="--shade: ([\d.]+)"', page)
     ]
@@ -102,7 +102,7 @@ def test_report_and_page_have_them(tmp_path: Path) -> None:
         metrics.write({"step": step, "step_loss": 1.0, "train/text_recon_loss": 0.5 / step, **early})
     metrics.close()
     page = build_html(tmp_path).read_text()
-    assert "<h3>Text recon loss</h3>" in page and "text recon loss, running mean" in page
+    assert "<h3>Text recon loss</h3>" in page and "text recon loss, " in page
     assert "<h3>Repa loss</h3>" in page
     assert "KID-efflite0 of drawn" in page and "no FID" in page
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from reports import config, facts
 
+from difftrain.report.environment import HIDDEN
 from difftrain.report.facts import LABEL, not_enabled
 from difftrain.report.metrics import JsonLines
 from difftrain.report.report import (
@@ -82,6 +83,18 @@ def test_everything_that_the_contract_and_an_outsider_need_is_there(tmp_path: Pa
     assert len(report["published_baselines"]["rows"]) == 8
     text = (tmp_path / "report.json").read_text()
     assert "abc" not in report["command"] and "secret" not in text and "NaN" not in text
+
+
+def test_no_secret_of_the_configuration_is_in_the_report(tmp_path: Path) -> None:
+    """Of an address its login; of the rest of the configuration nothing is lost."""
+    cfg = config(
+        model={"pretrained": "https://me:pass-word@hub/model"}, data={"dirs": ("https://u:other-word@h/x", "/d")}
+    )
+    report = make_report(cfg, facts(tmp_path))
+    written = write_report(tmp_path, report).read_text()
+    assert "pass-word" not in written and "other-word" not in written
+    assert report["config"]["model"]["pretrained"] == f"https://{HIDDEN}@hub/model"
+    assert report["config"]["data"]["dirs"] == [f"https://{HIDDEN}@h/x", "/d"]
 
 
 def test_speed_figures_are_what_their_definitions_say(tmp_path: Path) -> None:

@@ -128,11 +128,11 @@ def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
         [
             ("FILE, line 1", "--w .* take 'x'"),
             ("FILE, line 1", "--l .* take '1.2.3'"),
-            ("FILE, line 3", "--ss: .* no sampler 'no'; one of ddim, pndm"),
+            ("FILE, line 3", "--ss: .*'no'.* ddim, pndm"),
             ("FILE, line 3", "--h: .* 1 to 16384, got 0"),
             ("FILE, line 4", "--d .* take '-1'"),
             ("FILE, line 4", "--w: .* 1 to 16384, got 99999"),
-            ("sample.sampler", ".* no sampler 'none'"),
+            ("sample.sampler", ".*'none'"),
         ]
     ):
         assert re.match(f"{where}: {what}", found[place])
@@ -167,7 +167,7 @@ sample_sampler = "eulr"
         ],
     ):
         assert re.fullmatch(pattern, what)
-    assert "no sampler 'eulr'" in found[7] and len(found) == 8
+    assert "'eulr'" in found[7] and len(found) == 8
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ sample_sampler = "eulr"
     [
         ("p.txt", "# nothing\n\n", r"FILE holds no .*\(.*line"),
         ("p.toml", '[prompt]\nprompt = "a"\n', r"FILE holds no .*\(.*\[\[prompt\.subset\]\]"),
-        ("p.toml", "[[prompt]]\n", "FILE prompt: .* table, got a list"),
+        ("p.toml", "[[prompt]]\n", "FILE prompt: .* table, .* list"),
         ("p.toml", "[prompt]\nsubset = 3\n", "FILE prompt.subset: .* tables"),
         ("p.toml", "prompt = \n", "FILE: .* TOML"),
         ("p.json", "[]", r"FILE holds no .*\(.* list .*objects"),
-        ("p.json", "{}", "FILE: .* list, got an object"),
+        ("p.json", "{}", "FILE: .* list, .* object"),
         ("p.json", "[3, null]", "FILE, entry 1: .* object .*text, got 3"),
         ("p.json", "[{]", "FILE: .* JSON"),
         ("p.json", f'[{{"width": {"9" * 5000}}}]', "FILE: .* JSON"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import names
 from torch import nn
 
 from difftrain.config.schema.sections import TrainConfig
@@ -178,9 +179,7 @@ def test_a_dry_run_opens_the_sets_and_says_what_looking_takes(
     ema = cfg.model_copy(update={"ema": cfg.ema.model_copy(update={"enable": True})})
     kid = ema.model_copy(update={"eval": cfg.eval.model_copy(update={"kid": True})})
     said = list(dry_run.evaluation(kid, family, Parts(nn.Module())))  # type: ignore[arg-type]
-    assert any(
-        line.startswith("evaluation set held: 42 pictures x 9 quantiles x 2 weights = 756 images ") for line in said
-    )
+    assert any(names(line, "held", 42, 9, 2, 756) for line in said)
     assert re.search(r": one_package not installed, .*pip install", said[-1])
     family.features = FeatureSpec({}, {}, size_multiple=64)
     with pytest.raises(DataFault, match="multiples of 64"):
