@@ -2,8 +2,9 @@
 
     org/name   org/name@revision   org/name/folder   org/name/folder/file.safetensors
     hf://org/name@revision/folder   hf://datasets/org/name
+    modelscope://org/name@revision/folder   modelscope://datasets/org/name
 
-What exists on this machine is a path, whatever it looks like. hf:// says that a hub is meant. No package of a hub is
+What exists on this machine is a path, whatever it looks like. A scheme says that a hub is meant, and which. No package of a hub is
 imported here.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from difftrain.config.paths import expanded, is_folder, path_exists
 
-SCHEME = "hf://"
+SCHEMES = {"hf://": "", "modelscope://": "modelscope"}  # -> what HubId.hub says
 _PART = re.compile(r"\w[\w.-]{0,95}")
 _REVISION = re.compile(r"refs/(?:pr|convert)/[^/@]+|[^/@]+")
 _FILE = re.compile(r"\.(safetensors|ckpt|pth?|bin|json|toml|txt|tar|zip|parquet|csv|png|jpe?g|webp)$", re.IGNORECASE)
@@ -26,7 +27,7 @@ _CACHED = re.compile(r"(?:model|dataset)s--([^/]+)--([^/]+)/snapshots/[0-9a-f]{4
 class HubId:
     """A place on a hub. revision: branch, tag or commit; "" is the default branch. path: a folder or file inside.
 
-    kind: model or dataset where the text says so. explicit: it is written with hf://.
+    kind: model or dataset where the text says so. explicit: it is written with a scheme. hub: "" is huggingface_hub's.
     """
 
     repo: str
@@ -34,16 +35,19 @@ class HubId:
     path: str = ""
     kind: str = ""
     explicit: bool = False
+    hub: str = ""
 
     def __str__(self) -> str:
+        scheme = f"{self.hub}://" if self.hub else ""
         at = f"@{self.revision}" if self.revision else ""
-        return f"{self.repo}{at}" + (f"/{self.path}" if self.path else "")
+        return f"{scheme}{self.repo}{at}" + (f"/{self.path}" if self.path else "")
 
 
 def read(text: str) -> HubId | None:
     """Read an id; None where the text can only be a path. The disk is not looked at."""
-    explicit = text.startswith(SCHEME)
-    rest, kind = text.removeprefix(SCHEME), ""
+    scheme = next((scheme for scheme in SCHEMES if text.startswith(scheme)), "")
+    explicit, hub = bool(scheme), SCHEMES.get(scheme, "")
+    rest, kind = text.removeprefix(scheme), ""
     if explicit and (found := re.match(r"(model|dataset)s/", rest)):
         rest, kind = rest[found.end() :], found[1]
     if rest.startswith(("/", ".", "~")) or rest.endswith("/") or "//" in rest or "\\" in rest:
@@ -62,7 +66,7 @@ def read(text: str) -> HubId | None:
     path = tail.removeprefix("/")
     if not is_repo(f"{org}/{name}") or ".." in path.split("/") or (not path and not explicit and _FILE.search(name)):
         return None
-    return HubId(f"{org}/{name}", revision, path, kind, explicit)
+    return HubId(f"{org}/{name}", revision, path, kind, explicit, hub)
 
 
 def read_state(text: str) -> HubId | None:
@@ -89,7 +93,7 @@ def is_repo(text: str) -> bool:
 
 def lies_here(text: str) -> bool:
     """Tell whether a text is a path of something that exists: then it is no id."""
-    return not text.startswith(SCHEME) and path_exists(expanded(text))
+    return not text.startswith(tuple(SCHEMES)) and path_exists(expanded(text))
 
 
 def missing(text: str) -> str:

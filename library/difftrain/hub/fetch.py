@@ -19,6 +19,7 @@ from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub import client
 from difftrain.hub.ids import TOKENIZERS, HubRequest, Places, Slot, localised, named, unasked, wanted
+from difftrain.hub.modelscope import ModelScopeRepository
 from difftrain.hub.repository import DEFAULT, NotFetched, Repository, is_commit
 from difftrain.io.files import atomic_folder
 from difftrain.models.weights import repo_files
@@ -74,11 +75,16 @@ def _commits(cfg: TrainConfig, requests: Sequence[HubRequest], pins: Mapping[str
         if request.pin not in known:
             if _local_path(cfg, request):
                 return None
-            known[request.pin] = Repository.find(request.id.repo, request.kind, request.id.revision).commit
+            known[request.pin] = _hub_of(request).find(request.id.repo, request.kind, request.id.revision).commit
         return known[request.pin]
 
     commits = _for_all(requests, commit_of)
     return {request.pin: commits[request.slot] for request in requests if request.slot in commits}
+
+
+def _hub_of(request: HubRequest) -> type[Repository]:
+    """Return the kind of repository that an id names."""
+    return ModelScopeRepository if request.id.hub else Repository
 
 
 def _for_all(requests: Sequence[HubRequest], action: Callable[[HubRequest], T | None]) -> dict[Slot, T]:
@@ -122,10 +128,13 @@ def _fetch_one(cfg: TrainConfig, request: HubRequest, commit: str | None, pinned
     here = _local_path(cfg, request)
     if here is not None:
         return here
-    name = "" if pinned or is_commit(request.id.revision) else request.id.revision or DEFAULT
+    hub = _hub_of(request)
+    name = request.id.revision
+    if hub is Repository:
+        name = "" if pinned or is_commit(name) else name or DEFAULT
     if commit is None:  # rank 0's machine has it under a path
-        commit = Repository.find(request.id.repo, request.kind, request.id.revision).commit
-    repository = Repository(request.id.repo, request.kind, commit, name)
+        commit = hub.find(request.id.repo, request.kind, request.id.revision).commit
+    repository = hub(request.id.repo, request.kind, commit, name)
     sizes = repository.files()
     small = repository.fetch  # model_index.json comes first: it says what else is needed
     files, target = request.choose(
@@ -179,7 +188,7 @@ def _in_cache(cfg: TrainConfig, request: HubRequest) -> str | None:
     if here is not None:
         return here
     try:
-        repository = Repository.find(request.id.repo, request.kind, request.id.revision, offline=True)
+        repository = _hub_of(request).find(request.id.repo, request.kind, request.id.revision, offline=True)
         sizes = repository.files(offline=True)
         files, target = request.choose(
             list(sizes), request.id.path, lambda file: _cached(repository, file).read_bytes()

@@ -20,10 +20,12 @@ def identify(text: str) -> WeightsIdentity:
     if found is None:
         return on_disk.identify(text)
     from difftrain.hub import client
+    from difftrain.hub.modelscope import ModelScopeRepository
     from difftrain.hub.repository import NotFetched, Repository
 
     try:
-        repository = Repository.find(found.repo, found.kind or "model", found.revision, offline=client.is_offline())
+        hub = ModelScopeRepository if found.hub else Repository
+        repository = hub.find(found.repo, found.kind or "model", found.revision, offline=client.is_offline())
         files = repository.files(offline=client.is_offline())
         prefix = f"{found.path}/" if found.path else ""
         parts = {row.denoiser for row in FAMILIES.values()}

@@ -79,10 +79,10 @@ class HubRequest:
         remedy = trouble.remedy
         if trouble.away:
             kind = " --repo-type dataset" if self.kind == "dataset" else ""
-            remedy = (
-                f"give the path of {_PLACE.get(self.field, _PICTURES)}; or where there is a network: "
-                f"hf download {self.id.repo}{kind}, and copy its folder to {client.cache_folder()}"
-            )
+            fetched = f"hf download {self.id.repo}{kind}, and copy its folder to {client.cache_folder()}"
+            if self.id.hub:
+                fetched = f"fetch {self.id.repo} with ModelScope's own client, and give that folder"
+            remedy = f"give the path of {_PLACE.get(self.field, _PICTURES)}; or where there is a network: {fetched}"
         return Fault(self.flag, f"{what}: {trouble.what}", remedy)
 
 

@@ -162,13 +162,16 @@ class Repository:
         return _snapshot(self.repo, allow_patterns=patterns(files), tqdm_class=progress_of(str(self)), **self._key)
 
 
-def patiently(action: Callable[[], str], name: str) -> str:
-    """Do something with the hub, again where the reason may pass. Raises NotFetched."""
+Meaning = Callable[[BaseException, str], client.Trouble | None]  # of an error, with what it was about
+
+
+def patiently(action: Callable[[], str], name: str, meaning: Meaning = client.trouble) -> str:
+    """Do something with the hub, again where the reason may pass. meaning: of a hub's errors. Raises NotFetched."""
     for wait in (*WAITS_S, None):
         try:
             return action()
         except Exception as error:
-            trouble = _trouble(error, name)
+            trouble = _trouble(error, name, meaning)
             if wait is None or not trouble.passing:
                 raise NotFetched(trouble) from error
             log.warning("%s: %s; trying again in %.0f s", name, trouble.what, wait)
@@ -183,8 +186,8 @@ def _snapshot(repo: str, **options: Any) -> str:
     return snapshot_download(repo, **options)
 
 
-def _trouble(error: Exception, name: str) -> client.Trouble:
-    trouble = client.trouble(error, name)
+def _trouble(error: Exception, name: str, meaning: Meaning = client.trouble) -> client.Trouble:
+    trouble = meaning(error, name)
     if trouble is None:
         raise error
     return trouble

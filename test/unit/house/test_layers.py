@@ -37,6 +37,7 @@ OPTIONAL = {
     "torch_npu": "device",
     "torchvision": "device",
     "torchvision_npu": "device",
+    "modelscope_hub": "hub",
     "wandb": "report",
     "swanlab": "report",
     "mlflow": "report",

