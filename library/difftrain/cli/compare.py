@@ -90,7 +90,7 @@ def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:
     from difftrain.report.run_files import RunFiles
 
     # --- what is compared: a run that cannot be read does not keep the others from it, unless it is the first
-    given = read_thresholds(Path(expanded(words["thresholds"][-1]))) if "thresholds" in words else Thresholds()
+    thresholds = read_thresholds(Path(expanded(words["thresholds"][-1]))) if "thresholds" in words else Thresholds()
     names = dict(zip(labels(len(folders)), map(_opened, folders)))
     reference, readable = names[labels(1)[0]], [run for run in names.values() if isinstance(run, RunFiles)]
     if not isinstance(reference, RunFiles) or len(readable) < 2:
@@ -98,11 +98,11 @@ def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:
 
     # --- each against the first
     comparisons = {
-        label: compare_runs(reference, run, given)
+        label: compare_runs(reference, run, thresholds)
         for label, run in names.items()
         if isinstance(run, RunFiles) and run is not reference
     }
-    codes = [found.exit_code for found in comparisons.values()]
+    codes = [comparison.exit_code for comparison in comparisons.values()]
     code = max(codes) if len(readable) == len(names) else 2
 
     # --- what is said of it

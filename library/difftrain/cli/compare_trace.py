@@ -40,10 +40,10 @@ def main(argv: list[str]) -> int:
         asked = read([word for word in argv if word != "--trace"])
         from difftrain.report.trace import compare_traces, sentences
 
-        found = compare_traces(asked.a, asked.b, tolerance=asked.tolerance, step=asked.step)
-        for line in sentences(found):
+        comparison = compare_traces(asked.a, asked.b, tolerance=asked.tolerance, step=asked.step)
+        for line in sentences(comparison):
             print(line)
-        return found.code
+        return comparison.code
 
     return guard(PROG, work)
 

@@ -52,7 +52,7 @@ def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
     """Return folder, host, port (unset: None) and token. Raises: ConfigFault with every fault."""
     words, rest = positional(argv, FLAGS)
     scanned = scan(rest, FLAGS)
-    values = {name: given[-1] for name, given in scanned.words.items()}
+    values = {name: texts[-1] for name, texts in scanned.words.items()}
     faults = [*scanned.faults, *(Fault(repr(word), f"is a word too many for {PROG}") for word in words[1:])]
 
     folder = Path(expanded(words[0] if words else ".")).absolute()

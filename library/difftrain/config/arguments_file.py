@@ -21,9 +21,9 @@ ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")
 Words = dict[str, list[str]]
 
 
-def path_of(given: str) -> Path:
+def path_of(name: str) -> Path:
     """Return the file that `--config_file` names; .toml need not be written."""
-    return Path(given if given.endswith(".toml") else f"{given}.toml")
+    return Path(name if name.endswith(".toml") else f"{name}.toml")
 
 
 def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault]]:
@@ -71,7 +71,7 @@ def _texts(flag: Row, value: Any) -> list[str] | None:
         return [] if isinstance(value, bool) else None
     if flag.takes_many:
         values = value if isinstance(value, list) else [value]
-        return [str(each) for each in values] if all(_is_word(each) for each in values) else None
+        return [str(item) for item in values] if all(_is_word(item) for item in values) else None
     return [str(value)] if _is_word(value) and (flag.kind == "str" or value != "") else None
 
 

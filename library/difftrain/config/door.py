@@ -88,10 +88,10 @@ def guard(prog: str, work: Callable[[], int]) -> int:
         return 141
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in REQUIRED:
-            said = f"needs the package {REQUIRED[error.name]}, which is not installed (pip install -r requirements.txt)"
+            text = f"needs the package {REQUIRED[error.name]}, which is not installed (pip install -r requirements.txt)"
         else:  # a bug of ours: the traceback is the message, and tokens stay out of it
-            said = traceback.format_exc()
-        print(redact_text(f"{_who(prog)}: {said}"), file=sys.stderr, flush=True)
+            text = traceback.format_exc()
+        print(redact_text(f"{_who(prog)}: {text}"), file=sys.stderr, flush=True)
         return 1
 
 

@@ -65,8 +65,8 @@ class HeldOutBatches:
     """
 
     def __init__(self, tables: PlanTables, seed: int, share: RankShare, max_steps: int | None) -> None:
-        self._whole, self._share = BucketBatches(tables.validation, share.global_batches), share
-        total = len(self._whole)
+        self._batches, self._share = BucketBatches(tables.validation, share.global_batches), share
+        total = len(self._batches)
         self._order = Permutation(total, seed, "validation chunks") if total else None
         self._length = min(total, max_steps or total) * share.accumulation
 
@@ -77,7 +77,7 @@ class HeldOutBatches:
         """Return bucket and table rows of micro batch n; the rank may have none of the global batch's."""
         assert self._order is not None
         step, micro = divmod(n, self._share.accumulation)
-        bucket, rows = self._whole.rows(self._order(step))
+        bucket, rows = self._batches.rows(self._order(step))
         return bucket, rows[self._share.part(micro, bucket.dataset)]
 
 

@@ -45,10 +45,10 @@ def launch_variables(kind: str, environ: Mapping[str, str], master: str = "") ->
 
 def _torch_npu() -> tuple[int, int]:
     try:
-        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch_npu"))
+        match = re.match(r"(\d+)\.(\d+)", metadata.version("torch_npu"))
     except metadata.PackageNotFoundError:
-        found = None
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+        match = None
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def address_towards(host: str) -> str:

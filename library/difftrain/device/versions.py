@@ -81,7 +81,7 @@ class Judgement:
     """Say how something installed stands to the tables. fits: None where the tables say nothing of it."""
 
     fits: bool | None
-    found: str
+    observed: str
     remedy: str = ""
 
 

@@ -29,8 +29,8 @@ def check_gradients(left: list[str]) -> None:
 @torch.no_grad()
 def largest_of(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return the largest magnitude of each tensor that is there, on its device; the host waits for nothing."""
-    there = {name: value for name, value in tensors.items() if value is not None and value.numel()}
-    return dict(zip(there, torch._foreach_norm(list(there.values()), float("inf")))) if there else {}
+    present = {name: value for name, value in tensors.items() if value is not None and value.numel()}
+    return dict(zip(present, torch._foreach_norm(list(present.values()), float("inf")))) if present else {}
 
 
 @torch.no_grad()

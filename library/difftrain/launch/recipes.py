@@ -48,8 +48,8 @@ class LaunchRecipe:
 
         try:
             self.parse(words)
-        except ConfigFault as found:
-            return [str(fault) for fault in found.faults]
+        except ConfigFault as error:
+            return [str(fault) for fault in error.faults]
         return []
 
     def prepare(self, *, dry: bool) -> int:

@@ -75,7 +75,7 @@ class Waiting:
     say: Callable[[str], None]
     notice_s: float
     start: float = field(default_factory=time.monotonic)
-    said: float = float("-inf")
+    noticed_at: float = float("-inf")
 
     def left_s(self) -> float:
         """Return the seconds that are left."""
@@ -92,8 +92,8 @@ class Waiting:
             raise RendezvousFailed(
                 f"{names} did not come to {self.machine.meeting} within {_duration(self.machine.wait_s)}{because}: {_CHECK}"
             )
-        if missing and time.monotonic() - self.said >= self.notice_s:
-            self.said = time.monotonic()
+        if missing and time.monotonic() - self.noticed_at >= self.notice_s:
+            self.noticed_at = time.monotonic()
             self.say(f"waiting for {names} at {self.machine.meeting}{because}, {_duration(self.left_s())} left")
         time.sleep(min(POLL_S, max(0.0, self.left_s())))
 
@@ -256,12 +256,12 @@ def _sign_in(machine: Machine, store: Any, waiting: Waiting) -> str:
 def is_own(address: str) -> bool:
     """Tell whether an address is one of this machine's; one that nobody knows may be."""
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)
     except OSError:
         return True
-    for family, kind, _, _, place in found:
+    for family, kind, _, _, socket_address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(place)
+            probe.bind(socket_address)
             return True
     return False
 

@@ -292,8 +292,8 @@ def _write_weights(
         if family.as_trained:
             (folder / family.as_trained).mkdir(exist_ok=True)
             file = folder / family.as_trained / f"{stem_of(family, trained)}.safetensors"
-            whole = _shapes(family, parts, trained, family.source.build(trained), None)
-            as_trained = stack.enter_context(safetensors_writer(file, whole, HEADER | metadata))
+            all_shapes = _shapes(family, parts, trained, family.source.build(trained), None)
+            as_trained = stack.enter_context(safetensors_writer(file, all_shapes, HEADER | metadata))
 
         # --- one pass over the weights
         stream = chain(weights, family.deferred_weights(parts, family.parts.keys() - shapes.keys()))

@@ -24,9 +24,9 @@ class Watch:
             print(SAID, name, flush=True)
 
 
-def imported(told: str) -> list[str]:
+def imported(output: str) -> list[str]:
     """Return the names in what was printed."""
-    return [line.removeprefix(SAID).strip() for line in told.splitlines() if line.startswith(SAID)]
+    return [line.removeprefix(SAID).strip() for line in output.splitlines() if line.startswith(SAID)]
 
 
 if __name__ == "__main__":

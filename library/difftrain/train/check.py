@@ -55,10 +55,10 @@ def check_sides(cfg: TrainConfig, family: Family) -> None:
         raise ConfigFault(faults)
 
 
-def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole: bool = True) -> Parts:
+def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, full: bool = True) -> Parts:
     """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers.
 
-    away: fields of which something is still to be fetched, and which are left out. whole: False leaves out the weights of
+    away: fields of which something is still to be fetched, and which are left out. full: False leaves out the weights of
     encoders that a cache may save, where the family can; they are looked at when they are loaded. Returns the parts
     without weights. Raises ConfigFault with every fault.
     """
@@ -67,8 +67,8 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
     def attempt(action: Callable[[], Any]) -> Any:
         try:
             return action()
-        except ConfigFault as found:
-            faults.extend(found.faults)
+        except ConfigFault as error:
+            faults.extend(error.faults)
             return None
 
     attempt(lambda: prompts_of(cfg))
@@ -76,7 +76,7 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
         attempt(lambda: own_class.make(str(cfg.data.dataset_class), *cfg.data.dirs[:1]))
     parts = Parts(root=nn.Module())
     if not _WEIGHTS.intersection(away):
-        parts = attempt(lambda: family.load(meta=True, deferred=() if whole else deferred_parts(cfg, family))) or parts
+        parts = attempt(lambda: family.load(meta=True, deferred=() if full else deferred_parts(cfg, family))) or parts
         attempt(lambda: check_sides(cfg, family))
     if not any(field.startswith("model.") for field in away):
         attempt(lambda: family.tokenizer(parts))

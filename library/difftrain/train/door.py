@@ -65,4 +65,4 @@ def work(parsed: Parsed, prog: str, apply_for: Callable[[str, str], list[str]]) 
         from difftrain.train.run import run
 
         SIGNS.now("starting")
-        return run(parsed.config, list(parsed.argv), parsed.given)
+        return run(parsed.config, list(parsed.argv), parsed.explicit)

@@ -59,7 +59,7 @@ def dump_dataset(cfg: TrainConfig, folder: str | Path) -> int:
     ranks = Ranks()
     here, _ = fetch(cfg, ranks, {})
     family = make_family(here)
-    check(here, family, whole=False)
+    check(here, family, full=False)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
 
     # data, caches and plan of the whole launch; weights are read only where something is encoded
@@ -121,8 +121,8 @@ class _Dump:
         """Decode the latents of a micro batch. Shape: (B, H, W, 3) uint8."""
         latents = self.family.latents(self.device.to_device(batch), self.parts)
         pixels = self.family.drawer(self.parts).decode(latents).cpu()
-        found: np.ndarray = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        return found
+        images: np.ndarray = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        return images
 
     def _facts(self, batch: Batch, samples: list[Sample], step: int) -> list[dict[str, Any]]:
         return [

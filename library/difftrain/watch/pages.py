@@ -162,13 +162,13 @@ def _sample(run: str, name: str, token: str) -> str:
 
 def _actions(status: RunStatus, token: str, asked: str) -> str:
     """Write the buttons of a run that is there to heed them."""
-    said = ""
+    notice = ""
     if asked in ACTIONS and asked not in status.asked:
-        said = f'<p class="said">{escape(ACTIONS[asked][0])}: the run has seen it, and acts after a step</p>'
+        notice = f'<p class="said">{escape(ACTIONS[asked][0])}: the run has seen it, and acts after a step</p>'
     if status.state != "running":
-        return said
+        return notice
     if not status.heeds:
-        return said + note("this run looks for no control files: those of difftrain train do")
+        return notice + note("this run looks for no control files: those of difftrain train do")
     forms = ""
     for action, (title, meaning) in ACTIONS.items():
         kind = ' class="bad"' if action == "stop" else ""
@@ -179,7 +179,7 @@ def _actions(status: RunStatus, token: str, asked: str) -> str:
         )
         # one touch must not end a run
         forms += f"<details><summary>Stop …</summary>{note(meaning)}{form}</details>" if action == "stop" else form
-    return f'{said}<section class="actions">{forms}</section>'
+    return f'{notice}<section class="actions">{forms}</section>'
 
 
 def _waiting(action: str, status: RunStatus) -> str:

@@ -115,7 +115,7 @@ def line(report: DoctorReport) -> str:
     """Write a finding for people: verdict, sentence, and below it what to do."""
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     text = textwrap.fill(
-        report.found, width, initial_indent=f"{_MARKS[report.verdict]:>7}  ", subsequent_indent=" " * 9,
+        report.observed, width, initial_indent=f"{_MARKS[report.verdict]:>7}  ", subsequent_indent=" " * 9,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     if report.verdict == "ok" or not report.remedy:
@@ -135,7 +135,7 @@ def document(context: Context, reports: list[DoctorReport], seconds: float) -> d
         "schema": SCHEMA,
         "difftrain": difftrain.__version__,
         "asked": context.kind,
-        "checks": [report._asdict() for report in reports],
+        "checks": [report.record() for report in reports],
         "summary": {
             **{verdict: counts[verdict] for verdict in _MARKS},
             "seconds": round(seconds, 2),

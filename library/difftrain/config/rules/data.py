@@ -32,9 +32,9 @@ def data_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Data are named by folders, a metadata json, a class or a data set TOML: the others would be passed over."""
     data = cfg.data
-    given = [path for path in _NAMED_BY_FLAGS if getattr(data, path.partition(".")[2])]
+    present = [path for path in _NAMED_BY_FLAGS if getattr(data, path.partition(".")[2])]
     if data.dataset_config or data.datasets:
-        for path in given:
+        for path in present:
             remedy = "the file names the data; give one of them"
             yield Finding((path, "data.dataset_config"), f"contradicts {option('data.dataset_config')}", remedy)
         if len(data.repeats) > 1:
@@ -45,10 +45,10 @@ def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         remedy = "for both, write a data set TOML: a subset with metadata_file, another with is_reg = true"
         yield Finding(("data.reg_dirs", "data.in_json"), f"contradicts {option('data.in_json')}", remedy)
     for path in ("data.in_json", "data.reg_dirs"):
-        if data.dataset_class and path in given:
+        if data.dataset_class and path in present:
             yield Finding((path, _CLASS), f"contradicts {option('data.dataset_class')}", "give one of them")
     for path in ("data.in_json", _CLASS):
-        if path in given and len(data.dirs) > 1:
+        if path in present and len(data.dirs) > 1:
             what = f"goes with one {option('data.dirs')}, {len(data.dirs)} are given"
             yield Finding((path, "data.dirs"), what, "give one; for several, write a data set TOML")
 
@@ -179,8 +179,8 @@ def latents(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Cached latents are of one cut of a picture."""
     cache = _asked(cfg, "latents")
     for field, why in _PICTURE.items() if cache else ():
-        for place in _places(cfg, field):
-            yield _contradiction(f"data.{field}", place, cache, why)
+        for subset_name in _places(cfg, field):
+            yield _contradiction(f"data.{field}", subset_name, cache, why)
     if cfg.cache.latents_as == "sample" and not cache:
         remedy = f"give {option('cache.latents', True)} or {option('cache.latents_to_disk', True)}, or leave it out: online each use draws its own"
         yield Finding(("cache.latents_as",), "sample: a latent that is drawn once must be kept", remedy)
@@ -195,8 +195,8 @@ def text(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         what = f"contradicts {option(cache)}: the outputs of an encoder in training change"
         yield Finding(("model.train_text_encoder", cache), what, "give one of them")
     for field, why in _CAPTION.items():
-        for place in _places(cfg, field):
-            yield _contradiction(f"captions.{field}", place, cache, why)
+        for subset_name in _places(cfg, field):
+            yield _contradiction(f"captions.{field}", subset_name, cache, why)
 
 
 def dtypes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -263,15 +263,15 @@ def _places(cfg: TrainConfig, field: str) -> Iterator[str]:
     pairs: list[tuple[str, PictureSection, CaptionSection]] = [("", cfg.data, cfg.captions)]
     if cfg.data.datasets:
         every = [subset for dataset in cfg.data.datasets for subset in dataset.subsets]
-        pairs = [(each.image_dir or each.metadata_file or "", each, each.captions) for each in every]
+        pairs = [(section.image_dir or section.metadata_file or "", section, section.captions) for section in every]
     for name, picture, caption in pairs:
         if getattr(caption if field in _CAPTION else picture, field):
             yield name
 
 
-def _contradiction(path: str, place: str, cache: str, why: str) -> Finding:
-    if place:
-        what = f"{place}: {path.partition('.')[2]} contradicts {option(cache)}: it {why}"
+def _contradiction(path: str, subset_name: str, cache: str, why: str) -> Finding:
+    if subset_name:
+        what = f"{subset_name}: {path.partition('.')[2]} contradicts {option(cache)}: it {why}"
         return Finding(("data.dataset_config", path, cache), what, "give one of them")
     return Finding((path, cache), f"contradicts {option(cache)}: it {why}", "give one of them")
 

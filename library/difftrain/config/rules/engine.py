@@ -92,44 +92,44 @@ def vanishing(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     training, optimizer = cfg.training, cfg.optimizer
     if training.full_precision != "fp16" or training.master_weights not in (None, "none"):
         return
-    given = {word.partition("=")[0].strip() for word in optimizer.args}
+    argument_names = {word.partition("=")[0].strip() for word in optimizer.args}
     name = names.proper(optimizer.type.removeprefix("torch.optim."), _DIVIDING)
-    if name and _EPS not in given:
+    if name and _EPS not in argument_names:
         what = f"keeps {name}'s state in fp16, where its eps of 1e-8 is 0 and squares of gradients below 2e-4 vanish"
         remedy = f"give {option('training.master_weights')}=fp32, or {option('optimizer.args')} eps=1e-4"
         yield Finding(("training.full_precision",), what, remedy, note=True)
     if is_named(optimizer, names.ADAPTIVE):
         what = f"keeps {optimizer.type}'s state in fp16, where its first estimate of the rate, 1e-6, moves nothing"
         about = ("training.full_precision", "optimizer.type")
-        yield Finding(about, what, f"give {option('training.master_weights')}=fp32", note=_D0 in given)
+        yield Finding(about, what, f"give {option('training.master_weights')}=fp32", note=_D0 in argument_names)
 
 
 def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Updates during the backward pass: what they cannot go with."""
     section = cfg.optimizer
     fields = [("optimizer.fused_backward", section.fused_backward), ("optimizer.fused_groups", section.fused_groups)]
-    given = [field for field, value in fields if value]
-    if len(given) == 2:
+    named = [field for field, value in fields if value]
+    if len(named) == 2:
         yield Finding(
-            (given[1], given[0]), f"contradicts {option('optimizer.fused_backward', True)}", "give one of them"
+            (named[1], named[0]), f"contradicts {option('optimizer.fused_backward', True)}", "give one of them"
         )
-    if not given:
+    if not named:
         return
     if section.fused_backward and cfg.training.accumulation > 1:
-        about = (given[0], "training.accumulation")
+        about = (named[0], "training.accumulation")
         what = (
             f"frees gradients at once, but {option('training.accumulation')}={cfg.training.accumulation} adds them up"
         )
         yield Finding(about, what, f"{option('training.accumulation')}=1, or {option('optimizer.fused_groups')}")
     if cfg.training.mixed_precision == "fp16":
         what = "updates before the loss scale is known to have held, so it does not go with fp16"
-        yield Finding((given[0], "training.mixed_precision"), what, f"{option('training.mixed_precision')}=bf16")
+        yield Finding((named[0], "training.mixed_precision"), what, f"{option('training.mixed_precision')}=bf16")
     if is_named(section, names.ADAPTIVE) or is_schedule_free(section) or section.schedulefree_wrapper:
         what = "updates with a few gradients at a time, but this optimizer needs all gradients of an update at once"
-        yield Finding((given[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
+        yield Finding((named[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
     if section.type.lower() == "oss":
         what = "updates before the ranks have shared what each of them holds, so it does not go with oss"
-        yield Finding((given[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
+        yield Finding((named[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
 
 
 def offloading(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -173,10 +173,10 @@ ENGINE_NEEDS: tuple[Need, ...] = (
 
 def deepspeed_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Find DeepSpeed flags without what gives them a meaning."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for finding in lacking(ENGINE_NEEDS, cfg, asked):
-        if finding.about[0] not in told:  # without --deepspeed the rest is no matter
-            told.add(finding.about[0])
+        if finding.about[0] not in reported:  # without --deepspeed the rest is no matter
+            reported.add(finding.about[0])
             yield finding
 
 

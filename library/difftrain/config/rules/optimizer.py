@@ -38,9 +38,9 @@ def optimizer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """A schedule by name, or a class by its dotted path; kohya writes adafactor:RATE."""
-    given, colon, rate = cfg.optimizer.scheduler.partition(":")
-    yield from _name("optimizer.scheduler", given, names.SCHEDULERS)
-    if colon and (given.lower() != "adafactor" or not re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", rate)):
+    scheduler, colon, rate = cfg.optimizer.scheduler.partition(":")
+    yield from _name("optimizer.scheduler", scheduler, names.SCHEDULERS)
+    if colon and (scheduler.lower() != "adafactor" or not re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", rate)):
         what = f"no such name: {cfg.optimizer.scheduler!r}"
         yield Finding(("optimizer.scheduler",), what, "only adafactor takes a rate, as in adafactor:1e-3")
     yield from _pairs("optimizer.scheduler_args", cfg.optimizer.scheduler_args)
@@ -51,15 +51,15 @@ def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def sampler(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """The samplers of kohya's prompt files; a flow has its own."""
-    given, family = cfg.sample.sampler, cfg.model.family
+    sampler_name, family = cfg.sample.sampler, cfg.model.family
     flow = learns_flow(cfg)
     known, others = (names.FLOW_SAMPLERS, names.SAMPLERS) if flow else (names.SAMPLERS, names.FLOW_SAMPLERS)
-    if given in others:
+    if sampler_name in others:
         if "sample.sampler" in asked:
-            what = f"{given!r} is no sampler of {family}, which learns {'a flow' if flow else 'no flow'}"
+            what = f"{sampler_name!r} is no sampler of {family}, which learns {'a flow' if flow else 'no flow'}"
             yield Finding(("sample.sampler",), what, f"known are {', '.join(known)}")
     else:
-        yield from _name("sample.sampler", given, known)
+        yield from _name("sample.sampler", sampler_name, known)
 
 
 def backend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -76,12 +76,12 @@ def one_of(field: str, known: tuple[str, ...]) -> Rule:
     return lambda cfg, asked: _name(field, value_of(cfg, field), known)
 
 
-def _name(field: str, given: str, known: tuple[str, ...], *, dotted: bool = False) -> Iterator[Finding]:
-    if given.lower() in {name.lower() for name in known} or (dotted and _DOTTED.fullmatch(given)):
+def _name(field: str, value: str, known: tuple[str, ...], *, dotted: bool = False) -> Iterator[Finding]:
+    if value.lower() in {name.lower() for name in known} or (dotted and _DOTTED.fullmatch(value)):
         return
     or_any = ", or package.module.Class of an installed one" if dotted else ""
-    remedy = names.did_you_mean(given, known) or f"known are {', '.join(known)}{or_any}"
-    yield Finding((field,), f"no such name: {given!r}", remedy)
+    remedy = names.did_you_mean(value, known) or f"known are {', '.join(known)}{or_any}"
+    yield Finding((field,), f"no such name: {value!r}", remedy)
 
 
 def _pairs(field: str, words: tuple[str, ...]) -> Iterator[Finding]:
@@ -166,12 +166,12 @@ def adaptive(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         what = f"is too low for {section.type}, which multiplies its own estimate by it: {max(rates):g}"
         yield Finding((_RATE,), what, "about 1.0 is usual", note=True)
     if len(rates) > 1:
-        said = ", ".join(f"{rate:g}" for rate in sorted(rates))
+        rate_texts = ", ".join(f"{rate:g}" for rate in sorted(rates))
         if is_named(section, names.FIRST_RATE):
-            what = f"{section.type} goes by the first group's rate alone, there are {said}"
+            what = f"{section.type} goes by the first group's rate alone, there are {rate_texts}"
             yield Finding((_TYPE,), what, "give one rate for everything", note=True)
         else:
-            what = f"{section.type} takes one rate for all groups, there are {said}"
+            what = f"{section.type} takes one rate for all groups, there are {rate_texts}"
             yield Finding((_TYPE, _RATE), what, "give one rate for everything; 0 freezes a part")
 
 
@@ -223,13 +223,13 @@ def schedule_free(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     section = cfg.optimizer
     own = is_schedule_free(section)
     if own:
-        given = {
+        options = {
             _SCHEDULE: section.scheduler != "constant",
             _CLASS: section.scheduler_type,
             _SCHEDULE_ARGS: section.scheduler_args,
             _WARMUP: section.warmup_steps,
         }
-        for field in (field for field, changed in given.items() if changed):
+        for field in (field for field, changed in options.items() if changed):
             what = "has no effect: a schedule-free optimizer keeps its rate"
             yield Finding(
                 (field,), what, f"AdamW's and SGD's take warmup_steps=N in {option('optimizer.args')}", note=True
@@ -241,7 +241,7 @@ def schedule_free(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             (_WRAPPER, _TYPE), "cannot average weights whose state is sharded", f"{option('optimizer.type')}=AdamW"
         )
     averages = {"ema.enable": cfg.ema.enable, "ema.profiles": cfg.ema.profiles}
-    for field in (field for field, given in averages.items() if given and (own or section.schedulefree_wrapper)):
+    for field in (field for field, value in averages.items() if value and (own or section.schedulefree_wrapper)):
         what = "contradicts a schedule-free optimizer, whose own average is what is exported"
         yield Finding((field, _TYPE), what, "leave one of them out")
 

@@ -40,7 +40,7 @@ def eval_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def names(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """The names of evaluation sets stand before their numbers: each its own, and nobody else's."""
-    count = Counter(each.name for each in cfg.eval.sets)
+    count = Counter(section.name for section in cfg.eval.sets)
     for name, times in count.items():
         if times > 1:
             yield Finding(("eval.sets",), f"{times} evaluation sets are called {name!r}", "give each a name of its own")
@@ -66,7 +66,7 @@ EVAL_RULES: tuple[Rule, ...] = (eval_companions, names, pictures)
 _UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
 
 SAMPLE_NEEDS: tuple[Need, ...] = (
-    Need("loss.masked", lambda c: any(each.alpha_mask or each.conditioning_dir or each.default_mask for each in subsets_of(c)),
+    Need("loss.masked", lambda c: any(subset.alpha_mask or subset.conditioning_dir or subset.default_mask for subset in subsets_of(c)),
          "has no effect: there are no masks ({data.conditioning_dir}, {data.alpha_mask=true})", note=True),
 )  # fmt: skip
 
@@ -103,41 +103,41 @@ def _places(cfg: TrainConfig) -> Iterator[_Place]:
 
 def samples(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     """Judge the settings of every source."""
-    found: dict[Finding, None] = {}
-    for place in _places(cfg):
-        found |= dict.fromkeys((*_faces(place), *_masks(place, cfg.loss.masked), *_growth(place)))
-    yield from found
+    findings: dict[Finding, None] = {}
+    for subset in _places(cfg):
+        findings |= dict.fromkeys((*_faces(subset), *_masks(subset, cfg.loss.masked), *_growth(subset)))
+    yield from findings
 
 
-def _faces(place: _Place) -> Iterator[Finding]:
-    given = place.picture.face_crop_range
-    if given is None:
+def _faces(subset: _Place) -> Iterator[Finding]:
+    limits = subset.picture.face_crop_range
+    if limits is None:
         return
-    if given[0] > given[1]:
+    if limits[0] > limits[1]:
         remedy = "1.0,4.0: from the face alone to a frame four times as large"
-        yield place.finding("data.face_crop_range", f"must be LOW,HIGH, got {given[0]:g},{given[1]:g}", remedy)
-    if place.bucketed:
-        yield place.finding("data.face_crop_range", _UNBUCKETED, note=True)
+        yield subset.finding("data.face_crop_range", f"must be LOW,HIGH, got {limits[0]:g},{limits[1]:g}", remedy)
+    if subset.bucketed:
+        yield subset.finding("data.face_crop_range", _UNBUCKETED, note=True)
 
 
-def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
-    folder = place.picture.conditioning_dir
-    if place.picture.alpha_mask and (folder or getattr(place.picture, "default_mask", None)):
-        yield place.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
+def _masks(subset: _Place, masked: bool) -> Iterator[Finding]:
+    folder = subset.picture.conditioning_dir
+    if subset.picture.alpha_mask and (folder or getattr(subset.picture, "default_mask", None)):
+        yield subset.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
     if not folder:
         return
     if not masked:
-        yield place.finding(
+        yield subset.finding(
             "data.conditioning_dir", f"needs {option('loss.masked', True)}: it holds masks, and nothing would use them"
         )
-    if not place.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
+    if not subset.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its picture"
-        yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
+        yield subset.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
 
 
-def _growth(place: _Place) -> Iterator[Finding]:
-    if place.captions.token_warmup_min != 1 and not place.captions.token_warmup_step:
-        yield place.finding("captions.token_warmup_min", "has no effect without token_warmup_step", note=True)
+def _growth(subset: _Place) -> Iterator[Finding]:
+    if subset.captions.token_warmup_min != 1 and not subset.captions.token_warmup_step:
+        yield subset.finding("captions.token_warmup_min", "has no effect without token_warmup_step", note=True)
 
 
 SAMPLE_RULES: tuple[Rule, ...] = (sample_companions, samples)
@@ -206,11 +206,11 @@ def one_work(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def can_be_resumed(save: SaveSection) -> bool:
     """Say whether what is to be resumed can be there: words and steps are looked up when the run begins."""
-    given = save.resume or ""
-    if save.run_dirs and (given in WORDS or given.isdecimal()):
+    resume = save.resume or ""
+    if save.run_dirs and (resume in WORDS or resume.isdecimal()):
         return True
-    folders = [given, *([str(Path(save.output_dir) / given)] if save.run_dirs and save.output_dir else [])]
-    return given == "auto" or any(map(is_folder, folders))
+    folders = [resume, *([str(Path(save.output_dir) / resume)] if save.run_dirs and save.output_dir else [])]
+    return resume == "auto" or any(map(is_folder, folders))
 
 
 SAVE_RULES: tuple[Rule, ...] = (save_companions, pipeline, one_work)

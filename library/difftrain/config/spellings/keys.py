@@ -265,8 +265,8 @@ _AT = {(table, row.name): row for row in KEYS for table in row.tables}
 
 def key_at(table: str, name: str) -> Row | None:
     """Return the key of a name in a table, or in the one that it may be swapped with."""
-    found = _AT.get((table, name))
-    return found if found is not None or table not in SWAPPED else _AT.get((SWAPPED[table], name))
+    match = _AT.get((table, name))
+    return match if match is not None or table not in SWAPPED else _AT.get((SWAPPED[table], name))
 
 
 def key_of(path: str) -> Row | None:

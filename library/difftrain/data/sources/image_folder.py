@@ -80,9 +80,9 @@ class ImageFolderSource(DataSource):
         columns = sorted({name for row in rows for name in row})
         for wanted in (NAME, self.info.caption_column):
             if wanted not in columns:
-                found = ", ".join(map(str, columns)) or "none"
+                available = ", ".join(map(str, columns)) or "none"
                 raise DataFault(
-                    f"{self.root / path}: no column {wanted!r} (data.caption_column). Columns found: {found}"
+                    f"{self.root / path}: no column {wanted!r} (data.caption_column). Columns found: {available}"
                 )
         return ""
 

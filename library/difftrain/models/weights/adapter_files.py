@@ -175,8 +175,8 @@ def _pairs(
         if key.endswith(".alpha"):
             alphas[key] = float(value)
             continue
-        place, side = _placed(key)
-        pair = pairs.setdefault(place, LoraPair([]))
+        layer_key, side = _placed(key)
+        pair = pairs.setdefault(layer_key, LoraPair([]))
         pair.keys.append(key)
         if side == "A":
             pair.a = value
@@ -188,11 +188,11 @@ def _pairs(
         own = next((alpha for name, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", layer)), None)
         pair.alpha = own if own is not None else about.get(f"{folder}.lora_alpha")
     for key, alpha in alphas.items():
-        place, _ = _placed(key.removesuffix(".alpha"))
-        if place not in pairs:
-            place, _ = _placed(f"{key.removesuffix('.alpha')}.lora_A.weight")
-        if place in pairs:
-            pairs[place].alpha = alpha
+        layer_key, _ = _placed(key.removesuffix(".alpha"))
+        if layer_key not in pairs:
+            layer_key, _ = _placed(f"{key.removesuffix('.alpha')}.lora_A.weight")
+        if layer_key in pairs:
+            pairs[layer_key].alpha = alpha
     return pairs
 
 
@@ -225,13 +225,13 @@ def _placed(key: str) -> tuple[tuple[str, str], str]:
     folder, _, rest = key.partition(".")
     for pattern in _KEYS:
         if match := pattern.fullmatch(rest):
-            found = match.groupdict()
-            layer = found["layer"]
-            if found.get("attention"):
-                layer += f".{found['attention']}{'.0' if found['attention'] == 'to_out' else ''}"
-            if found.get("text"):
-                layer += f".{found['text'].removeprefix('to_')}_proj"
-            return (folder, layer), _SIDES[found["side"]]
+            groups = match.groupdict()
+            layer = groups["layer"]
+            if groups.get("attention"):
+                layer += f".{groups['attention']}{'.0' if groups['attention'] == 'to_out' else ''}"
+            if groups.get("text"):
+                layer += f".{groups['text'].removeprefix('to_')}_proj"
+            return (folder, layer), _SIDES[groups["side"]]
     return (folder, rest), ""
 
 

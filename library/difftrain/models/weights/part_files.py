@@ -262,7 +262,7 @@ class SingleFile:
             raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is not JSON")])
         return content
 
-    def said(self) -> dict[str, Any]:
+    def stored_facts(self) -> dict[str, Any]:
         """Return what an export of ours says of itself beside its sizes; nothing where it is no such file."""
         try:
             content = json.loads(self.header.get(FACTS, "{}"))

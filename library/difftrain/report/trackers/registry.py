@@ -117,8 +117,8 @@ def tracker_options(file: str | None, tracker: str) -> dict[str, Any]:
 def tracker_class(name: str) -> Callable[[TrackerRequest], Tracker]:
     """Return the class of a tracker; its package is imported when it is made."""
     module, _, attribute = TRACKERS[name].partition(":")
-    found: Callable[[TrackerRequest], Tracker] = getattr(import_module(module), attribute)
-    return found
+    make_tracker: Callable[[TrackerRequest], Tracker] = getattr(import_module(module), attribute)
+    return make_tracker
 
 
 def open_trackers(

@@ -86,12 +86,12 @@ def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
     """Open the data set as training would; what would only stop a training is said on the page instead."""
     # --- data that is named by a hub id is fetched; weights are only taken where they are
     here, missing = looked_up(cfg)
-    weights = [each for each in missing if each.field.startswith("model.")]
+    weights = [file for file in missing if file.field.startswith("model.")]
     if len(weights) < len(missing):
         fetched, _ = fetch(cfg.model_copy(update={"model": TrainConfig().model}), Ranks(), {})
         here = here.model_copy(update={"data": fetched.data})
-    for each in weights:
-        say(f"{each.flag}: {each.id} is not here yet, so tokens are not counted; a run fetches it")
+    for file in weights:
+        say(f"{file.flag}: {file.id} is not here yet, so tokens are not counted; a run fetches it")
     has_model = bool(cfg.model.pretrained or cfg.model.init_from_config) and not weights
     cfg = here
     seeded = cfg.training.seed is not None
