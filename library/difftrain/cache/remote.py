@@ -24,7 +24,7 @@ from difftrain.contracts import ConfigFault, DataFault, Fault, TrainingFault
 from difftrain.io.files import atomic_write
 
 BLOCK = 256 << 10
-WHOLE = BLOCK // 2  # an entry from this size on is brought by itself
+LARGE = BLOCK // 2  # an entry from this size on is brought by itself
 _OPEN = 128  # copies that are held open; more are held in memory
 _ALIVE_S = 3600.0
 
@@ -165,7 +165,7 @@ def _fill(content: OpenCopy | memoryview, at: int, views: list[memoryview], leng
 
 def _pieces(segment: str, offset: int, length: int) -> Iterator[tuple[RemoteRange, int]]:
     """Yield the pieces that an entry is brought in, and how many bytes of each there must be."""
-    if length >= WHOLE:
+    if length >= LARGE:
         yield RemoteRange(segment, offset, length), length
     else:
         yield from _blocks(segment, offset, length)
@@ -177,7 +177,7 @@ def _blocks(segment: str, offset: int, length: int) -> Iterator[tuple[RemoteRang
         yield RemoteRange(segment, start, BLOCK), min(BLOCK, stop - start)
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 _PIECE = 16 << 20  # of a file that is fetched whole
 _OLD_S = 24 * 3600.0  # a state that nobody has used for so long is removed
 _NEEDED = ("cache.json", "metadata.db")
@@ -212,7 +212,7 @@ class RemoteCache:
 
 
 def fetch_cache(
-    url: str, copy_gib: float = 50.0, say: Say = print, *, patience: RetryPolicy | None = None
+    url: str, copy_gib: float = 50.0, log: Log = print, *, patience: RetryPolicy | None = None
 ) -> RemoteCache:
     """Fetch what is small of a cache on an object store, where it is not here yet or has changed.
 
@@ -237,7 +237,7 @@ def fetch_cache(
         if folder.is_dir():
             os.utime(folder)
         else:
-            _fetch_all(store, files, home, folder, say)
+            _fetch_all(store, files, home, folder, log)
         cache = RemoteCache(store.url, folder, round(copy_gib * (1 << 30)), store.patience)
         _remove_old(home, {folder, cache.copies.folder})
     except OSError as error:
@@ -267,7 +267,7 @@ def _needed_file(store: ObjectStore, name: str) -> File:
         ) from None
 
 
-def _fetch_all(store: ObjectStore, files: Sequence[File], home: Path, folder: Path, say: Say) -> None:
+def _fetch_all(store: ObjectStore, files: Sequence[File], home: Path, folder: Path, log: Log) -> None:
     """Bring files into a folder that is whole or absent; what has not changed is taken from earlier ones."""
     aside = home / f"tmp-{uuid.uuid4().hex}"
     try:
@@ -289,7 +289,7 @@ def _fetch_all(store: ObjectStore, files: Sequence[File], home: Path, folder: Pa
         if not folder.is_dir():
             raise OSError(f"{folder} cannot be made")
         took = time.monotonic() - started
-        say(f"cache: {len(missing)} files of {shown_url(store.url)} fetched ({size / 2**20:,.1f} MiB, {took:.1f} s)")
+        log(f"cache: {len(missing)} files of {shown_url(store.url)} fetched ({size / 2**20:,.1f} MiB, {took:.1f} s)")
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

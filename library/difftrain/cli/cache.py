@@ -225,7 +225,7 @@ def _export(cache: Path | str, words: Mapping[str, list[str]]) -> int:
         use=words["use"][-1] if "use" in words else None,
         shard_bytes=int(float(words.get("shard_gib", ["1"])[-1]) * 2**30),
         values=_word(words, VALUES),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if "json" in words:
         print(json.dumps(done.summary(), indent=1))

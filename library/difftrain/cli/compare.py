@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from difftrain.cli import compare_trace
 from difftrain.cli.words import asks_for_help, positional, writing
-from difftrain.config.door import guard, say
+from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded
 from difftrain.config.render.help import entries
@@ -55,7 +55,7 @@ def read(argv: list[str]) -> tuple[list[Path], dict[str, list[str]]]:
     faults = [*scanned.faults, *_folder_faults(folders), *_output_faults(folders, scanned.words)]
     if faults:
         raise ConfigFault(faults)
-    say(PROG, scanned.notes)
+    print_notes(PROG, scanned.notes)
     return folders, scanned.words
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.cli.words import asks_for_help, positional, writing
-from difftrain.config.door import guard, say
+from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded, recipes_dir
 from difftrain.config.render.help import entries
@@ -125,7 +125,9 @@ def _copy(argv: list[str]) -> int:
         with writing(folder / name):
             print(write_text(folder / name, text))
     starts = _STARTS_WITH.search(texts[recipe.path.name])
-    say(PROG, [f"train with: difftrain {starts[1] if starts else 'train'} --config {folder / recipe.path.name}"])
+    print_notes(
+        PROG, [f"train with: difftrain {starts[1] if starts else 'train'} --config {folder / recipe.path.name}"]
+    )
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.cli.words import asks_for_help, positional
-from difftrain.config.door import guard, say
+from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded
 from difftrain.config.render.help import entries
@@ -77,7 +77,7 @@ def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
         faults.append(Fault("--host", "is empty", f"leave it out for {HOST}"))
     if faults:
         raise ConfigFault(faults)
-    say(PROG, scanned.notes)
+    print_notes(PROG, scanned.notes)
     return folder, host, port, token
 
 

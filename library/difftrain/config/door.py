@@ -57,13 +57,13 @@ def enter(
             return 0
         parsed = read()
         hold_back()
-        say(prog, parsed.notes)
+        print_notes(prog, parsed.notes)
         return work(parsed)
 
     return guard(prog, inner)
 
 
-def say(prog: str, sentences: Iterable[str]) -> None:
+def print_notes(prog: str, sentences: Iterable[str]) -> None:
     """Print what is worth knowing before the work begins, once on each machine."""
     if _speaks():
         for sentence in sentences:

@@ -91,7 +91,7 @@ def deepspeed(bare: Mapping[str, str], line: Layer, lower: Mapping[str, Any]) ->
 
 
 def _take(path: Path, settings: dict[str, Any], line: Layer, lower: Mapping[str, Any]) -> None:
-    def say(key: str, field: str, value: Any) -> None:
+    def set_field(key: str, field: str, value: Any) -> None:
         if value == "auto" or value is None:
             return
         origin = f"{path} {key}"
@@ -108,7 +108,7 @@ def _take(path: Path, settings: dict[str, Any], line: Layer, lower: Mapping[str,
     sharded = zero.get("stage", 0) != 0
     for key, value in settings.items():
         if key in _SHARED:
-            say(key, _SHARED[key], value)
+            set_field(key, _SHARED[key], value)
         elif key in ("fp16", "bf16"):
             _precision(path, key, value, line, lower)
         elif key == "zero_optimization" or (key in _SAID_ELSEWHERE and value == "auto"):
@@ -130,12 +130,12 @@ def _take(path: Path, settings: dict[str, Any], line: Layer, lower: Mapping[str,
         zero_key = f"zero_optimization.{key}"
         if key in _ZERO_KEYS:
             if sharded:
-                say(zero_key, _ZERO_KEYS[key], value)
+                set_field(zero_key, _ZERO_KEYS[key], value)
         elif key in ("offload_optimizer", "offload_param") and isinstance(value, dict):
             for inner, one in value.items():
                 target = {"device": f"deepspeed.{key}_device", "nvme_path": f"deepspeed.{key}_nvme_path"}.get(inner)
                 if target and one != "none":
-                    say(f"{zero_key}.{inner}", target, one)
+                    set_field(f"{zero_key}.{inner}", target, one)
                 elif target is None and inner != "pin_memory":
                     line.faults.append(
                         Fault(f"{path} {zero_key}.{inner}", "is no key that is known here", "device, nvme_path")

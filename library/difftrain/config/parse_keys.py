@@ -51,7 +51,7 @@ def with_data_sets(out: Resolution, *, named_now: bool) -> TrainConfig:
     path = cfg.data.dataset_config
     if path and not (cfg.data.datasets and not named_now) and _FILE not in out.bad:
         resolved = diffusion_pipe.resolve(Path(path), cfg, multiple=multiple, batch_of=_batch_of(out, cfg))
-        _say(out, resolved, _SETS, path)
+        _take_messages(out, resolved, _SETS, path)
         changed = {name for name in resolved.overridden & out.origins.keys() if value_of(cfg, name) != default_of(name)}
         out.notes += data_rules.overridden(changed, path)
         cfg = applied(cfg, resolved)
@@ -76,11 +76,11 @@ def _eval_set(out: Resolution, cfg: TrainConfig, section: EvalSetSection, multip
     )
     batch_of = None if cfg.eval.batch_size else _batch_of(out, cfg)  # the former counts for every set
     resolved = diffusion_pipe.resolve(Path(section.config), plain, multiple=multiple, batch_of=batch_of)
-    _say(out, resolved, _EVAL, section.config)
+    _take_messages(out, resolved, _EVAL, section.config)
     return section.model_copy(update={"datasets": resolved.datasets})
 
 
-def _say(out: Resolution, resolved: Resolved, field: str, path: str) -> None:
+def _take_messages(out: Resolution, resolved: Resolved, field: str, path: str) -> None:
     out.faults += [fault for fault in resolved.faults if fault not in out.faults]
     out.notes += [note for note in resolved.notes if note not in out.notes]
     out.origins.setdefault(field, path)

@@ -25,7 +25,7 @@ from difftrain.data.samples import SampleMaker
 from difftrain.diffusion.permutation import Permutation
 
 log = logging.getLogger("difftrain")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 _SAME_BYTES = "SELECT count(*) FROM main.records WHERE content IN (SELECT content FROM trained.records)"
 _SAME_PLACE = """
 SELECT r.row FROM main.records r JOIN main.files f ON f.id = r.file WHERE f.source = ? AND (f.path, coalesce(r.member, ''))
@@ -199,7 +199,7 @@ def _plain(dataset: DatasetSection, batch_size: int | None) -> DatasetSection:
     return dataset.model_copy(update={"subsets": subsets, "validation_split": 0.0, "batch_size": size})
 
 
-def open_set(cfg: TrainConfig, section: EvalSetSection, log: Say) -> EvaluationSet:
+def open_set(cfg: TrainConfig, section: EvalSetSection, log: Log) -> EvaluationSet:
     """Bring a set's index and tables up to date, and open them. One process a machine; what it returns is small.
 
     Raises: as `prepare`.

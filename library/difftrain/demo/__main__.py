@@ -16,7 +16,7 @@ from difftrain.models.registry import FAMILIES
 from difftrain.report.progress import SIGNS
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     SIGNS.heard()
     print(text, flush=True)
 
@@ -43,11 +43,11 @@ def main() -> int:
 
     # one recipe's parts in a folder of their own, or the whole demo in the user's cache
     try:
-        with SIGNS.printed_by(_say), SIGNS.doing("making the demo's data and model"):
+        with SIGNS.printed_by(_log), SIGNS.doing("making the demo's data and model"):
             if asked.make and asked.folder:
-                make(asked.make, asked.folder, asked.scale, _say, tuple(asked.part or ALL), asked.family)
+                make(asked.make, asked.folder, asked.scale, _log, tuple(asked.part or ALL), asked.family)
             else:
-                prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=_say)
+                prepare(asked.dataset, asked.scale, data_only=asked.data_only, log=_log)
     except DifftrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -147,7 +147,7 @@ class ZeroMasterWeights(MasterWeights):
 
 
 _STEP = "step"
-_PLACE = "_deepspeed_place"
+_SCALER_POSITION = "_deepspeed_place"
 
 
 class ZeroState:
@@ -267,11 +267,11 @@ class LossScale:
             "backoff_factor": 1.0 / scaler.scale_factor,
             "growth_interval": int(scaler.scale_window),
             "_growth_tracker": grown % scaler.scale_window,
-            _PLACE: [scaler.cur_iter, scaler.last_overflow_iter],
+            _SCALER_POSITION: [scaler.cur_iter, scaler.last_overflow_iter],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a scaler was."""
         scaler = self._scaler
         scaler.cur_scale = float(state["scale"])
-        scaler.cur_iter, scaler.last_overflow_iter = state.get(_PLACE, (int(state["_growth_tracker"]), -1))
+        scaler.cur_iter, scaler.last_overflow_iter = state.get(_SCALER_POSITION, (int(state["_growth_tracker"]), -1))

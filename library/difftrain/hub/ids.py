@@ -31,7 +31,7 @@ _CHOOSE: dict[str, Choose] = {
     **dict.fromkeys(_CLIP, repo_files.tokenizer),
     "model.tokenizer3": repo_files.t5_tokenizer,
 }
-_PLACE = {
+_PATHS = {
     "model.pretrained": "a diffusers folder or a .safetensors file",
     "model.vae": "a folder with config.json and its weights, or a .safetensors file",
     **dict.fromkeys(_CLIP, "a folder with CLIP's vocab.json and merges.txt"),
@@ -80,7 +80,7 @@ class HubRequest:
         if trouble.away:
             kind = " --repo-type dataset" if self.kind == "dataset" else ""
             remedy = (
-                f"give the path of {_PLACE.get(self.field, _PICTURES)}; or where there is a network: "
+                f"give the path of {_PATHS.get(self.field, _PICTURES)}; or where there is a network: "
                 f"hf download {self.id.repo}{kind}, and copy its folder to {client.cache_folder()}"
             )
         return Fault(self.flag, f"{what}: {trouble.what}", remedy)

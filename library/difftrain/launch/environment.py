@@ -51,7 +51,7 @@ class Requirement:
     allowed: str = ""
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a message for the user."""
     print(text, file=sys.stderr, flush=True)
 
@@ -148,12 +148,12 @@ def name_untested(wanted: list[Requirement]) -> None:
         if version is not None and not satisfied(version, requirement.tested):
             untested.append(f"{requirement.name} {version} (tested {requirement.tested})")
     if untested:
-        say(f"here and kept, in a version that is not tested: {', '.join(untested)}")
+        log(f"here and kept, in a version that is not tested: {', '.join(untested)}")
 
 
 def make_venv(folder: Path) -> Path:
     """Make the .venv on top of this interpreter's packages, and return its Python."""
-    say(f"making {folder} on top of {sys.executable}")
+    log(f"making {folder} on top of {sys.executable}")
     done = subprocess.run(
         [sys.executable, "-m", "venv", "--system-site-packages", str(folder)],
         capture_output=True,
@@ -175,7 +175,7 @@ def make_venv(folder: Path) -> Path:
 
 def install(lacking: list[Requirement]) -> None:
     """Install what is missing with pip, whose output is shown only where it fails."""
-    say(f"installing {', '.join(r.line for r in lacking)}")
+    log(f"installing {', '.join(r.line for r in lacking)}")
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *(r.line for r in lacking)]
     torch = installed("torch")
     environ = dict(os.environ)
@@ -187,7 +187,7 @@ def install(lacking: list[Requirement]) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, preexec_fn=end_with_parent
     )
     if done.returncode:
-        say(done.stdout)
+        log(done.stdout)
         raise EnvironmentUnusable(
             f"pip could not install what is missing (exit code {done.returncode}); its output is above"
         )
@@ -223,7 +223,7 @@ def main() -> str:
 
     # make or complete .venv, one process at a time; our own that was left half made is made afresh
     try:
-        with turn(unfinished, say, fails_whole=Failed) as claim:
+        with turn(unfinished, log, fails_whole=Failed) as claim:
             ours = unfinished / "made-here"  # a .venv that was there before, somebody may have made by hand
             if claim.left_behind and ours.exists() and Path(sys.prefix) != venv:
                 shutil.rmtree(venv, ignore_errors=True)
@@ -254,5 +254,5 @@ if __name__ == "__main__":
         print(main())
     except EnvironmentUnusable as error:
         if str(error):  # else the process within .venv has said it
-            say(str(error))
+            log(str(error))
         sys.exit(2)

@@ -105,7 +105,7 @@ class _Dump:
                         part.bucket.bucket, draws, 0, partial(neighbours, self.plan, part), step
                     )
                     batch = self.maker.collate(part.bucket.bucket, samples, kept, rejects)
-                    _say(rejects)
+                    _log(rejects)
 
                     # what the model would see, beside where it comes from
                     for sample, pixels, facts in zip(samples, self._pictures(batch), self._facts(batch, samples, step)):
@@ -150,6 +150,6 @@ def _save(folder: Path, number: int, sample: Sample, pixels: np.ndarray, batch: 
         Image.fromarray(mask).save(folder / f"{number:06d}_mask.png")
 
 
-def _say(rejects: list[Reject]) -> None:
+def _log(rejects: list[Reject]) -> None:
     for reject in rejects:
         log.warning("%s: %s; another one stands in its place", reject.path, reject.reason)

@@ -196,7 +196,7 @@ def test_one_json_document_and_nothing_else(examined: list[DoctorReport], capsys
     read = json.loads(capsys.readouterr().out)
     assert set(read) == {"schema", "difftrain", "asked", "checks", "summary"}
     assert (read["schema"], read["asked"]) == (1, "cpu")
-    assert read["checks"][2] == REPORTS[2]._asdict()
+    assert read["checks"][2] == REPORTS[2].record()
     assert {**read["summary"], "seconds": 0} == {"ok": 1, "note": 1, "wrong": 1, "seconds": 0, "exit_code": 1}
 
 

@@ -188,6 +188,30 @@ def test_a_class_name_occurs_once() -> None:
     assert {name for name, count in names.items() if count > 1} == set()
 
 
+# words that tell nothing of what a name stands for: a match, a record, a path, a message, ... do
+VAGUE = {"found", "told", "said", "each", "place", "given", "there", "held", "whole"}
+
+
+def test_names_say_what_they_hold() -> None:
+    """Of functions, classes, parameters, attributes and variables; a keyword or a key of a file is its owner's word."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+            elif isinstance(node, ast.alias | ast.ExceptHandler):
+                name = (node.asname if isinstance(node, ast.alias) else node.name) or ""
+            else:
+                continue
+            if name.strip("_").lower() in VAGUE:
+                wrong.append(f"{path}:{node.lineno}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("room", ["config", "contracts"])
 def test_rooms_without_torch_import_none_of_it(room: str) -> None:
     for path in (PACKAGE / room).glob("*.py"):

@@ -29,8 +29,8 @@ from difftrain.cache.manifest.captions import held_out
 from difftrain.cache.manifest.content_hash import (
     FOLDER,
     KnownHashes,
+    Log,
     MediaBytes,
-    Say,
     copy_to_duplicates,
     first_of_duplicates,
     hash_media,
@@ -80,7 +80,7 @@ class PictureEntries:
     bucket_of: np.ndarray
 
     @classmethod
-    def of(cls, data: Data, request: ManifestRequest, *, look: bool, say: Say) -> PictureEntries:
+    def of(cls, data: Data, request: ManifestRequest, *, look: bool, log: Log) -> PictureEntries:
         """Find out what lies in the files, as far as it is not known."""
         index, masks = data.index, request.name == MASKS
         buckets, bucket_of = bucket_by_record(data.tables, index.count)
@@ -89,10 +89,10 @@ class PictureEntries:
             wanted &= np.array([recipe.has_masks for recipe in data.recipes])[np.asarray(index.columns().source)]
         ids = np.flatnonzero(wanted)
         if masks:
-            contents, passed = mask_contents(index, data.recipes, ids, look=look, say=say)
+            contents, passed = mask_contents(index, data.recipes, ids, look=look, log=log)
             ids = ids[(contents[ids] != NO_MASK).any(axis=1)]
         else:
-            contents, passed = picture_contents(index, ids, look=look, say=say)
+            contents, passed = picture_contents(index, ids, look=look, log=log)
         return cls(data, request, ids, contents, passed, buckets, bucket_of)
 
     @property
@@ -298,7 +298,7 @@ NO_MASK = np.ones(BYTES, np.uint8)  # content of the mask of a picture that has 
 
 
 def mask_contents(
-    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, *, look: bool, say: Say
+    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, *, look: bool, log: Log
 ) -> tuple[np.ndarray, list[Reject]]:
     """Return the content of every record's mask, and which of the wanted ones have none and why.
 
@@ -308,17 +308,17 @@ def mask_contents(
     apart = np.array([recipe.masks is not None for recipe in recipes])[np.asarray(index.columns().source)[wanted]]
     contents, rejects = np.zeros((index.count, BYTES), np.uint8), list[Reject]()
     if not apart.all():
-        hashed, rejects = picture_contents(index, wanted[~apart], look=look, say=say)
+        hashed, rejects = picture_contents(index, wanted[~apart], look=look, log=log)
         contents[wanted[~apart]] = hashed[wanted[~apart]]
     if apart.any():
-        files, more = _mask_file_contents(index, recipes, wanted[apart], look, say)
+        files, more = _mask_file_contents(index, recipes, wanted[apart], look, log)
         contents[wanted[apart]] = files[wanted[apart]]
         rejects += more
     return contents, rejects
 
 
 def _mask_file_contents(
-    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, look: bool, say: Say
+    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, look: bool, log: Log
 ) -> tuple[np.ndarray, list[Reject]]:
     folders = json.dumps([recipe.masks and astuple(recipe.masks) for recipe in recipes]).encode()
     column = index.folder / f"masks-{hashlib.blake2b(folders, digest_size=6).hexdigest()}.npy"
@@ -351,7 +351,7 @@ def _mask_file_contents(
     if own.any():
         once = first_of_duplicates(own, stamps)  # one mask may serve many pictures
         work = (media for media in _mask_files(index, recipes, once) if isinstance(media, MediaBytes))
-        rejects += hash_media(index, work, int(once.sum()), known, contents, look=look, say=say)
+        rejects += hash_media(index, work, int(once.sum()), known, contents, look=look, log=log)
         copy_to_duplicates(contents, own & ~once, once, stamps)
     here = wanted[contents[wanted].any(axis=1) & stamps[wanted].any(axis=1)]
     known.close(stamps[here], contents[here])

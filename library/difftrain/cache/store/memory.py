@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SEGMENT_BYTES = 1 << 30
 _HEAD = 16  # of the table: entries, bytes of the segments' paths
-PLACE = np.dtype(
+ROW = np.dtype(
     list(zip(("high", "low", "offset", "length", "segment", "crc", "kind", "spare"), ["<u8"] * 4 + ["<u4"] * 4))
 )
 _RESERVED: list[IO[bytes]] = []  # open for as long as this process lives
@@ -106,7 +106,7 @@ class MemorySink:
 
     def append(self, items: Sequence[PackedEntry]) -> None:
         """Copy entries to memory. Raises TrainingFault where there is no more of it."""
-        places = np.zeros(len(items), PLACE)
+        places = np.zeros(len(items), ROW)
         for number, item in enumerate(items):
             views = [memoryview(piece).cast("B") for piece in item.pieces if memoryview(piece).nbytes]
             size, crc = sum(map(len, views)), 0
@@ -128,7 +128,7 @@ class MemorySink:
 
     def rows(self) -> MemoryRows:
         """Return where all entries lie, to be put together with those of the machine's other processes."""
-        return MemoryRows(tuple(self._paths), np.concatenate([np.zeros(0, PLACE), *self._places]))
+        return MemoryRows(tuple(self._paths), np.concatenate([np.zeros(0, ROW), *self._places]))
 
     def _grow(self) -> None:
         self.close()
@@ -165,7 +165,7 @@ class MemoryEntries:
         Of equal addresses the first counts.
         """
         paths: list[str] = []
-        pieces = [np.zeros(0, PLACE)]
+        pieces = [np.zeros(0, ROW)]
         for share in shares:
             piece = share.places.copy()
             piece["segment"] += len(paths)
@@ -231,9 +231,9 @@ class MemoryEntries:
             with Path(self._path).open("rb") as file:
                 block = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             count, length = (int(number) for number in block[:_HEAD].view("<u8"))
-            first, last = _HEAD + 8 * count, _HEAD + (8 + PLACE.itemsize) * count
+            first, last = _HEAD + 8 * count, _HEAD + (8 + ROW.itemsize) * count
             paths = json.loads(bytes(block[last : last + length]))
-            self._table = block[_HEAD:first].view("<u8"), block[first:last].view(PLACE), paths
+            self._table = block[_HEAD:first].view("<u8"), block[first:last].view(ROW), paths
         return self._table
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -278,7 +278,7 @@ def preload(
         )
         for address, row in _with_rows(metadata, addresses)
     )
-    wanted = np.fromiter(matches, PLACE)
+    wanted = np.fromiter(matches, ROW)
     total = int((-(-wanted["length"].astype(np.int64) // ALIGN) * ALIGN).sum())
     if room_bytes is not None and total > room_bytes:
         what = f"the cache's {total / 2**30:.3g} GiB do not fit into the {room_bytes / 2**30:.3g} GiB that are free"

@@ -76,7 +76,7 @@ def sample_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     return lacking(SAMPLE_NEEDS, cfg, asked)
 
 
-class _Place(NamedTuple):
+class _Subset(NamedTuple):
     """Where settings of pictures and captions stand: in flags, or in a subset of the data set TOML."""
 
     name: str  # "" for the flags
@@ -92,13 +92,13 @@ class _Place(NamedTuple):
         return Finding(("data.dataset_config", path), f"{self.name}: {field} {what}", remedy, note)
 
 
-def _places(cfg: TrainConfig) -> Iterator[_Place]:
+def _places(cfg: TrainConfig) -> Iterator[_Subset]:
     if not cfg.data.datasets:
-        yield _Place("", cfg.data, cfg.captions, cfg.data.enable_bucket)
+        yield _Subset("", cfg.data, cfg.captions, cfg.data.enable_bucket)
     for dataset in cfg.data.datasets:
         for subset in dataset.subsets:
             name = subset.image_dir or subset.metadata_file or "a subset"
-            yield _Place(name, subset, subset.captions, dataset.enable_bucket)
+            yield _Subset(name, subset, subset.captions, dataset.enable_bucket)
 
 
 def samples(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def samples(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     yield from findings
 
 
-def _faces(subset: _Place) -> Iterator[Finding]:
+def _faces(subset: _Subset) -> Iterator[Finding]:
     limits = subset.picture.face_crop_range
     if limits is None:
         return
@@ -120,7 +120,7 @@ def _faces(subset: _Place) -> Iterator[Finding]:
         yield subset.finding("data.face_crop_range", _UNBUCKETED, note=True)
 
 
-def _masks(subset: _Place, masked: bool) -> Iterator[Finding]:
+def _masks(subset: _Subset, masked: bool) -> Iterator[Finding]:
     folder = subset.picture.conditioning_dir
     if subset.picture.alpha_mask and (folder or getattr(subset.picture, "default_mask", None)):
         yield subset.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
@@ -135,7 +135,7 @@ def _masks(subset: _Place, masked: bool) -> Iterator[Finding]:
         yield subset.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
 
 
-def _growth(subset: _Place) -> Iterator[Finding]:
+def _growth(subset: _Subset) -> Iterator[Finding]:
     if subset.captions.token_warmup_min != 1 and not subset.captions.token_warmup_step:
         yield subset.finding("captions.token_warmup_min", "has no effect without token_warmup_step", note=True)
 

@@ -50,7 +50,7 @@ MIXED = {
 STORED = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "float", "bf16": "bf16", "fp16": "fp16", "fp32": "float", "float": "float",
 }  # fmt: skip
-HELD = {
+STORAGE_DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
@@ -108,9 +108,9 @@ KEYS: tuple[Row, ...] = (
     key("dtype", "model", "training.mixed_precision",
         "what is computed in: bfloat16, float16, float32; trained weights stay fp32, see master_weights", words=MIXED),
     key("transformer_dtype", "model", "?held",
-        "what weights of the denoiser that are not trained are kept in", "str", words=HELD),
-    key("diffusion_model_dtype", "model", "?held", "the same as transformer_dtype", "str", words=HELD),
-    key("unet_dtype", "model", "?held", "the same as transformer_dtype", "str", words=HELD),
+        "what weights of the denoiser that are not trained are kept in", "str", words=STORAGE_DTYPES),
+    key("diffusion_model_dtype", "model", "?held", "the same as transformer_dtype", "str", words=STORAGE_DTYPES),
+    key("unet_dtype", "model", "?held", "the same as transformer_dtype", "str", words=STORAGE_DTYPES),
     key("num_layers", "model", "model.num_layers"),
     key("timestep_sample_method", "model", "flow.timestep_sample_method"),
     key("sigmoid_scale", "model", "flow.sigmoid_scale"),

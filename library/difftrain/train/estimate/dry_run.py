@@ -44,7 +44,7 @@ _RUNS_LOOKED_AT = 5
 
 def dry_run(
     cfg: TrainConfig,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     coming: PendingFiles | None = None,
     *,
     full: bool = False,
@@ -62,21 +62,21 @@ def dry_run(
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
     fetched = [f"would be fetched for {file.flag}: {file.kind} {file.id}, from {endpoint()}" for file in missing]
-    say(f"model: {model_line(cfg, parts)}")
+    log(f"model: {model_line(cfg, parts)}")
 
     # --- what hangs on files that are not here yet is left out
     if coming or parts is None:
-        say(f"batch: {batch_arithmetic(cfg, ranks)}")
+        log(f"batch: {batch_arithmetic(cfg, ranks)}")
         for line in (*fetched, *([f"would be made before training: {coming.what}"] if coming else [])):
-            say(line)
+            log(line)
         if parts:
             parts.offloaded |= cached_parts(cfg, parts)
             memory = device_memory(cfg, family, parts, ranks, *_usual_bucket(cfg, family))
-            say(f"memory: {memory.sentence()}")
+            log(f"memory: {memory.sentence()}")
             for line in (*parameters(parts), *memory_lines(memory)) if full else ():
-                say(line)
+                log(line)
         done = "made or written" if coming else "fetched"
-        say(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
+        log(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
         return 0
 
     # --- output folder, prompts, data and plan, as training would find them
@@ -85,9 +85,9 @@ def dry_run(
     plan, total = plan_run(_seeded(cfg), data, ranks)
     epochs = plan.locate(total - 1)[0] + 1 if total else 0
     rows = data.tables.training
-    say(f"data: {sum(row.records for row in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}")
-    say(f"steps: {total:,} in {epochs:,} epoch{'s'[: epochs != 1]}, {total * plan.mean_batch:,.0f} samples seen")
-    say(f"batch: {batch_arithmetic(cfg, ranks)}")
+    log(f"data: {sum(row.records for row in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}")
+    log(f"steps: {total:,} in {epochs:,} epoch{'s'[: epochs != 1]}, {total * plan.mean_batch:,.0f} samples seen")
+    log(f"batch: {batch_arithmetic(cfg, ranks)}")
 
     # --- memory and disk: encoders that caches stand in for take no memory of the card
     unread = [file.flag for file in missing]  # tokenizers, since everything else is here
@@ -96,22 +96,22 @@ def dry_run(
     files, counts = disk(cfg, parts, total, epochs, plan.mean_batch), list(parameters(parts))
     evaluated = list(evaluation(cfg, family, parts)) if full else []
     memory = device_memory(cfg, family, parts, ranks, *_largest_bucket(cfg, data))
-    say(f"memory: {memory.sentence()}")
-    say(f"free: {free_line(cfg, memory)}")
-    say(f"disk: {files.sentence(cfg.output_dir)}")
-    say(where)
-    say(f"time: {time_line(cfg, total * plan.mean_batch, ranks)}")
+    log(f"memory: {memory.sentence()}")
+    log(f"free: {free_line(cfg, memory)}")
+    log(f"disk: {files.sentence(cfg.output_dir)}")
+    log(where)
+    log(f"time: {time_line(cfg, total * plan.mean_batch, ranks)}")
 
     # --- all the rest
     if not full:
         for line in fetched:
-            say(line)
-        say("dry run: nothing was trained and no device was touched; --dry_run=full says more")
+            log(line)
+        log("dry run: nothing was trained and no device was touched; --dry_run=full says more")
         return 0
     cached = [f"{estimate_storage(w, data).size_sentence()} {'on disk' if w.to_disk else 'of memory'}" for w in caches]
     if unread and caches_anything(cfg):
         cached.append(f"cache: its size is left out until {' and '.join(unread)} can be read")
-    say(dump(hub_cfg))
+    log(dump(hub_cfg))
     for line in (
         *fetched,
         *(f"samples: {note}" for note in notes),
@@ -122,8 +122,8 @@ def dry_run(
         *flops(family, parts, cfg, data, plan, total),
         *evaluated,
     ):
-        say(line)
-    say("dry run: nothing was trained and no device was touched")
+        log(line)
+    log("dry run: nothing was trained and no device was touched")
     return 0
 
 
