@@ -120,9 +120,9 @@ class LocalCopies:
         aside = path.with_name(f"tmp-{uuid.uuid4().hex}")
         try:
             with aside.open("xb", buffering=0) as file:
-                rest = memoryview(content).cast("B")
-                while rest:
-                    rest = rest[file.write(rest) :]
+                remaining = memoryview(content).cast("B")
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
             aside.replace(path)
         except BaseException:
             aside.unlink(missing_ok=True)
@@ -238,21 +238,21 @@ class ObjectStore:
 
         Raises: FileNotFoundError where there is no such file; TrainingFault after the last attempt.
         """
-        wanted = stop - start
+        needed = stop - start
 
         def call() -> bytes:
             with self._system() as (system, root):
                 content = system.cat_file(f"{root}/{name}", start=start, end=stop)
-            if len(content) < (wanted if least is None else least):
-                raise ShortAnswer(f"the answer ended after {len(content):,} bytes of {wanted:,}")
-            if len(content) > wanted:
+            if len(content) < (needed if least is None else least):
+                raise ShortAnswer(f"the answer ended after {len(content):,} bytes of {needed:,}")
+            if len(content) > needed:
                 raise TrainingFault(
                     f"{shown_url(self.url)}/{name}: asked for bytes {start:,} to {stop:,}, the answer has {len(content):,} "
                     "bytes: this server does not serve ranges of a file. Use one that does, or copy the cache to a folder"
                 )
             return bytes(content)
 
-        return self._patiently(f"{name}, bytes {start:,} to {stop:,}", call, wanted)
+        return self._patiently(f"{name}, bytes {start:,} to {stop:,}", call, needed)
 
     def file(self, name: str) -> File:
         """Look at a file. Raises FileNotFoundError; TrainingFault after the last attempt."""

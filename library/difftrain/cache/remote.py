@@ -63,12 +63,12 @@ class RemoteSegments:
         ranges: segment, offset, length of each.
         """
         self._stay_alive()
-        wanted: dict[RemoteRange, int] = {}
+        needed: dict[RemoteRange, int] = {}
         for span in ranges:
             for piece, least in _pieces(*span):
-                wanted[piece] = max(least, wanted.get(piece, 0))
+                needed[piece] = max(least, needed.get(piece, 0))
         self._cached_pieces = {}
-        copies = self._bring(wanted)
+        copies = self._bring(needed)
         for piece in sorted(copies):
             starts, contents = self._cached_pieces.setdefault(piece.segment, ([], []))
             starts.append(piece.start)
@@ -97,30 +97,30 @@ class RemoteSegments:
 
     def _joined(self, segment: str, offset: int, length: int) -> memoryview:
         """Return bytes of several blocks: of a small entry, or of nobody knows which."""
-        wanted = dict(_blocks(segment, offset, length))
+        needed = dict(_blocks(segment, offset, length))
         starts, contents = self._cached_pieces.get(segment, ([], []))
-        cached = {piece: contents[starts.index(piece.start)] for piece in wanted if piece.start in starts}
-        copies = cached | self._bring({piece: least for piece, least in wanted.items() if piece not in cached})
-        joined = bytearray(sum(wanted.values()))
+        cached = {piece: contents[starts.index(piece.start)] for piece in needed if piece.start in starts}
+        copies = cached | self._bring({piece: least for piece, least in needed.items() if piece not in cached})
+        joined = bytearray(sum(needed.values()))
         at = 0
-        for piece, least in wanted.items():
+        for piece, least in needed.items():
             part = memoryview(joined)[at : at + least]
             if not _fill(copies[piece], 0, [part], least):
                 self._copies.drop(piece.name)
                 part[:] = self._ask(piece, least)[:least]
             at += least
-        begin = offset - min(piece.start for piece in wanted)
+        begin = offset - min(piece.start for piece in needed)
         return memoryview(joined)[begin : begin + length]
 
-    def _bring(self, wanted: dict[RemoteRange, int]) -> dict[RemoteRange, OpenCopy | memoryview]:
+    def _bring(self, needed: dict[RemoteRange, int]) -> dict[RemoteRange, OpenCopy | memoryview]:
         """Return pieces, from the local copies or the store."""
         copies: dict[RemoteRange, OpenCopy | memoryview] = {}
-        for piece, least in wanted.items():
+        for piece, least in needed.items():
             copy = self._copies.open(piece.name)
             if copy is not None and copy.size >= least:
                 copies[piece] = copy if len(copies) < _OPEN else copy.content()
-        missing = [piece for piece in wanted if piece not in copies]
-        brought = in_parallel([partial(self._fetched, piece, wanted[piece]) for piece in missing])
+        missing = [piece for piece in needed if piece not in copies]
+        brought = in_parallel([partial(self._fetched, piece, needed[piece]) for piece in missing])
         return copies | dict(zip(missing, brought, strict=True))
 
     def _fetched(self, piece: RemoteRange, least: int) -> memoryview:

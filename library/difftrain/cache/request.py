@@ -153,8 +153,8 @@ def storage_dtypes(cfg: TrainConfig, encoder: Encoder) -> dict[str, str]:
     section = cfg.cache
     of_pictures = section.latents_dtype if encoder.modules == ("vae",) else "auto"
     general = section.text_dtype if "caption" in encoder.source else of_pictures
-    asked = {name: section.dtypes.get(name, general) for name in encoder.features}
-    kept = {name: CHOICES.get(asked[name], feature.dtype) for name, feature in encoder.features.items()}
+    requested = {name: section.dtypes.get(name, general) for name in encoder.features}
+    kept = {name: CHOICES.get(requested[name], feature.dtype) for name, feature in encoder.features.items()}
     return {name: "uint8" if encoder.features[name].dtype == "uint8" else dtype for name, dtype in kept.items()}
 
 

@@ -246,10 +246,10 @@ def parse(name: str, output_name: Naming, *, state: bool = False) -> SaveName | 
         name = name[: -len(STATE)]
     if not name.startswith(output_name):
         return None
-    rest = name[len(output_name) :]
-    if not rest:
+    remaining = name[len(output_name) :]
+    if not remaining:
         return SaveName("end")
-    match = _NUMBERED.fullmatch(rest)
+    match = _NUMBERED.fullmatch(remaining)
     if not match:
         return None
     step, epoch = match.groups()

@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> tuple[list[Path], dict[str, list[str]]]:
     """Return the runs' folders and the words of each flag. Raises: ConfigFault with every fault."""
-    words, rest = positional(argv, FLAGS)
-    scanned = scan(rest, FLAGS)
+    words, remaining = positional(argv, FLAGS)
+    scanned = scan(remaining, FLAGS)
     folders = [Path(expanded(word)) for word in words]
     faults = [*scanned.faults, *_folder_faults(folders), *_output_faults(folders, scanned.words)]
     if faults:

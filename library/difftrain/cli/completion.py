@@ -164,9 +164,9 @@ def _values(topics: Mapping[str, Flags]) -> Iterator[tuple[str, str]]:
 
 def _function(name: str, answers: Mapping[str, str]) -> str:
     """Write a shell function that answers its argument; equal answers share a branch, a leading * is any topic."""
-    asked: dict[str, list[str]] = {}
+    by_answer: dict[str, list[str]] = {}
     for question, answer in answers.items():
         quoted = f'*"{question[1:]}"' if question.startswith("*") else f'"{question}"'
-        asked.setdefault(answer, []).append(quoted)
-    branches = [f'    {"|".join(questions)}) echo "{answer}" ;;' for answer, questions in asked.items()]
+        by_answer.setdefault(answer, []).append(quoted)
+    branches = [f'    {"|".join(questions)}) echo "{answer}" ;;' for answer, questions in by_answer.items()]
     return "\n".join([f"{name}() {{", '  case "$1" in', *branches, "  esac", "}"])

@@ -162,9 +162,9 @@ def _config_of(argv: list[str]) -> str | None:
 
 def _of_weights(parsed: Parsed, argv: list[str], source: WeightsPath) -> tuple[Parsed, WeightsPath]:
     """Read the command line again, over the configuration that the weights are of. Raises ConfigFault."""
-    rest = _without(argv, "config")
+    remaining = _without(argv, "config")
     if source.kind == "checkpoint":
-        resolved = resolve([f"--config={source.config}", *rest], TABLE, RULES)
+        resolved = resolve([f"--config={source.config}", *remaining], TABLE, RULES)
         return resolved, source
     config = [f"--config={named}"] if (named := _config_of(argv)) else []
     family, whole_file = parsed.words.get("family", [""])[-1] or source.family, True
@@ -174,7 +174,7 @@ def _of_weights(parsed: Parsed, argv: list[str], source: WeightsPath) -> tuple[P
         detected = None if family else family_of_file(source.path, "--weights")
         family, whole_file = (detected.name, detected.is_whole) if detected else (family, "base" not in parsed.bare)
         source = dataclasses.replace(source, family=family)
-    resolved = resolve([*config, f"--family={family}", *_without(rest, "family")], TABLE, RULES)
+    resolved = resolve([*config, f"--family={family}", *_without(remaining, "family")], TABLE, RULES)
     return dataclasses.replace(resolved, config=_named(resolved.config, parsed, source, whole_file)), source
 
 

@@ -133,8 +133,8 @@ def _copy(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> tuple[ShippedRecipe, Path, bool]:
     """Read the words after `copy`: recipe, folder, whether files are replaced. Raises: ConfigFault with every fault."""
-    words, rest = positional(argv, FLAGS)
-    scanned = scan(rest, FLAGS)
+    words, remaining = positional(argv, FLAGS)
+    scanned = scan(remaining, FLAGS)
     faults = list(scanned.faults)
     recipes = shipped()
     name = words[0].removeprefix("configs/").removesuffix(".toml") if words else ""

@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
     """Return folder, host, port (unset: None) and token. Raises: ConfigFault with every fault."""
-    words, rest = positional(argv, FLAGS)
-    scanned = scan(rest, FLAGS)
+    words, remaining = positional(argv, FLAGS)
+    scanned = scan(remaining, FLAGS)
     values = {name: texts[-1] for name, texts in scanned.words.items()}
     faults = [*scanned.faults, *(Fault(repr(word), f"is a word too many for {PROG}") for word in words[1:])]
 

@@ -52,7 +52,7 @@ def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault]]:
         elif key in words:
             faults.append(Fault(origin, "stands in two tables", "give it once"))
         elif (texts := _texts(flag, value)) is None:
-            faults.append(Fault(origin, f"must be {_wanted(flag)}, got {value!r}", meaning(flag, "kohya")))
+            faults.append(Fault(origin, f"must be {_expected(flag)}, got {value!r}", meaning(flag, "kohya")))
         elif texts or value is True or (flag.takes_many and value == []):
             words[key] = texts
     return words, faults
@@ -79,7 +79,7 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def _wanted(flag: Row) -> str:
+def _expected(flag: Row) -> str:
     kinds = {"switch": "true or false", "int": "a whole number", "float": "a number", "number": "a number"}
     return "a list of texts or numbers" if flag.takes_many else kinds.get(flag.kind, "a text")
 

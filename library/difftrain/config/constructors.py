@@ -119,17 +119,17 @@ def _tree(file: Path) -> ast.Module:
 
 def _file(module: str) -> Path | None:
     """Return a module's source, looked for as the import system would, but for what is imported."""
-    first, *rest = module.split(".")
+    first, *remaining = module.split(".")
     try:
         spec = PathFinder.find_spec(first) if first else None
     except (ImportError, ValueError):
         return None
     if spec is None:
         return None
-    if not rest:
+    if not remaining:
         return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
     for folder in spec.submodule_search_locations or ():
-        location = Path(folder, *rest)
+        location = Path(folder, *remaining)
         for file in (location / "__init__.py", location.with_name(f"{location.name}.py")):
             if file.is_file():
                 return file

@@ -43,12 +43,12 @@ class HubId:
 def read(text: str) -> HubId | None:
     """Read an id; None where the text can only be a path. The disk is not looked at."""
     explicit = text.startswith(SCHEME)
-    rest, kind = text.removeprefix(SCHEME), ""
-    if explicit and (prefix := re.match(r"(model|dataset)s/", rest)):
-        rest, kind = rest[prefix.end() :], prefix[1]
-    if rest.startswith(("/", ".", "~")) or rest.endswith("/") or "//" in rest or "\\" in rest:
+    remaining, kind = text.removeprefix(SCHEME), ""
+    if explicit and (prefix := re.match(r"(model|dataset)s/", remaining)):
+        remaining, kind = remaining[prefix.end() :], prefix[1]
+    if remaining.startswith(("/", ".", "~")) or remaining.endswith("/") or "//" in remaining or "\\" in remaining:
         return None
-    org, _, tail = rest.partition("/")
+    org, _, tail = remaining.partition("/")
     named = re.match(r"[^/@]+", tail)
     if named is None:
         return None
@@ -67,8 +67,8 @@ def read(text: str) -> HubId | None:
 
 def read_state(text: str) -> HubId | None:
     """Read what --resume names with --resume_from_huggingface: REPO_ID/PATH[:REVISION[:TYPE]], as kohya writes it."""
-    repo_path, _, rest = text.partition(":")
-    revision, _, kind = rest.partition(":")
+    repo_path, _, remaining = text.partition(":")
+    revision, _, kind = remaining.partition(":")
     org, name, path = [*repo_path.split("/", 2), "", ""][:3]
     path = path.strip("/")
     if not is_repo(f"{org}/{name}") or not path or ".." in path.split("/") or kind not in ("", "model", "dataset"):

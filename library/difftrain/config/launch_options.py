@@ -70,9 +70,9 @@ def deepspeed(bare: Mapping[str, str], line: Layer, lower: Mapping[str, Any]) ->
 
     lower: what the layers below say.
     """
-    asked = "deepspeed" in bare or lower.get("?deepspeed")
+    is_asked_for = "deepspeed" in bare or lower.get("?deepspeed")
     if "deepspeed_config" not in bare:
-        if asked and not lower.get("deepspeed.enable"):
+        if is_asked_for and not lower.get("deepspeed.enable"):
             line.notes.append(f"{'--deepspeed' if 'deepspeed' in bare else 'engine = deepspeed'}: {_NATIVE}; {_ZERO}")
         return
     path = Path(bare["deepspeed_config"])

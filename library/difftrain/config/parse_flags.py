@@ -205,9 +205,9 @@ def resolve_flags(
     cfg = with_variants(_with_data_sets(out, setters), out.bad, out.notes)
 
     # --- its rules
-    asked = {path for path in out.origins if path in setters or value_of(cfg, path) != default_of(path)}
+    requested = {path for path in out.origins if path in setters or value_of(cfg, path) != default_of(path)}
     noted: set[str] = set()
-    faults, notes = check(cfg, rules, asked, out.bad, out.origins, noted)
+    faults, notes = check(cfg, rules, requested, out.bad, out.origins, noted)
     if faults := [*out.faults, *faults]:
         raise ConfigFault(faults)
     words = {**written, **line.words}

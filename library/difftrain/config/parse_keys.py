@@ -100,7 +100,7 @@ def _batch_of(out: Resolution, cfg: TrainConfig) -> Any:
     return batch_of
 
 
-def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def required(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find what every run of this door needs and this one lacks."""
     data = cfg.data
     if not cfg.save.output_dir:
@@ -112,7 +112,7 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.resolution",), "is missing", "[width, height]")
 
 
-def dataset_exists(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def dataset_exists(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find a file of data sets that is missing; of a known family it is read, which finds that too."""
     path = cfg.data.dataset_config
     if path and not is_file(expanded(path)):
@@ -194,8 +194,10 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
         cfg = with_variants(cfg, out.bad, drawn)
         out.notes += drawn
         # a sampler that is SDXL's default is asked for all the same where it is written: a flow has others
-        asked = {path for path in out.origins if path == "sample.sampler" or value_of(cfg, path) != default_of(path)}
-        new_faults, new_notes = check(cfg, (*_RULES, *extra_rules), asked, out.bad, out.origins, noted)
+        requested = {
+            path for path in out.origins if path == "sample.sampler" or value_of(cfg, path) != default_of(path)
+        }
+        new_faults, new_notes = check(cfg, (*_RULES, *extra_rules), requested, out.bad, out.origins, noted)
         out.cfg = cfg
     faults = [*out.faults, *new_faults]
     if any(fault.where.startswith("--config=") for fault in file.faults):  # unread, it may hold what seems missing

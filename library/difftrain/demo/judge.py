@@ -237,8 +237,8 @@ def gaussian(x_t: Tensor, t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     With s = 1 - t: E[x_0 | x_t] = mean + s v (x_t - s mean) / (s^2 v + t^2), and the velocity is (x_t - that) / t.
     """
     time = _beside(t, x_t)
-    rest = 1 - time
-    x_0 = mean + rest * variance * (x_t - rest * mean) / (rest**2 * variance + time**2)
+    remaining = 1 - time
+    x_0 = mean + remaining * variance * (x_t - remaining * mean) / (remaining**2 * variance + time**2)
     return (x_t - x_0) / time
 
 

@@ -48,12 +48,12 @@ def wished(argv: Sequence[str]) -> DemoRequest | None:
     tables = _tables(flags.get("config"))
     table = tables.get("demo")
     table = dict(table) if isinstance(table, dict) else {}
-    asked = {name: flags.get(f"demo.{name}", table.get(name)) for name in ("make", "folder")}
-    if asked["make"] not in KINDS or not isinstance(asked["folder"], str) or {"help", "h"} & set(flags):
+    section = {name: flags.get(f"demo.{name}", table.get(name)) for name in ("make", "folder")}
+    if section["make"] not in KINDS or not isinstance(section["folder"], str) or {"help", "h"} & set(flags):
         return None
     from difftrain.config import DemoSection
 
-    demo: DemoSection = DemoSection.model_validate(asked)
+    demo: DemoSection = DemoSection.model_validate(section)
     assert demo.make is not None and demo.folder is not None
     home = Path(demo.folder)
     named: dict[str, list[object]] = {

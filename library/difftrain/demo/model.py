@@ -104,17 +104,17 @@ def fit_text(
     # the target: the latents' principal components, centred
     x = latents.flatten(1).float()
     basis, _ = principal(x[..., None, None], min(COMPONENTS, *x.shape))
-    wanted = (x - x.mean(0)) @ basis.T
-    scale = wanted.std()
+    target = (x - x.mean(0)) @ basis.T
+    scale = target.std()
 
     # a linear head reads it from the encoders' outputs, and all of them are trained
     with torch.no_grad():
         width = _outputs_of(encoders, [tokens[:1] for tokens in ids]).shape[1]
-    head = torch.nn.Linear(width, wanted.shape[1])
+    head = torch.nn.Linear(width, target.shape[1])
     torch.nn.init.normal_(head.weight, std=head.in_features**-0.5, generator=rng)
     torch.nn.init.zeros_(head.bias)
     weights = [*head.parameters(), *(weight for encoder in encoders for weight in encoder.parameters())]
-    asked = [weight.requires_grad for weight in weights]
+    trainable = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_(True)
     optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.99), weight_decay=0.1)
@@ -128,7 +128,7 @@ def fit_text(
             outputs = _outputs_of(
                 encoders, [_fewer(encoder.config, tokens[rows], rng) for encoder, tokens in zip(encoders, ids)]
             )
-            loss = (head(outputs) - wanted[rows] / scale).square().mean()
+            loss = (head(outputs) - target[rows] / scale).square().mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
@@ -136,11 +136,11 @@ def fit_text(
             progress.advance(step + 1)
 
     # how much of the variance is told from captions that were held out
-    for weight, before in zip(weights, asked):
+    for weight, before in zip(weights, trainable):
         weight.requires_grad_(before)
     with torch.no_grad():
-        left = (head(_outputs_of(encoders, [tokens[few] for tokens in ids])) * scale - wanted[few]).square().sum()
-    explained = 1 - float(left / (wanted[few] - wanted[seen].mean(0)).square().sum())
+        left = (head(_outputs_of(encoders, [tokens[few] for tokens in ids])) * scale - target[few]).square().sum()
+    explained = 1 - float(left / (target[few] - target[seen].mean(0)).square().sum())
     log(
         f"text encoders fitted to them in {time.monotonic() - started:.0f} s: "
         f"they explain {100 * explained:.0f} % of image variance on unseen captions"

@@ -27,11 +27,11 @@ def identify(text: str) -> WeightsIdentity:
         files = repository.files(offline=client.is_offline())
         prefix = f"{hub_id.path}/" if hub_id.path else ""
         parts = {row.denoiser for row in FAMILIES.values()}
-        wanted = [
+        needed = [
             prefix + name
             for name in (on_disk.INDEX, on_disk.SCHEDULER, *(f"{part}/config.json" for part in sorted(parts)))
         ]
-        present = [name for name in wanted if name in files]
+        present = [name for name in needed if name in files]
         folder = repository.fetch(present, sum(files[name] for name in present)) if present else None
     except NotFetched as error:
         trouble = error.trouble

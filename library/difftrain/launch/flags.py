@@ -79,13 +79,13 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class LaunchFlags:
     """What the user asked for, and what was wrong with it.
 
-    values: by the first name of each owned flag. origins: the flag or variable a value came from. rest: words for the
+    values: by the first name of each owned flag. origins: the flag or variable a value came from. remaining: words for the
     training script, in their order.
     """
 
     values: dict[str, str | int | bool] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    rest: list[str] = field(default_factory=list)
+    remaining: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def number(self, name: str, default: int) -> int:
@@ -99,7 +99,7 @@ class LaunchFlags:
 
     def names_rest(self) -> set[str]:
         """Return the names of the flags that go to the training script."""
-        return {word[2:].split("=")[0] for word in self.rest if word.startswith("--")}
+        return {word[2:].split("=")[0] for word in self.remaining if word.startswith("--")}
 
 
 def read(argv: list[str], environ: Mapping[str, str]) -> LaunchFlags:
@@ -111,7 +111,7 @@ def read(argv: list[str], environ: Mapping[str, str]) -> LaunchFlags:
         name, equals, value = word[2:].partition("=")
         flag = _BY_NAME.get(name) if word.startswith("--") else None
         if flag is None:
-            flags.rest.append(word)
+            flags.remaining.append(word)
             continue
         if not equals and flag.kind != "switch":
             if at < len(argv) and not argv[at].startswith("--"):

@@ -34,7 +34,7 @@ class LaunchRecipe:
 
     def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        return [*self.words, *_owned_words(flags), *flags.rest, f"--output_dir={output}"]
+        return [*self.words, *_owned_words(flags), *flags.remaining, f"--output_dir={output}"]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -107,12 +107,12 @@ COMMANDS = {"sdxl_pretrain.py": "sdxl", "train.py": "train", "train_text_to_imag
 def choose(name: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     door, defaults = RECIPES[name]
-    asked = flags.text("dataset_name")
+    requested = flags.text("dataset_name")
     own = flags.names_rest()
     has_model = "model_name" in flags.values or bool(own & WEIGHTS)
-    has_data = bool(asked) or "train_data_dir" in own
-    if asked in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
-        return _demo(door, asked or "shapes", flags, where)
+    has_data = bool(requested) or "train_data_dir" in own
+    if requested in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
+        return _demo(door, requested or "shapes", flags, where)
     faults = []
     if not own & SELF_CONTAINED:
         if not has_model:

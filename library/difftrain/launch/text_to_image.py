@@ -63,7 +63,7 @@ class TextToImageRecipe(LaunchRecipe):
 
     def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        return [*self.words, *_owned(flags), *flags.rest, f"--output_dir={output}"]
+        return [*self.words, *_owned(flags), *flags.remaining, f"--output_dir={output}"]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -92,14 +92,14 @@ class TextToImageRecipe(LaunchRecipe):
 
 def choose(flags: LaunchFlags, where: Where) -> TextToImageRecipe:
     """Return the baseline's job, or the demo where there is neither a model nor data."""
-    asked, own = flags.text("dataset_name"), flags.names_rest()
+    requested, own = flags.text("dataset_name"), flags.names_rest()
     has_model = "model_name" in flags.values or bool(own & WEIGHTS)
-    has_data = bool(asked) or bool(own & {"train_data_dir"})
+    has_data = bool(requested) or bool(own & {"train_data_dir"})
     faults = []
     if "tokenizer2_path" in flags.values:
         faults.append(f"{flags.origins['tokenizer2_path']}: Stable Diffusion 1 has one tokenizer (--tokenizer1_path)")
-    if asked in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
-        return _demo(asked or DEMOS[0], flags, where, faults)
+    if requested in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
+        return _demo(requested or DEMOS[0], flags, where, faults)
     if not own & SELF_CONTAINED:
         if not has_model:
             faults.append("--model_name: is missing (a folder or hub id of Stable Diffusion 1.4)")

@@ -308,19 +308,19 @@ def _write_weights(
 
 
 def all_weights(
-    family: BaseFamily, weights: Stream, parts: Parts, wanted: set[str]
+    family: BaseFamily, weights: Stream, parts: Parts, part_names: set[str]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (part, name, tensor) of what is to be written: the stream's, then what it lacks from the modules at hand."""
     seen: set[tuple[str, str]] = set()
     for full, value in weights:
         part, _, name = full.partition(".")
-        if part in wanted and not is_second_name(family.parts[part], name) and (part, name) not in seen:
+        if part in part_names and not is_second_name(family.parts[part], name) and (part, name) not in seen:
             seen.add((part, name))
             yield part, name, value
     inside = {part: parts.root.get_submodule(part) for part in family.in_root}
     modules: Mapping[str, nn.Module] = {**inside, **parts.frozen}
     for part, module in modules.items():
-        if part in wanted and not isinstance(module, MetaPlaceholder):
+        if part in part_names and not isinstance(module, MetaPlaceholder):
             for name, value in module.state_dict().items():
                 if not is_second_name(family.parts[part], name) and (part, name) not in seen:
                     yield part, name, value

@@ -276,8 +276,8 @@ class _Pair:
 
     def _difference(self, name: str) -> Difference | None:
         """Compare a tensor, by A's name; None where only one of the runs has a place for it."""
-        kind, _, rest = name.partition("/")
-        other = f"{kind}/{self._twins.get(rest, rest)}" if kind in ("forward", "backward") else name
+        kind, _, remaining = name.partition("/")
+        other = f"{kind}/{self._twins.get(remaining, remaining)}" if kind in ("forward", "backward") else name
         ours, theirs = self.a.tensors.get(name), self.b.tensors.get(other)
         if ours is None or (theirs is None and (kind in ("forward", "target", "loss") or not self._traced(kind))):
             return None

@@ -67,10 +67,10 @@ class VideoVae(nn.Module):
         """Encode. Shapes: pixels (B, 3, H, W) uint8 -> (B, 2 C, (F - 1) // 4 + 1, H / 8, W / 8)."""
         picture = pixels.float() / 127.5 - 1
         clip = torch.stack([picture.roll(shift, -1) for shift in range(frames)], 2)
-        first, rest = clip[:, :, :1], clip[:, :, 1 : 1 + (frames - 1) // FRAMES * FRAMES]
+        first, remaining = clip[:, :, :1], clip[:, :, 1 : 1 + (frames - 1) // FRAMES * FRAMES]
         small = nn.functional.avg_pool3d(first, (1, FACTOR, FACTOR))
-        if rest.shape[2]:
-            small = torch.cat([small, nn.functional.avg_pool3d(rest, (FRAMES, FACTOR, FACTOR))], 2)
+        if remaining.shape[2]:
+            small = torch.cat([small, nn.functional.avg_pool3d(remaining, (FRAMES, FACTOR, FACTOR))], 2)
         mean, deviation = self.mix(small).chunk(2, 1)
         return torch.cat([mean, deviation.abs() + 0.1], 1)
 

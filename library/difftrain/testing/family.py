@@ -123,8 +123,8 @@ class TinyFamily:
         """Make two groups with rates of their own."""
         named = [(name, parameter) for name, parameter in root.named_parameters() if parameter.requires_grad]
         body = [pair for pair in named if pair[0].startswith("blocks.")]
-        rest = [pair for pair in named if not pair[0].startswith("blocks.")]
-        return [Group("body", body, self.lr), Group("rest", rest, self.lr / 2, weight_decay=0.1)]
+        remaining = [pair for pair in named if not pair[0].startswith("blocks.")]
+        return [Group("body", body, self.lr), Group("rest", remaining, self.lr / 2, weight_decay=0.1)]
 
     def export(self, weights: Iterable[tuple[str, Tensor]], parts: Parts, layout: str, path: Path, **_: Any) -> Path:
         """Write the weights as they are."""

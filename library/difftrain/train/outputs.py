@@ -175,8 +175,8 @@ class RunOutputs:
         # files of the run, cut back to the step
         self.sessions = Sessions(self.out, step=step, earlier_s=earlier_s, **facts)
         self._metrics = JsonLines(self.out / METRICS, step)
-        wanted = {VALIDATION: cfg.validation.split, EVALUATION: cfg.eval.sets}
-        self._evaluations = {file: JsonLines(self.out / file, step) for file, sets in wanted.items() if sets}
+        needed = {VALIDATION: cfg.validation.split, EVALUATION: cfg.eval.sets}
+        self._evaluations = {file: JsonLines(self.out / file, step) for file, sets in needed.items() if sets}
 
         # trackers and progress bar go on from there
         self._trackers = open_trackers(

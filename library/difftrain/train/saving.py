@@ -91,9 +91,9 @@ class Saving:
         if self._ranks.is_logger:
             self._watch = ControlFiles(self._cfg.output_dir, self._cfg.save.checkpoint_every_n_minutes)
 
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Return what a file or the time asks for, where this rank looks."""
-        return NOTHING if self._watch is None else self._watch.asked()
+        return NOTHING if self._watch is None else self._watch.requested()
 
     def sampled(self) -> None:
         """Take note that samples that a file asked for are about to be drawn."""

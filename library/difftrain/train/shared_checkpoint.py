@@ -103,8 +103,8 @@ def with_all(base: Path, ranks: Ranks, choose: Callable[[Ask], T]) -> T:
 
     made: T | Exception
     if not ranks.is_logger:
-        while (asked := ranks.broadcast()) is not None:
-            fault_of(base / asked, ranks)
+        while (relative := ranks.broadcast()) is not None:
+            fault_of(base / relative, ranks)
         return run_on(ranks, False, choice)
 
     def ask(path: Path) -> str:

@@ -233,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
             report=self.server.report_key(name),
             token=self.server.token,
             nonce=nonce,
-            asked=query.get("asked", ""),
+            requested=query.get("asked", ""),
         )
         self._send_page(text, nonce)
 

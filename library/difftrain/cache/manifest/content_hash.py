@@ -152,13 +152,13 @@ def _whole_rows(path: Path, start: int = 0) -> tuple[np.ndarray, int]:
     return np.empty(0, dtype=_ROW), start
 
 
-def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, log: Log) -> tuple[np.ndarray, list[Reject]]:
+def picture_contents(index: Index, needed: np.ndarray, *, look: bool, log: Log) -> tuple[np.ndarray, list[Reject]]:
     """Return the content of every record, and which of the wanted ones have none and why.
 
-    wanted: ids, ascending. look: read what is not known yet. Shape: (N, 16) uint8, zeros where it is not known.
+    needed: ids, ascending. look: read what is not known yet. Shape: (N, 16) uint8, zeros where it is not known.
     """
     contents = _saved_hashes(index)
-    if contents is not None and contents[wanted].any(axis=1).all():
+    if contents is not None and contents[needed].any(axis=1).all():
         return contents, []
 
     # from the index, which has read some of them
@@ -171,12 +171,12 @@ def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, log: Log) 
 
     # from the files, as far as nobody has hashed them before
     rejects: list[Reject] = []
-    if not contents[wanted].any(axis=1).all():
+    if not contents[needed].any(axis=1).all():
         known = KnownHashes(index.folder.parent / FOLDER)
         unread = np.flatnonzero(~contents.any(axis=1))
         contents[unread] = known.lookup(stamps[unread])
         left = np.zeros(index.count, dtype=bool)
-        left[wanted] = ~contents[wanted].any(axis=1)
+        left[needed] = ~contents[needed].any(axis=1)
         once = first_of_duplicates(left, stamps)
         # machines that share the folder begin at different rows, and so share the work
         first_row = hash((socket.gethostname(), os.getpid())) % index.count

@@ -79,10 +79,10 @@ def read(argv: list[str]) -> Mapping[str, list[str]]:
 
 def chosen(words: Mapping[str, list[str]]) -> list[str]:
     """Return the names of the checks to do, in their order; with one that needs a device comes that of the devices."""
-    wanted = set(_named(words)) or {name for name in CHECKS if "quick" not in words or name not in QUICK_LEAVES_OUT}
-    if any(CHECKS[name].needs == "device" for name in wanted):
-        wanted.add(DEVICES)
-    return [name for name in CHECKS if name in wanted]
+    needed = set(_named(words)) or {name for name in CHECKS if "quick" not in words or name not in QUICK_LEAVES_OUT}
+    if any(CHECKS[name].needs == "device" for name in needed):
+        needed.add(DEVICES)
+    return [name for name in CHECKS if name in needed]
 
 
 def _named(words: Mapping[str, list[str]]) -> list[str]:

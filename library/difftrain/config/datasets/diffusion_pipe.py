@@ -337,8 +337,8 @@ class Directory:
         """Name what needs a family that is not built yet, and what is without effect in one without clips."""
         values, family, row = self.values, self.reader.cfg.model.family, row_of(self.reader.cfg)
         for key in DIFFUSION_PIPE.values():
-            asked = key.status == "later" and key.name in values and values[key.name] not in key.passes
-            if asked and not getattr(row, key.needs):
+            is_set = key.status == "later" and key.name in values and values[key.name] not in key.passes
+            if is_set and not getattr(row, key.needs):
                 self.fault(key.name, key.why.format(family=family), key.remedy)
         if row.clips:
             return

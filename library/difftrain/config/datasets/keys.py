@@ -64,8 +64,8 @@ LEAST_REPEATS = 0.0001
 CLIP_MODES = ("single_beginning", "single_middle")
 
 
-def _kind(wanted: str, fits: Callable[[Any], bool]) -> Kind:
-    return lambda value: "" if fits(value) else wanted
+def _kind(expected: str, fits: Callable[[Any], bool]) -> Kind:
+    return lambda value: "" if fits(value) else expected
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -88,14 +88,16 @@ def _is_ratio(value: Any) -> bool:
     return _is_number(value) and LEAST_RATIO <= value <= MOST_RATIO
 
 
-def _list(wanted: str, fits: Callable[[Any], bool]) -> Kind:
-    return _kind(f"a list of {wanted}", lambda value: isinstance(value, list) and value != [] and all(map(fits, value)))
+def _list(expected: str, fits: Callable[[Any], bool]) -> Kind:
+    return _kind(
+        f"a list of {expected}", lambda value: isinstance(value, list) and value != [] and all(map(fits, value))
+    )
 
 
 def _clip_mode(value: Any) -> str:
     retired = ": multiple_overlapping is retired, since it made epochs of unknown length"
-    wanted = f"one of {', '.join(CLIP_MODES)}{retired if value == 'multiple_overlapping' else ''}"
-    return "" if value in CLIP_MODES else wanted
+    expected = f"one of {', '.join(CLIP_MODES)}{retired if value == 'multiple_overlapping' else ''}"
+    return "" if value in CLIP_MODES else expected
 
 
 CLIP_MODE: Kind = _clip_mode

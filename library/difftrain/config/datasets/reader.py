@@ -84,8 +84,8 @@ def misfit(file: File, table: str, name: str, value: Any) -> tuple[str, str] | N
         return what, ""
     if any(type(value) is type(passing) and value == passing for passing in key.passes):
         return None
-    if key.kind and (wanted := key.kind(value)):
-        expected, got = f"must be {wanted}", show(value)
+    if key.kind and (form := key.kind(value)):
+        expected, got = f"must be {form}", show(value)
         return (f"{expected}, got {got}", "") if file == "kohya" else (f"is {got}", expected)
     if key.status == "refused":
         return f"is {show(value)}: {key.why}", key.remedy

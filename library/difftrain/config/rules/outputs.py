@@ -10,7 +10,7 @@ from typing import NamedTuple
 from difftrain.config.datasets.datasets import subsets_of
 from difftrain.config.paths import expanded, is_folder
 from difftrain.config.rules.finding import Finding, Rule
-from difftrain.config.rules.run import Need, lacking
+from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema.outputs import step_ranges
 from difftrain.config.schema.sections import CaptionSection, PictureSection, SaveSection, TrainConfig
 from difftrain.config.spellings.spelling import option
@@ -20,25 +20,25 @@ _NO_KID = "needs kid = true: no pictures are drawn for a KID"
 _TAKEN = frozenset({"train", "loss", "lr", "speed", "memory", "progress"})  # what other numbers' tags begin with
 
 # published files say how often to evaluate and leave the sets to be filled in: told, no fault
-EVAL_NEEDS: tuple[Need, ...] = (
+EVAL_NEEDS: tuple[Companion, ...] = (
     *(
-        Need(f"eval.{field}", lambda c: c.eval.sets, _NO_SET, note=True)
+        Companion(f"eval.{field}", lambda c: c.eval.sets, _NO_SET, note=True)
         for field in ("every_n_steps", "every_n_epochs", "every_n_examples", "before_first_step", "batch_size")
     ),
-    Need("eval.kid", lambda c: c.eval.sets, "needs an evaluation set (eval_datasets) to compare with"),
+    Companion("eval.kid", lambda c: c.eval.sets, "needs an evaluation set (eval_datasets) to compare with"),
     *(
-        Need(f"eval.{field}", lambda c: c.eval.kid, _NO_KID)
+        Companion(f"eval.{field}", lambda c: c.eval.kid, _NO_KID)
         for field in ("kid_pictures", "kid_every_n_steps", "kid_guidance", "kid_steps")
     ),
 )
 
 
-def eval_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def eval_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(EVAL_NEEDS, cfg, asked)
+    return lacking(EVAL_NEEDS, cfg, requested)
 
 
-def names(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def names(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The names of evaluation sets stand before their numbers: each its own, and nobody else's."""
     count = Counter(section.name for section in cfg.eval.sets)
     for name, times in count.items():
@@ -51,7 +51,7 @@ def names(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding(("eval.sets",), what, f"any name does that doesn't begin with {', '.join(sorted(_TAKEN))}")
 
 
-def pictures(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def pictures(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A distance between two handfuls of pictures is chance."""
     if cfg.eval.kid and cfg.eval.kid_pictures < LEAST_PICTURES:
         what = f"must be at least {LEAST_PICTURES}, got {cfg.eval.kid_pictures}"
@@ -65,15 +65,15 @@ EVAL_RULES: tuple[Rule, ...] = (eval_companions, names, pictures)
 
 _UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
 
-SAMPLE_NEEDS: tuple[Need, ...] = (
-    Need("loss.masked", lambda c: any(subset.alpha_mask or subset.conditioning_dir or subset.default_mask for subset in subsets_of(c)),
+SAMPLE_NEEDS: tuple[Companion, ...] = (
+    Companion("loss.masked", lambda c: any(subset.alpha_mask or subset.conditioning_dir or subset.default_mask for subset in subsets_of(c)),
          "has no effect: there are no masks ({data.conditioning_dir}, {data.alpha_mask=true})", note=True),
 )  # fmt: skip
 
 
-def sample_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def sample_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(SAMPLE_NEEDS, cfg, asked)
+    return lacking(SAMPLE_NEEDS, cfg, requested)
 
 
 class _Subset(NamedTuple):
@@ -101,7 +101,7 @@ def _places(cfg: TrainConfig) -> Iterator[_Subset]:
             yield _Subset(name, subset, subset.captions, dataset.enable_bucket)
 
 
-def samples(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def samples(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Judge the settings of every source."""
     findings: dict[Finding, None] = {}
     for subset in _places(cfg):
@@ -157,35 +157,35 @@ def _once(cfg: TrainConfig) -> object:
 
 
 _RESETS = ("save.reset_dataloader", "save.reset_optimizer", "save.reset_optimizer_params")
-SAVE_NEEDS: tuple[Need, ...] = (
-    *(Need(field, _resumes, _NOTHING) for field in _RESETS),
-    *(Need(field, _once, _EACH_TIME) for field in _RESETS),
-    Need(
+SAVE_NEEDS: tuple[Companion, ...] = (
+    *(Companion(field, _resumes, _NOTHING) for field in _RESETS),
+    *(Companion(field, _once, _EACH_TIME) for field in _RESETS),
+    Companion(
         "save.reset_optimizer_params",
         lambda c: not c.save.reset_optimizer,
         "has no effect: --reset_optimizer drops all",
         note=True,
     ),
-    Need(
+    Companion(
         "save.run_dirs",
         lambda c: c.save.naming == "steps",
         "needs naming = 'steps': a run directory holds no other names",
     ),
-    Need(
+    Companion(
         "sample.test_only",
         lambda c: c.sample.prompts or c.sample.texts,
         "needs sample prompts: there is nothing to draw",
     ),
-    Need("ema.update_every", lambda c: c.ema.enable, "has no effect without an average of the weights", note=True),
+    Companion("ema.update_every", lambda c: c.ema.enable, "has no effect without an average of the weights", note=True),
 )
 
 
-def save_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def save_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(SAVE_NEEDS, cfg, asked)
+    return lacking(SAVE_NEEDS, cfg, requested)
 
 
-def pipeline(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def pipeline(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What lies at the top of the run's folder is a pipeline of diffusers."""
     layout = cfg.save.model_as
     if cfg.save.naming == "diffusers" and layout not in ("diffusers", "diffusers_safetensors"):
@@ -197,7 +197,7 @@ def pipeline(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         )
 
 
-def one_work(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def one_work(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A start builds the cache, draws pictures or writes out the data set."""
     if cfg.cache.only and cfg.sample.test_only:
         what = f"contradicts {option('sample.test_only')}: one builds the cache and stops, the other draws pictures and stops"
@@ -216,7 +216,7 @@ def can_be_resumed(save: SaveSection) -> bool:
 SAVE_RULES: tuple[Rule, ...] = (save_companions, pipeline, one_work)
 
 
-def trace(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def trace(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Steps are traced by hooks on modules that run as they are written, in an engine whose ranks hold them whole."""
     field, steps = "logging.trace", cfg.logging.trace
     if steps is None:

@@ -26,7 +26,7 @@ _WEIGHTS = (
 )  # fmt: skip
 
 
-def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def weights(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Weights and tokenizers are files or folders of this machine, or may be on a hub."""
     for field in _WEIGHTS:
         value = value_of(cfg, field)
@@ -34,7 +34,7 @@ def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding((field,), what, _HUB)
 
 
-def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def size(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A size of random weights is one of ours, or a file."""
     name, shipped = cfg.model.init_from_config, row_of(cfg).sizes
     if name is None or name in shipped:
@@ -46,7 +46,7 @@ def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("model.init_from_config",), f"no such file: {name!r}", remedy)
 
 
-def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def folders(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Folders of data and of a state to resume."""
     for folder in cfg.data.dirs:
         if hub_ids.missing(folder):
@@ -70,7 +70,7 @@ def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding(("save.resume",), f"no such folder: {resume!r}", remedy)
 
 
-def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def store(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The package that reads from an object store is installed; a cache of this machine is a folder."""
     cache_dir = cfg.data.cache_dir
     if cache_dir and is_url(cache_dir):
@@ -80,7 +80,7 @@ def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.cache_dir",), f"{cache_dir!r} is a file, not a folder", "choose another folder")
 
 
-def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def output(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The output folder can be made and written to; the name of files is a plain name."""
     name = cfg.save.output_name
     if name != Path(name).name or name in (".", ".."):
@@ -94,7 +94,7 @@ def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     yield from _unwritable("save.output_dir", Path(cfg.save.output_dir))
 
 
-def logs(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def logs(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The log file and the folder of events can be made and written to."""
     if cfg.logging.console_file:
         file = Path(cfg.logging.console_file)
@@ -117,7 +117,7 @@ def _unwritable(field: str, folder: Path) -> Iterator[Finding]:
         yield Finding((field,), f"{str(nearest)!r} can't be written to", "choose another folder")
 
 
-def thumbnail(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def thumbnail(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The picture for the header of exports can be read; a data URL is one already."""
     value = cfg.metadata.thumbnail
     if not value or value.startswith("data:"):
@@ -130,7 +130,7 @@ def thumbnail(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("metadata.thumbnail",), f"{value!r} can't be read", remedy)
 
 
-def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def prompts(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The prompt file exists and is of a kind that is read."""
     path = cfg.sample.prompts
     if not path:
@@ -141,7 +141,7 @@ def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("sample.prompts",), f"no such file: {path!r}", "give a .txt file, a prompt a line")
 
 
-def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def trackers(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A tracker that is asked for is installed, and its arguments can be read."""
     asks = cfg.logging.log_with
     for package in ("wandb", "tensorboard") if asks == "all" else [asks] if asks else []:
@@ -167,7 +167,7 @@ PATH_RULES: tuple[Rule, ...] = (weights, size, folders, store, output, logs, thu
 _STATE = "give {save.resume}=REPO_ID/PATH[:REVISION[:model|dataset]]"
 
 
-def target(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def target(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What exports are sent to is a name of a repository and a plain folder in it."""
     hub = cfg.hub
     if hub.repo_id is not None and not hub_ids.is_repo(hub.repo_id):
@@ -177,7 +177,7 @@ def target(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("hub.path_in_repo",), f"is no folder of a repository: {folder!r}", "as in models/first")
 
 
-def state(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def state(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A state on a hub has a place there; the newest of a hub is nobody's to choose."""
     if not cfg.hub.resume:
         return

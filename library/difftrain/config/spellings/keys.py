@@ -61,14 +61,16 @@ _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their p
 _CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
 
 
-def key(name: str, tables: str, to: str, help: str = "", kind: Kind = "field", **rest: Any) -> Row:
+def key(name: str, tables: str, to: str, help: str = "", kind: Kind = "field", **remaining: Any) -> Row:
     """Make a row. tables: separated by spaces, its home first; "-" is the top level of the file."""
-    return Row(name, kind, to, help, tables=tuple("" if table == "-" else table for table in tables.split()), **rest)
+    return Row(
+        name, kind, to, help, tables=tuple("" if table == "-" else table for table in tables.split()), **remaining
+    )
 
 
-def near(name: str, tables: str, to: str, help: str, kind: Kind = "field", **rest: Any) -> Row:
+def near(name: str, tables: str, to: str, help: str, kind: Kind = "field", **remaining: Any) -> Row:
     """Make a row of a key that means the nearest thing here, which is said once."""
-    return key(name, tables, to, help, kind, status="nearest", **rest)
+    return key(name, tables, to, help, kind, status="nearest", **remaining)
 
 
 def later(name: str, tables: str, why: str, *passes: Any) -> Row:

@@ -222,9 +222,9 @@ def _as_diffusers(
 
 def _placed(key: str) -> tuple[tuple[str, str], str]:
     """Return folder and layer of a key, and which factor it is: "A", "B" or none."""
-    folder, _, rest = key.partition(".")
+    folder, _, remaining = key.partition(".")
     for pattern in _KEYS:
-        if match := pattern.fullmatch(rest):
+        if match := pattern.fullmatch(remaining):
             groups = match.groupdict()
             layer = groups["layer"]
             if groups.get("attention"):
@@ -232,7 +232,7 @@ def _placed(key: str) -> tuple[tuple[str, str], str]:
             if groups.get("text"):
                 layer += f".{groups['text'].removeprefix('to_')}_proj"
             return (folder, layer), _SIDES[groups["side"]]
-    return (folder, rest), ""
+    return (folder, remaining), ""
 
 
 def _layer(module: nn.Module, name: str) -> nn.Module | None:

@@ -66,10 +66,10 @@ def is_told(row: FamilyRow, read: Read) -> bool:
     told_by = row.told_by
     if told_by is None:
         return True
-    path_of_marker, wanted = told_by
+    path_of_marker, expected = told_by
     part, _, argument = path_of_marker.partition(".")
     config = read(f"{part}/config.json") or {}
-    return bool(config.get(argument, False) == wanted)
+    return bool(config.get(argument, False) == expected)
 
 
 def read_object(path: Path) -> Mapping[str, Any] | None:

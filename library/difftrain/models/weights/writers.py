@@ -187,10 +187,10 @@ class _Sink:
         self._error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
-        size, rest = len(data), memoryview(data).cast("B")
+        size, remaining = len(data), memoryview(data).cast("B")
         try:
-            while self._error is None and len(rest):
-                rest = rest[self._file.write(rest) :]
+            while self._error is None and len(remaining):
+                remaining = remaining[self._file.write(remaining) :]
         except BaseException as error:
             self._error = error
         return size

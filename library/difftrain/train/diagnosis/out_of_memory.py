@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, TrainingFault
-from difftrain.device.memory import CACHING, EVALUATING, SAMPLING, OutOfMemory, during, ran_out, wanted
+from difftrain.device.memory import CACHING, EVALUATING, SAMPLING, OutOfMemory, during, ran_out, requested_memory
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -33,7 +33,7 @@ def explained(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None
         if isinstance(error, OutOfMemory):
             shortage = error
         elif (where := ran_out(error)) is not None:
-            shortage = OutOfMemory("putting model and optimizer together", wanted(error), where == "host")
+            shortage = OutOfMemory("putting model and optimizer together", requested_memory(error), where == "host")
         else:
             raise
         raise TrainingFault(sentence(shortage, cfg, device, launch)) from error
@@ -42,7 +42,7 @@ def explained(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None
 def sentence(shortage: OutOfMemory, cfg: TrainConfig, device: Device, launch: Launch) -> str:
     """Say who ran out of memory, doing what, what is in use, and what to change."""
     who = f"rank {launch.rank}: " if launch.distributed else ""
-    more = f", {shortage.wanted} more were asked for" if shortage.wanted else ""
+    more = f", {shortage.requested_memory} more were asked for" if shortage.requested_memory else ""
     memory = None if shortage.on_host else device.memory()
     use = f" ({memory.sentence()})" if memory is not None else ""
     whose = "this machine" if shortage.on_host or memory is None else str(device.torch_device)

@@ -176,10 +176,10 @@ def _of_sizes(drawer: Drawer, prompts: Sequence[Prompt], source: SourcePicture |
     notes = set()
     for prompt in prompts:
         height, width = drawn_size(drawer, prompt)
-        asked = (prompt.width or width, prompt.height or height)
-        if asked != (width, height):
+        requested = (prompt.width or width, prompt.height or height)
+        if requested != (width, height):
             notes.add(
-                f"{asked[0]} x {asked[1]} px is drawn as {width} x {height}: sides are multiples of {drawer.unit}"
+                f"{requested[0]} x {requested[1]} px is drawn as {width} x {height}: sides are multiples of {drawer.unit}"
             )
         elif source is not None and source.image.size != (width, height):
             notes.add(
