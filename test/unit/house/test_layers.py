@@ -212,6 +212,17 @@ def test_names_say_what_they_hold() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# contracts are types only, testing is parts for tests, adapters is empty: the rest show the way through them
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+def test_a_room_opens_with_its_steps_and_names_what_exists(room: str) -> None:
+    text = ast.get_docstring(parsed(PACKAGE / room / "__init__.py"), clean=False) or ""
+    steps = [int(number) for number in re.findall(r"^ ?(\d)\. ", text, re.MULTILINE)]
+    assert steps == list(range(1, len(steps) + 1)) and (steps or room in ("adapters", "contracts", "testing"))
+    known = {path.name for path in (PACKAGE / room).rglob("*.py")}
+    named = set(re.findall(r"[\w.]+\.py\b", text))
+    assert not named - known, f"{room}/__init__.py names what is not there: {sorted(named - known)}"
+
+
 @pytest.mark.parametrize("room", ["config", "contracts"])
 def test_rooms_without_torch_import_none_of_it(room: str) -> None:
     for path in (PACKAGE / room).glob("*.py"):
