@@ -106,11 +106,15 @@ def cache_requests(
     """
     requests = []
     described = encoders_of(family, parts, trains=trains) if caches_anything(cfg) else {}
+
+    # --- what reads pictures, then what reads captions
     for reads_captions, memory, disk in _SOURCES:
         to_disk = bool(getattr(cfg.cache, disk))
         if not (to_disk or getattr(cfg.cache, memory)):
             continue
         size = cfg.cache.batch_size if reads_captions else cfg.model.vae_batch_size or max(cfg.batch_sizes)
+
+        # --- encoders
         for name, encoder in described.items():
             if ("caption" in encoder.source) == reads_captions:
                 if encoder.source == PAIR and data is not None:
@@ -118,6 +122,8 @@ def cache_requests(
                 requests.append(
                     CacheRequest(name, f"cache.{memory}", to_disk, encoder, storage_dtypes(cfg, encoder), size)
                 )
+
+        # --- masks are cached beside pictures
         masks = mask_encoder(data.recipes) if not reads_captions and data is not None else None
         if masks is not None:
             requests.append(

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.master_weights import MasterWeights
-from difftrain.engine.optimizer_state import Keep, NamedState, decode, encode
+from difftrain.engine.optimizer_state import Keep, NamedState, check_groups, decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -199,9 +197,7 @@ class ZeroState:
         tensors: Iterable[tuple[str, Tensor]],
     ) -> None:
         """Take encoded states and groups back; this rank keeps its pieces."""
-        if len(groups) != len(self._optimizer.param_groups):
-            what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
-            raise ConfigFault([Fault(option("save.resume"), f"{what}{len(self._optimizer.param_groups)}")])
+        check_groups(groups, self._optimizer)
         complete = {
             key for state in states.values() for key, value in state.items() if key != _STEP and _is_tensor(value)
         }

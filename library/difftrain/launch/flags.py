@@ -5,7 +5,7 @@ A value comes from the command line, else from a shell variable of the same name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -71,6 +71,7 @@ OWNED: tuple[Owned, ...] = (
     Owned(("demo_scale",), "", "share of the demo's images and steps: 0.1 is a quick look"),
     Owned(("dry_run",), "dry_run", "print what would be done, touch no device", "switch"),
 )
+_DOOR_NAMES = {flag.names[0]: flag.door for flag in OWNED if flag.door}
 _BY_NAME = {name: flag for flag in OWNED for name in flag.names}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -146,15 +147,29 @@ def _take(flags: LaunchFlags, flag: Owned, text: str, origin: str) -> None:
     flags.origins[name] = origin
 
 
-def to_door(flags: LaunchFlags) -> list[str]:
-    """Return the owned flags that were given, in the training script's spelling."""
-    words = []
+def to_door(flags: LaunchFlags, names: Mapping[str, str] = _DOOR_NAMES) -> list[str]:
+    """Return the owned flags that were given, in the training script's spelling. names: its names of them."""
+    return [f"--{names[name]}" if value is True else f"--{names[name]}={value}" for name, value in owned(flags, names)]
+
+
+def owned(flags: LaunchFlags, names: Collection[str]) -> Iterator[tuple[str, str | int | bool]]:
+    """Yield name and value of the owned flags that were given, of some names, in the table's order."""
     for flag in OWNED:
         value = flags.values.get(flag.names[0])
-        if not flag.door or value is None or value is False:
-            continue
-        words.append(f"--{flag.door}" if value is True else f"--{flag.door}={value}")
-    return words
+        if flag.names[0] in names and value is not None and value is not False:
+            yield flag.names[0], value
+
+
+def demo_scale(flags: LaunchFlags, faults: list[str]) -> float:
+    """Return --demo_scale, 1 where it was not given; what is wrong with it goes to `faults`."""
+    try:
+        scale = float(flags.text("demo_scale") or 1)
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale <= 1:
+        faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
+        scale = 1.0
+    return scale
 
 
 def usage(command: str, door: str, caller: Caller = SCRIPTS) -> str:

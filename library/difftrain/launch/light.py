@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.config.paths import recipes_dir
-from difftrain.launch.flags import OWNED, LaunchFlags
+from difftrain.launch.flags import LaunchFlags, demo_scale, owned
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, LaunchRecipe
 
@@ -177,15 +177,7 @@ def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]
         faults.append(
             f"{flags_given.origins['resolution']}: the demo {dataset} has pictures of its own size (leave it out)"
         )
-    try:
-        scale = float(flags_given.text("demo_scale") or 1)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        faults.append(
-            f"{flags_given.origins['demo_scale']}: must be above 0 and at most 1, got {flags_given.text('demo_scale')}"
-        )
-        scale = 1.0
+    scale = demo_scale(flags_given, faults)
     flags_given.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
     plan = make.plan(dataset, where.devices.kind, where.world_size, scale)
     flags = dict(plan.flags)
@@ -198,11 +190,7 @@ def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]
 def _owned(flags: LaunchFlags) -> list[str]:
     """Return the owned flags that were given, in the training script's spelling."""
     words = []
-    for flag in OWNED:
-        name = flag.names[0]
-        value = flags.values.get(name)
-        if name not in KEYS or value is None or value is False:
-            continue
+    for name, value in owned(flags, KEYS):
         text = DTYPES.get(str(value), value) if name == "mixed_precision" else "true" if value is True else value
         words.append(f"--{KEYS[name]}={text}")
     return words

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import LaunchFlags
+from difftrain.launch.flags import LaunchFlags, demo_scale, to_door
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LaunchRecipe:
 
     def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        return [*self.words, *_owned_words(flags), *flags.remaining, f"--output_dir={output}"]
+        return [*self.words, *to_door(flags), *flags.remaining, f"--output_dir={output}"]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -146,14 +146,8 @@ def _real(defaults: dict[str, object], flags_given: LaunchFlags, where: Where) -
         if "mixed_precision" not in flags_given.values:
             flags["mixed_precision"] = "no"
             notes.append("mixed_precision no: the recipe's fp16 is for NPU and CUDA, this is the CPU")
-    taken = {flag.split("=")[0][2:] for flag in _owned_words(flags_given)}
+    taken = {flag.split("=")[0][2:] for flag in to_door(flags_given)}
     return [*_own_or({k: v for k, v in flags.items() if k not in taken}, own), *common], notes
-
-
-def _owned_words(flags: LaunchFlags) -> list[str]:
-    from difftrain.launch.flags import to_door
-
-    return to_door(flags)
 
 
 def _own_or(defaults: dict[str, object], own: set[str]) -> list[str]:
@@ -171,15 +165,9 @@ def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> LaunchRe
     faults = []
     if "model_name" in flags.values:
         faults.append(f"{flags.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
-    try:
-        scale = float(flags.text("demo_scale") or 1)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
-        scale = 1.0
+    scale = demo_scale(flags, faults)
     plan = demo.plan(dataset, where.devices.kind, where.world_size, scale)
-    own, taken = flags.names_rest(), {flag.split("=")[0][2:] for flag in _owned_words(flags)}
+    own, taken = flags.names_rest(), {flag.split("=")[0][2:] for flag in to_door(flags)}
     if taken & {"max_train_epochs"} or own & {"max_train_epochs", "max_train_epoch"}:
         taken.add("max_train_steps")
     if dataset in DEMOS:  # --dataset_name=shapes names no folder

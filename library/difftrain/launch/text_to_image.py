@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import OWNED, LaunchFlags
+from difftrain.launch.flags import LaunchFlags, demo_scale, to_door
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 from difftrain.launch.recipes import DEMOS, SELF_CONTAINED, WEIGHTS, LaunchRecipe
 
@@ -63,7 +63,7 @@ class TextToImageRecipe(LaunchRecipe):
 
     def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        return [*self.words, *_owned(flags), *flags.remaining, f"--output_dir={output}"]
+        return [*self.words, *to_door(flags, SPELLED), *flags.remaining, f"--output_dir={output}"]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -146,13 +146,7 @@ def _demo(dataset: str, flags: LaunchFlags, where: Where, faults: list[str]) -> 
 
     if "model_name" in flags.values:
         faults.append(f"{flags.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
-    try:
-        scale = float(flags.text("demo_scale") or 1)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
-        scale = 1.0
+    scale = demo_scale(flags, faults)
     flags.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
 
     cpu = where.devices.kind == "cpu"
@@ -187,17 +181,5 @@ def _demo(dataset: str, flags: LaunchFlags, where: Where, faults: list[str]) -> 
 
 def _own_or(defaults: dict[str, object], flags: LaunchFlags) -> list[str]:
     """Return flags that the user has given in neither spelling."""
-    taken = flags.names_rest() | {word.split("=")[0][2:] for word in _owned(flags)}
+    taken = flags.names_rest() | {word.split("=")[0][2:] for word in to_door(flags, SPELLED)}
     return [f"--{key}" if value is True else f"--{key}={value}" for key, value in defaults.items() if key not in taken]
-
-
-def _owned(flags: LaunchFlags) -> list[str]:
-    """Return the owned flags that were given, in the training script's spelling."""
-    words = []
-    for flag in OWNED:
-        name = flag.names[0]
-        value = flags.values.get(name)
-        if name not in SPELLED or value is None or value is False:
-            continue
-        words.append(f"--{SPELLED[name]}" if value is True else f"--{SPELLED[name]}={value}")
-    return words

@@ -73,6 +73,8 @@ def write_single_file(
     facts = family.one_file
     assert facts is not None
     path = path.with_name(path.name + SUFFIXES[layout])
+
+    # --- what stands beside the weights: scheduler, sizes, facts
     beside = family.beside(parts)
     sizes = json.dumps({name: section for name, section in parts.config.items() if name not in family.beside_sizes})
     if not family.is_released and layout == "ckpt":  # which has no header
@@ -81,10 +83,14 @@ def write_single_file(
         metadata = metadata | {SIZES: sizes}
     if not family.writes_as_kohya:
         metadata = HEADER | metadata | {FACTS: json.dumps(_said_in_header(family))}
+
+    # --- every tensor with its shape, which the header needs first
     maps, stored = single_file_shapes(family, parts, dtype, beside)
     _tell_size(family, stored, dtype)
     copies = {original: key for key, original in family.copies().items()}
     opened = safetensors_writer(path, stored, metadata) if layout == "safetensors" else torch_writer(path, stored)
+
+    # --- the tensors, as they come
     with opened as writer:
         for key, value in beside.items():
             writer.write(key, value)

@@ -97,6 +97,8 @@ def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -
         [float(bucket["draws_per_epoch"]) for bucket in by_shape],
         x_label="uses an epoch, from tall to wide",
     )
+
+    # --- the table, the fullest first
     table = [
         {
             "bucket": bucket["bucket"],
@@ -111,6 +113,8 @@ def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -
         }
         for bucket in sorted(buckets, key=lambda bucket: -bucket["draws_per_epoch"])
     ]
+
+    # --- sizes of the files
     histogram = bar_chart(
         [str(one["from"]) for one in resolutions],
         [float(one["images"]) for one in resolutions],

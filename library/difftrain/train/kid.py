@@ -123,11 +123,14 @@ class DrawnPictures:
             on_device(parts, self._device),
             self._device.autocast(self._cfg.training.mixed_precision),
         ):
+            # --- the lots of this rank, once: pictures and captions that are compared
             drawer = family.drawer(parts)
             if eval_set.name not in self._lots:
                 numbered = enumerate(chosen(eval_set.data, section.kid_pictures, eval_set.cfg.batch_sizes))
                 mine = [(n, *lot) for n, lot in numbered if n % self._ranks.size == self._ranks.rank]
                 self._lots[eval_set.name] = dict(self._looked_at(eval_set, mine, drawer))
+
+            # --- drawn from the same noise every time
             for number, lot in self._lots[eval_set.name].items():
                 shape = family.features.draws["noise"].shape(lot.bucket)
                 noise = np.stack([normal(SEED, key, 0, "drawn", shape) for key in lot.keys])

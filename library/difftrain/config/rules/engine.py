@@ -231,6 +231,8 @@ def deepspeed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     section = cfg.deepspeed
     if not section.enable:
         return
+
+    # --- engine and stage
     if cfg.training.engine != "accelerate":
         what = f"{option('training.engine')}={cfg.training.engine} does not run DeepSpeed"
         yield Finding(
@@ -238,6 +240,8 @@ def deepspeed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         )
     if section.zero_stage == 0:
         yield Finding((_STAGE,), "0 shards nothing", "1, 2 or 3; leave --deepspeed out where nothing is to be sharded")
+
+    # --- offloading to a disk
     for name, device, path in (
         ("optimizer", section.offload_optimizer_device, section.offload_optimizer_nvme_path),
         ("param", section.offload_param_device, section.offload_param_nvme_path),
@@ -252,6 +256,8 @@ def deepspeed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
                     f"nvme needs {option('deepspeed.zero_stage')}=3",
                     f"cpu offloads with {option('deepspeed.zero_stage')}=2",
                 )
+
+    # --- what the optimizer and the third stage ask for
     yield from _zero_optimizer(cfg)
     if section.zero_stage == 3:
         yield from _third_stage(cfg)

@@ -175,6 +175,7 @@ def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
         case "extra_forbidden":
             names = owner.model_fields
             return "no such key", did_you_mean(field, names) or f"known are {', '.join(names)}"
+        # bounds
         case "greater_than_equal":
             return f"must be at least {show(ctx['ge'])}, got {got}", ""
         case "greater_than":
@@ -183,6 +184,7 @@ def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
             return f"must be at most {show(ctx['le'])}, got {got}", ""
         case "less_than":
             return f"must be below {show(ctx['lt'])}, got {got}", ""
+        # words to choose from
         case "literal_error":
             choices = _choices(owner.model_fields[field].annotation)
             words = ", ".join(str(choice) for choice in choices)
@@ -190,6 +192,7 @@ def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
             return f"must be one of {words}; got {got}", guess
         case "finite_number":
             return f"must be a finite number, got {got}", ""
+        # all else: the form that the field has
         case kind:
             info = owner.model_fields.get(field)
             expected = expected_form(info.annotation, kind) if info is not None else ""

@@ -219,6 +219,8 @@ class BucketTable:
 
 def _check_limits(resolution: Size, low: int, high: int, steps: int) -> None:
     faults = []
+
+    # --- the resolution lies between the limits
     if min(resolution) < low:
         faults.append(
             Fault(
@@ -235,6 +237,8 @@ def _check_limits(resolution: Size, low: int, high: int, steps: int) -> None:
                 "raise it",
             )
         )
+
+    # --- a bucket is at least one step wide
     if math.isqrt(resolution[0] * resolution[1]) < steps:
         faults.append(
             Fault(

@@ -165,11 +165,14 @@ def _pairs(
     about: Mapping[str, Any],
 ) -> dict[tuple[str, str], LoraPair]:
     """Sort an adapter's tensors by folder and layer. Raises ConfigFault where diffusers cannot read it."""
+    # --- keys of PEFT and of kohya as diffusers has them
     tensors = {
         f"{denoiser}.{key.removeprefix(_PEFT)}" if key.startswith(_PEFT) else key: value
         for key, value in tensors.items()
     }
     named, alphas = _as_diffusers(choice, path, tensors, pipeline, modules[denoiser])
+
+    # --- the two matrices of each layer
     pairs: dict[tuple[str, str], LoraPair] = {}
     for key, value in named.items():
         if key.endswith(".alpha"):
@@ -182,6 +185,8 @@ def _pairs(
             pair.a = value
         elif side == "B":
             pair.b = value
+
+    # --- how strong each is: by what the file says of itself, then by its own tensors
     for (folder, layer), pair in pairs.items():
         pair.root = bool(about.get(f"{folder}.use_rslora"))
         patterns = about.get(f"{folder}.alpha_pattern") or {}

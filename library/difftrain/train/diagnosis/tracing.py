@@ -77,6 +77,8 @@ class Tracing:
         folder = self._cfg.output_dir / FOLDER
         path = folder / file_name(step, self._ranks.rank)
         tensors = named(seen, parameters=self._ranks.rank == 0)
+
+        # --- what it is a trace of
         metadata = {
             "format": str(FORMAT),
             "step": str(step),
@@ -97,6 +99,8 @@ class Tracing:
             "calls": json.dumps([asdict(call) for call in seen.calls]),
             "tensors": json.dumps({name: traced.entry() for name, traced in tensors.items()}),
         }
+
+        # --- the file
         try:
             folder.mkdir(parents=True, exist_ok=True)
             content = {name: traced.values for name, traced in tensors.items()}
