@@ -119,7 +119,10 @@ class Profile(NamedTuple):
 
 
 class PowerEma(Average):
-    """Average weights with a relative width; after t updates the last one has the share 1 - (1 - 1/t)^(gamma + 1)."""
+    """Average weights with a relative width; after t updates the last one has the share 1 - (1 - 1/t)^(gamma + 1).
+
+    Source: equation 1 (the density), equation 2 (the update).
+    """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], width: float) -> None:
         super().__init__(named)
@@ -138,7 +141,7 @@ class PowerEma(Average):
 
 
 def newest_share(gamma: float, t: int) -> float:
-    """Return 1 - (1 - 1/t)^(gamma + 1), the share of the weights of update t, with all digits for large t."""
+    """Return 1 - (1 - 1/t)^(gamma + 1), the share of update t, with all digits for large t. Source: equation 127."""
     # 1 - (1 - 1/t)^n as -expm1(n log1p(-1/t)): the difference of two numbers near 1 would lose digits
     return 1.0 if t == 1 else -math.expm1((gamma + 1.0) * math.log1p(-1.0 / t))
 
