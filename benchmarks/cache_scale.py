@@ -134,7 +134,7 @@ def check_presence(report: Report, metadata: Metadata, records: int) -> None:
         if count == 100_000:
             report.check(f"presence of {count:,} entries", took, 10.0, "s")
         else:
-            report.say(f"presence of {count:,} entries", took, "s")
+            report.log(f"presence of {count:,} entries", took, "s")
 
 
 def main() -> int:
@@ -146,22 +146,22 @@ def main() -> int:
     report = Report()
     try:
         folder = CacheFolder.open(root, create=True)
-        report.say("synthetic journals", timed(lambda: write_segments(folder, 0, wanted.records, "a")), "s")
+        report.log("synthetic journals", timed(lambda: write_segments(folder, 0, wanted.records, "a")), "s")
         built = in_a_process(merging, root)
         note = f"{built['added'] / built['s'] / 1e6:.2f} M entries/s, at most {built['most']:.0f} MiB resident"
-        report.say(f"index of {built['entries']:,} entries from nothing", built["s"], "s", note)
-        report.say("its size a record", folder.database.stat().st_size / wanted.records, "B")
+        report.log(f"index of {built['entries']:,} entries from nothing", built["s"], "s", note)
+        report.log("its size a record", folder.database.stat().st_size / wanted.records, "B")
         found = in_a_process(worker, folder.database, wanted.records)
         report.check("open, first look-up", found["open"], 1.0, "s")
         report.check("look-up, median", found["median"], 50.0, "us", f"99 % below {found['p99']:.1f}")
         report.check("resident a worker", found["rss"], 200.0, "MiB", f"{found['before']:.0f} before it was opened")
         check_presence(report, Metadata(folder.database), wanted.records)
-        report.say("merge with nothing new", in_a_process(merging, root)["s"], "s")
+        report.log("merge with nothing new", in_a_process(merging, root)["s"], "s")
         write_segments(folder, wanted.records, 100_000, "b")
         more = in_a_process(merging, root)
         if more["added"] != 100_000:
             raise SystemExit(f"{more['added']} entries were added, not 100000")
-        report.say("merge of 100,000 more", more["s"], "s", f"at most {more['most']:.0f} MiB resident")
+        report.log("merge of 100,000 more", more["s"], "s", f"at most {more['most']:.0f} MiB resident")
         found = in_a_process(worker, folder.database, wanted.records)
         report.check("look-up after it, median", found["median"], 50.0, "us", f"99 % below {found['p99']:.1f}")
     finally:

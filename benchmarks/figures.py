@@ -15,6 +15,6 @@ class Report:
         self.failed |= not good
         print(f"{'PASS' if good else 'FAIL'}  {name:<48} {value:10.3f} {unit:<4} limit {limit:g}  {note}", flush=True)
 
-    def say(self, name: str, value: float, unit: str, note: str = "") -> None:
+    def log(self, name: str, value: float, unit: str, note: str = "") -> None:
         """Print a figure that has no limit."""
         print(f"      {name:<48} {value:10.3f} {unit:<4} {note}", flush=True)

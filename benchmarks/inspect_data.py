@@ -113,12 +113,12 @@ def main() -> int:
         print(f"      {args.records:,} pictures in {TARS} tars, {read / 2**20:.0f} MiB")
         for name in ("from nothing", "again, the index is there"):
             started, busy = time.perf_counter(), cpu_s()
-            page = inspect(config(folder, root / "cache"), root / "page.html", say=lambda line: None)
+            page = inspect(config(folder, root / "cache"), root / "page.html", log=lambda line: None)
             seconds = time.perf_counter() - started
             good &= check(f"inspect {args.records:,}, {name}", seconds, LIMIT_S, "s")
             print(f"      processor time of that: {cpu_s() - busy:.1f} s, of all its processes")
         good &= check("the page", page.stat().st_size, LIMIT_BYTES, "bytes")
-        many = inspect(config(folder, root / "cache"), root / "many.html", pictures=1000, say=lambda line: None)
+        many = inspect(config(folder, root / "cache"), root / "many.html", pictures=1000, log=lambda line: None)
         good &= check("the page with 1,000 pictures", many.stat().st_size, LIMIT_BYTES, "bytes")
         print(
             f"ratio: the last inspection takes {seconds / reading:.1f} times as long as reading the bytes of the tars"

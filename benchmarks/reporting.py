@@ -126,12 +126,12 @@ def main() -> int:
     print(f"{len(seconds[1])} steps with a line and {len(seconds[NEVER])} without, load {os.getloadavg()[0]:.1f}")
     for kind in Times._fields:
         each, none = (statistics.median(getattr(times, kind) for times in seconds[every]) for every in (1, NEVER))
-        report.say(f"beside the update with a line, {kind}", 1000 * each, "ms", f"without {1000 * none:.3f}")
+        report.log(f"beside the update with a line, {kind}", 1000 * each, "ms", f"without {1000 * none:.3f}")
         ratio = (STEP_S + each) / (STEP_S + none)
         if kind == "processor":
             report.check("a step of 50 ms with a line over one without", ratio, LIMIT, "")
         else:
-            report.say("a step of 50 ms with a line over one without", ratio, "")
+            report.log("a step of 50 ms with a line over one without", ratio, "")
     return 1 if report.failed else 0
 
 

@@ -105,10 +105,10 @@ def main() -> int:
         _, found = run(folder, "trained", f"--training.max_steps={options.steps}")
         share, step_s = waiting(folder, "trained")
         starts = [run(folder, f"started-{i}", "--training.max_steps=1")[0] for i in range(options.starts)]
-    report.say("a step", 1000 * step_s, "ms", f"batch {options.batch_size} at {options.resolution} px")
+    report.log("a step", 1000 * step_s, "ms", f"batch {options.batch_size} at {options.resolution} px")
     report.check("waiting for data, share of a step", share, WAIT_LIMIT, "")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    report.say("processor time of all runs", used.ru_utime + used.ru_stime, "s", f"{2 + len(starts)} of them")
+    report.log("processor time of all runs", used.ru_utime + used.ru_stime, "s", f"{2 + len(starts)} of them")
     report.check("from the command to the first step", min(starts), START_LIMIT_S, "s", f"of {len(starts)} starts")
     report.check("encoders' classes imported before it", len(found), 0, "", " ".join(found))
     return int(report.failed)

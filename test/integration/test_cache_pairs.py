@@ -75,7 +75,7 @@ def wanted_of(cfg: TrainConfig, **more: Any) -> tuple[Any, CacheManifest]:
     family = ClipFamily(seed=1)
     (wish,) = [each for each in cache_requests(cfg, family, family.load(meta=True), data) if each.name == "reader"]  # type: ignore[arg-type]
     return data, CacheManifest(
-        build_manifests(data, [wish.manifest_request("of")], Words(), say=lambda line: None, **more)["reader"]
+        build_manifests(data, [wish.manifest_request("of")], Words(), log=lambda line: None, **more)["reader"]
     )
 
 
@@ -163,7 +163,7 @@ def test_a_pair_is_none_of_an_encoder_of_pictures_or_captions_alone(pictures: Pa
     for name, source in (("pictures", {"pixels"}), ("captions", {"caption"})):
         encoder = Encoder(frozenset(source), {"made": Feature(4)}, (), "", lambda batch: {}, lambda: "of")
         asked = ManifestRequest(name, encoder, "of", pairs.storage, 4)
-        made |= build_manifests(data, [asked], Words(), say=lambda line: None)
+        made |= build_manifests(data, [asked], Words(), log=lambda line: None)
     others = addresses(CacheManifest(made["pictures"])) | addresses(CacheManifest(made["captions"]))
     assert not addresses(pairs) & others
 
@@ -172,7 +172,7 @@ def test_a_list_of_before_there_were_pairs_says_what_it_is_of_by_its_files(pictu
     data, _ = wanted_of(config(pictures, ON_DISK))
     for source in ({"pixels"}, {"caption"}):
         encoder = Encoder(frozenset(source), {"made": Feature(4)}, (), "", lambda batch: {}, lambda: "of")
-        folder = build_manifests(data, [ManifestRequest("old", encoder, "of", "", 4)], Words(), say=lambda line: None)[
+        folder = build_manifests(data, [ManifestRequest("old", encoder, "of", "", 4)], Words(), log=lambda line: None)[
             "old"
         ]
         facts = json.loads((folder / FACTS).read_text())

@@ -106,7 +106,7 @@ def test_a_killed_run_of_this_machine_is_followed_at_once(tmp_path):
     time.sleep(0.2)
     said: list[str] = []
     begun = time.monotonic()
-    claim = Claim.acquire(tmp_path / "out", say=said.append)
+    claim = Claim.acquire(tmp_path / "out", log=said.append)
     assert time.monotonic() - begun < 1 and f"process {process.pid} on" in said[0] and "is gone" in said[0]
     claim.release()
     process.wait()

@@ -12,7 +12,7 @@ from difftrain.testing.spawn import run_ranks
 SIZE = 4
 
 
-def _say(rank, number):
+def _log(rank, number):
     return torch.full((2,), float(rank + number), device=f"npu:{rank}")
 
 
@@ -21,17 +21,17 @@ def work():
     torch.npu.set_device(rank)
     dist.init_process_group("hccl")
     found = {}
-    x = _say(rank, 1)
+    x = _log(rank, 1)
     dist.all_reduce(x)
     found["all_reduce"] = x.tolist()
-    handle = dist.all_reduce(x := _say(rank, 0), op=dist.ReduceOp.MAX, async_op=True)
+    handle = dist.all_reduce(x := _log(rank, 0), op=dist.ReduceOp.MAX, async_op=True)
     found["future"] = handle.get_future().wait()[0].device.type
     found["max"] = x.tolist()
     box = [torch.empty(2, device=x.device) for _ in range(size)]
-    dist.all_gather(box, _say(rank, 0))
+    dist.all_gather(box, _log(rank, 0))
     found["all_gather"] = [each[0].item() for each in box]
     whole = torch.empty(2 * size, device=x.device)
-    dist.all_gather_into_tensor(whole, _say(rank, 0))
+    dist.all_gather_into_tensor(whole, _log(rank, 0))
     found["into_tensor"] = whole[::2].tolist()
     part = torch.empty(2, device=x.device)
     dist.reduce_scatter_tensor(part, torch.arange(2.0 * size, device=x.device))
@@ -39,17 +39,17 @@ def work():
     swapped = torch.empty(size, dtype=torch.int64, device=x.device)
     dist.all_to_all_single(swapped, torch.arange(size, device=x.device) + 10 * rank)
     found["all_to_all"] = swapped.tolist()
-    sent = _say(rank, 5).bfloat16()
+    sent = _log(rank, 5).bfloat16()
     dist.broadcast(sent, 1)
     found["broadcast"] = sent.tolist()
     got = torch.empty(2, device=x.device)
-    mine = _say(rank, 0)
+    mine = _log(rank, 0)
     for each in dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, mine, (rank + 1) % size), dist.P2POp(dist.irecv, got, (rank - 1) % size)]
     ):
         each.wait()
     found["ring"] = got.tolist()
-    total = _say(rank, 0)
+    total = _log(rank, 0)
     dist.reduce(total, 0)
     found["reduce"] = total.tolist()
     objects = [None] * size
@@ -72,7 +72,7 @@ def _over_gloo(rank):
 def _refusals(rank):
     said = []
     for call in (
-        lambda: dist.all_reduce(_say(rank, 0), op=dist.ReduceOp.AVG),
+        lambda: dist.all_reduce(_log(rank, 0), op=dist.ReduceOp.AVG),
         lambda: dist.all_reduce(torch.empty(2, dtype=torch.float8_e4m3fn, device=f"npu:{rank}")),
         lambda: dist.all_reduce(torch.ones(2)),
     ):

@@ -140,7 +140,7 @@ def _manifests(
             [request.manifest_request(fingerprints[request.name]) for request in requests],
             tokenize,
             look=not cfg.cache.trust,
-            say=log.info,
+            log=log.info,
         ),
     )
     return [

@@ -27,7 +27,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, TrainingFault
 
 log = logging.getLogger("difftrain")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 GIB = 1 << 30
 REGENERATING = "regenerating"
 _VISIBLE_WITHIN_S = 120.0  # within which a machine must see what another one has written

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from difftrain.cache.disk import DiskCache, EncoderManifest, Say
+from difftrain.cache.disk import DiskCache, EncoderManifest, Log
 from difftrain.cache.remote import RemoteCache, fetch_cache
 from difftrain.cache.request import StorageEstimate, disk_shortage, memory_shortage
 from difftrain.cache.store.folder import CacheFolder
@@ -122,7 +122,7 @@ class CacheLocation(Protocol):
     missing: dict[str, np.ndarray]
     passed: dict[bytes, str]
 
-    def shortage(self, estimates: Sequence[StorageEstimate], say: Say) -> Iterator[Fault]: ...
+    def shortage(self, estimates: Sequence[StorageEstimate], log: Log) -> Iterator[Fault]: ...
     def sink(self, encoder_manifest: EncoderManifest) -> EntrySink: ...
     def finish(self) -> None: ...
     def rejects(self) -> list[bytes]: ...
@@ -176,9 +176,9 @@ class DiskLocation:
         self._disk.refuse_incomplete(missing)
         return database, missing
 
-    def shortage(self, estimates: Sequence[StorageEstimate], say: Say) -> Iterator[Fault]:
+    def shortage(self, estimates: Sequence[StorageEstimate], log: Log) -> Iterator[Fault]:
         """Compare what is free with what is missing."""
-        yield from disk_shortage(estimates, self.folder.path, say) if self._leads else ()
+        yield from disk_shortage(estimates, self.folder.path, log) if self._leads else ()
 
     def sink(self, encoder_manifest: EncoderManifest) -> SegmentWriter:
         """Return what writes segments of this rank's own."""
@@ -234,9 +234,9 @@ class MemoryLocation:
         self.passed: dict[bytes, str] = {}
         self._sink = MemorySink()
 
-    def shortage(self, estimates: Sequence[StorageEstimate], say: Say) -> Iterator[Fault]:
+    def shortage(self, estimates: Sequence[StorageEstimate], log: Log) -> Iterator[Fault]:
         """Compare what is free with what is wanted."""
-        yield from memory_shortage(estimates, say) if self._ranks.leads_node else ()
+        yield from memory_shortage(estimates, log) if self._ranks.leads_node else ()
 
     def sink(self, encoder_manifest: EncoderManifest) -> MemorySink:
         """Return this rank's blocks of memory."""

@@ -29,7 +29,7 @@ _USED_S = 60.0  # a copy that is read is marked as used, at most once in this ti
 _STALE_S = 600.0  # what is still being written after this time was left by a killed process
 _PAUSE_S = 60.0  # without copies, where the disk is full
 _QUIET_S = 3600.0
-_SAID: set[Path] = set()  # by this process, of folders where no mark can be left
+_REPORTED: set[Path] = set()  # by this process, of folders where no mark can be left
 _RESERVE, _RESERVED_SHARE = 1 << 30, 0.05  # of the disk, the smaller one is left to others
 
 
@@ -99,7 +99,7 @@ class LocalCopies:
             self._write(path, content)
         except OSError as error:
             self._paused_until = time.monotonic() + _PAUSE_S
-            self._say(error)
+            self._log_fault(error)
 
     def touch(self) -> None:
         """Let others see that the copies are in use."""
@@ -120,9 +120,9 @@ class LocalCopies:
         aside = path.with_name(f"tmp-{uuid.uuid4().hex}")
         try:
             with aside.open("xb", buffering=0) as file:
-                rest = memoryview(content).cast("B")
-                while rest:
-                    rest = rest[file.write(rest) :]
+                remaining = memoryview(content).cast("B")
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
             aside.replace(path)
         except BaseException:
             aside.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ class LocalCopies:
         disk = shutil.disk_usage(self.folder)
         return disk.free < min(_RESERVE, disk.total * _RESERVED_SHARE)
 
-    def _say(self, error: OSError) -> None:
+    def _log_fault(self, error: OSError) -> None:
         """Say that nothing is kept; once for all processes, as far as a mark can be left."""
         mark = self.folder / "full"
         with contextlib.suppress(OSError):
@@ -167,9 +167,9 @@ class LocalCopies:
         except FileExistsError:
             return
         except OSError:
-            if mark in _SAID:
+            if mark in _REPORTED:
                 return
-            _SAID.add(mark)
+            _REPORTED.add(mark)
         say_to_all(
             f"cache: {self.folder} takes no more copies of what is read from the store ({error.strerror or error}): "
             f"entries are read from it directly, each time anew. Make room there, or lower {option('cache.copy_gib')}"
@@ -238,21 +238,21 @@ class ObjectStore:
 
         Raises: FileNotFoundError where there is no such file; TrainingFault after the last attempt.
         """
-        wanted = stop - start
+        needed = stop - start
 
         def call() -> bytes:
             with self._system() as (system, root):
                 content = system.cat_file(f"{root}/{name}", start=start, end=stop)
-            if len(content) < (wanted if least is None else least):
-                raise ShortAnswer(f"the answer ended after {len(content):,} bytes of {wanted:,}")
-            if len(content) > wanted:
+            if len(content) < (needed if least is None else least):
+                raise ShortAnswer(f"the answer ended after {len(content):,} bytes of {needed:,}")
+            if len(content) > needed:
                 raise TrainingFault(
                     f"{shown_url(self.url)}/{name}: asked for bytes {start:,} to {stop:,}, the answer has {len(content):,} "
                     "bytes: this server does not serve ranges of a file. Use one that does, or copy the cache to a folder"
                 )
             return bytes(content)
 
-        return self._patiently(f"{name}, bytes {start:,} to {stop:,}", call, wanted)
+        return self._patiently(f"{name}, bytes {start:,} to {stop:,}", call, needed)
 
     def file(self, name: str) -> File:
         """Look at a file. Raises FileNotFoundError; TrainingFault after the last attempt."""

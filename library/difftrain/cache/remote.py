@@ -24,7 +24,7 @@ from difftrain.contracts import ConfigFault, DataFault, Fault, TrainingFault
 from difftrain.io.files import atomic_write
 
 BLOCK = 256 << 10
-WHOLE = BLOCK // 2  # an entry from this size on is brought by itself
+LARGE = BLOCK // 2  # an entry from this size on is brought by itself
 _OPEN = 128  # copies that are held open; more are held in memory
 _ALIVE_S = 3600.0
 
@@ -63,12 +63,12 @@ class RemoteSegments:
         ranges: segment, offset, length of each.
         """
         self._stay_alive()
-        wanted: dict[RemoteRange, int] = {}
+        needed: dict[RemoteRange, int] = {}
         for span in ranges:
             for piece, least in _pieces(*span):
-                wanted[piece] = max(least, wanted.get(piece, 0))
+                needed[piece] = max(least, needed.get(piece, 0))
         self._cached_pieces = {}
-        copies = self._bring(wanted)
+        copies = self._bring(needed)
         for piece in sorted(copies):
             starts, contents = self._cached_pieces.setdefault(piece.segment, ([], []))
             starts.append(piece.start)
@@ -97,30 +97,30 @@ class RemoteSegments:
 
     def _joined(self, segment: str, offset: int, length: int) -> memoryview:
         """Return bytes of several blocks: of a small entry, or of nobody knows which."""
-        wanted = dict(_blocks(segment, offset, length))
+        needed = dict(_blocks(segment, offset, length))
         starts, contents = self._cached_pieces.get(segment, ([], []))
-        cached = {piece: contents[starts.index(piece.start)] for piece in wanted if piece.start in starts}
-        copies = cached | self._bring({piece: least for piece, least in wanted.items() if piece not in cached})
-        joined = bytearray(sum(wanted.values()))
+        cached = {piece: contents[starts.index(piece.start)] for piece in needed if piece.start in starts}
+        copies = cached | self._bring({piece: least for piece, least in needed.items() if piece not in cached})
+        joined = bytearray(sum(needed.values()))
         at = 0
-        for piece, least in wanted.items():
+        for piece, least in needed.items():
             part = memoryview(joined)[at : at + least]
             if not _fill(copies[piece], 0, [part], least):
                 self._copies.drop(piece.name)
                 part[:] = self._ask(piece, least)[:least]
             at += least
-        begin = offset - min(piece.start for piece in wanted)
+        begin = offset - min(piece.start for piece in needed)
         return memoryview(joined)[begin : begin + length]
 
-    def _bring(self, wanted: dict[RemoteRange, int]) -> dict[RemoteRange, OpenCopy | memoryview]:
+    def _bring(self, needed: dict[RemoteRange, int]) -> dict[RemoteRange, OpenCopy | memoryview]:
         """Return pieces, from the local copies or the store."""
         copies: dict[RemoteRange, OpenCopy | memoryview] = {}
-        for piece, least in wanted.items():
+        for piece, least in needed.items():
             copy = self._copies.open(piece.name)
             if copy is not None and copy.size >= least:
                 copies[piece] = copy if len(copies) < _OPEN else copy.content()
-        missing = [piece for piece in wanted if piece not in copies]
-        brought = in_parallel([partial(self._fetched, piece, wanted[piece]) for piece in missing])
+        missing = [piece for piece in needed if piece not in copies]
+        brought = in_parallel([partial(self._fetched, piece, needed[piece]) for piece in missing])
         return copies | dict(zip(missing, brought, strict=True))
 
     def _fetched(self, piece: RemoteRange, least: int) -> memoryview:
@@ -165,7 +165,7 @@ def _fill(content: OpenCopy | memoryview, at: int, views: list[memoryview], leng
 
 def _pieces(segment: str, offset: int, length: int) -> Iterator[tuple[RemoteRange, int]]:
     """Yield the pieces that an entry is brought in, and how many bytes of each there must be."""
-    if length >= WHOLE:
+    if length >= LARGE:
         yield RemoteRange(segment, offset, length), length
     else:
         yield from _blocks(segment, offset, length)
@@ -177,7 +177,7 @@ def _blocks(segment: str, offset: int, length: int) -> Iterator[tuple[RemoteRang
         yield RemoteRange(segment, start, BLOCK), min(BLOCK, stop - start)
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 _PIECE = 16 << 20  # of a file that is fetched whole
 _OLD_S = 24 * 3600.0  # a state that nobody has used for so long is removed
 _NEEDED = ("cache.json", "metadata.db")
@@ -212,7 +212,7 @@ class RemoteCache:
 
 
 def fetch_cache(
-    url: str, copy_gib: float = 50.0, say: Say = print, *, patience: RetryPolicy | None = None
+    url: str, copy_gib: float = 50.0, log: Log = print, *, patience: RetryPolicy | None = None
 ) -> RemoteCache:
     """Fetch what is small of a cache on an object store, where it is not here yet or has changed.
 
@@ -237,7 +237,7 @@ def fetch_cache(
         if folder.is_dir():
             os.utime(folder)
         else:
-            _fetch_all(store, files, home, folder, say)
+            _fetch_all(store, files, home, folder, log)
         cache = RemoteCache(store.url, folder, round(copy_gib * (1 << 30)), store.patience)
         _remove_old(home, {folder, cache.copies.folder})
     except OSError as error:
@@ -267,7 +267,7 @@ def _needed_file(store: ObjectStore, name: str) -> File:
         ) from None
 
 
-def _fetch_all(store: ObjectStore, files: Sequence[File], home: Path, folder: Path, say: Say) -> None:
+def _fetch_all(store: ObjectStore, files: Sequence[File], home: Path, folder: Path, log: Log) -> None:
     """Bring files into a folder that is whole or absent; what has not changed is taken from earlier ones."""
     aside = home / f"tmp-{uuid.uuid4().hex}"
     try:
@@ -289,7 +289,7 @@ def _fetch_all(store: ObjectStore, files: Sequence[File], home: Path, folder: Pa
         if not folder.is_dir():
             raise OSError(f"{folder} cannot be made")
         took = time.monotonic() - started
-        say(f"cache: {len(missing)} files of {shown_url(store.url)} fetched ({size / 2**20:,.1f} MiB, {took:.1f} s)")
+        log(f"cache: {len(missing)} files of {shown_url(store.url)} fetched ({size / 2**20:,.1f} MiB, {took:.1f} s)")
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

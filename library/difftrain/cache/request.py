@@ -13,7 +13,7 @@ import numpy as np
 
 from difftrain.cache.manifest.address import MASK_VERSION, MASKS
 from difftrain.cache.manifest.captions import caption_settings, tokenizer_identity, write_captions
-from difftrain.cache.manifest.content_hash import Say
+from difftrain.cache.manifest.content_hash import Log
 from difftrain.cache.manifest.manifest import CacheManifest, ManifestRequest, ManifestWriter
 from difftrain.cache.manifest.pictures import (
     PictureEntries,
@@ -106,11 +106,15 @@ def cache_requests(
     """
     requests = []
     described = encoders_of(family, parts, trains=trains) if caches_anything(cfg) else {}
+
+    # --- what reads pictures, then what reads captions
     for reads_captions, memory, disk in _SOURCES:
         to_disk = bool(getattr(cfg.cache, disk))
         if not (to_disk or getattr(cfg.cache, memory)):
             continue
         size = cfg.cache.batch_size if reads_captions else cfg.model.vae_batch_size or max(cfg.batch_sizes)
+
+        # --- encoders
         for name, encoder in described.items():
             if ("caption" in encoder.source) == reads_captions:
                 if encoder.source == PAIR and data is not None:
@@ -118,6 +122,8 @@ def cache_requests(
                 requests.append(
                     CacheRequest(name, f"cache.{memory}", to_disk, encoder, storage_dtypes(cfg, encoder), size)
                 )
+
+        # --- masks are cached beside pictures
         masks = mask_encoder(data.recipes) if not reads_captions and data is not None else None
         if masks is not None:
             requests.append(
@@ -153,8 +159,8 @@ def storage_dtypes(cfg: TrainConfig, encoder: Encoder) -> dict[str, str]:
     section = cfg.cache
     of_pictures = section.latents_dtype if encoder.modules == ("vae",) else "auto"
     general = section.text_dtype if "caption" in encoder.source else of_pictures
-    asked = {name: section.dtypes.get(name, general) for name in encoder.features}
-    kept = {name: CHOICES.get(asked[name], feature.dtype) for name, feature in encoder.features.items()}
+    requested = {name: section.dtypes.get(name, general) for name in encoder.features}
+    kept = {name: CHOICES.get(requested[name], feature.dtype) for name, feature in encoder.features.items()}
     return {name: "uint8" if encoder.features[name].dtype == "uint8" else dtype for name, dtype in kept.items()}
 
 
@@ -225,14 +231,14 @@ def estimate_storage(request: CacheRequest, data: Data) -> StorageEstimate:
     return StorageEstimate.of(request, buckets, np.ones(sum(count for _, count in buckets), dtype=bool))
 
 
-def disk_shortage(estimates: Sequence[StorageEstimate], folder: Path, say: Callable[[str], None]) -> Iterator[Fault]:
+def disk_shortage(estimates: Sequence[StorageEstimate], folder: Path, log: Callable[[str], None]) -> Iterator[Fault]:
     """Compare what is free on a disk with what is missing. Say it."""
     if not estimates:
         return
     free = shutil.disk_usage(folder).free
     size = sum(estimate.missing_bytes + _INDEXED * estimate.missing for estimate in estimates)
     if size:
-        say(f"cache: {bytes_text(size)} are to be written to {folder}, where {bytes_text(free)} are free")
+        log(f"cache: {bytes_text(size)} are to be written to {folder}, where {bytes_text(free)} are free")
     if size > free:
         flags = ", ".join(
             dict.fromkeys(
@@ -244,13 +250,13 @@ def disk_shortage(estimates: Sequence[StorageEstimate], folder: Path, say: Calla
         yield Fault(flags, what, remedy)
 
 
-def memory_shortage(estimates: Sequence[StorageEstimate], say: Callable[[str], None]) -> Iterator[Fault]:
+def memory_shortage(estimates: Sequence[StorageEstimate], log: Callable[[str], None]) -> Iterator[Fault]:
     """Compare what is free of this machine's memory with what is to be kept there. Say it."""
     if not estimates:
         return
     free, size = host.available_bytes(), sum(estimate.total_bytes for estimate in estimates)
     known = "" if free is None else f", of {bytes_text(free)} that are free"
-    say(f"cache: {bytes_text(size)} of this machine's memory{known}")
+    log(f"cache: {bytes_text(size)} of this machine's memory{known}")
     if free is not None and size > free:
         fields = list(dict.fromkeys(estimate.request.field for estimate in estimates))
         what = f"needs {bytes_text(size)} of memory, and {bytes_text(free)} are free"
@@ -293,7 +299,7 @@ def mask_encoder(recipes: Sequence[Recipe]) -> Encoder | None:
 
 
 def build_manifests(
-    data: Data, requests: Sequence[ManifestRequest], tokenize: Tokenize, *, look: bool = True, say: Say = print
+    data: Data, requests: Sequence[ManifestRequest], tokenize: Tokenize, *, look: bool = True, log: Log = print
 ) -> dict[str, Path]:
     """List what is wanted of each encoder, and return the folder of each list (see CacheManifest). One process a machine.
 
@@ -310,7 +316,7 @@ def build_manifests(
         if request.encoder.source == CAPTION:
             of_captions.append(ManifestWriter(data.index, request, settings))
             continue
-        pictures = PictureEntries.of(data, request, look=look, say=say)
+        pictures = PictureEntries.of(data, request, look=look, log=log)
         is_pair = request.encoder.source == PAIR
         writer = ManifestWriter(data.index, request, [*pictures.settings, *(settings if is_pair else ())])
         of_pictures.append(writer)
@@ -325,7 +331,7 @@ def build_manifests(
     captions = [*of_captions, *(pair.captions for pair in pairs)]
     if absent := [writer for writer in captions if not writer.exists]:
         ids = np.flatnonzero(bucket_by_record(data.tables, data.index.count)[1] >= 0)
-        write_captions(data, ids, absent, tokenize, say)
+        write_captions(data, ids, absent, tokenize, log)
 
     # pairs of both
     for pair in pairs:

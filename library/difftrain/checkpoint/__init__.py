@@ -1,4 +1,12 @@
-"""Checkpoints: whole or absent. The commit, finding the newest whole one, retention, and one run a folder."""
+"""Checkpoints: complete or absent.
+
+The way of a save:
+ 1. claim.py        one run an output folder
+ 2. commit.py       all ranks write aside, a manifest seals the files, the folder gets its name
+ 3. find.py         names of saves, and the newest complete one to resume; what a dead run left is cleaned up
+ 4. record.py       run.json: which run a folder belongs to, and what may be done with it
+ 5. retain.py       how many saves are kept
+"""
 
 from difftrain.checkpoint.claim import Claim, claim_together
 from difftrain.checkpoint.commit import Manifest, SaveFault, Torn, commit, load_meta, verify

@@ -27,7 +27,7 @@ from difftrain.io.files import write_json
 from difftrain.io.process import boot_id, has_ended, start_of
 
 if TYPE_CHECKING:
-    from difftrain.checkpoint.find import Say
+    from difftrain.checkpoint.find import Log
     from difftrain.distributed.ranks import Ranks
 
 FOLDER = ".claim"
@@ -83,7 +83,7 @@ class Claim:
             atexit.register(self.release)
 
     @classmethod
-    def acquire(cls, output_dir: Path, config_digest: str = "", *, run: str = "", say: Say | None = None) -> Claim:
+    def acquire(cls, output_dir: Path, config_digest: str = "", *, run: str = "", log: Log | None = None) -> Claim:
         """Take the folder, or raise ConfigFault that says who holds it.
 
         run: processes of one run on several machines give the same word; the one that finds its folder held by that
@@ -100,8 +100,8 @@ class Claim:
                 return cls(folder, number, me, owned=False)
             if number and not _may_be_taken(folder, number, holder):
                 raise ConfigFault([_in_use(output_dir, holder or _read(folder, number))])
-            if holder is not None and not holder.released and say is not None:
-                say(f"taking over {output_dir}: {holder} held it and is gone")
+            if holder is not None and not holder.released and log is not None:
+                log(f"taking over {output_dir}: {holder} held it and is gone")
             if _create(folder, number + 1, me):
                 for lower in _numbers(folder):
                     if lower <= number:
@@ -145,7 +145,7 @@ class Claim:
                 return
 
 
-def claim_together(output_dir: Path, config_digest: str, ranks: Ranks, say: Say | None = None) -> Claim:
+def claim_together(output_dir: Path, config_digest: str, ranks: Ranks, log: Log | None = None) -> Claim:
     """Claim the folder for all ranks, once a disk; every rank calls it, and all succeed or all raise."""
     run = ranks.broadcast(uuid.uuid4().hex)
     claim: Claim | None = None
@@ -153,7 +153,7 @@ def claim_together(output_dir: Path, config_digest: str, ranks: Ranks, say: Say 
         fault: ConfigFault | None = None
         if (ranks.rank == 0) == turn and ranks.local_rank == 0:
             try:
-                claim = Claim.acquire(output_dir, config_digest, run=run, say=say)
+                claim = Claim.acquire(output_dir, config_digest, run=run, log=log)
             except ConfigFault as error:
                 fault = error
             except OSError as error:

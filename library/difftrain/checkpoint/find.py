@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from difftrain.config.schema.sections import SaveSection
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 _LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
 # an export being written, file or folder, and the folder that a newer one of the same name pushed aside
 _EXPORT_LEFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
@@ -32,12 +32,12 @@ class Candidate(NamedTuple):
     manifest: Manifest
 
 
-def candidates(parent: Path, output_name: Naming | None = None, say: Say | None = None) -> list[Candidate]:
+def candidates(parent: Path, output_name: Naming | None = None, log: Log | None = None) -> list[Candidate]:
     """List the checkpoints of a folder by their manifests, the newest first; files are not looked at yet.
 
     output_name: only NAME-step…-state, NAME-00…-state and NAME-state, or STEPS: global_step…, DIFFUSERS: checkpoint-…;
     None: any folder with a manifest.
-    say: is told of folders that are named like checkpoints and have no good manifest.
+    log: is told of folders that are named like checkpoints and have no good manifest.
     """
     checkpoints = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
@@ -51,8 +51,8 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
         try:
             checkpoints.append(Candidate(path, Manifest.read(path)))
         except Torn as torn:
-            if say is not None:
-                say(f"checkpoint {path.name} is passed over: {torn}")
+            if log is not None:
+                log(f"checkpoint {path.name} is passed over: {torn}")
     return sorted(
         checkpoints,
         key=lambda checkpoint: (checkpoint.manifest.step, checkpoint.manifest.created, checkpoint.path.name),
@@ -61,18 +61,18 @@ def candidates(parent: Path, output_name: Naming | None = None, say: Say | None 
 
 
 def newest(
-    parent: Path, output_name: Naming | None = None, say: Say | None = None, *, deep: bool = True
+    parent: Path, output_name: Naming | None = None, log: Log | None = None, *, deep: bool = True
 ) -> Path | None:
     """Return the newest checkpoint that is whole, or None; torn ones are named and passed over.
 
     deep: whole to the last byte, else by the sizes of its files.
     """
-    for path, _ in candidates(parent, output_name, say):
+    for path, _ in candidates(parent, output_name, log):
         fault = fault_of(path, deep=deep)
         if not fault:
             return path
-        if say is not None:
-            say(f"checkpoint {path.name} is passed over: {fault}")
+        if log is not None:
+            log(f"checkpoint {path.name} is passed over: {fault}")
     return None
 
 
@@ -107,7 +107,7 @@ def open_given(path: Path, flag: str = "", fault: Callable[[Path], str] = fault_
     return path
 
 
-def clean(parent: Path, say: Say | None = None) -> None:
+def clean(parent: Path, log: Log | None = None) -> None:
     """Put away what a dead run left while saving or deleting. Only the holder of the folder's claim may call it.
 
     A checkpoint that was complete and lacked only its name gets it, and so does an export that a newer one pushed
@@ -126,17 +126,17 @@ def clean(parent: Path, say: Say | None = None) -> None:
             message = _put_away(path) if path in checkpoints else _put_away_export(path)
         except FileNotFoundError:
             continue  # somebody else was quicker: all machines of a run may look after a disk that they share
-        if say is not None:
-            say(message)
+        if log is not None:
+            log(message)
 
 
-def clean_exports(parent: Path, naming: Naming, say: Say | None = None) -> None:
+def clean_exports(parent: Path, naming: Naming, log: Log | None = None) -> None:
     """Put away what a dead run left in folders of exports; those that are empty then go too. As `clean`."""
     if not isinstance(naming, Own) or not parent.is_dir():
         return
     for path in sorted(parent.iterdir()):
         if path.is_dir() and parse_export(path, naming) is not None:
-            clean(path, say)
+            clean(path, log)
             with contextlib.suppress(OSError):  # it holds an export
                 path.rmdir()
 
@@ -246,10 +246,10 @@ def parse(name: str, output_name: Naming, *, state: bool = False) -> SaveName | 
         name = name[: -len(STATE)]
     if not name.startswith(output_name):
         return None
-    rest = name[len(output_name) :]
-    if not rest:
+    remaining = name[len(output_name) :]
+    if not remaining:
         return SaveName("end")
-    match = _NUMBERED.fullmatch(rest)
+    match = _NUMBERED.fullmatch(remaining)
     if not match:
         return None
     step, epoch = match.groups()

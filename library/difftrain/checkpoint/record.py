@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from difftrain.checkpoint.find import DIFFUSERS, PIPELINE_INDEX, Naming, Say, named, newest, parse, parse_export
+from difftrain.checkpoint.find import DIFFUSERS, PIPELINE_INDEX, Log, Naming, named, newest, parse, parse_export
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import write_json
@@ -110,13 +110,13 @@ class Finished:
 State = Empty | Foreign | Unfinished | Finished
 
 
-def inspect(output_dir: Path, output_name: Naming, say: Say | None = None, *, deep: bool = True) -> State:
+def inspect(output_dir: Path, output_name: Naming, log: Log | None = None, *, deep: bool = True) -> State:
     """Say what an output folder holds. deep: its newest checkpoint is read to the last byte."""
     record = RunRecord.read(output_dir) if output_dir.is_dir() else None
     if record is None:
         files = tuple(_files_of_a_run(output_dir, output_name))
-        return Foreign(files, newest(output_dir, output_name, say, deep=deep)) if files else Empty()
-    checkpoint = newest(output_dir, record.names, say, deep=deep)
+        return Foreign(files, newest(output_dir, output_name, log, deep=deep)) if files else Empty()
+    checkpoint = newest(output_dir, record.names, log, deep=deep)
     return Unfinished(record, checkpoint) if record.finished_step is None else Finished(record, checkpoint)
 
 

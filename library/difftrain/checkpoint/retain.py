@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.checkpoint.commit import TRASH, Manifest, Torn, remove, verify
-from difftrain.checkpoint.find import EXPORT_SUFFIXES, ONE_FILE, Naming, Own, SaveName, Say, parse, parse_export
+from difftrain.checkpoint.find import EXPORT_SUFFIXES, ONE_FILE, Log, Naming, Own, SaveName, parse, parse_export
 
 if TYPE_CHECKING:
     from difftrain.config.schema.sections import SaveSection
@@ -73,7 +73,7 @@ def retain_states(
     output_name: Naming,
     save: SaveSection,
     step: int,
-    say: Say | None = None,
+    log: Log | None = None,
     protected: IsProtected = nothing_in_use,
 ) -> list[str]:
     """Delete checkpoints that the flags no longer keep, after a save at `step`; return the names of the deleted.
@@ -91,7 +91,7 @@ def retain_states(
         manifest = _manifest(saves[name][0])
         return (manifest.step, manifest.created) if manifest else (-1, "")
 
-    return _retain(saves, Window.of_states(save), step, age, lambda name: _whole_state(saves[name][0]), say, protected)
+    return _retain(saves, Window.of_states(save), step, age, lambda name: _whole_state(saves[name][0]), log, protected)
 
 
 def retain_exports(
@@ -99,7 +99,7 @@ def retain_exports(
     output_name: Naming,
     save: SaveSection,
     step: int,
-    say: Say | None = None,
+    log: Log | None = None,
     protected: IsProtected = nothing_in_use,
 ) -> list[str]:
     """Delete exports that the flags no longer keep, in any layout, after a save at `step`; return what went."""
@@ -115,7 +115,7 @@ def retain_exports(
     def is_whole(name: SaveName) -> bool:
         return all(export_is_whole(path) for path in saves[name])
 
-    return _retain(saves, Window.of_exports(save), step, age, is_whole, say, protected)
+    return _retain(saves, Window.of_exports(save), step, age, is_whole, log, protected)
 
 
 def _is_beyond(name: SaveName, step: int) -> bool:
@@ -128,7 +128,7 @@ def _retain(
     step: int,
     age: Callable[[SaveName], tuple[int, str]],
     is_whole: Callable[[SaveName], bool],
-    say: Say | None,
+    log: Log | None,
     protected: IsProtected,
 ) -> list[str]:
     gone = window.outside(list(saves), step)
@@ -141,8 +141,8 @@ def _retain(
         if len(good) < ALWAYS_KEPT and is_whole(name):
             good.append(name)
     if not good or (len(good) < ALWAYS_KEPT and len(saves) > len(good)):
-        if say is not None:
-            say(f"nothing is deleted: of {len(saves)} saves only {len(good)} can be shown to be whole")
+        if log is not None:
+            log(f"nothing is deleted: of {len(saves)} saves only {len(good)} can be shown to be whole")
         return []
 
     # of what lies outside the window the rest goes, and what is in use goes later
@@ -153,8 +153,8 @@ def _retain(
                 continue
             _delete(path)
             deleted.append(path.name)
-    if deleted and say is not None:
-        say(f"deleted, as the limits on saves ask: {', '.join(deleted)}")
+    if deleted and log is not None:
+        log(f"deleted, as the limits on saves ask: {', '.join(deleted)}")
     return deleted
 
 

@@ -1,6 +1,11 @@
 """The `difftrain` command: training, and what is done with models, data and runs besides.
 
-A command is one line of the registry; its module is imported when it is called, so that the quick ones stay quick.
+The way of a command:
+ 1. __main__.py     `python -m difftrain.cli`, as the installed `difftrain`
+ 2. COMMANDS below names each in one line; its module is imported when it is called, so that the quick ones stay quick
+ 3. words.py        the words of a command; its flags are rows of the same kind as training's
+ 4. train.py, launch.py   training; cache.py, dataset.py, export.py, generate.py, compare.py, watch.py, doctor/ the rest
+ 5. completion.py   the same registry as a shell's completion
 """
 
 from __future__ import annotations

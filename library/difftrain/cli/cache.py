@@ -97,8 +97,8 @@ def _help(name: str) -> str:
 def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     """Read the words after a command: the folder or URL, and its flags. Raises: ConfigFault with every fault."""
     table = {flag.name: flag for flag in COMMANDS[name].flags}
-    folders, rest = positional(argv, table)
-    scanned = scan(rest, table)
+    folders, remaining = positional(argv, table)
+    scanned = scan(remaining, table)
     faults = [*scanned.faults, *_misfits(scanned.words, table)]
     faults += [Fault(repr(word), f"is a word too many for {PROG} {name}") for word in folders[1:]]
     url = bool(folders) and is_url(folders[0])
@@ -165,8 +165,8 @@ class ProgressLine:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+    minutes, remaining = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {remaining:02} s"
 
 
 def _info(cache: Path, words: Mapping[str, list[str]]) -> int:
@@ -225,7 +225,7 @@ def _export(cache: Path | str, words: Mapping[str, list[str]]) -> int:
         use=words["use"][-1] if "use" in words else None,
         shard_bytes=int(float(words.get("shard_gib", ["1"])[-1]) * 2**30),
         values=_word(words, VALUES),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if "json" in words:
         print(json.dumps(done.summary(), indent=1))

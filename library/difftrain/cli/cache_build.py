@@ -54,8 +54,8 @@ def _lenient(rule: Rule) -> Rule:
     if rule is not rules.required:
         return rule
 
-    def kept(cfg: TrainConfig, asked: set[str]) -> Iterable[Finding]:
-        return (problem for problem in rule(cfg, asked) if problem.about[0] != "save.output_dir")
+    def kept(cfg: TrainConfig, requested: set[str]) -> Iterable[Finding]:
+        return (problem for problem in rule(cfg, requested) if problem.about[0] != "save.output_dir")
 
     return kept
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from difftrain.cli import compare_trace
 from difftrain.cli.words import asks_for_help, positional, writing
-from difftrain.config.door import guard, say
+from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded
 from difftrain.config.render.help import entries
@@ -49,13 +49,13 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> tuple[list[Path], dict[str, list[str]]]:
     """Return the runs' folders and the words of each flag. Raises: ConfigFault with every fault."""
-    words, rest = positional(argv, FLAGS)
-    scanned = scan(rest, FLAGS)
+    words, remaining = positional(argv, FLAGS)
+    scanned = scan(remaining, FLAGS)
     folders = [Path(expanded(word)) for word in words]
     faults = [*scanned.faults, *_folder_faults(folders), *_output_faults(folders, scanned.words)]
     if faults:
         raise ConfigFault(faults)
-    say(PROG, scanned.notes)
+    print_notes(PROG, scanned.notes)
     return folders, scanned.words
 
 
@@ -90,7 +90,7 @@ def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:
     from difftrain.report.run_files import RunFiles
 
     # --- what is compared: a run that cannot be read does not keep the others from it, unless it is the first
-    given = read_thresholds(Path(expanded(words["thresholds"][-1]))) if "thresholds" in words else Thresholds()
+    thresholds = read_thresholds(Path(expanded(words["thresholds"][-1]))) if "thresholds" in words else Thresholds()
     names = dict(zip(labels(len(folders)), map(_opened, folders)))
     reference, readable = names[labels(1)[0]], [run for run in names.values() if isinstance(run, RunFiles)]
     if not isinstance(reference, RunFiles) or len(readable) < 2:
@@ -98,11 +98,11 @@ def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:
 
     # --- each against the first
     comparisons = {
-        label: compare_runs(reference, run, given)
+        label: compare_runs(reference, run, thresholds)
         for label, run in names.items()
         if isinstance(run, RunFiles) and run is not reference
     }
-    codes = [found.exit_code for found in comparisons.values()]
+    codes = [comparison.exit_code for comparison in comparisons.values()]
     code = max(codes) if len(readable) == len(names) else 2
 
     # --- what is said of it

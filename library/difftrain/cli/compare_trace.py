@@ -21,7 +21,7 @@ A, B: run folders, folders of traces, or files of one step (trained with --trace
 Names the first module that parts on standard output. Exit code 0: they agree, 1: they part, 2: they cannot be compared."""
 
 
-class Asked(NamedTuple):
+class TraceWords(NamedTuple):
     """What a command line asks for."""
 
     a: Path
@@ -37,18 +37,18 @@ def main(argv: list[str]) -> int:
         if "-h" in argv or "--help" in argv:
             print(USAGE)
             return 0
-        asked = read([word for word in argv if word != "--trace"])
+        words = read([word for word in argv if word != "--trace"])
         from difftrain.report.trace import compare_traces, sentences
 
-        found = compare_traces(asked.a, asked.b, tolerance=asked.tolerance, step=asked.step)
-        for line in sentences(found):
+        comparison = compare_traces(words.a, words.b, tolerance=words.tolerance, step=words.step)
+        for line in sentences(comparison):
             print(line)
-        return found.code
+        return comparison.code
 
     return guard(PROG, work)
 
 
-def read(argv: list[str]) -> Asked:
+def read(argv: list[str]) -> TraceWords:
     """Read the command line. Raises: ConfigFault with every fault."""
     faults: list[Fault] = []
     words, options = [], {}
@@ -69,7 +69,7 @@ def read(argv: list[str]) -> Asked:
         faults.append(Fault("--step", f"must be the number of a step, got {step!r}", "the first step is 1"))
     if faults:
         raise ConfigFault(faults)
-    return Asked(
+    return TraceWords(
         Path(words[0]),
         Path(words[1]),
         None if tolerance is None else float(tolerance),

@@ -87,7 +87,7 @@ def flags_of_topics() -> dict[str, Flags]:
         "train_sdxl": _rows(FLAGS),
         "train_text_to_image": _rows(text_to_image.FLAGS),
     }
-    called = {name: place.partition(":")[2] for name, (place, _) in COMMANDS.items()}
+    called = {name: target.partition(":")[2] for name, (target, _) in COMMANDS.items()}
     topics: dict[str, Flags] = {
         "": {"--help": SWITCH, "--version": SWITCH},
         **{name: by_function[function] for name, function in called.items() if function in by_function},
@@ -112,9 +112,9 @@ def _of_help(command: list[str]) -> Flags:
     with contextlib.redirect_stdout(printed):
         run_command([*command, "--help"])
     text = printed.getvalue()
-    found = [*_HELP_FLAG.findall(text), *_USAGE_FLAG.findall(text.partition("\n\n")[0])]
+    matches = [*_HELP_FLAG.findall(text), *_USAGE_FLAG.findall(text.partition("\n\n")[0])]
     flags: Flags = {}
-    for flag, value in found:
+    for flag, value in matches:
         if flag != "--flag":  # "[--flag=value ...]"
             flags.setdefault(flag, takes(value) if value else SWITCH)
     return flags
@@ -141,7 +141,7 @@ def script(shell: str) -> str:
     }
     parts = [
         f"# {shell} completion of difftrain, written by `difftrain completion {shell}`",
-        _function("_difftrain_words", {topic: " ".join(each) for topic, each in words().items()}),
+        _function("_difftrain_words", {topic: " ".join(values) for topic, values in words().items()}),
         _function("_difftrain_flags", listed),
         _function("_difftrain_values", dict(_values(topics))),
     ]
@@ -164,9 +164,9 @@ def _values(topics: Mapping[str, Flags]) -> Iterator[tuple[str, str]]:
 
 def _function(name: str, answers: Mapping[str, str]) -> str:
     """Write a shell function that answers its argument; equal answers share a branch, a leading * is any topic."""
-    asked: dict[str, list[str]] = {}
+    by_answer: dict[str, list[str]] = {}
     for question, answer in answers.items():
         quoted = f'*"{question[1:]}"' if question.startswith("*") else f'"{question}"'
-        asked.setdefault(answer, []).append(quoted)
-    branches = [f'    {"|".join(questions)}) echo "{answer}" ;;' for answer, questions in asked.items()]
+        by_answer.setdefault(answer, []).append(quoted)
+    branches = [f'    {"|".join(questions)}) echo "{answer}" ;;' for answer, questions in by_answer.items()]
     return "\n".join([f"{name}() {{", '  case "$1" in', *branches, "  esac", "}"])

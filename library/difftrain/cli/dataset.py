@@ -67,10 +67,10 @@ def _lenient(rule: Rule) -> Rule:
     if rule not in (run.required, run.model):
         return rule
 
-    def kept(cfg: TrainConfig, asked: set[str]) -> Iterable[Finding]:
+    def kept(cfg: TrainConfig, requested: set[str]) -> Iterable[Finding]:
         return (
             problem
-            for problem in rule(cfg, asked)
+            for problem in rule(cfg, requested)
             if not (problem.about[0] in _UNNEEDED and problem.what == "is missing")
         )
 

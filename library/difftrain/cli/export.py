@@ -105,8 +105,8 @@ def _run_faults(folder: Path | None) -> Iterator[Fault]:
 def _remedy(folder: Path) -> str:
     try:
         run_folder_of(folder, RUN_CONFIG)
-    except ConfigFault as told:
-        return told.faults[0].remedy
+    except ConfigFault as error:
+        return error.faults[0].remedy
     return "give its --output_dir"
 
 

@@ -97,11 +97,11 @@ def read(argv: list[str]) -> Parsed:
     return parsed
 
 
-def _missing(given: set[str]) -> Iterator[Fault]:
+def _missing(flags: set[str]) -> Iterator[Fault]:
     for name in ("weights", "output"):
-        if name not in given:
+        if name not in flags:
             yield Fault(TABLE[name].option, "is missing", TABLE[name].help)
-    if not given & {"prompt", "prompts"}:
+    if not flags & {"prompt", "prompts"}:
         yield Fault("--prompt", "is missing", "--prompt=TEXT, or --prompts=FILE")
 
 
@@ -139,13 +139,13 @@ def work(parsed: Parsed, argv: list[str]) -> int:
     hold_autoload()
     calm_threads()
     hide_unusable_npu(parsed.config.training.device)
-    whole, source = _of_weights(parsed, argv, source)
+    resolved, source = _of_weights(parsed, argv, source)
 
     from difftrain.train.inference.generate import generate
 
-    request = request_of(parsed, whole, source)
+    request = request_of(parsed, resolved, source)
     with writing(request.output):
-        for path in generate(whole.config, request):
+        for path in generate(resolved.config, request):
             print(path)
     return 0
 
@@ -162,20 +162,20 @@ def _config_of(argv: list[str]) -> str | None:
 
 def _of_weights(parsed: Parsed, argv: list[str], source: WeightsPath) -> tuple[Parsed, WeightsPath]:
     """Read the command line again, over the configuration that the weights are of. Raises ConfigFault."""
-    rest = _without(argv, "config")
+    remaining = _without(argv, "config")
     if source.kind == "checkpoint":
-        whole = resolve([f"--config={source.config}", *rest], TABLE, RULES)
-        return whole, source
+        resolved = resolve([f"--config={source.config}", *remaining], TABLE, RULES)
+        return resolved, source
     config = [f"--config={named}"] if (named := _config_of(argv)) else []
     family, whole_file = parsed.words.get("family", [""])[-1] or source.family, True
     if source.kind == "file":
         from difftrain.models.weights.detect import family_of_file
 
-        found = None if family else family_of_file(source.path, "--weights")
-        family, whole_file = (found.name, found.is_whole) if found else (family, "base" not in parsed.bare)
+        detected = None if family else family_of_file(source.path, "--weights")
+        family, whole_file = (detected.name, detected.is_whole) if detected else (family, "base" not in parsed.bare)
         source = dataclasses.replace(source, family=family)
-    whole = resolve([*config, f"--family={family}", *_without(rest, "family")], TABLE, RULES)
-    return dataclasses.replace(whole, config=_named(whole.config, parsed, source, whole_file)), source
+    resolved = resolve([*config, f"--family={family}", *_without(remaining, "family")], TABLE, RULES)
+    return dataclasses.replace(resolved, config=_named(resolved.config, parsed, source, whole_file)), source
 
 
 def _named(cfg: Any, parsed: Parsed, source: WeightsPath, whole_file: bool) -> Any:
@@ -207,7 +207,7 @@ def _without(argv: list[str], name: str) -> list[str]:
     return left
 
 
-def request_of(parsed: Parsed, whole: Parsed, source: WeightsPath) -> GenerateRequest:
+def request_of(parsed: Parsed, resolved: Parsed, source: WeightsPath) -> GenerateRequest:
     """Put together what is to be drawn."""
     from difftrain.train.inference.generate import GenerateRequest
     from difftrain.train.inference.model import AS_SAMPLES
@@ -230,7 +230,7 @@ def request_of(parsed: Parsed, whole: Parsed, source: WeightsPath) -> GenerateRe
         strength=float(bare.get("strength", 0.75)),
         adapters=adapters_of(words.get("adapter", ())),
         ema=bare.get("ema", AS_SAMPLES),
-        given=frozenset(TABLE[name].to for name in whole.words) - {""},
+        explicit=frozenset(TABLE[name].to for name in resolved.words) - {""},
         overwrite="overwrite" in bare,
     )
 
@@ -239,15 +239,15 @@ def adapters_of(texts: Any) -> tuple[Any, ...]:
     """Read FILE[:SCALE], each."""
     from difftrain.models.weights.adapter_files import AdapterChoice
 
-    found = []
+    choices = []
     for text in texts:
         path, _, scale = text.rpartition(":")
         try:
-            found.append(AdapterChoice(Path(path), float(scale), "--adapter") if path else None)
+            choices.append(AdapterChoice(Path(path), float(scale), "--adapter") if path else None)
         except ValueError:
-            found.append(None)
-        found[-1] = found[-1] or AdapterChoice(Path(text), 1.0, "--adapter")
-    return tuple(found)
+            choices.append(None)
+        choices[-1] = choices[-1] or AdapterChoice(Path(text), 1.0, "--adapter")
+    return tuple(choices)
 
 
 def _help() -> str:

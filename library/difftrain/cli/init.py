@@ -61,12 +61,12 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> Parsed:
     """Read the command line. Raises ConfigFault with every fault."""
-    kind, rest = _kind(argv)
+    kind, remaining = _kind(argv)
     faults = list(_kind_faults(kind))
     family = _BEGINNINGS.get(kind or "", kind if kind in FAMILIES else next(iter(_BEGINNINGS.values())))
     try:
         parsed = resolve(
-            [*rest, f"--family={family}"], TABLE | {"family": FLAGS["family"]}, (paths.weights, paths.size)
+            [*remaining, f"--family={family}"], TABLE | {"family": FLAGS["family"]}, (paths.weights, paths.size)
         )
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None

@@ -50,9 +50,9 @@ def usage() -> str:
 
 
 def _launch(argv: list[str]) -> int:
-    layout, recipe, rest = _parts(argv)
+    layout, recipe, remaining = _parts(argv)
     try:
-        return launchers.launch(RECIPES[recipe], LAYOUTS[layout], rest, f"{PROG} {layout} {recipe}", COMMAND)
+        return launchers.launch(RECIPES[recipe], LAYOUTS[layout], remaining, f"{PROG} {layout} {recipe}", COMMAND)
     except KeyboardInterrupt:
         return 130
 
@@ -61,13 +61,17 @@ def _parts(argv: list[str]) -> tuple[str, str, list[str]]:
     """Return layout, recipe and the other words. Raises: ConfigFault."""
     faults: list[Fault] = []
     words: dict[str, str] = {}
-    rest = list(argv)
+    remaining = list(argv)
     for what, known in (("LAYOUT", LAYOUTS), ("RECIPE", RECIPES)):
         # a recipe's name behind a flag is that flag's value: only words in front or behind another positional count
-        position = next((at for at, word in enumerate(rest) if word in known and not _is_value(rest, at)), None)
+        position = next(
+            (at for at, word in enumerate(remaining) if word in known and not _is_value(remaining, at)), None
+        )
         if position is not None:
-            words[what] = rest.pop(position)
-    stray = next((word for at, word in enumerate(rest[:2]) if not word.startswith("-") and not _is_value(rest, at)), "")
+            words[what] = remaining.pop(position)
+    stray = next(
+        (word for at, word in enumerate(remaining[:2]) if not word.startswith("-") and not _is_value(remaining, at)), ""
+    )
     missing = [what for what in ("LAYOUT", "RECIPE") if what not in words]
     for what in missing:
         known = LAYOUTS if what == "LAYOUT" else RECIPES
@@ -81,7 +85,7 @@ def _parts(argv: list[str]) -> tuple[str, str, list[str]]:
         faults.append(Fault(repr(stray), "is a word too many", f"{PROG} LAYOUT RECIPE [flags]"))
     if faults:
         raise ConfigFault(faults)
-    return words["LAYOUT"], words["RECIPE"], rest
+    return words["LAYOUT"], words["RECIPE"], remaining
 
 
 def _is_value(words: list[str], at: int) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.cli.words import asks_for_help, positional, writing
-from difftrain.config.door import guard, say
+from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded, recipes_dir
 from difftrain.config.render.help import entries
@@ -49,7 +49,7 @@ class ShippedRecipe:
 
 def shipped() -> dict[str, ShippedRecipe]:
     """Return the recipes by name; files of datasets belong to the recipes that name them."""
-    found = {}
+    recipes = {}
     for path in sorted(recipes_dir().glob("*/*.toml")):
         text, tables = path.read_text(encoding="utf-8", errors="replace"), dict[str, Any]()
         try:
@@ -58,12 +58,12 @@ def shipped() -> dict[str, ShippedRecipe]:
             about = f"cannot be read as TOML: {error}"
         if _DATA_TABLES.isdisjoint(tables):
             name = f"{path.parent.name}/{path.stem}"
-            found[name] = ShippedRecipe(name, path, _family(tables, path), about, tuple(_beside(tables, path)))
-    if not found:
+            recipes[name] = ShippedRecipe(name, path, _family(tables, path), about, tuple(_beside(tables, path)))
+    if not recipes:
         raise ConfigFault(
             [Fault(str(recipes_dir()), "holds no recipe", "the installation is incomplete: install difftrain again")]
         )
-    return found
+    return recipes
 
 
 def _family(tables: Mapping[str, Any], path: Path) -> str:
@@ -85,8 +85,8 @@ def _beside(values: Any, path: Path) -> Iterator[Path]:
         if values and "/" not in values and file.is_file():
             yield file
     elif isinstance(values, dict | list):
-        for each in values.values() if isinstance(values, dict) else values:
-            yield from _beside(each, path)
+        for inner in values.values() if isinstance(values, dict) else values:
+            yield from _beside(inner, path)
 
 
 def main(argv: list[str]) -> int:
@@ -125,14 +125,16 @@ def _copy(argv: list[str]) -> int:
         with writing(folder / name):
             print(write_text(folder / name, text))
     starts = _STARTS_WITH.search(texts[recipe.path.name])
-    say(PROG, [f"train with: difftrain {starts[1] if starts else 'train'} --config {folder / recipe.path.name}"])
+    print_notes(
+        PROG, [f"train with: difftrain {starts[1] if starts else 'train'} --config {folder / recipe.path.name}"]
+    )
     return 0
 
 
 def read(argv: list[str]) -> tuple[ShippedRecipe, Path, bool]:
     """Read the words after `copy`: recipe, folder, whether files are replaced. Raises: ConfigFault with every fault."""
-    words, rest = positional(argv, FLAGS)
-    scanned = scan(rest, FLAGS)
+    words, remaining = positional(argv, FLAGS)
+    scanned = scan(remaining, FLAGS)
     faults = list(scanned.faults)
     recipes = shipped()
     name = words[0].removeprefix("configs/").removesuffix(".toml") if words else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.cli.words import asks_for_help, positional
-from difftrain.config.door import guard, say
+from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded
 from difftrain.config.render.help import entries
@@ -50,9 +50,9 @@ def main(argv: list[str]) -> int:
 
 def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
     """Return folder, host, port (unset: None) and token. Raises: ConfigFault with every fault."""
-    words, rest = positional(argv, FLAGS)
-    scanned = scan(rest, FLAGS)
-    values = {name: given[-1] for name, given in scanned.words.items()}
+    words, remaining = positional(argv, FLAGS)
+    scanned = scan(remaining, FLAGS)
+    values = {name: texts[-1] for name, texts in scanned.words.items()}
     faults = [*scanned.faults, *(Fault(repr(word), f"is a word too many for {PROG}") for word in words[1:])]
 
     folder = Path(expanded(words[0] if words else ".")).absolute()
@@ -77,7 +77,7 @@ def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
         faults.append(Fault("--host", "is empty", f"leave it out for {HOST}"))
     if faults:
         raise ConfigFault(faults)
-    say(PROG, scanned.notes)
+    print_notes(PROG, scanned.notes)
     return folder, host, port, token
 
 

@@ -16,15 +16,17 @@ def asks_for_help(argv: list[str]) -> bool:
     return "-h" in argv or "--help" in argv
 
 
-def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
+def exactly(command: str, argv: list[str], *expected: str) -> list[str]:
     """Return the words of a command that takes exactly these.
 
     Raises: ConfigFault that names every word too many and every one that is missing.
     """
     faults = [Fault(repr(word), f"difftrain {command} takes no such flag") for word in argv if word.startswith("-")]
     words = [word for word in argv if not word.startswith("-")]
-    faults += [Fault(name, "is missing", f"difftrain {command} {' '.join(wanted)}") for name in wanted[len(words) :]]
-    faults += [Fault(repr(word), f"is a word too many for difftrain {command}") for word in words[len(wanted) :]]
+    faults += [
+        Fault(name, "is missing", f"difftrain {command} {' '.join(expected)}") for name in expected[len(words) :]
+    ]
+    faults += [Fault(repr(word), f"is a word too many for difftrain {command}") for word in words[len(expected) :]]
     if faults:
         raise ConfigFault(faults)
     return words
@@ -33,26 +35,26 @@ def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
 def positional(argv: list[str], table: Mapping[str, Row]) -> tuple[list[str], list[str]]:
     """Part the words that are no flags, and no value of the flag before them, from the others."""
     words: list[str] = []
-    rest: list[str] = []
+    remaining: list[str] = []
     for position, word in enumerate(argv):
         before = argv[position - 1] if position else ""
         flag = table.get(before[2:]) if before.startswith("--") else None
         taken = flag is not None and flag.kind != "switch"
-        (rest if word.startswith("-") or taken else words).append(word)
-    return words, rest
+        (remaining if word.startswith("-") or taken else words).append(word)
+    return words, remaining
 
 
-def run_folder(path: str | Path, wanted: str) -> Path:
+def run_folder(path: str | Path, expected: str) -> Path:
     """Return a run's folder, which holds a file; of a folder of run directories those that hold it are named.
 
     Raises: ConfigFault where it is one of those.
     """
     folder = Path(path)
-    if (folder / wanted).is_file() or not folder.is_dir():
+    if (folder / expected).is_file() or not folder.is_dir():
         return folder
     from difftrain.train.run_dir import run_dirs
 
-    runs = [run.name for run in run_dirs(folder) if (run / wanted).is_file()]
+    runs = [run.name for run in run_dirs(folder) if (run / expected).is_file()]
     if runs:
         what = f"{str(folder)!r} holds run directories and is none"
         raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, {folder / runs[0]} is the newest")])

@@ -38,40 +38,40 @@ def layer_of(environ: Mapping[str, str]) -> Layer:
     """Read the variables as a layer of values, below the command line."""
     layer = Layer()
 
-    def said(name: str) -> str:
+    def variable(name: str) -> str:
         return environ.get(name, "").strip()
 
     # --- precision, processor, accumulation
-    if precision := said(_PRECISION).lower():
+    if precision := variable(_PRECISION).lower():
         if precision in ("no", "fp16", "bf16"):
             layer.set("training.mixed_precision", precision, _PRECISION)
         else:
             layer.faults.append(Fault(_PRECISION, f"{precision} is not offered", "no, fp16 or bf16"))
-    if said("ACCELERATE_USE_CPU").lower() in _TRUE:
+    if variable("ACCELERATE_USE_CPU").lower() in _TRUE:
         layer.set("training.device", "cpu", "ACCELERATE_USE_CPU")
-    if steps := said(_ACCUMULATION):
+    if steps := variable(_ACCUMULATION):
         if steps.isdecimal() and int(steps):
             layer.set("training.accumulation", int(steps), _ACCUMULATION)
         else:
             layer.faults.append(Fault(_ACCUMULATION, f"must be a whole number from 1 up, got {steps!r}"))
 
     # --- compilation
-    if (backend := said(_COMPILE).lower()) not in ("", "no"):
+    if (backend := variable(_COMPILE).lower()) not in ("", "no"):
         layer.set("training.compile", True, _COMPILE)
         layer.set("training.compile_backend", backend, _COMPILE)
-        if (mode := said(_MODE).lower()) not in ("", "default"):
+        if (mode := variable(_MODE).lower()) not in ("", "default"):
             layer.faults.append(Fault(_MODE, f"{mode} is not offered", "default"))
 
     # --- what is refused, and what has no effect
     for name, remedy in _REFUSED.items():
-        if said(name).lower() in _TRUE:
+        if variable(name).lower() in _TRUE:
             layer.faults.append(Fault(name, "is not offered", remedy))
     for name in _MPI:
-        if said(name) not in ("", "1") and not said("WORLD_SIZE"):
+        if variable(name) not in ("", "1") and not variable("WORLD_SIZE"):
             layer.faults.append(
-                Fault(name, f"{said(name)}: ranks of MPI are not known here", "start them with torchrun")
+                Fault(name, f"{variable(name)}: ranks of MPI are not known here", "start them with torchrun")
             )
     for name, why in _IDLE.items():
-        if said(name).lower() in _TRUE:
+        if variable(name).lower() in _TRUE:
             layer.notes.append(f"{name}: has no effect: it {why}")
     return layer

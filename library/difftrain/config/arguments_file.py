@@ -21,9 +21,9 @@ ITS_OWN = ("config", "config_file", "output_config", "dry_run", "debug_dataset")
 Words = dict[str, list[str]]
 
 
-def path_of(given: str) -> Path:
+def path_of(name: str) -> Path:
     """Return the file that `--config_file` names; .toml need not be written."""
-    return Path(given if given.endswith(".toml") else f"{given}.toml")
+    return Path(name if name.endswith(".toml") else f"{name}.toml")
 
 
 def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault]]:
@@ -52,7 +52,7 @@ def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault]]:
         elif key in words:
             faults.append(Fault(origin, "stands in two tables", "give it once"))
         elif (texts := _texts(flag, value)) is None:
-            faults.append(Fault(origin, f"must be {_wanted(flag)}, got {value!r}", meaning(flag, "kohya")))
+            faults.append(Fault(origin, f"must be {_expected(flag)}, got {value!r}", meaning(flag, "kohya")))
         elif texts or value is True or (flag.takes_many and value == []):
             words[key] = texts
     return words, faults
@@ -71,7 +71,7 @@ def _texts(flag: Row, value: Any) -> list[str] | None:
         return [] if isinstance(value, bool) else None
     if flag.takes_many:
         values = value if isinstance(value, list) else [value]
-        return [str(each) for each in values] if all(_is_word(each) for each in values) else None
+        return [str(item) for item in values] if all(_is_word(item) for item in values) else None
     return [str(value)] if _is_word(value) and (flag.kind == "str" or value != "") else None
 
 
@@ -79,7 +79,7 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def _wanted(flag: Row) -> str:
+def _expected(flag: Row) -> str:
     kinds = {"switch": "true or false", "int": "a whole number", "float": "a number", "number": "a number"}
     return "a list of texts or numbers" if flag.takes_many else kinds.get(flag.kind, "a text")
 

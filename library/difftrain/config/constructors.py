@@ -35,8 +35,8 @@ class Signature(NamedTuple):
 def signature(path: str) -> Signature | None:
     """Return the arguments of package.module.name, without self; None where its source does not tell."""
     module, _, name = path.rpartition(".")
-    found = _defined(module, name, _DEPTH)
-    return found and _signature(*found, _DEPTH)
+    definition = _defined(module, name, _DEPTH)
+    return definition and _signature(*definition, _DEPTH)
 
 
 def _signature(module: str, node: ast.stmt, depth: int) -> Signature | None:
@@ -44,12 +44,14 @@ def _signature(module: str, node: ast.stmt, depth: int) -> Signature | None:
         return _of(node.args, ())
     if not isinstance(node, ast.ClassDef) or not depth:
         return None
-    own = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    own = next(
+        (method for method in node.body if isinstance(method, ast.FunctionDef) and method.name == "__init__"), None
+    )
     if own is not None:
         return _of(own.args, (own.args.posonlyargs + own.args.args)[:1])
     for base in node.bases:  # the first that says something
-        if isinstance(base, ast.Name) and (found := _defined(module, base.id, depth - 1)):
-            return _signature(*found, depth - 1)
+        if isinstance(base, ast.Name) and (definition := _defined(module, base.id, depth - 1)):
+            return _signature(*definition, depth - 1)
     return None
 
 
@@ -57,9 +59,9 @@ def _of(args: ast.arguments, without: tuple[ast.arg, ...] | list[ast.arg]) -> Si
     ordered = args.posonlyargs + args.args
     first = [None] * (len(ordered) - len(args.defaults))
     positional = {
-        each.arg: _literal(default) for each, default in zip(ordered, [*first, *args.defaults]) if each not in without
+        arg.arg: _literal(default) for arg, default in zip(ordered, [*first, *args.defaults]) if arg not in without
     }
-    by_name = {each.arg: _literal(default) for each, default in zip(args.kwonlyargs, args.kw_defaults)}
+    by_name = {arg.arg: _literal(default) for arg, default in zip(args.kwonlyargs, args.kw_defaults)}
     return Signature(positional, by_name, args.kwarg is not None)
 
 
@@ -76,26 +78,26 @@ def _defined(module: str, name: str, depth: int) -> tuple[str, ast.stmt] | None:
     if file is None or not depth:
         return None
     statements = list(_statements(_tree(file).body))
-    for each in reversed(statements):  # the last one counts
-        if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name:
-            return module, each
-        if not isinstance(each, ast.ImportFrom):
+    for statement in reversed(statements):  # the last one counts
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
+            return module, statement
+        if not isinstance(statement, ast.ImportFrom):
             continue
-        for alias in each.names:
+        for alias in statement.names:
             if name == (alias.asname or alias.name) or alias.name == "*":
-                other = _absolute(module, file, each)
-                found = _defined(other, name if alias.name == "*" else alias.name, depth - 1)
-                if found is not None or alias.name != "*":
-                    return found
+                other = _absolute(module, file, statement)
+                definition = _defined(other, name if alias.name == "*" else alias.name, depth - 1)
+                if definition is not None or alias.name != "*":
+                    return definition
     return None
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements, those within if and try too: what is there in some case."""
-    for each in body:
-        yield each
-        if isinstance(each, ast.If | ast.Try):
-            yield from _statements(each.body)
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If | ast.Try):
+            yield from _statements(statement.body)
 
 
 def _absolute(module: str, file: Path, node: ast.ImportFrom) -> str:
@@ -117,18 +119,18 @@ def _tree(file: Path) -> ast.Module:
 
 def _file(module: str) -> Path | None:
     """Return a module's source, looked for as the import system would, but for what is imported."""
-    first, *rest = module.split(".")
+    first, *remaining = module.split(".")
     try:
         spec = PathFinder.find_spec(first) if first else None
     except (ImportError, ValueError):
         return None
     if spec is None:
         return None
-    if not rest:
+    if not remaining:
         return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
     for folder in spec.submodule_search_locations or ():
-        place = Path(folder, *rest)
-        for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+        location = Path(folder, *remaining)
+        for file in (location / "__init__.py", location.with_name(f"{location.name}.py")):
             if file.is_file():
                 return file
     return None
@@ -176,8 +178,8 @@ def schedule_takes(section: OptimizerSection) -> Taken:
         path = section.scheduler_type
         return _takes(path if "." in path else f"{_TORCH}.lr_scheduler.{path}", ("optimizer", "last_epoch"))
     name = schedule_name(section)
-    found = signature(f"difftrain.optim.schedule.{name}") if name in names.SCHEDULERS and name != ADAFACTOR else None
-    return found and found.by_name
+    known = signature(f"difftrain.optim.schedule.{name}") if name in names.SCHEDULERS and name != ADAFACTOR else None
+    return known and known.by_name
 
 
 def wrong_argument(what: str, name: str, value: Any, taken: Taken, others: Iterable[str] = ()) -> Wrong | None:
@@ -207,14 +209,14 @@ def _are_numbers(value: Any) -> bool:
 
 def wrong_arguments(section: OptimizerSection) -> Iterator[tuple[str, str, str]]:
     """Find arguments that nothing takes: (field, what is wrong, what would be right)."""
-    told = [("args", section.type, section.args, optimizer_takes(section.type))]
+    sources = [("args", section.type, section.args, optimizer_takes(section.type))]
     if not is_schedule_free(section):
         schedule = section.scheduler_type or section.scheduler
-        told.append(("scheduler_args", schedule, section.scheduler_args, schedule_takes(section)))
+        sources.append(("scheduler_args", schedule, section.scheduler_args, schedule_takes(section)))
         if section.schedulefree_wrapper:
             taken = _takes("difftrain.optim.schedule_free.ScheduleFree", ("base",))
-            told.append(("schedulefree_wrapper_args", "the wrapper", section.schedulefree_wrapper_args, taken))
-    for field, what, words, taken in told:
+            sources.append(("schedulefree_wrapper_args", "the wrapper", section.schedulefree_wrapper_args, taken))
+    for field, what, words, taken in sources:
         for name in dict.fromkeys(word.partition("=")[0].strip() for word in words):
             value = argument(words, name, _UNREAD)
             if value is not _UNREAD and (wrong := wrong_argument(what, name, value, taken)):
@@ -225,7 +227,7 @@ _UNREAD = object()  # what is no literal is another rule's matter
 
 
 def _takes(path: str, own: Collection[str]) -> Taken:
-    found = signature(path)
-    if found is None or found.anything:
+    parameters = signature(path)
+    if parameters is None or parameters.anything:
         return None
-    return {name: usual for name, usual in {**found.positional, **found.by_name}.items() if name not in own}
+    return {name: usual for name, usual in {**parameters.positional, **parameters.by_name}.items() if name not in own}

@@ -34,11 +34,11 @@ def train_door(preset: Mapping[str, Any]) -> Door:
     def together(out: Resolution, layers: Sequence[Layer]) -> None:
         # what a door is for cannot be changed by what comes through it
         for path, value in preset.items():
-            if out.given.get(path, value) != value:
+            if out.values.get(path, value) != value:
                 out.fault(
-                    path, f"{out.given[path]} contradicts this door, which is for {value}", f"use {toml_entry_point()}"
+                    path, f"{out.values[path]} contradicts this door, which is for {value}", f"use {toml_entry_point()}"
                 )
-            out.given[path] = value
+            out.values[path] = value
         for step in _STEPS:
             step(out, layers)
 
@@ -49,7 +49,7 @@ def _other_weights(out: Resolution, layer: Layer) -> None:
     """Weights from a folder take the place of an earlier layer's seed, and the other way round."""
     pair = ("model.pretrained", "model.init_from_config")
     for new, old in (pair, pair[::-1]):
-        if new in layer.values and old not in layer.values and old in out.given:
+        if new in layer.values and old not in layer.values and old in out.values:
             out.note(old, f"{out.pop(old)} is left aside: weights are taken from {layer.values[new]}")
 
 
@@ -79,18 +79,18 @@ def _text_encoders(layers: Sequence[Layer], preset: Mapping[str, Any]) -> None:
 
 def _warnings(out: Resolution, layers: Sequence[Layer]) -> None:
     """Where faults of the data are warnings, no share of rejected samples is too large."""
-    if out.given.get("training.only_warn"):
+    if out.values.get("training.only_warn"):
         out.set("data.max_rejected_share", 1.0, "training.only_warn")
 
 
 def _length(out: Resolution, layers: Sequence[Layer]) -> None:
     """With epochs and steps, what comes first ends the run; a run's own record may say otherwise."""
-    epochs, steps = "training.max_epochs" in out.given, "training.max_steps" in out.given
+    epochs, steps = "training.max_epochs" in out.values, "training.max_steps" in out.values
     if not epochs and not steps and not {"training.max_epochs", "training.max_steps"} & out.bad:
         out.fault("training.max_epochs", "is missing", "how long to train: epochs, or max_steps")
     asked_now = bool(layers) and "training.max_steps" in layers[-1].values
-    if epochs and steps and (asked_now or "training.first_limit" not in out.given):
-        out.given["training.first_limit"] = True
+    if epochs and steps and (asked_now or "training.first_limit" not in out.values):
+        out.values["training.first_limit"] = True
 
 
 def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
@@ -108,7 +108,7 @@ def _batches(out: Resolution, layers: Sequence[Layer]) -> None:
         return
     pairs = pictures if isinstance(pictures, tuple) else ()
     out.set("training.batch_size", max(batch for _, batch in pairs) if pairs else pictures, "?image_batch")
-    out.given["?batch_of"] = pairs
+    out.values["?batch_of"] = pairs
 
 
 def _stages(out: Resolution, layers: Sequence[Layer]) -> None:
@@ -129,11 +129,11 @@ def _stages(out: Resolution, layers: Sequence[Layer]) -> None:
 
 def _adapter(out: Resolution, layers: Sequence[Layer]) -> None:
     """Say once that adapters are not built yet."""
-    given = {path: out.pop(path) for path in list(out.given) if path.startswith("?adapter.")}
-    if not given:
+    fields = {path: out.pop(path) for path in list(out.values) if path.startswith("?adapter.")}
+    if not fields:
         return
-    kind = given.get("?adapter.type")
-    first = "?adapter.type" if kind else next(iter(given))
+    kind = fields.get("?adapter.type")
+    first = "?adapter.type" if kind else next(iter(fields))
     known = ("lora", "lokr", "ia3")
     if kind and kind not in known:
         out.fault(first, f"no such adapter: {kind!r}", f"known are {', '.join(known)}, and none is built yet")
@@ -144,7 +144,7 @@ def _adapter(out: Resolution, layers: Sequence[Layer]) -> None:
 
 def _precision(out: Resolution, layers: Sequence[Layer]) -> None:
     """What trained weights are kept in, and what is asked of frozen ones where none is frozen."""
-    mixed = out.given.get("training.mixed_precision", "no")
+    mixed = out.values.get("training.mixed_precision", "no")
     masters = out.pop("?masters")
     if masters is False and mixed == "no":
         out.note("?masters", "false has no effect: dtype is float32, and weights are kept in it")
@@ -153,50 +153,50 @@ def _precision(out: Resolution, layers: Sequence[Layer]) -> None:
         out.set("training.master_weights", "none", "?masters")
         out.note("?masters", f"false: weights, gradients and optimizer state in {mixed}, 8 B a parameter with AdamW in place of "
                  "16; updates below half a unit of the last place are lost ('kahan', 14 B, keeps them)")  # fmt: skip
-    held = out.pop("?held")
-    frozen = out.given.get("optimizer.unet_lr") == 0
-    if held == "float8" and frozen:
+    storage = out.pop("?held")
+    frozen = out.values.get("optimizer.unet_lr") == 0
+    if storage == "float8" and frozen:
         out.set("model.fp8_frozen", "unet", "?held")
-    elif held and out.given.get("model.train_only"):
-        out.note("?held", f"{held} has no effect: what train_only leaves out is kept in dtype")
-    elif held and held != "float32" and masters is not False:
-        what = f"{held} is for weights that are not trained: all of the denoiser's are, and stay fp32"
+    elif storage and out.values.get("model.train_only"):
+        out.note("?held", f"{storage} has no effect: what train_only leaves out is kept in dtype")
+    elif storage and storage != "float32" and masters is not False:
+        what = f"{storage} is for weights that are not trained: all of the denoiser's are, and stay fp32"
         out.note("?held", f"{what} (16 B a parameter with AdamW: weight, gradient, two of state; master_weights)")
 
 
 def _optimizer(out: Resolution, layers: Sequence[Layer]) -> None:
     """Names of other trainers' optimizers, and arguments of the constructor."""
     path = "optimizer.type"
-    name = str(out.given.get(path, "")).lower()
+    name = str(out.values.get(path, "")).lower()
     if name in OPTIMIZERS_LATER:
-        out.fault(path, f"{out.given[path]} is not built yet", OPTIMIZERS_LATER[name])
-        out.given.pop(path)
+        out.fault(path, f"{out.values[path]} is not built yet", OPTIMIZERS_LATER[name])
+        out.values.pop(path)
     elif name in OPTIMIZERS_NEAR:
         nearest, why = OPTIMIZERS_NEAR[name]
-        out.note(path, f"{out.given[path]}: {nearest} is taken, {why}")
-        out.given[path] = nearest
+        out.note(path, f"{out.values[path]}: {nearest} is taken, {why}")
+        out.values[path] = nearest
 
     # arguments come as words, or as keys of a table: these are checked against the constructor
-    args = {word.partition("=")[0].strip(): word for word in out.given.get("optimizer.args", ())}
+    args = {word.partition("=")[0].strip(): word for word in out.values.get("optimizer.args", ())}
     start = "?optimizer_args."
-    name = str(out.given.get(path, default_of(path)))
+    name = str(out.values.get(path, default_of(path)))
     taken = None if path in out.bad else optimizer_takes(name)
-    for place in [place for place in out.given if place.startswith(start)]:
-        value = out.pop(place)
-        key = place.removeprefix(start)
+    for source in [source for source in out.values if source.startswith(start)]:
+        value = out.pop(source)
+        key = source.removeprefix(start)
         if wrong := wrong_argument(name, key, value, taken, keys_of("optimizer")):
             home = home_of(key)
-            out.fault(place, *((f"has no place in [optimizer]: {wrong[0]}", f"it belongs {home}") if home else wrong))
+            out.fault(source, *((f"has no place in [optimizer]: {wrong[0]}", f"it belongs {home}") if home else wrong))
             continue
         args[key] = f"{key}={tuple(value) if isinstance(value, list) else value!r}"
-        out.origins.setdefault("optimizer.args", out.where(place))
+        out.origins.setdefault("optimizer.args", out.where(source))
 
     # a half-life in samples is a decay, and so an argument too
     half_life = out.pop("?half_life")
     if half_life is not None:
         _half_life(out, half_life, args)
     if args:
-        out.given["optimizer.args"] = tuple(args.values())
+        out.values["optimizer.args"] = tuple(args.values())
 
 
 def _half_life(out: Resolution, half_life: float, args: dict[str, str]) -> None:
@@ -205,7 +205,7 @@ def _half_life(out: Resolution, half_life: float, args: dict[str, str]) -> None:
         out.fault("?half_life", f"must be above 0, got {half_life:g}")
         return
     world = os.environ.get("WORLD_SIZE", "1")
-    batch = out.given.get("training.batch_size", 1) * out.given.get("training.accumulation", 1)
+    batch = out.values.get("training.batch_size", 1) * out.values.get("training.accumulation", 1)
     step = batch * (int(world) if world.isdecimal() else 1)
     first = args.get("betas", "betas=(0.9,").partition("(")[2].partition(",")[0] or "0.9"
     args["betas"] = f"betas=({first}, {0.5 ** (step / half_life)!r})"
@@ -223,28 +223,28 @@ def _rates(out: Resolution, layers: Sequence[Layer]) -> None:
         else:
             for path, new in ((_RATE, value), ("optimizer.scheduler", "constant"), ("optimizer.warmup_steps", 0)):
                 out.set(path, new, "?constant_lr")
-            if out.given.get("save.resume") not in (None, "auto"):  # auto goes on only where the rate is the same
+            if out.values.get("save.resume") not in (None, "auto"):  # auto goes on only where the rate is the same
                 out.set("save.reset_optimizer_params", True, "?constant_lr")
-    warm, schedule = out.given.get("optimizer.warmup_steps", 0), out.given.get("optimizer.scheduler", "constant")
-    free = str(out.given.get("optimizer.type", "")).lower().endswith("schedulefree")
+    warm, schedule = out.values.get("optimizer.warmup_steps", 0), out.values.get("optimizer.scheduler", "constant")
+    free = str(out.values.get("optimizer.type", "")).lower().endswith("schedulefree")
     if warm and schedule == "constant" and not free:
-        out.given["optimizer.scheduler"] = "constant_with_warmup"
+        out.values["optimizer.scheduler"] = "constant_with_warmup"
     rates = [f"optimizer.learning_rate_te{number}" for number in (1, 2)]
-    if not out.given.get("model.train_text_encoder") and not any(out.given.get(rate) for rate in rates):
+    if not out.values.get("model.train_text_encoder") and not any(out.values.get(rate) for rate in rates):
         for rate in rates:
             out.pop(rate)
 
 
 def _average(out: Resolution, layers: Sequence[Layer]) -> None:
     """[ema] says anything: there is an average, with diffusion-pipe's decay, unless it says otherwise."""
-    said = [path for path in EMA_DEFAULTS if path in out.given]
-    if "ema.enable" not in out.given and said:
-        out.set("ema.enable", True, said[0])
-    if out.given.get("ema.enable"):
+    ema_paths = [path for path in EMA_DEFAULTS if path in out.values]
+    if "ema.enable" not in out.values and ema_paths:
+        out.set("ema.enable", True, ema_paths[0])
+    if out.values.get("ema.enable"):
         for path, value in EMA_DEFAULTS.items():
-            out.given.setdefault(path, value)
+            out.values.setdefault(path, value)
     else:
-        for path in said:  # a table that is switched off
+        for path in ema_paths:  # a table that is switched off
             out.pop(path)
 
 
@@ -253,36 +253,40 @@ def _loggers(out: Resolution, layers: Sequence[Layer]) -> None:
     wandb = out.pop("?wandb")
     if wandb:
         out.set("logging.log_with", "all" if find_spec("tensorboard") else "wandb", "?wandb")
-    elif "logging.log_with" not in out.given and find_spec("tensorboard"):
-        out.given["logging.log_with"] = "tensorboard"
-    if not wandb and out.given.get("logging.log_with") == "tensorboard":
+    elif "logging.log_with" not in out.values and find_spec("tensorboard"):
+        out.values["logging.log_with"] = "tensorboard"
+    if not wandb and out.values.get("logging.log_with") == "tensorboard":
         out.pop("logging.wandb_run_name")
     cadences = {path: out.pop(path) for path in ("?print_every", "?log_every")}
-    given = {path: value for path, value in cadences.items() if value is not None}
-    for path, value in given.items():
+    values = {path: value for path, value in cadences.items() if value is not None}
+    for path, value in values.items():
         if wrong := judged("logging.log_every", value)[1]:
             out.fault(path, *wrong)
             return
-    if given:
-        least = min(given, key=lambda path: given[path])
-        out.set("logging.log_every", given[least], least)
-        if len(set(given.values())) > 1:
-            out.note(least, f"{given[least]}: the smaller of steps_per_print and logging_steps counts for both")
+    if values:
+        least = min(values, key=lambda path: values[path])
+        out.set("logging.log_every", values[least], least)
+        if len(set(values.values())) > 1:
+            out.note(least, f"{values[least]}: the smaller of steps_per_print and logging_steps counts for both")
 
 
 def _evaluation(out: Resolution, layers: Sequence[Layer]) -> None:
     """Sets are measured before the first step too, unless that is said otherwise."""
-    if out.given.get("eval.sets"):
-        out.given.setdefault("eval.before_first_step", True)
+    if out.values.get("eval.sets"):
+        out.values.setdefault("eval.before_first_step", True)
 
 
 def _caches(out: Resolution, layers: Sequence[Layer]) -> None:
     """What is asked of a cache where none was named means one on disk of everything that is frozen."""
-    asks = [path for path in ("cache.only", "cache.trust", "cache.regenerate") if out.given.get(path)]
-    named = [path for path in ("latents", "latents_to_disk", "text", "text_to_disk") if f"cache.{path}" in out.given]
-    if not asks or named or FAMILIES[str(out.given.get("model.family", DEFAULT))].defaults.get("cache.latents_to_disk"):
+    asks = [path for path in ("cache.only", "cache.trust", "cache.regenerate") if out.values.get(path)]
+    named = [path for path in ("latents", "latents_to_disk", "text", "text_to_disk") if f"cache.{path}" in out.values]
+    if (
+        not asks
+        or named
+        or FAMILIES[str(out.values.get("model.family", DEFAULT))].defaults.get("cache.latents_to_disk")
+    ):
         return
-    trained = bool(out.given.get("model.train_text_encoder"))
+    trained = bool(out.values.get("model.train_text_encoder"))
     out.set("cache.latents_to_disk", True, asks[0])
     out.set("cache.text_to_disk", not trained, asks[0])
     what = "latents" if trained else "latents and outputs of the text encoders"

@@ -63,7 +63,7 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
     for field in ("dirs", "reg_dirs"):
         out[f"data.{field}"] = tuple(_last_name(folder) for folder in getattr(cfg.data, field))
     for number, dataset in enumerate(cfg.data.datasets, 1):
-        out |= _told(f"data set {number}", dataset)
+        out |= _fields_of(f"data set {number}", dataset)
     out |= _cached(cfg)
     batches = [size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes]
     out["global batch"] = batches if cfg.data.datasets else batches[0]
@@ -77,25 +77,25 @@ def _cached(cfg: TrainConfig) -> dict[str, Any]:
     cache = cfg.cache
     pictures, captions = cache.latents or cache.latents_to_disk, cache.text or cache.text_to_disk
     words = row_of(cfg).text_features
-    told = {
+    kept = {
         "latents_as": cache.latents_as,
         "latents_dtype": cache.latents_dtype if pictures else None,
         "text_dtype": cache.text_dtype if captions else None,
-        "dtypes": {name: each for name, each in cache.dtypes.items() if (captions if name in words else pictures)},
+        "dtypes": {name: dtype for name, dtype in cache.dtypes.items() if (captions if name in words else pictures)},
         "shuffle_num": cache.shuffle_num if draws_captions(cfg) else None,
     }
-    return {f"cache.{name}": value for name, value in told.items() if value not in (None, default_of(f"cache.{name}"))}
+    return {f"cache.{name}": value for name, value in kept.items() if value not in (None, default_of(f"cache.{name}"))}
 
 
-def _told(name: str, dataset: DatasetSection) -> dict[str, Any]:
+def _fields_of(name: str, dataset: DatasetSection) -> dict[str, Any]:
     """Return what a data set is: paths by their last name, without what its global batch or no weight depends on."""
-    found = dataset.model_dump(mode="json", exclude={"batch_size", "subsets"})
-    told = {f"{name}: {field}": value for field, value in found.items()}
+    values = dataset.model_dump(mode="json", exclude={"batch_size", "subsets"})
+    by_name = {f"{name}: {field}": value for field, value in values.items()}
     for number, subset in enumerate(dataset.subsets, 1):
         for field, value in subset.model_dump(mode="json", exclude={"custom_attributes"}).items():
             is_path = value and field in ("image_dir", "metadata_file", "conditioning_dir", "default_mask")
-            told[f"{name}, subset {number}: {field}"] = _last_name(value) if is_path else value
-    return told
+            by_name[f"{name}, subset {number}: {field}"] = _last_name(value) if is_path else value
+    return by_name
 
 
 def digest(cfg: TrainConfig, dp_size: int = 1) -> str:

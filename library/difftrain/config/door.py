@@ -59,13 +59,13 @@ def enter(
             return 0
         parsed = read()
         hold_back()
-        say(prog, parsed.notes)
+        print_notes(prog, parsed.notes)
         return work(parsed)
 
     return guard(prog, inner)
 
 
-def say(prog: str, sentences: Iterable[str]) -> None:
+def print_notes(prog: str, sentences: Iterable[str]) -> None:
     """Print what is worth knowing before the work begins, once on each machine."""
     if _speaks():
         for sentence in sentences:
@@ -90,10 +90,10 @@ def guard(prog: str, work: Callable[[], int]) -> int:
         return 141
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in REQUIRED:
-            said = f"needs the package {REQUIRED[error.name]}, which is not installed (pip install -r requirements.txt)"
+            text = f"needs the package {REQUIRED[error.name]}, which is not installed (pip install -r requirements.txt)"
         else:  # a bug of ours: the traceback is the message, and tokens stay out of it
-            said = traceback.format_exc()
-        print(redact_text(f"{_who(prog)}: {said}"), file=sys.stderr, flush=True)
+            text = traceback.format_exc()
+        print(redact_text(f"{_who(prog)}: {text}"), file=sys.stderr, flush=True)
         return 1
 
 

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 WITHHELD = ("bitsandbytes",)
-_held: set[str] = set()
+_hidden: set[str] = set()
 
 
 def hold_back() -> None:
@@ -18,17 +18,17 @@ def hold_back() -> None:
     for name in WITHHELD:
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]  # what the import system takes for "not there"
-            _held.add(name)
+            _hidden.add(name)
 
 
 def let_in(module: str) -> None:
     """Let the package of a module be found again, before it is imported."""
     name = module.partition(".")[0]
-    if name in _held:
-        _held.discard(name)
+    if name in _hidden:
+        _hidden.discard(name)
         del sys.modules[name]
 
 
 def is_installed(module: str) -> bool:
     """Say whether a package is there, held back or not; it is not imported."""
-    return module in _held or find_spec(module) is not None
+    return module in _hidden or find_spec(module) is not None

@@ -47,12 +47,12 @@ def read(text: str) -> HubId | None:
     """Read an id; None where the text can only be a path. The disk is not looked at."""
     scheme = next((scheme for scheme in SCHEMES if text.startswith(scheme)), "")
     explicit, hub = bool(scheme), SCHEMES.get(scheme, "")
-    rest, kind = text.removeprefix(scheme), ""
-    if explicit and (found := re.match(r"(model|dataset)s/", rest)):
-        rest, kind = rest[found.end() :], found[1]
-    if rest.startswith(("/", ".", "~")) or rest.endswith("/") or "//" in rest or "\\" in rest:
+    remaining, kind = text.removeprefix(scheme), ""
+    if explicit and (prefix := re.match(r"(model|dataset)s/", remaining)):
+        remaining, kind = remaining[prefix.end() :], prefix[1]
+    if remaining.startswith(("/", ".", "~")) or remaining.endswith("/") or "//" in remaining or "\\" in remaining:
         return None
-    org, _, tail = rest.partition("/")
+    org, _, tail = remaining.partition("/")
     named = re.match(r"[^/@]+", tail)
     if named is None:
         return None
@@ -71,9 +71,9 @@ def read(text: str) -> HubId | None:
 
 def read_state(text: str) -> HubId | None:
     """Read what --resume names with --resume_from_huggingface: REPO_ID/PATH[:REVISION[:TYPE]], as kohya writes it."""
-    place, _, rest = text.partition(":")
-    revision, _, kind = rest.partition(":")
-    org, name, path = [*place.split("/", 2), "", ""][:3]
+    repo_path, _, remaining = text.partition(":")
+    revision, _, kind = remaining.partition(":")
+    org, name, path = [*repo_path.split("/", 2), "", ""][:3]
     path = path.strip("/")
     if not is_repo(f"{org}/{name}") or not path or ".." in path.split("/") or kind not in ("", "model", "dataset"):
         return None
@@ -103,19 +103,19 @@ def missing(text: str) -> str:
     """
     if lies_here(text):
         return ""
-    found = read(text)
-    if found is None:
+    hub_id = read(text)
+    if hub_id is None:
         return f"no such file or folder: {text!r}"
     folder = text.split("/")[0]
-    if not found.explicit and is_folder(folder):
+    if not hub_id.explicit and is_folder(folder):
         return f"no such file or folder: {text!r} in the folder {folder!r} of {Path.cwd()}"
     return ""
 
 
 def name_of(path: str) -> str:
     """Return what to call a path: its last name, or the id where it lies in the cache of a hub."""
-    found = _CACHED.search(path.rstrip("/"))
-    return f"{found[1]}/{found[2]}{found[3] or ''}" if found else Path(path).name
+    match = _CACHED.search(path.rstrip("/"))
+    return f"{match[1]}/{match[2]}{match[3] or ''}" if match else Path(path).name
 
 
 def known_by(path: str, last_name: str) -> str:
@@ -123,5 +123,5 @@ def known_by(path: str, last_name: str) -> str:
 
     The last name of a path; all of what is an id beyond doubt.
     """
-    found = read(path)
-    return str(found) if found and (found.explicit or found.revision) else last_name
+    hub_id = read(path)
+    return str(hub_id) if hub_id and (hub_id.explicit or hub_id.revision) else last_name

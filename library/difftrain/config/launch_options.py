@@ -48,20 +48,20 @@ def local_place(bare: Mapping[str, str], line: Layer) -> None:
         if text is None or (name == "local_rank" and text == "-1"):
             continue
         variable = name.upper()
-        there = os.environ.get(variable, "").strip()
+        environment_value = os.environ.get(variable, "").strip()
         if not text.isdecimal():
             line.faults.append(Fault(f"--{name}", f"must be a number, got {text!r}"))
-        elif there and there != text:
+        elif environment_value and environment_value != text:
             line.faults.append(
-                Fault(f"--{name}", f"{text} contradicts {variable}={there} of the environment", "give one")
+                Fault(f"--{name}", f"{text} contradicts {variable}={environment_value} of the environment", "give one")
             )
-        elif not there and started:
+        elif not environment_value and started:
             os.environ[variable] = text
             line.notes.append(f"--{name}: taken as {variable}={text}, which the launcher has not set")
-        elif not there and text != "0" and name == "local_rank":
+        elif not environment_value and text != "0" and name == "local_rank":
             what = f"{text}, but the environment has no RANK and no WORLD_SIZE"
             line.faults.append(Fault(f"--{name}", what, "start with torchrun, or leave it out"))
-        elif not there:
+        elif not environment_value:
             line.notes.append(f"--{name}: no effect: this is a single process")
 
 
@@ -70,28 +70,28 @@ def deepspeed(bare: Mapping[str, str], line: Layer, lower: Mapping[str, Any]) ->
 
     lower: what the layers below say.
     """
-    asked = "deepspeed" in bare or lower.get("?deepspeed")
+    is_asked_for = "deepspeed" in bare or lower.get("?deepspeed")
     if "deepspeed_config" not in bare:
-        if asked and not lower.get("deepspeed.enable"):
+        if is_asked_for and not lower.get("deepspeed.enable"):
             line.notes.append(f"{'--deepspeed' if 'deepspeed' in bare else 'engine = deepspeed'}: {_NATIVE}; {_ZERO}")
         return
     path = Path(bare["deepspeed_config"])
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         line.faults.append(Fault(f"{_OPTION}={path}", "no such file", "give DeepSpeed's JSON file"))
         return
     except (OSError, ValueError) as error:
         line.faults.append(Fault(f"{_OPTION}={path}", f"cannot be read as JSON: {error}"))
         return
-    if not isinstance(told, dict):
-        line.faults.append(Fault(f"{_OPTION}={path}", f"must be an object, got {show(told)}"))
+    if not isinstance(settings, dict):
+        line.faults.append(Fault(f"{_OPTION}={path}", f"must be an object, got {show(settings)}"))
         return
-    _take(path, told, line, lower)
+    _take(path, settings, line, lower)
 
 
-def _take(path: Path, told: dict[str, Any], line: Layer, lower: Mapping[str, Any]) -> None:
-    def say(key: str, field: str, value: Any) -> None:
+def _take(path: Path, settings: dict[str, Any], line: Layer, lower: Mapping[str, Any]) -> None:
+    def set_field(key: str, field: str, value: Any) -> None:
         if value == "auto" or value is None:
             return
         origin = f"{path} {key}"
@@ -103,12 +103,12 @@ def _take(path: Path, told: dict[str, Any], line: Layer, lower: Mapping[str, Any
                 field, value, origin
             )
 
-    zero = told.get("zero_optimization", {})
+    zero = settings.get("zero_optimization", {})
     zero = zero if isinstance(zero, dict) else {}
     sharded = zero.get("stage", 0) != 0
-    for key, value in told.items():
+    for key, value in settings.items():
         if key in _SHARED:
-            say(key, _SHARED[key], value)
+            set_field(key, _SHARED[key], value)
         elif key in ("fp16", "bf16"):
             _precision(path, key, value, line, lower)
         elif key == "zero_optimization" or (key in _SAID_ELSEWHERE and value == "auto"):
@@ -127,24 +127,24 @@ def _take(path: Path, told: dict[str, Any], line: Layer, lower: Mapping[str, Any
     else:
         line.notes.append(f"{_OPTION}={path}: no zero stage above 0; {_NATIVE}")
     for key, value in zero.items():
-        place = f"zero_optimization.{key}"
+        zero_key = f"zero_optimization.{key}"
         if key in _ZERO_KEYS:
             if sharded:
-                say(place, _ZERO_KEYS[key], value)
+                set_field(zero_key, _ZERO_KEYS[key], value)
         elif key in ("offload_optimizer", "offload_param") and isinstance(value, dict):
             for inner, one in value.items():
                 target = {"device": f"deepspeed.{key}_device", "nvme_path": f"deepspeed.{key}_nvme_path"}.get(inner)
                 if target and one != "none":
-                    say(f"{place}.{inner}", target, one)
+                    set_field(f"{zero_key}.{inner}", target, one)
                 elif target is None and inner != "pin_memory":
                     line.faults.append(
-                        Fault(f"{path} {place}.{inner}", "is no key that is known here", "device, nvme_path")
+                        Fault(f"{path} {zero_key}.{inner}", "is no key that is known here", "device, nvme_path")
                     )
         elif key in _TUNING:
-            line.notes.append(f"{path} {place}: no effect: accelerate's plugin chooses it")
+            line.notes.append(f"{path} {zero_key}: no effect: accelerate's plugin chooses it")
         else:
             known = (*_ZERO_KEYS, "offload_optimizer", "offload_param", *sorted(_TUNING))
-            line.faults.append(Fault(f"{path} {place}", "is no key that is known here", did_you_mean(key, known)))
+            line.faults.append(Fault(f"{path} {zero_key}", "is no key that is known here", did_you_mean(key, known)))
 
 
 def _precision(path: Path, key: str, value: Any, line: Layer, lower: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ class Layer:
         if key.secret:
             self._hide(key.secret, item)
             return
-        passes = any(item.value == each and type(item.value) is type(each) for each in key.passes)
+        passes = any(item.value == passing and type(item.value) is type(passing) for passing in key.passes)
         if key.status == "later":
             if not passes:
                 self.fault(item, "is not built yet", meaning(key, "train"))
@@ -123,13 +123,13 @@ class Layer:
     def path(self, item: KeyValue, value: Any) -> Any:
         """Settle a relative path: against the working directory, then against the file's folder."""
         if isinstance(value, list | tuple):
-            return [self.path(item, each) for each in value]
+            return [self.path(item, entry) for entry in value]
         if not isinstance(value, str) or item.folder is None:
             return value
-        found, wrong = resolve_path(value, item.folder)
+        resolved, wrong = resolve_path(value, item.folder)
         if wrong:
             self.fault(item, wrong, "write the whole path of one of them")
-        return found
+        return resolved
 
     def _hide(self, variable: str, item: KeyValue) -> None:
         if item.value == "":
@@ -141,8 +141,8 @@ class Layer:
             self.fault(item, wrong)
             return
         keep_in_environment(variable, item.value)
-        said = f"moved to the environment as {variable}; give it there, where nobody else can see it"
-        self.notes.append(f"{item.origin}: {said}")
+        message = f"moved to the environment as {variable}; give it there, where nobody else can see it"
+        self.notes.append(f"{item.origin}: {message}")
 
 
 # fields that hold paths: they may be relative to a file's folder

@@ -155,7 +155,7 @@ class Parsed:
     argv: tuple[str, ...]
     words: dict[str, list[str]] = field(default_factory=dict)
     coming: PendingFiles | None = None  # what a dry run leaves to be made
-    given: dict[str, str] = field(default_factory=dict)  # fields that are no default -> where they were given
+    explicit: dict[str, str] = field(default_factory=dict)  # fields that are no default -> where they were given
 
     @property
     def dry_run(self) -> bool:
@@ -205,15 +205,15 @@ def resolve_flags(
     cfg = with_variants(_with_data_sets(out, setters), out.bad, out.notes)
 
     # --- its rules
-    asked = {path for path in out.origins if path in setters or value_of(cfg, path) != default_of(path)}
+    requested = {path for path in out.origins if path in setters or value_of(cfg, path) != default_of(path)}
     noted: set[str] = set()
-    faults, notes = check(cfg, rules, asked, out.bad, out.origins, noted)
+    faults, notes = check(cfg, rules, requested, out.bad, out.origins, noted)
     if faults := [*out.faults, *faults]:
         raise ConfigFault(faults)
     words = {**written, **line.words}
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
-    given = given_fields(cfg, out.origins, noted)
-    return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words, given=given)
+    explicit = given_fields(cfg, out.origins, noted)
+    return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words, explicit=explicit)
 
 
 def _family_defaults(row: FamilyRow) -> dict[str, Any]:
@@ -236,7 +236,7 @@ _KOHYA = Door(defaults=_family_defaults, remedy=_help)
 def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainConfig:
     """Settle how many captions of a record are cached, where they are drawn and nobody has said it."""
     cached = cfg.cache.text or cfg.cache.text_to_disk
-    if not (cached and draws_captions(cfg, told=False)) or cfg.cache.shuffle_num or "cache.shuffle_num" in bad:
+    if not (cached and draws_captions(cfg, with_variants=False)) or cfg.cache.shuffle_num or "cache.shuffle_num" in bad:
         return cfg
     notes.append(
         f"{option('cache.shuffle_num')}: {SHUFFLE_NUM} captions of each record are drawn and cached, and each use takes one of them"
@@ -258,13 +258,13 @@ def _with_data_sets(out: Resolution, setters: Set[str]) -> TrainConfig:
         return cfg
     if not data.dataset_config or "data.dataset_config" in out.bad:
         return cfg
-    found = kohya.resolve(Path(data.dataset_config), cfg)
-    out.faults += found.faults
+    resolved = kohya.resolve(Path(data.dataset_config), cfg)
+    out.faults += resolved.faults
     out.origins["data.datasets"] = data.dataset_config
-    out.notes += [*found.notes, *data_rules.overridden(found.overridden & setters, data.dataset_config)]
-    if found.faults:
+    out.notes += [*resolved.notes, *data_rules.overridden(resolved.overridden & setters, data.dataset_config)]
+    if resolved.faults:
         out.bad.add("data.datasets")
-    return applied(cfg, found)
+    return applied(cfg, resolved)
 
 
 def _written(words: dict[str, list[str]], table: Mapping[str, Row], layer: Layer) -> tuple[dict[str, list[str]], Path]:
@@ -281,10 +281,10 @@ def _written(words: dict[str, list[str]], table: Mapping[str, Row], layer: Layer
     if "config_file" not in words:
         return {}, Path()
     path = arguments_file.path_of(words["config_file"][-1])
-    given, faults = arguments_file.read(path, table)
+    texts_of, faults = arguments_file.read(path, table)
     layer.faults += faults
     taken = {table[name].to for name in words} - {""}
-    return {name: texts for name, texts in given.items() if name not in words and table[name].to not in taken}, path
+    return {name: texts for name, texts in texts_of.items() if name not in words and table[name].to not in taken}, path
 
 
 def _take_sections(path: Path, layer: Layer) -> None:
@@ -312,7 +312,7 @@ def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
         value = convert(flag, texts)
         if value == "" and flag.passes == ("",):
             return
-        if not all(_is_text(each) for each in (value if flag.kind == "strs" else (value,)) if isinstance(each, str)):
+        if not all(_is_text(item) for item in (value if flag.kind == "strs" else (value,)) if isinstance(item, str)):
             raise ValueError("its value is empty or not UTF-8")
     except ValueError as error:
         layer.faults.append(Fault(origin, str(error), meaning(flag)))

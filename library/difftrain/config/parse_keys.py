@@ -50,18 +50,18 @@ def with_data_sets(out: Resolution, *, named_now: bool) -> TrainConfig:
     multiple = multiple_of(cfg)
     path = cfg.data.dataset_config
     if path and not (cfg.data.datasets and not named_now) and _FILE not in out.bad:
-        found = diffusion_pipe.resolve(Path(path), cfg, multiple=multiple, batch_of=_batch_of(out, cfg))
-        _say(out, found, _SETS, path)
-        given = {each for each in found.overridden & out.origins.keys() if value_of(cfg, each) != default_of(each)}
-        out.notes += data_rules.overridden(given, path)
-        cfg = applied(cfg, found)
+        resolved = diffusion_pipe.resolve(Path(path), cfg, multiple=multiple, batch_of=_batch_of(out, cfg))
+        _take_messages(out, resolved, _SETS, path)
+        changed = {name for name in resolved.overridden & out.origins.keys() if value_of(cfg, name) != default_of(name)}
+        out.notes += data_rules.overridden(changed, path)
+        cfg = applied(cfg, resolved)
     elif (batch_of := _batch_of(out, cfg)) and not path and not cfg.data.datasets and cfg.data.resolution:
         width, height = cfg.data.resolution  # of the folders that the run's own file names
         batch = {"batch_size": batch_of(round(math.sqrt(width * height)))}
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update=batch)})
     if _EVAL in out.bad or not cfg.eval.sets:
         return cfg
-    sets = [each if each.datasets else _eval_set(out, cfg, each, multiple) for each in cfg.eval.sets]
+    sets = [section if section.datasets else _eval_set(out, cfg, section, multiple) for section in cfg.eval.sets]
     return cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"sets": tuple(sets)})})
 
 
@@ -75,16 +75,16 @@ def _eval_set(out: Resolution, cfg: TrainConfig, section: EvalSetSection, multip
         }
     )
     batch_of = None if cfg.eval.batch_size else _batch_of(out, cfg)  # the former counts for every set
-    found = diffusion_pipe.resolve(Path(section.config), plain, multiple=multiple, batch_of=batch_of)
-    _say(out, found, _EVAL, section.config)
-    return section.model_copy(update={"datasets": found.datasets})
+    resolved = diffusion_pipe.resolve(Path(section.config), plain, multiple=multiple, batch_of=batch_of)
+    _take_messages(out, resolved, _EVAL, section.config)
+    return section.model_copy(update={"datasets": resolved.datasets})
 
 
-def _say(out: Resolution, found: Resolved, field: str, path: str) -> None:
-    out.faults += [fault for fault in found.faults if fault not in out.faults]
-    out.notes += [note for note in found.notes if note not in out.notes]
+def _take_messages(out: Resolution, resolved: Resolved, field: str, path: str) -> None:
+    out.faults += [fault for fault in resolved.faults if fault not in out.faults]
+    out.notes += [note for note in resolved.notes if note not in out.notes]
     out.origins.setdefault(field, path)
-    if found.faults:
+    if resolved.faults:
         out.bad.add(field)
 
 
@@ -100,7 +100,7 @@ def _batch_of(out: Resolution, cfg: TrainConfig) -> Any:
     return batch_of
 
 
-def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def required(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find what every run of this door needs and this one lacks."""
     data = cfg.data
     if not cfg.save.output_dir:
@@ -112,7 +112,7 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.resolution",), "is missing", "[width, height]")
 
 
-def dataset_exists(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def dataset_exists(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find a file of data sets that is missing; of a known family it is read, which finds that too."""
     path = cfg.data.dataset_config
     if path and not is_file(expanded(path)):
@@ -187,24 +187,26 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
             out.fault(path, "contradicts --dump_dataset, which writes the data set out and stops", "give one of them")
     noted: set[str] = set()
     if out.other_family or "model.family" in out.bad:
-        found, said = check(out.cfg, _ANY_FAMILY, set(), out.bad, out.origins)
+        new_faults, new_notes = check(out.cfg, _ANY_FAMILY, set(), out.bad, out.origins)
     else:
         cfg = with_data_sets(out, named_now="data.dataset_config" in line.values)
         drawn: list[str] = []
         cfg = with_variants(cfg, out.bad, drawn)
         out.notes += drawn
         # a sampler that is SDXL's default is asked for all the same where it is written: a flow has others
-        asked = {path for path in out.origins if path == "sample.sampler" or value_of(cfg, path) != default_of(path)}
-        found, said = check(cfg, (*_RULES, *extra_rules), asked, out.bad, out.origins, noted)
+        requested = {
+            path for path in out.origins if path == "sample.sampler" or value_of(cfg, path) != default_of(path)
+        }
+        new_faults, new_notes = check(cfg, (*_RULES, *extra_rules), requested, out.bad, out.origins, noted)
         out.cfg = cfg
-    faults = [*out.faults, *found]
+    faults = [*out.faults, *new_faults]
     if any(fault.where.startswith("--config=") for fault in file.faults):  # unread, it may hold what seems missing
         faults = [fault for fault in faults if fault.what != "is missing"]
     if faults:
         raise ConfigFault(dict.fromkeys(faults))
-    notes = dict.fromkeys((*out.notes, *said))
-    given = given_fields(out.cfg, out.origins, noted)
-    return Parsed(out.cfg, tuple(notes), bare, tuple(redact(argv)), given=given)
+    notes = dict.fromkeys((*out.notes, *new_notes))
+    explicit = given_fields(out.cfg, out.origins, noted)
+    return Parsed(out.cfg, tuple(notes), bare, tuple(redact(argv)), explicit=explicit)
 
 
 def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[KeyValue]]:
@@ -233,8 +235,8 @@ def scan(argv: list[str], line: Layer) -> tuple[dict[str, str], list[KeyValue]]:
         else:
             table, _, key = name.rpartition(".")
             if name in items and items[name].text != text:
-                said = REDACTED if is_secret(f"--{name}") else repr(text)
-                line.notes.append(f"--{name} is given twice: the last one counts, {said}")
+                shown_value = REDACTED if is_secret(f"--{name}") else repr(text)
+                line.notes.append(f"--{name} is given twice: the last one counts, {shown_value}")
             items[name] = KeyValue(table, key, literal(text), f"--{name}", None, text)
     return bare, list(items.values())
 

@@ -106,40 +106,40 @@ def _together(out: Resolution, layers: Sequence[Layer], identify: Identify) -> N
 def _model(out: Resolution, identify: Identify) -> None:
     """Find out which family the weights are of and what they predict; put a revision behind the id of a hub."""
     revision, unet = out.pop("?revision"), out.pop("?non_ema_revision")
-    weights = out.given.get(_MODEL)
+    weights = out.values.get(_MODEL)
     if unet is not None and unet != revision:
         what = f"{unet} is another revision than that of the weights, {revision or 'which is not given'}"
         out.fault("?non_ema_revision", what, "give --revision that trains on what --non_ema_revision named")
     if revision is not None:
         if not weights or hub_ids.lies_here(weights):
             out.note("?revision", "has no effect: the weights are a folder or file of this machine")
-        elif (found := hub_ids.read(weights)) is None or found.revision:
+        elif (hub_id := hub_ids.read(weights)) is None or hub_id.revision:
             out.fault("?revision", f"does not go with {weights!r}", "give organisation/name of a hub")
         else:
-            weights = out.given[_MODEL] = f"{found.repo}@{revision}" + (f"/{found.path}" if found.path else "")
+            weights = out.values[_MODEL] = f"{hub_id.repo}@{revision}" + (f"/{hub_id.path}" if hub_id.path else "")
 
     # weights that are missing are named by a rule; random ones are of the family that the example is for
     if not weights or hub_ids.missing(weights):
-        out.given.setdefault("model.family", _example_families()[0])
+        out.values.setdefault("model.family", _example_families()[0])
         return
-    known = "model.family" in out.given and "model.prediction_type" in out.given
+    known = "model.family" in out.values and "model.prediction_type" in out.values
     identity = WeightsIdentity() if known else identify(weights)
     for what, remedy in identity.faults:
         out.fault(_MODEL, what, remedy)
-    if "model.family" not in out.given:
+    if "model.family" not in out.values:
         if not identity.family:
             if not identity.faults:
                 out.fault(_MODEL, f"{weights!r} does not tell which model it is", f"give {option('model.family')}")
-            out.given["model.family"] = _example_families()[0]
+            out.values["model.family"] = _example_families()[0]
         else:
-            out.given["model.family"] = identity.family
-    if identity.prediction_type and "model.prediction_type" not in out.given:
-        out.given["model.prediction_type"] = identity.prediction_type
+            out.values["model.family"] = identity.family
+    if identity.prediction_type and "model.prediction_type" not in out.values:
+        out.values["model.prediction_type"] = identity.prediction_type
 
 
 def _family(out: Resolution) -> None:
     """A family that learns a flow is not noised as the example does it."""
-    row = FAMILIES.get(str(out.given["model.family"]))
+    row = FAMILIES.get(str(out.values["model.family"]))
     if row is not None and row.objective != "ddpm":
         what = f"{row.title} learns a flow, and this script trains noise over 1000 steps"
         out.fault("model.family", what, f"{toml_entry_point()} trains it")
@@ -153,38 +153,40 @@ def _example_families() -> list[str]:
 
 def _data(out: Resolution) -> None:
     """One folder or repository of data; of --dataset_name the train split, and a folder in it where one is named."""
-    name, config, folder = (out.pop(f"?{each}") for each in ("dataset_name", "dataset_config_name", "train_data_dir"))
+    name, config, folder = (out.pop(f"?{key}") for key in ("dataset_name", "dataset_config_name", "train_data_dir"))
     if name is None:
         if config is not None:
             out.fault("?dataset_config_name", "needs --dataset_name", "it is a sub-folder of it")
         if folder is not None:
             out.set("data.dirs", (folder,), "?train_data_dir")
         return
-    place = str(name)
+    dataset = str(name)
     for field, inner in (
         ("?dataset_config_name", config if config != "default" else None),
         ("?train_data_dir", folder),
     ):
         if inner is None:
             continue
-        if hub_ids.lies_here(place) and not is_folder(Path(expanded(place)) / inner):
-            out.fault(field, f"no such folder in {place}: {inner!r}", "a sub-folder of --dataset_name, or leave it out")
+        if hub_ids.lies_here(dataset) and not is_folder(Path(expanded(dataset)) / inner):
+            out.fault(
+                field, f"no such folder in {dataset}: {inner!r}", "a sub-folder of --dataset_name, or leave it out"
+            )
             return
-        place = str(Path(expanded(place)) / inner) if hub_ids.lies_here(place) else f"{place}/{inner}"
-    out.set("data.dirs", (place,), "?dataset_name")
-    out.given.setdefault("data.split", "train")
+        dataset = str(Path(expanded(dataset)) / inner) if hub_ids.lies_here(dataset) else f"{dataset}/{inner}"
+    out.set("data.dirs", (dataset,), "?dataset_name")
+    out.values.setdefault("data.split", "train")
 
 
 def _length(out: Resolution) -> None:
     """Steps win over epochs."""
     epochs, steps = "training.max_epochs", "training.max_steps"
-    if steps in out.given:
-        if epochs in out.given and epochs in out.origins:
+    if steps in out.values:
+        if epochs in out.values and epochs in out.origins:
             out.note(epochs, f"has no effect: {option(steps)} wins")
         out.pop(epochs)
         out.origins.pop(epochs, None)
     else:
-        out.given.setdefault(epochs, NUM_EPOCHS)
+        out.values.setdefault(epochs, NUM_EPOCHS)
 
 
 def _rate(out: Resolution) -> None:
@@ -194,33 +196,33 @@ def _rate(out: Resolution) -> None:
         processes = int(world) if world.isdecimal() else 1
         product = processes * 1.0
         for path in (_RATE, "training.batch_size", "training.accumulation"):
-            value = out.given.get(path, DEFAULTS.get(path, default_of(path)))
+            value = out.values.get(path, DEFAULTS.get(path, default_of(path)))
             product *= value if isinstance(value, int | float) else 1.0  # what is no number is a fault of its own
         out.set(_RATE, product, "?scale_lr")
         out.note("?scale_lr", f"the rate is {product:g}")
-    warmup, schedule = "optimizer.warmup_steps", str(out.given.get("optimizer.scheduler", "constant"))
+    warmup, schedule = "optimizer.warmup_steps", str(out.values.get("optimizer.scheduler", "constant"))
     if schedule.lower() != "constant":
-        out.given.setdefault(warmup, WARMUP_STEPS)
+        out.values.setdefault(warmup, WARMUP_STEPS)
     elif out.pop(warmup):
         out.note(warmup, "has no effect on constant; constant_with_warmup has a warm-up")
 
 
 def _adam(out: Resolution) -> None:
     """Give AdamW its arguments; another optimizer has its own."""
-    given = {name: out.pop(f"?{name}") for name in ADAM}
-    kind = str(out.given.get(_TYPE, default_of(_TYPE)))
+    values = {name: out.pop(f"?{name}") for name in ADAM}
+    kind = str(out.values.get(_TYPE, default_of(_TYPE)))
     if kind.lower() not in ("adamw", "adamw8bit"):
-        for name in [name for name, value in given.items() if value is not None]:
+        for name in [name for name, value in values.items() if value is not None]:
             out.fault(f"?{name}", f"has no effect on {kind}", "its arguments stand as args in [optimizer] of --config")
         return
-    value = {name: ADAM[name] if given[name] is None else given[name] for name in ADAM}
+    value = {name: ADAM[name] if values[name] is None else values[name] for name in ADAM}
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= value[name] < 1:
             out.fault(f"?{name}", f"must lie in 0 to 1, below 1, got {value[name]:g}")
     for name in ("adam_weight_decay", "adam_epsilon"):
         if not value[name] >= 0:
             out.fault(f"?{name}", f"must be at least 0, got {value[name]:g}")
-    out.given.setdefault("optimizer.args", (
+    out.values.setdefault("optimizer.args", (
         f"betas=({value['adam_beta1']!r}, {value['adam_beta2']!r})", f"eps={value['adam_epsilon']!r}",
         f"weight_decay={value['adam_weight_decay']!r}",
     ))  # fmt: skip
@@ -228,18 +230,18 @@ def _adam(out: Resolution) -> None:
 
 def _outputs(out: Resolution) -> None:
     """Trackers, their folder below the run's, and the repository that the pipeline is sent to."""
-    folder = str(out.given.get("save.output_dir", DEFAULTS["save.output_dir"]))
-    tracker, logs = out.pop("?report_to"), out.given.get("logging.logging_dir")
+    folder = str(out.values.get("save.output_dir", DEFAULTS["save.output_dir"]))
+    tracker, logs = out.pop("?report_to"), out.values.get("logging.logging_dir")
     if tracker is None:
         if find_spec("tensorboard"):
-            out.given.setdefault("logging.log_with", "tensorboard")
+            out.values.setdefault("logging.log_with", "tensorboard")
     elif tracker not in _TRACKERS:
         what = "comet_ml is not offered" if tracker == "comet_ml" else f"no such tracker: {tracker!r}"
         out.fault("?report_to", what, f"one of {', '.join(_TRACKERS)}")
     else:
         out.set("logging.log_with", tracker, "?report_to")
     if logs is not None and "logging.logging_dir" in out.origins:
-        out.given["logging.logging_dir"] = str(Path(folder) / logs)
+        out.values["logging.logging_dir"] = str(Path(folder) / logs)
 
     push, repository = out.pop("?push_to_hub"), out.pop("?hub_model_id")
     if push:
@@ -250,13 +252,13 @@ def _outputs(out: Resolution) -> None:
 
 def _resume(out: Resolution) -> None:
     """The newest whole checkpoint of the output folder, or one of it by its name alone."""
-    given = out.given.get("save.resume")
-    if given == "latest":
-        out.given["save.resume"] = "auto"
-    elif given and given != "auto" and not is_folder(given):
-        inside = Path(str(out.given.get("save.output_dir", DEFAULTS["save.output_dir"]))) / Path(given).name
+    resume = out.values.get("save.resume")
+    if resume == "latest":
+        out.values["save.resume"] = "auto"
+    elif resume and resume != "auto" and not is_folder(resume):
+        inside = Path(str(out.values.get("save.output_dir", DEFAULTS["save.output_dir"]))) / Path(resume).name
         if is_folder(inside):
-            out.given["save.resume"] = str(inside)
+            out.values["save.resume"] = str(inside)
 
 
 __all__ = ["PIPELINE", "Identify", "WeightsIdentity", "open_text_to_image_door", "parse"]

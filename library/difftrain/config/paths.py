@@ -72,9 +72,9 @@ def is_folder(path: str | Path) -> bool:
     return os.path.isdir(path) or (_is_expected(path) and _expected[os.path.abspath(path)] is None)  # noqa: PTH100, PTH112
 
 
-def is_url(place: str | None) -> bool:
+def is_url(path: str | None) -> bool:
     """Tell a place on an object store, s3://bucket/folder, from a folder of this machine."""
-    return "://" in (place or "")
+    return "://" in (path or "")
 
 
 def resolve_path(path: str, folder: str | Path) -> tuple[str, str]:

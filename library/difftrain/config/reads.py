@@ -94,13 +94,13 @@ def given_fields(cfg: TrainConfig, origins: Mapping[str, str], noted: Collection
     return {path: origins[path] for path, value in values if path not in noted and value != default_of(path)}
 
 
-def refuse_unread(given: Mapping[str, str], reads: Collection[str]) -> None:
+def refuse_unread(explicit: Mapping[str, str], reads: Collection[str]) -> None:
     """Stop a run that somebody gave what nothing has read by its first step. Raises ConfigFault that names all of it."""
-    unread = [path for path in given if path not in reads and not is_read_later(path)]
+    unread = [path for path in explicit if path not in reads and not is_read_later(path)]
     if unread:
         what = "nothing in this run reads it"
         remedy = "leave it out, or give what it belongs to"
-        raise ConfigFault([Fault(given[path] or option(path), what, remedy) for path in unread])
+        raise ConfigFault([Fault(explicit[path] or option(path), what, remedy) for path in unread])
 
 
 def is_read_later(path: str) -> bool:

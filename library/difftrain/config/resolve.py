@@ -18,7 +18,7 @@ from difftrain.models.registry import DEFAULT, FAMILIES, FamilyRow
 class Resolution:
     """What all layers say, and what it comes to."""
 
-    given: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     bad: set[str] = field(default_factory=set)
     faults: list[Fault] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Resolution:
     @property
     def batch_of(self) -> tuple[tuple[int, int], ...]:
         """Return the pairs (side, batch) of micro_batch_size_per_gpu, or nothing where one number holds."""
-        return tuple(self.given.get("?batch_of") or ())
+        return tuple(self.values.get("?batch_of") or ())
 
     def fault(self, path: str, what: str, remedy: str = "") -> None:
         """Note a fault of a field, by the place where it was given."""
@@ -46,12 +46,12 @@ class Resolution:
 
     def set(self, path: str, value: Any, like: str) -> None:
         """Give a field a value that comes from another place, wherever else it was given."""
-        self.given[path] = value
+        self.values[path] = value
         self.origins[path] = self.where(like)
 
     def pop(self, path: str) -> Any:
         """Return what was given under a name, and forget it."""
-        return self.given.pop(path, None)
+        return self.values.pop(path, None)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def resolve_layers(layers: Sequence[Layer], door: Door) -> Resolution:
     # a later layer has the last word on a value; faults and notes are kept of all
     for layer in layers:
         door.merging(out, layer)
-        out.given |= layer.values
+        out.values |= layer.values
         out.origins |= {path: layer.origins[path] for path in layer.values}
         out.bad |= layer.bad
         out.faults += layer.faults
@@ -87,15 +87,15 @@ def resolve_layers(layers: Sequence[Layer], door: Door) -> Resolution:
 
     # values that follow from others
     door.together(out, layers)
-    if out.given.get("deepspeed.enable") and "training.engine" not in out.given:
+    if out.values.get("deepspeed.enable") and "training.engine" not in out.values:
         out.set("training.engine", "accelerate", "deepspeed.enable")
         engine = option("training.engine", "accelerate")
         out.note("deepspeed.enable", f"takes {engine}, whose plugin runs DeepSpeed")
 
     # the sections are checked last, as a whole
-    family = FAMILIES.get(str(out.given.get("model.family", DEFAULT)), FAMILIES[DEFAULT])
+    family = FAMILIES.get(str(out.values.get("model.family", DEFAULT)), FAMILIES[DEFAULT])
     sections: dict[str, dict[str, Any]] = {}
-    for path, value in {**door.defaults(family), **out.given}.items():
+    for path, value in {**door.defaults(family), **out.values}.items():
         section, _, name = path.partition(".")
         if not section.startswith("?"):
             sections.setdefault(section, {})[name] = value

@@ -33,8 +33,8 @@ def _tables(name: str, section: Section, only_changed: bool, *, one_of_many: boo
         if isinstance(value, Section):
             inner += list(_tables(f"{name}.{field}", value, only_changed))
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
-            for each in value:
-                inner += list(_tables(f"{name}.{field}", each, only_changed, one_of_many=True))
+            for table in value:
+                inner += list(_tables(f"{name}.{field}", table, only_changed, one_of_many=True))
         else:
             lines.append(f"{field} = {value_text(value)}\n")
     if lines or one_of_many:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_PLACE = re.compile(r"(?P<file>.*?\.toml)(?: (?P<inside>.+))?$")
+_WHERE = re.compile(r"(?P<file>.*?\.toml)(?: (?P<inside>.+))?$")
 _HEADER = re.compile(r"(\[\[?)\s*([\w.\"' -]+?)\s*\]\]?$")
 _KEY = re.compile(r"(\"[^\"]*\"|'[^']*'|[\w-]+)\s*[.=]")
 _STRINGS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'")
@@ -17,7 +17,7 @@ def with_line(where: str) -> str:
 
     A place that no line can be told of stays as it is.
     """
-    match = _PLACE.match(where)
+    match = _WHERE.match(where)
     if match is None or not match["inside"]:
         return where
     try:
@@ -29,15 +29,15 @@ def with_line(where: str) -> str:
         return where
     inside = match["inside"]
     # of a value inside a value, and of what a table lacks, the nearest that has a line
-    places = (inside, inside.partition(".")[0], re.split(r"(?<=[\]\d]) (?=[^\[\d]+$)", inside)[0])
-    line = next((lines[place] for place in places if place in lines), None)
+    candidates = (inside, inside.partition(".")[0], re.split(r"(?<=[\]\d]) (?=[^\[\d]+$)", inside)[0])
+    line = next((lines[name] for name in candidates if name in lines), None)
     return where if line is None else f"{file}:{line} {inside}"
 
 
 def lines_of(text: str) -> dict[str, int]:
     """Return the line of every table and key, as faults name them: "[model] lr", "[[datasets]] 2 [[datasets.subsets]] 1"."""
     lines: dict[str, int] = {}
-    table, counts = "", {}
+    table, counts = "", dict[str, int]()
     depth, quote = 0, ""
     for number, line in enumerate(text.splitlines(), 1):
         # --- inside a string or a list of several lines

@@ -161,8 +161,8 @@ def num_tags(count: int, section: CaptionSection, step: int, total_steps: int) -
 
     From token_warmup_min they grow to all in token_warmup_step updates; below 1, that is a share of all updates.
     """
-    wanted = section.token_warmup_step
-    warmup = math.floor(wanted * total_steps) if wanted < 1 else wanted
+    warmup_step = section.token_warmup_step
+    warmup = math.floor(warmup_step * total_steps) if warmup_step < 1 else warmup_step
     if step >= warmup:
         return count
     least = section.token_warmup_min

@@ -25,7 +25,7 @@ from difftrain.data.samples import SampleMaker
 from difftrain.diffusion.permutation import Permutation
 
 log = logging.getLogger("difftrain")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 _SAME_BYTES = "SELECT count(*) FROM main.records WHERE content IN (SELECT content FROM trained.records)"
 _SAME_PLACE = """
 SELECT r.row FROM main.records r JOIN main.files f ON f.id = r.file WHERE f.source = ? AND (f.path, coalesce(r.member, ''))
@@ -65,8 +65,8 @@ class HeldOutBatches:
     """
 
     def __init__(self, tables: PlanTables, seed: int, share: RankShare, max_steps: int | None) -> None:
-        self._whole, self._share = BucketBatches(tables.validation, share.global_batches), share
-        total = len(self._whole)
+        self._batches, self._share = BucketBatches(tables.validation, share.global_batches), share
+        total = len(self._batches)
         self._order = Permutation(total, seed, "validation chunks") if total else None
         self._length = min(total, max_steps or total) * share.accumulation
 
@@ -77,7 +77,7 @@ class HeldOutBatches:
         """Return bucket and table rows of micro batch n; the rank may have none of the global batch's."""
         assert self._order is not None
         step, micro = divmod(n, self._share.accumulation)
-        bucket, rows = self._whole.rows(self._order(step))
+        bucket, rows = self._batches.rows(self._order(step))
         return bucket, rows[self._share.part(micro, bucket.dataset)]
 
 
@@ -199,7 +199,7 @@ def _plain(dataset: DatasetSection, batch_size: int | None) -> DatasetSection:
     return dataset.model_copy(update={"subsets": subsets, "validation_split": 0.0, "batch_size": size})
 
 
-def open_set(cfg: TrainConfig, section: EvalSetSection, log: Say) -> EvaluationSet:
+def open_set(cfg: TrainConfig, section: EvalSetSection, log: Log) -> EvaluationSet:
     """Bring a set's index and tables up to date, and open them. One process a machine; what it returns is small.
 
     Raises: as `prepare`.

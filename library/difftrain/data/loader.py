@@ -370,7 +370,7 @@ def _end_workers(iterator: Any) -> None:
             worker.kill()
 
 
-def num_workers(wanted: int, local_size: int | None = None, *, said_by: str = "") -> int:
+def num_workers(requested: int, local_size: int | None = None, *, said_by: str = "") -> int:
     """Return the number of loader processes: as many as wanted, at most one a processor that this process has.
 
     said_by: what wants so many; unset: the option of the loader's workers.
@@ -378,18 +378,18 @@ def num_workers(wanted: int, local_size: int | None = None, *, said_by: str = ""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = local_size or Launch.from_environment().local_size
     most = max(1, processors // ranks)
-    if wanted > most:
-        _log_capped(wanted, most, processors, ranks, said_by or option("data.workers"))
-    return min(wanted, most)
+    if requested > most:
+        _log_capped(requested, most, processors, ranks, said_by or option("data.workers"))
+    return min(requested, most)
 
 
 @functools.cache
-def _log_capped(wanted: int, most: int, processors: int, ranks: int, said_by: str) -> None:
+def _log_capped(requested: int, most: int, processors: int, ranks: int, said_by: str) -> None:
     log.info(
         "%d loader process%s a rank instead of %d (%s): %d processors for %d rank%s here",
         most,
         "es"[: 2 * (most > 1)],
-        wanted,
+        requested,
         said_by,
         processors,
         ranks,

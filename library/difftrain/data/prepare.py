@@ -30,7 +30,7 @@ from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, build_tabl
 from difftrain.data.plan.tables import VERSION, Layout, PlanTables, total_uses
 from difftrain.data.recipe import Recipe, recipes_of
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 NO_BUCKET = "no bucket"
 
 
@@ -75,7 +75,7 @@ class Data:
         }
 
 
-def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
+def prepare(cfg: TrainConfig, *, log: Log = print) -> Path:
     """Bring index and planning tables up to date; return the folder that `open_data` takes. One process a machine.
 
     Raises: ConfigFault; DataFault where nothing is left to train on, or too much is rejected; TrainingFault where the
@@ -94,7 +94,7 @@ def prepare(cfg: TrainConfig, *, log: Say = print) -> Path:
     return index.folder
 
 
-def built_index(cfg: TrainConfig, log: Say) -> Index:
+def built_index(cfg: TrainConfig, log: Log) -> Index:
     """Bring the index up to date with its sources."""
     folder, cache_dir = index_folder(cfg), cfg.data.cache_dir
     if cache_dir and not is_url(cache_dir) and cache_folder(cfg) != Path(expanded(cache_dir)):

@@ -16,7 +16,7 @@ from difftrain.models.registry import FAMILIES
 from difftrain.report.progress import SIGNS
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     SIGNS.heard()
     print(text, flush=True)
 
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--family", choices=sorted(FAMILIES), default=DEFAULT_FAMILY, help="of the model in --folder")
     parser.add_argument("--part", action="append", choices=ALL, help="of it: all unless given")
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
     # the CPU makes it: no NPU library is loaded, and waiting threads leave the cores to others
     hold_autoload()
@@ -43,11 +43,11 @@ def main() -> int:
 
     # one recipe's parts in a folder of their own, or the whole demo in the user's cache
     try:
-        with SIGNS.printed_by(_say), SIGNS.doing("making the demo's data and model"):
-            if asked.make and asked.folder:
-                make(asked.make, asked.folder, asked.scale, _say, tuple(asked.part or ALL), asked.family)
+        with SIGNS.printed_by(_log), SIGNS.doing("making the demo's data and model"):
+            if options.make and options.folder:
+                make(options.make, options.folder, options.scale, _log, tuple(options.part or ALL), options.family)
             else:
-                prepare(asked.dataset, asked.scale, data_only=asked.data_only, say=_say)
+                prepare(options.dataset, options.scale, data_only=options.data_only, log=_log)
     except DifftrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -224,12 +224,12 @@ def emoji_pictures(folder: Path) -> Iterator[DemoPicture]:
     yield from _joined(folder, captions, lambda name: not _SKIN_TONE.search(name))
 
 
-def _joined(folder: Path, captions: dict[str, str], wanted: Callable[[str], bool]) -> Iterator[DemoPicture]:
+def _joined(folder: Path, captions: dict[str, str], needed: Callable[[str], bool]) -> Iterator[DemoPicture]:
     with tarfile.open(fetch(PICTURES, folder)) as tar:
         members: dict[str, tarfile.TarInfo] = {}
         for member in tar.getmembers():
             path = Path(member.name)
-            if path.suffix == ".webp" and wanted(path.stem):
+            if path.suffix == ".webp" and needed(path.stem):
                 members.setdefault(_hex_code(path.stem), member)
         contents = {code: _content(tar, members[code]) for code in members if code in captions}  # in the tar's order
     for code in sorted(contents):

@@ -20,7 +20,7 @@ from difftrain.diffusion import ddpm
 
 FOREGROUND = 80  # a pixel whose darkest channel is this far from white belongs to the shape
 BORDER = 0.105  # share of the picture between small and large shapes: 0.04..0.07 and 0.15..0.27 as drawn
-WHOLE = 0.9  # share of the foreground that one piece must have
+ONE_PIECE = 0.9  # share of the foreground that one piece must have
 TEMPLATE_SIDE = 24
 
 
@@ -106,7 +106,7 @@ def obedience(pictures: Sequence[NDArray[np.uint8]], captions: Sequence[str]) ->
         "shape_chance": 1 / len(datasets.SHAPES),
         "size_right": _share(v.colour is not None and v.size == s.size for v, s in pairs),
         "size_chance": 1 / len(datasets.SIZES),
-        "one_piece": _share(v.largest >= WHOLE for v in verdicts),
+        "one_piece": _share(v.largest >= ONE_PIECE for v in verdicts),
     }
 
 
@@ -237,8 +237,8 @@ def gaussian(x_t: Tensor, t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     With s = 1 - t: E[x_0 | x_t] = mean + s v (x_t - s mean) / (s^2 v + t^2), and the velocity is (x_t - that) / t.
     """
     time = _beside(t, x_t)
-    rest = 1 - time
-    x_0 = mean + rest * variance * (x_t - rest * mean) / (rest**2 * variance + time**2)
+    remaining = 1 - time
+    x_0 = mean + remaining * variance * (x_t - remaining * mean) / (remaining**2 * variance + time**2)
     return (x_t - x_0) / time
 
 

@@ -48,12 +48,12 @@ def wished(argv: Sequence[str]) -> DemoRequest | None:
     tables = _tables(flags.get("config"))
     table = tables.get("demo")
     table = dict(table) if isinstance(table, dict) else {}
-    asked = {name: flags.get(f"demo.{name}", table.get(name)) for name in ("make", "folder")}
-    if asked["make"] not in KINDS or not isinstance(asked["folder"], str) or {"help", "h"} & set(flags):
+    section = {name: flags.get(f"demo.{name}", table.get(name)) for name in ("make", "folder")}
+    if section["make"] not in KINDS or not isinstance(section["folder"], str) or {"help", "h"} & set(flags):
         return None
     from difftrain.config import DemoSection
 
-    demo: DemoSection = DemoSection.model_validate(asked)
+    demo: DemoSection = DemoSection.model_validate(section)
     assert demo.make is not None and demo.folder is not None
     home = Path(demo.folder)
     named: dict[str, list[object]] = {
@@ -66,13 +66,13 @@ def wished(argv: Sequence[str]) -> DemoRequest | None:
     return DemoRequest(demo.make, home, absent, str(family or DEFAULT_FAMILY)) if absent else None
 
 
-def foreseen(argv: Sequence[str], say: Callable[[str], None] = print) -> PendingFiles | None:
+def foreseen(argv: Sequence[str], log: Callable[[str], None] = print) -> PendingFiles | None:
     """Return what a command line's recipe asks to be made, and how; nothing where it asks for nothing, or all is there."""
     wish = wished(argv)
     if wish is None:
         return None
     what = f"{' and '.join(wish.parts)} of the demo {wish.kind!r}, in {wish.folder}"
-    return PendingFiles(what, _files(wish), lambda: _make(wish, say))
+    return PendingFiles(what, _files(wish), lambda: _make(wish, log))
 
 
 def data_text(pictures: Path) -> str:
@@ -93,14 +93,14 @@ def _files(wish: DemoRequest) -> dict[Path, str | None]:
     return files
 
 
-def _make(wish: DemoRequest, say: Callable[[str], None]) -> int:
+def _make(wish: DemoRequest, log: Callable[[str], None]) -> int:
     """Make it, once a machine; return 0, or the exit code of what failed.
 
     Of several processes the first of each machine makes it, the others wait until it is there.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return _wait(wish)
-    say(f"{wish.folder}: making {' and '.join(wish.parts)} of the demo {wish.kind!r}, which the recipe names")
+    log(f"{wish.folder}: making {' and '.join(wish.parts)} of the demo {wish.kind!r}, which the recipe names")
     words = [
         f"--make={wish.kind}",
         f"--folder={wish.folder}",

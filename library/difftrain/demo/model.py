@@ -34,7 +34,7 @@ HELD_OUT = 64
 WHITEN = 0.5  # of the patch components' unequal variances, half is kept (as logarithms): large forms stay strong
 
 
-def write_model(dataset: str, scale: float, data: Path, folder: Path, say: Callable[[str], None]) -> None:
+def write_model(dataset: str, scale: float, data: Path, folder: Path, log: Callable[[str], None]) -> None:
     """Build the model, fit its VAE to the pictures of `data`, and save all as a diffusers folder."""
     cfg = TrainConfig(
         model=ModelSection(init_from_config="demo", prediction_type="v_prediction"),
@@ -43,7 +43,7 @@ def write_model(dataset: str, scale: float, data: Path, folder: Path, say: Calla
     family = make_family(cfg)
     parts = family.load()
     steps = round(recipe.SIZES[dataset].vae_steps * scale**0.5)  # with too few, pictures of any UNet are a blur
-    fit_vae(parts.frozen["vae"], load_pictures(data), steps, say)
+    fit_vae(parts.frozen["vae"], load_pictures(data), steps, log)
     weights = ((name, value.detach()) for name, value in parts.root.named_parameters())
     family.export(weights, parts, "diffusers_safetensors", folder)
 
@@ -69,7 +69,7 @@ def _shrink(rgb: Tensor) -> Tensor:
     return torch.nn.functional.interpolate(x[None].float(), size=recipe.SIDE, mode="area")[0].round().byte()
 
 
-def fit_vae(vae: Any, pictures: Tensor, steps: int, say: Callable[[str], None]) -> None:
+def fit_vae(vae: Any, pictures: Tensor, steps: int, log: Callable[[str], None]) -> None:
     """Fit the encoder in closed form and train the decoder; say how well it reconstructs pictures it has not seen."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(recipe.SEED))
     held_out, seen = pictures[order[:HELD_OUT]], pictures[order[HELD_OUT:]]
@@ -81,7 +81,7 @@ def fit_vae(vae: Any, pictures: Tensor, steps: int, say: Callable[[str], None]) 
         train_decoder(vae, seen, steps=steps, seed=recipe.SEED, report=lambda step, _: progress.advance(step))
     vae.to(memory_format=torch.contiguous_format)
     spent = time.monotonic() - started
-    say(f"VAE fitted to them in {spent:.0f} s: {psnr(vae, held_out):.1f} dB on pictures it has not seen")
+    log(f"VAE fitted to them in {spent:.0f} s: {psnr(vae, held_out):.1f} dB on pictures it has not seen")
 
 
 COMPONENTS, BATCH, RATE, WARM_UP, LEFT_OUT = 128, 128, 3e-3, 40, 0.15
@@ -90,7 +90,7 @@ TEXT_HELD_OUT = 256  # captions that only tell how well it went
 
 
 def fit_text(
-    encoders: Sequence[Any], ids: Sequence[Tensor], latents: Tensor, steps: int, say: Callable[[str], None]
+    encoders: Sequence[Any], ids: Sequence[Tensor], latents: Tensor, steps: int, log: Callable[[str], None]
 ) -> None:
     """Train CLIP encoders in place to tell latents from captions; say how much of their variance they tell of others.
 
@@ -104,17 +104,17 @@ def fit_text(
     # the target: the latents' principal components, centred
     x = latents.flatten(1).float()
     basis, _ = principal(x[..., None, None], min(COMPONENTS, *x.shape))
-    wanted = (x - x.mean(0)) @ basis.T
-    scale = wanted.std()
+    target = (x - x.mean(0)) @ basis.T
+    scale = target.std()
 
     # a linear head reads it from the encoders' outputs, and all of them are trained
     with torch.no_grad():
         width = _outputs_of(encoders, [tokens[:1] for tokens in ids]).shape[1]
-    head = torch.nn.Linear(width, wanted.shape[1])
+    head = torch.nn.Linear(width, target.shape[1])
     torch.nn.init.normal_(head.weight, std=head.in_features**-0.5, generator=rng)
     torch.nn.init.zeros_(head.bias)
     weights = [*head.parameters(), *(weight for encoder in encoders for weight in encoder.parameters())]
-    asked = [weight.requires_grad for weight in weights]
+    trainable = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_(True)
     optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.99), weight_decay=0.1)
@@ -128,7 +128,7 @@ def fit_text(
             outputs = _outputs_of(
                 encoders, [_fewer(encoder.config, tokens[rows], rng) for encoder, tokens in zip(encoders, ids)]
             )
-            loss = (head(outputs) - wanted[rows] / scale).square().mean()
+            loss = (head(outputs) - target[rows] / scale).square().mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
@@ -136,12 +136,12 @@ def fit_text(
             progress.advance(step + 1)
 
     # how much of the variance is told from captions that were held out
-    for weight, before in zip(weights, asked):
+    for weight, before in zip(weights, trainable):
         weight.requires_grad_(before)
     with torch.no_grad():
-        left = (head(_outputs_of(encoders, [tokens[few] for tokens in ids])) * scale - wanted[few]).square().sum()
-    explained = 1 - float(left / (wanted[few] - wanted[seen].mean(0)).square().sum())
-    say(
+        left = (head(_outputs_of(encoders, [tokens[few] for tokens in ids])) * scale - target[few]).square().sum()
+    explained = 1 - float(left / (target[few] - target[seen].mean(0)).square().sum())
+    log(
         f"text encoders fitted to them in {time.monotonic() - started:.0f} s: "
         f"they explain {100 * explained:.0f} % of image variance on unseen captions"
     )
@@ -159,7 +159,7 @@ def _fewer(config: Any, ids: Tensor, rng: torch.Generator) -> Tensor:
     return torch.where(gone, NO_WORD, ids)
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Vocabulary = ClipVocabulary | T5Vocabulary
 MERGES = {"shapes": 52, "emoji": 1000}  # words are one piece to three then
 VAE_STEPS = {"shapes": 250, "emoji": 800}
@@ -172,7 +172,7 @@ def write_tiny(folder: Path, family: str) -> None:
     _export(_config(family, "tiny"), folder)
 
 
-def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, say: Say, family: str) -> None:
+def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, log: Log, family: str) -> None:
     """Build a demo's model, fit VAE, vocabularies and CLIP to a folder of tars, and save all as a diffusers folder."""
     from difftrain.demo.model import fit_text, fit_vae, load_pictures
     from difftrain.models.vae.latents import posterior
@@ -192,13 +192,13 @@ def write_flow_model(dataset: str, scale: float, data: Path, folder: Path, say: 
 
         def fit(model: Any, parts: Any) -> None:
             pictures, vae = load_pictures(data), parts.frozen["vae"]
-            fit_vae(vae, pictures, vae_steps, say)
+            fit_vae(vae, pictures, vae_steps, log)
             ids = model.tokenizer(parts)(captions)
             clips = [(position, text) for position, text in enumerate(model.texts, start=1) if text.kind == "clip"]
             encoders = [parts.frozen[text.part] for _, text in clips]
             inputs = [ids[f"input_ids_{position}"] for position, _ in clips]
             latents, _ = posterior(vae, pictures, fp32=True, batch_size=64)
-            fit_text(encoders, inputs, latents, text_steps, say)
+            fit_text(encoders, inputs, latents, text_steps, log)
 
         _export(_config(family, str(sizes), **fields), folder, fit)
 

@@ -12,24 +12,24 @@ from difftrain.demo.make import DEFAULT_FAMILY, MODEL, TRAIN, UNSEEN, data_text
 from difftrain.io.files import atomic_folder, write_text
 from difftrain.models.registry import FAMILIES
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 PROMPTS = {
     "shapes": ("a large red star", "a small blue circle", "a large green square", "a small purple triangle"),
     "emoji": ("red heart, love", "grinning face, happy, smile", "flag: Japan", "pizza, food, cheese"),
 }
 
 
-def prepare(dataset: str, scale: float, *, data_only: bool = False, say: Say = print) -> Path:
+def prepare(dataset: str, scale: float, *, data_only: bool = False, log: Log = print) -> Path:
     """Make what is missing of a demo's folder and return the folder.
 
     Raises: DataFault where pictures cannot be fetched, or nothing can be written.
     """
     home = recipe.folder(dataset, scale)
     try:
-        make_once(home / "data", lambda aside: _write_data(dataset, scale, aside, say))
+        make_once(home / "data", lambda aside: _write_data(dataset, scale, aside, log))
         _write_prompts(home / "prompts.txt", dataset)
         if not data_only:
-            make_once(recipe.model_folder(home), lambda aside: _write_model(dataset, scale, home / "data", aside, say))
+            make_once(recipe.model_folder(home), lambda aside: _write_model(dataset, scale, home / "data", aside, log))
     except OSError as error:
         raise DataFault(
             f"the demo's folder cannot be written: {error} (set XDG_CACHE_HOME to a folder with room)"
@@ -45,15 +45,15 @@ def make_once(folder: Path, write: Callable[[Path], None]) -> None:
         write(aside)
 
 
-def _write_data(dataset: str, scale: float, folder: Path, say: Say) -> None:
+def _write_data(dataset: str, scale: float, folder: Path, log: Log) -> None:
     started = time.monotonic()
     if dataset == "shapes":
         count = max(256, round(recipe.SIZES[dataset].pictures * scale))
         written = datasets.write(folder, datasets.shape_pictures(count, recipe.SIDE, recipe.SEED))
     else:
-        say("fetching emoji through npm")
+        log("fetching emoji through npm")
         written = datasets.write(folder, datasets.emoji_pictures(recipe.cache_root() / "npm"))
-    say(f"{written} captioned pictures in tars, {time.monotonic() - started:.0f} s: {folder.parent / 'data'}")
+    log(f"{written} captioned pictures in tars, {time.monotonic() - started:.0f} s: {folder.parent / 'data'}")
 
 
 def _write_prompts(path: Path, dataset: str) -> None:
@@ -64,10 +64,10 @@ def _write_prompts(path: Path, dataset: str) -> None:
     write_text(path, "\n".join(lines) + "\n")
 
 
-def _write_model(dataset: str, scale: float, data: Path, folder: Path, say: Say) -> None:
+def _write_model(dataset: str, scale: float, data: Path, folder: Path, log: Log) -> None:
     from difftrain.demo.model import write_model
 
-    write_model(dataset, scale, data, folder, say)
+    write_model(dataset, scale, data, folder, log)
 
 
 ALL = (MODEL, "data")
@@ -79,7 +79,7 @@ FLOW_PROMPTS = {
 
 
 def make(
-    kind: str, home: Path, scale: float, say: Say, parts: tuple[str, ...] = ALL, family: str = DEFAULT_FAMILY
+    kind: str, home: Path, scale: float, log: Log, parts: tuple[str, ...] = ALL, family: str = DEFAULT_FAMILY
 ) -> None:
     """Make what is missing of a folder: the data first, to which the model is fitted.
 
@@ -88,16 +88,16 @@ def make(
     try:
         home.mkdir(parents=True, exist_ok=True)
         if "data" in parts or kind != "tiny":
-            _make_data(kind, home, scale, say)
+            _make_data(kind, home, scale, log)
         if MODEL in parts:
-            make_once(home / MODEL, lambda aside: _make_model(kind, family, home, scale, aside, say))
+            make_once(home / MODEL, lambda aside: _make_model(kind, family, home, scale, aside, log))
     except OSError as error:
         raise DataFault(f"{home}: the demo's folder cannot be written: {error}") from error
 
 
-def _make_data(kind: str, home: Path, scale: float, say: Say) -> None:
+def _make_data(kind: str, home: Path, scale: float, log: Log) -> None:
     pictures = home / "pictures"
-    make_once(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, say))
+    make_once(pictures, lambda aside: _write_pictures(kind, pictures, scale, aside, log))
     for name in (UNSEEN, TRAIN):  # the file that tells that all is there comes last
         if (pictures / name).is_dir():
             write_text(home / f"{name}.toml", data_text(pictures / name))
@@ -107,19 +107,19 @@ def _make_data(kind: str, home: Path, scale: float, say: Say) -> None:
         write_text(home / "prompts.txt", "\n".join(lines) + "\n")
 
 
-def _write_pictures(kind: str, folder: Path, scale: float, aside: Path, say: Say) -> None:
+def _write_pictures(kind: str, folder: Path, scale: float, aside: Path, log: Log) -> None:
     started = time.monotonic()
     full = recipe.SIZES[kind].pictures if kind in recipe.SIZES else 0
     counts = splits.WRITERS[kind](aside, max(LEAST, round(full * scale)) if full else 0)
     text = ", ".join(f"{count} in {name}" for name, count in counts.items())
-    say(f"captioned pictures: {text}, {time.monotonic() - started:.0f} s: {folder}")
+    log(f"captioned pictures: {text}, {time.monotonic() - started:.0f} s: {folder}")
 
 
-def _make_model(kind: str, family: str, home: Path, scale: float, aside: Path, say: Say) -> None:
+def _make_model(kind: str, family: str, home: Path, scale: float, aside: Path, log: Log) -> None:
     from difftrain.demo import model
 
     if kind == "tiny":
         model.write_tiny(aside, family)
-        say(f"a random model, the smallest {FAMILIES[family].title}: {home / MODEL}")
+        log(f"a random model, the smallest {FAMILIES[family].title}: {home / MODEL}")
     else:
-        model.write_flow_model(kind, scale, home / "pictures" / TRAIN, aside, say, family)
+        model.write_flow_model(kind, scale, home / "pictures" / TRAIN, aside, log, family)

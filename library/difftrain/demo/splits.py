@@ -71,11 +71,11 @@ def unseen(labels: Sequence[str]) -> set[int]:
         (PEOPLE, [[n] for n in numbers if toned[n]]),
         (THINGS, [[n] for n in numbers if not toned[n] and not people[n]]),
     )
-    for wanted, groups in kinds:
+    for count, groups in kinds:
         rng.shuffle(groups)
         taken = 0
         for group in groups:
-            taken += taken < wanted and split.take(group)
+            taken += taken < count and split.take(group)
     return split.out
 
 

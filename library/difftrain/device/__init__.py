@@ -1,6 +1,14 @@
 """The only room that says npu, cuda or cpu: choice, autocast, scaler, memory, copies, attention.
 
-Importing this package imports no torch, so that launchers can ask `python -m difftrain.device` quickly.
+The way of a process to its device:
+ 1. launch_variables.py   variables that must be set before a job starts
+ 2. choice.py       which device, and why; ascend.py why it is not an NPU, versions.py what fits together
+ 3. npu_settings.py, patches.py, fused_layers.py   settings and patches, applied once
+ 4. torch_device.py   the device in use: precision, memory, copies
+ 5. attend.py       the one attention function; attention_modules.py gives it to every module
+ 6. memory.py, step_memory.py, offload.py   memory in use, foreseen, and moved to the host
+health/ holds the doctor's checks. Importing this package imports no torch, so that launchers can ask
+`python -m difftrain.device` quickly.
 """
 
 from __future__ import annotations

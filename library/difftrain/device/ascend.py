@@ -64,11 +64,11 @@ def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> W
     if match := _SYMBOL.search(str(error)):
         symbol = match.group(1)
         if symbol.startswith("_Z"):  # C++ names are torch's; what torch_npu takes of CANN is plain C
-            wanted = (
+            remedy = (
                 f"pip install torch_npu=={versions.torch_npu_for(torch)}, and nothing else of that name on PYTHONPATH"
             )
             return Why(
-                f"torch_npu {torch_npu or ''} was built for another torch than {torch} ({symbol} is missing)", wanted
+                f"torch_npu {torch_npu or ''} was built for another torch than {torch} ({symbol} is missing)", remedy
             )
         row = versions.pair_of(torch_npu or torch)
         return Why(

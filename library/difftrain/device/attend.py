@@ -27,7 +27,7 @@ _MAX_HEAD_DIM = 768
 _MAX_HEADS = 256
 _MAX_LENGTH = 1 << 20
 # sparse_mode: the mask as it is given; or query i sees keys 0..i, given as one compressed upper triangle
-_GIVEN, _LEFT_UP_CAUSAL = 0, 2
+_MASK, _LEFT_UP_CAUSAL = 0, 2
 _COMPRESSED = 2048
 _ZERO_EMPTY_ROWS = 2  # inner_precise: without it, a row that keeps nothing gives the mean of the values
 
@@ -146,7 +146,7 @@ def run_fused(
     scale: float | None,
 ) -> Tensor:
     """Call npu_fusion_attention, whose mask is the opposite of SDPA's: True = masked OUT, full size, never broadcast."""
-    sparse_mode, out_mask, inner_precise = _GIVEN, None, 0
+    sparse_mode, out_mask, inner_precise = _MASK, None, 0
     if mask is not None:
         keep = _without_future(mask, q, k) if causal else mask
         out_mask, inner_precise = expand_mask(keep, q, k).logical_not(), _ZERO_EMPTY_ROWS

@@ -95,7 +95,7 @@ def _forward(
         raise ValueError("this attention gives no log-sum-exp, which ring attention asks for; take Ulysses")
     if _save_ctx:
         ctx.save_for_backward(query, key, value)
-        ctx.rest = (attn_mask, dropout_p, is_causal, scale)
+        ctx.remaining = (attn_mask, dropout_p, is_causal, scale)
     return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
@@ -104,7 +104,7 @@ def _backward(ctx: Any, grad_out: Tensor, *args: Any, **kwargs: Any) -> tuple[Te
     tensors = [x.detach().requires_grad_() for x in ctx.saved_tensors]
     with torch.enable_grad():
         query, key, value = tensors
-        out = _attend(query, key, value, *ctx.rest)
+        out = _attend(query, key, value, *ctx.remaining)
     return torch.autograd.grad(out, tensors, grad_out)
 
 

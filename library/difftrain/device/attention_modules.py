@@ -293,13 +293,13 @@ def _kind_of(part: Any) -> type[Any] | None:
 
 
 def _sentence(device: Device, fused: bool, choice: str, precision: str, use_fused: bool) -> str:
-    asked = [option("training.fused_attention", True)] if fused else []
+    requested = [option("training.fused_attention", True)] if fused else []
     if choice != "auto":
-        asked.append(option("training.attention", choice))
-    because = f" ({', '.join(asked)} asked for)" if asked else ""
+        requested.append(option("training.attention", choice))
+    because = f" ({', '.join(requested)} asked for)" if requested else ""
     if not use_fused:
         return f"torch's scaled_dot_product_attention on {device.kind}{because}"
     if precision == "no" and not takes_fp32():
         return f"torch's scaled_dot_product_attention on npu in fp32, which this CANN does not fuse{because}"
-    by_itself = "" if asked else f" (the default on npu; {option('training.attention', 'sdpa')} for torch's own)"
+    by_itself = "" if requested else f" (the default on npu; {option('training.attention', 'sdpa')} for torch's own)"
     return f"npu_fusion_attention where its limits allow{because or by_itself}"

@@ -103,7 +103,7 @@ def _find_npu() -> ProbedDevice:
     if installed is not None and not versions.same_torch(installed, torch.__version__):
         # imported all the same, it would fail on a symbol, or crash
         judged = versions.judge_torch(installed, torch.__version__)
-        return ProbedDevice("npu", 0, judged.found, judged.remedy)
+        return ProbedDevice("npu", 0, judged.observed, judged.remedy)
     try:
         npu = load_npu()
         count = npu.device_count() if npu.is_available() else 0

@@ -30,9 +30,9 @@ class FreeMemory:
 
 def free_memory(kind: str = "auto") -> FreeMemory:
     """Ask for the free memory of a kind of device; auto: of the first kind whose tool is installed, else the host's."""
-    for each, tool in _TOOLS.items():
-        if kind == each or (kind == "auto" and shutil.which(tool)):
-            return _of_devices(each)
+    for vendor, tool in _TOOLS.items():
+        if kind == vendor or (kind == "auto" and shutil.which(tool)):
+            return _of_devices(vendor)
     free = host.available_bytes()
     return FreeMemory("this machine (CPU)", free, why="" if free is not None else "the system does not say")
 
@@ -47,15 +47,15 @@ def _of_devices(kind: str) -> FreeMemory:
     except (OSError, subprocess.SubprocessError) as error:
         return FreeMemory(kind, why=f"{tool} does not answer ({type(error).__name__})")
     if kind == "npu":
-        found = [(int(total) - int(used), int(total)) for used, total in _NPU_LINE.findall(done.stdout)]
+        devices = [(int(total) - int(used), int(total)) for used, total in _NPU_LINE.findall(done.stdout)]
     else:
         rows = [re.findall(r"\d+", line) for line in done.stdout.splitlines()]
-        found = [(int(row[0]), int(row[1])) for row in rows if len(row) == 2]
+        devices = [(int(row[0]), int(row[1])) for row in rows if len(row) == 2]
     visible = os.environ.get(_VISIBLE[kind], "")
     if re.fullmatch(r"\d+(,\d+)*", visible):
-        found = [found[int(index)] for index in visible.split(",") if int(index) < len(found)]
-    if done.returncode or not found:
+        devices = [devices[int(index)] for index in visible.split(",") if int(index) < len(devices)]
+    if done.returncode or not devices:
         return FreeMemory(kind, why=f"{tool} names no memory (exit code {done.returncode})")
-    free, total = min(found)
-    several = f"{len(found)} {kind} devices, of the fullest" if len(found) > 1 else f"the {kind} device"
+    free, total = min(devices)
+    several = f"{len(devices)} {kind} devices, of the fullest" if len(devices) > 1 else f"the {kind} device"
     return FreeMemory(several, free * _MIB, total * _MIB)

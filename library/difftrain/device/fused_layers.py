@@ -172,7 +172,7 @@ def npu_adamw(
             torch.where(skip, kept, tensor, out=tensor)
 
 
-def why_not(params: Tensors, *rest: Any, **settings: Any) -> str | None:
+def why_not(params: Tensors, *remaining: Any, **settings: Any) -> str | None:
     """Say why the operator cannot take these, or None where it can."""
     if isinstance(settings.get("lr"), torch.Tensor):
         return "the rate is a tensor"
@@ -216,9 +216,9 @@ def geglu(x: Tensor) -> Tensor:
     return _run("geglu", x)
 
 
-def adamw(params: Sequence[Tensor], *rest: Sequence[Tensor], **settings: Any) -> None:
+def adamw(params: Sequence[Tensor], *remaining: Sequence[Tensor], **settings: Any) -> None:
     """Update in place, with the arguments of torch._fused_adamw_; found_inf and grad_scale are honoured."""
-    return _run("adamw", params, *rest, **settings)
+    return _run("adamw", params, *remaining, **settings)
 
 
 # ------------------------------------------------------------------ plain versions
@@ -340,11 +340,11 @@ REGISTRY: dict[str, Kernel] = {
 }
 
 
-def _run(name: str, x: Tensor | Sequence[Tensor], *rest: Any, **settings: Any) -> Any:
+def _run(name: str, x: Tensor | Sequence[Tensor], *remaining: Any, **settings: Any) -> Any:
     kernel = REGISTRY[name]
     first = x if isinstance(x, torch.Tensor) else x[0]
-    if first.device.type == "npu" and kernel.why_not(x, *rest, **settings) is None:
+    if first.device.type == "npu" and kernel.why_not(x, *remaining, **settings) is None:
         count(f"{name} fused")
-        return kernel.fused(x, *rest, **settings)
+        return kernel.fused(x, *remaining, **settings)
     count(f"{name} plain")
-    return kernel.plain(x, *rest, **settings)
+    return kernel.plain(x, *remaining, **settings)

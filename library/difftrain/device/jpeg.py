@@ -67,7 +67,7 @@ def decode(data: bytes, grey: bool) -> np.ndarray:
 @functools.cache
 def _opened() -> tuple[Callable[..., Any], Any, str]:
     """Load the packages and take the device of this rank, as training has."""
-    local_rank, local_size = (int(os.environ.get(name) or default) for name, default in _PLACE)
+    local_rank, local_size = (int(os.environ.get(name) or default) for name, default in _LOCAL_RANK)
     index = ascend_index() if local_size == 1 and local_rank == 0 else local_rank
     load_npu().set_device(index)
     import torch
@@ -78,4 +78,4 @@ def _opened() -> tuple[Callable[..., Any], Any, str]:
     return torchvision.io.decode_jpeg, torchvision.io.image.ImageReadMode, f"npu:{index}"
 
 
-_PLACE = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+_LOCAL_RANK = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))

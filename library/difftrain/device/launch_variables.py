@@ -33,22 +33,22 @@ _QUEUE_SINCE = (2, 4)  # of torch_npu: level 2 of the task queue
 
 def launch_variables(kind: str, environ: Mapping[str, str], master: str = "") -> dict[str, str]:
     """Return what is to be added to an environment. master: address of machine 0 where there are several machines."""
-    wanted = dict(VARIABLES[kind])
+    variables = dict(VARIABLES[kind])
     if kind == "npu":
-        wanted["TASK_QUEUE_ENABLE"] = "2" if _torch_npu() >= _QUEUE_SINCE else "1"
+        variables["TASK_QUEUE_ENABLE"] = "2" if _torch_npu() >= _QUEUE_SINCE else "1"
         if environ.get(_ALLOCATOR, "").strip():
-            del wanted["PYTORCH_NPU_ALLOC_CONF"]
+            del variables["PYTORCH_NPU_ALLOC_CONF"]
         if address := address_towards(master):  # of several networks HCCL cannot guess the one
-            wanted["HCCL_IF_IP"] = address
-    return {name: value for name, value in wanted.items() if not environ.get(name, "").strip()}
+            variables["HCCL_IF_IP"] = address
+    return {name: value for name, value in variables.items() if not environ.get(name, "").strip()}
 
 
 def _torch_npu() -> tuple[int, int]:
     try:
-        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch_npu"))
+        match = re.match(r"(\d+)\.(\d+)", metadata.version("torch_npu"))
     except metadata.PackageNotFoundError:
-        found = None
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+        match = None
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def address_towards(host: str) -> str:

@@ -28,10 +28,10 @@ CACHING, SAMPLING, EVALUATING = "encoding for the cache", "drawing samples", "ev
 class OutOfMemory(RuntimeError):
     """Carry what was being done when memory ran out. on_host: it was the machine's memory, not the device's."""
 
-    def __init__(self, doing: str, wanted: str, on_host: bool) -> None:
+    def __init__(self, doing: str, requested_memory: str, on_host: bool) -> None:
         super().__init__(f"out of memory while {doing}")
         self.doing = doing
-        self.wanted = wanted  # as the allocator wrote it, "2.00 GiB"; empty where it did not
+        self.requested_memory = requested_memory  # as the allocator wrote it, "2.00 GiB"; empty where it did not
         self.on_host = on_host
 
 
@@ -49,7 +49,7 @@ def during(doing: str) -> Iterator[None]:
         where = ran_out(error)
         if where is None:
             raise
-        raise OutOfMemory(doing, wanted(error), where == "host") from error
+        raise OutOfMemory(doing, requested_memory(error), where == "host") from error
 
 
 def ran_out(error: BaseException) -> str | None:
@@ -66,7 +66,7 @@ def ran_out(error: BaseException) -> str | None:
     return "device" if _DEVICE.search(text) else None
 
 
-def wanted(error: BaseException) -> str:
+def requested_memory(error: BaseException) -> str:
     """Return how much the failed allocation asked for, as the allocator wrote it."""
     match = _WANTED.search(str(error))
     return match.group(1) if match else ""

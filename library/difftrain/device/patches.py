@@ -113,7 +113,7 @@ def rows(package: str) -> list[Patch]:
 
 def apply(package: str) -> None:
     """Patch a package that is about to be used; what is patched, or not needed, is left as it is."""
-    done = [row for row in rows(package) if row.patch and row.name not in _applied and _wanted(row)]
+    done = [row for row in rows(package) if row.patch and row.name not in _applied and _is_needed(row)]
     for patch in done:
         _applied[patch.name] = _hook(patch).put()
     if done:
@@ -156,7 +156,7 @@ def faulty(row: Patch) -> bool:
     return _hook(row).faulty()
 
 
-def _wanted(row: Patch) -> bool:
+def _is_needed(row: Patch) -> bool:
     return row.name not in _off and (_known(row) or faulty(row))
 
 

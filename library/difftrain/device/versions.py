@@ -81,7 +81,7 @@ class Judgement:
     """Say how something installed stands to the tables. fits: None where the tables say nothing of it."""
 
     fits: bool | None
-    found: str
+    observed: str
     remedy: str = ""
 
 
@@ -125,10 +125,10 @@ def judge_torch(torch_npu: str, torch: str) -> Judgement:
 def judge_cann(torch_npu: str, cann: str | None) -> Judgement:
     """Judge a CANN under a torch_npu."""
     pair = pair_of(torch_npu)
-    wanted = f"CANN {pair.cann}" if pair else "a CANN"
+    release = f"CANN {pair.cann}" if pair else "a CANN"
     if cann is None:
         return Judgement(
-            None, "the version of CANN could not be read", f"torch_npu {torch_npu} is published for {wanted}"
+            None, "the version of CANN could not be read", f"torch_npu {torch_npu} is published for {release}"
         )
     if pair is None:
         return Judgement(None, f"CANN {cann}; no table here has torch_npu {torch_npu}", "see its release notes")
@@ -136,11 +136,11 @@ def judge_cann(torch_npu: str, cann: str | None) -> Judgement:
     if series(cann) == series(pair.cann):
         return Judgement(True, f"CANN {cann} is what torch_npu {torch_npu} is published for")
     if series(cann) in fitting:
-        return Judgement(True, f"CANN {cann} is called compatible with torch_npu {torch_npu}, published for {wanted}")
+        return Judgement(True, f"CANN {cann} is called compatible with torch_npu {torch_npu}, published for {release}")
     older = numbers(series(cann)) < numbers(fitting[0])
     what = f"CANN {cann} is {'older' if older else 'newer'} than {fitting[0 if older else -1]}, "
     what += f"the {'oldest' if older else 'newest'} called compatible with torch_npu {torch_npu}"
-    return Judgement(False if older else None, what, f"install {wanted}, and source its set_env.sh")
+    return Judgement(False if older else None, what, f"install {release}, and source its set_env.sh")
 
 
 def judge_driver(cann: str | None, driver: str | None) -> Judgement:

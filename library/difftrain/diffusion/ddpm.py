@@ -76,7 +76,7 @@ def alphas_cumprod() -> Tensor:
 
 
 def add_noise(table: DdpmTables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """x_t = alpha_t x_0 + sigma_t noise. Shapes: x_0, noise (B, ...), t (B,) int64."""
+    """x_t = alpha_t x_0 + sigma_t noise (Ho et al. 2020, equation 4). Shapes: x_0, noise (B, ...), t (B,) int64."""
     return _at(table.alpha, t, x_0) * x_0 + _at(table.sigma, t, x_0) * noise
 
 
@@ -86,7 +86,7 @@ def velocity(table: DdpmTables, x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor
 
 
 def target(table: DdpmTables, x_0: Tensor, noise: Tensor, t: Tensor, prediction_type: str) -> Tensor:
-    """Return what the denoiser is to predict: "epsilon" or "v_prediction"."""
+    """Return what the denoiser is to predict: "epsilon" (Ho et al. 2020, equation 14) or "v_prediction"."""
     if prediction_type == "epsilon":
         return noise
     if prediction_type == "v_prediction":

@@ -119,7 +119,10 @@ class Profile(NamedTuple):
 
 
 class PowerEma(Average):
-    """Average weights with a relative width; after t updates the last one has the share 1 - (1 - 1/t)^(gamma + 1)."""
+    """Average weights with a relative width; after t updates the last one has the share 1 - (1 - 1/t)^(gamma + 1).
+
+    Source: equation 1 (the density), equation 2 (the update).
+    """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], width: float) -> None:
         super().__init__(named)
@@ -138,7 +141,7 @@ class PowerEma(Average):
 
 
 def newest_share(gamma: float, t: int) -> float:
-    """Return 1 - (1 - 1/t)^(gamma + 1), the share of the weights of update t, with all digits for large t."""
+    """Return 1 - (1 - 1/t)^(gamma + 1), the share of update t, with all digits for large t. Source: equation 127."""
     # 1 - (1 - 1/t)^n as -expm1(n log1p(-1/t)): the difference of two numbers near 1 would lose digits
     return 1.0 if t == 1 else -math.expm1((gamma + 1.0) * math.log1p(-1.0 / t))
 
@@ -183,21 +186,21 @@ class Combination(NamedTuple):
     error: float
 
 
-def combine(stored: Sequence[Profile], wanted: Profile) -> Combination:
+def combine(stored: Sequence[Profile], target: Profile) -> Combination:
     """Make a profile from stored ones by least squares over their densities; a stored one is taken as it is.
 
     The shares sum to 1, as the densities do: weights are large beside what training moves them by, and a sum a little
     off would scale them all. Densities are brought to unit length first: those of early snapshots are large, and would
     drown the others. Source: algorithm 3, which leaves the sum free.
     """
-    if wanted in stored:
-        index = stored.index(wanted)
+    if target in stored:
+        index = stored.index(target)
         return Combination([float(i == index) for i in range(len(stored))], 0.0)
     # densities at unit length, and what the wanted one has along each
     length = np.array([math.sqrt(overlap(profile, profile)) for profile in stored])
     among = np.array([[overlap(a, b) for b in stored] for a in stored]) / np.outer(length, length)
-    own = math.sqrt(overlap(wanted, wanted))
-    toward = np.array([overlap(profile, wanted) for profile in stored]) / (length * own)
+    own = math.sqrt(overlap(target, target))
+    toward = np.array([overlap(profile, target) for profile in stored]) / (length * own)
     # least squares with the shares summing to 1: the free solution, moved along its Lagrange direction
     unit = own / length
     free, pull = np.linalg.lstsq(among, np.stack([toward, unit], axis=1), rcond=1e-12)[0].T

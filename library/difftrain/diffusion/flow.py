@@ -144,7 +144,10 @@ def _inverse(growing: Callable[[float], float], value: float) -> float:
 
 
 def add_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Return x_t = (1 - t) x0 + t e. Shapes: x0, noise (B, ...), t (B,) in [0, 1]; of clips (B, C, F, H, W) also (B, F)."""
+    """Return x_t = (1 - t) x0 + t e (equation 13).
+
+    Shapes: x0, noise (B, ...), t (B,) in [0, 1]; of clips (B, C, F, H, W) also (B, F).
+    """
     # a time of its own for each frame of a clip, or one for the sample
     t = t[:, None, :, None, None] if t.ndim == 2 else t.view(-1, *(1,) * (x0.ndim - 1))
     return (1.0 - t) * x0 + t * noise

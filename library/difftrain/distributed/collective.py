@@ -45,7 +45,7 @@ def heartbeat(ranks: Ranks, worker: bool, events: Events | None = None) -> Itera
     done = threading.Event()
     lost: list[Exception] = []
 
-    def tell() -> None:
+    def beat() -> None:
         try:
             while _exchange(ranks, not done.wait(SIGN_OF_LIFE_S), events):
                 pass
@@ -53,7 +53,7 @@ def heartbeat(ranks: Ranks, worker: bool, events: Events | None = None) -> Itera
             lost.append(error)
             events.stop.set()
 
-    signs = threading.Thread(target=tell, name="sign of life", daemon=True)
+    signs = threading.Thread(target=beat, name="sign of life", daemon=True)
     signs.start()
     try:
         yield

@@ -246,9 +246,9 @@ def _minutes(timeout: timedelta) -> str:
 
 
 @contextlib.contextmanager
-def _noticed(say: str) -> Iterator[None]:
+def _noticed(log: str) -> Iterator[None]:
     """Say what is waited for once it takes long."""
-    timer = threading.Timer(NOTICE_S, print, (say,), {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(NOTICE_S, print, (log,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:

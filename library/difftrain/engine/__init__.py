@@ -1,4 +1,13 @@
-"""Engines: how steps are run. A new one is a file and a line here."""
+"""Engines: how steps are run. A new one is a file and a line here.
+
+The way of a step:
+ 1. native.py, accelerate.py   wrap the root module; accelerate_sharded.py, accelerate_zero.py: state in pieces
+ 2. base.py         micro batches under autocast: forward, weighted sums, backward
+ 3. ddp.py          gradients are summed over ranks, never averaged; gradients.py looks at the first ones
+ 4. update.py       unscale, measure, clip, skip or update; fused.py updates during the backward pass instead
+ 5. half_precision.py, master_weights.py   the fp32 value of half weights, and who holds it
+ 6. checkpointing.py, snapshot.py, optimizer_state.py   state by parameter name, for any number of ranks
+"""
 
 from __future__ import annotations
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
 from difftrain.engine.master_weights import MasterWeights
-from difftrain.engine.optimizer_state import Keep, NamedState, decode, encode
+from difftrain.engine.optimizer_state import Keep, NamedState, check_groups, decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -147,7 +145,7 @@ class ZeroMasterWeights(MasterWeights):
 
 
 _STEP = "step"
-_PLACE = "_deepspeed_place"
+_SCALER_POSITION = "_deepspeed_place"
 
 
 class ZeroState:
@@ -199,9 +197,7 @@ class ZeroState:
         tensors: Iterable[tuple[str, Tensor]],
     ) -> None:
         """Take encoded states and groups back; this rank keeps its pieces."""
-        if len(groups) != len(self._optimizer.param_groups):
-            what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
-            raise ConfigFault([Fault(option("save.resume"), f"{what}{len(self._optimizer.param_groups)}")])
+        check_groups(groups, self._optimizer)
         complete = {
             key for state in states.values() for key, value in state.items() if key != _STEP and _is_tensor(value)
         }
@@ -267,11 +263,11 @@ class LossScale:
             "backoff_factor": 1.0 / scaler.scale_factor,
             "growth_interval": int(scaler.scale_window),
             "_growth_tracker": grown % scaler.scale_window,
-            _PLACE: [scaler.cur_iter, scaler.last_overflow_iter],
+            _SCALER_POSITION: [scaler.cur_iter, scaler.last_overflow_iter],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a scaler was."""
         scaler = self._scaler
         scaler.cur_scale = float(state["scale"])
-        scaler.cur_iter, scaler.last_overflow_iter = state.get(_PLACE, (int(state["_growth_tracker"]), -1))
+        scaler.cur_iter, scaler.last_overflow_iter = state.get(_SCALER_POSITION, (int(state["_growth_tracker"]), -1))

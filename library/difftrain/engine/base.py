@@ -271,7 +271,7 @@ class BaseEngine:
             observer.before_forward(number, batch)
             loss = self._terms.loss(self._forward(batch, self.root, observer), counts)
             gradients = torch.autograd.grad(loss * scale, weights, allow_unused=True)
-            made = ((name, each) for name, each in zip(names, gradients) if each is not None)
+            made = ((name, gradient) for name, gradient in zip(names, gradients) if gradient is not None)
             observer.after_backward(made, scale)
         return True
 

@@ -123,8 +123,8 @@ class CheckpointedEngine(BaseEngine):
         weights, stored = (CheckpointReader(path, kind, self.ranks) for kind in (WEIGHTS, OPTIMIZER))
         states = merge_states(stored.metadata)
         own = self._own_state()
-        shapes, wanted = self._master_weights.shapes(own), states if optimizer else None
-        check_compatibility(path, about, weights, wanted, shapes, self._trained, self._state.kind)
+        shapes, needed = self._master_weights.shapes(own), states if optimizer else None
+        check_compatibility(path, about, weights, needed, shapes, self._trained, self._state.kind)
 
         # --- weights, then the optimizer's state and groups
         for name, tensor in weights.tensors(lambda name: True):

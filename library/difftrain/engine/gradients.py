@@ -29,8 +29,8 @@ def check_gradients(left: list[str]) -> None:
 @torch.no_grad()
 def largest_of(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return the largest magnitude of each tensor that is there, on its device; the host waits for nothing."""
-    there = {name: value for name, value in tensors.items() if value is not None and value.numel()}
-    return dict(zip(there, torch._foreach_norm(list(there.values()), float("inf")))) if there else {}
+    present = {name: value for name, value in tensors.items() if value is not None and value.numel()}
+    return dict(zip(present, torch._foreach_norm(list(present.values()), float("inf")))) if present else {}
 
 
 @torch.no_grad()
@@ -68,19 +68,19 @@ def check_zeros(
         f"{len(zeros)} of {len(largest)} trained tensors get a gradient of zeros at the first step ({parts}): {shown}"
     )
     if values[0] == 0.0:
-        _say(logging.WARNING, f"{what}; the loss of this step is 0", speaks)
+        _log(logging.WARNING, f"{what}; the loss of this step is 0", speaks)
     elif dead := [part for part in without if without[part] == every[part] and not begin]:
         remedy = "nothing of the loss depends on it: leave it out of what is trained"
         raise ConfigFault([Fault("model", f"no gradient reaches {', '.join(dead)}; {what}", remedy)])
     elif set(zeros) <= set(silent):
-        _say(logging.INFO, f"{what}; no output depends on them", speaks)
+        _log(logging.INFO, f"{what}; no output depends on them", speaks)
     elif begin:
-        _say(logging.INFO, f"{what}; as is to be expected behind the {begin} tensors that begin as zeros", speaks)
+        _log(logging.INFO, f"{what}; as is to be expected behind the {begin} tensors that begin as zeros", speaks)
     else:
-        _say(logging.WARNING, f"{what}; nothing that begins as zeros explains it: does the loss read them?", speaks)
+        _log(logging.WARNING, f"{what}; nothing that begins as zeros explains it: does the loss read them?", speaks)
     return zeros
 
 
-def _say(level: int, what: str, speaks: bool) -> None:
+def _log(level: int, what: str, speaks: bool) -> None:
     if speaks:
         log.log(level, "%s", what)

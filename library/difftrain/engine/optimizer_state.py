@@ -54,6 +54,13 @@ def decode(value: Any, find: Callable[[str], Tensor]) -> Any:
     return (list if kind == "list" else tuple)(decode(item, find) for item in content)
 
 
+def check_groups(groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    """Compare how many parameter groups a checkpoint has. Raises ConfigFault."""
+    if len(groups) != len(optimizer.param_groups):
+        what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
+        raise ConfigFault([Fault(option("save.resume"), f"{what}{len(optimizer.param_groups)}")])
+
+
 class ScheduleState:
     """Remember how a schedule began, to tell what has changed in it since. Made before its first step."""
 
@@ -183,9 +190,7 @@ class NamedState:
     ) -> None:
         """Take encoded states and groups back, bit by bit; tensors: of what this rank owns, and of the groups."""
         find = dict(tensors).__getitem__
-        if len(groups) != len(self._optimizer.param_groups):
-            what = f"the checkpoint's optimizer has {len(groups)} parameter groups, this one "
-            raise ConfigFault([Fault(option("save.resume"), f"{what}{len(self._optimizer.param_groups)}")])
+        check_groups(groups, self._optimizer)
         worker = inner(self._optimizer)
         plain = worker.state_dict()
         plain["state"] = {}

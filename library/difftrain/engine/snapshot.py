@@ -181,20 +181,20 @@ class CheckpointReader:
         """Return the metadata of every file."""
         return [file.metadata for file in self._files.values()]
 
-    def tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, needed: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         """Yield the wanted tensors, on the CPU; copy them, they may be views of the file. To be iterated to the end."""
         for name, file in self._files.items():
             if file.holder is None:
-                yield from self._read(name, filter(wanted, sorted(file.entries)))
+                yield from self._read(name, filter(needed, sorted(file.entries)))
             else:
-                yield from self._receive(name, file, wanted)
+                yield from self._receive(name, file, needed)
 
     def _read(self, name: str, keys: Iterator[str]) -> Iterator[tuple[str, Tensor]]:
         with safe_open(self._folder / name, framework="pt") as opened:
             for key in keys:
                 yield key, opened.get_tensor(key)
 
-    def _receive(self, name: str, file: _File, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self, name: str, file: _File, needed: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         """Let the holder send each tensor to all: machines with disks of their own."""
         keys = sorted(file.entries)
         own = self._read(name, iter(keys)) if file.holder == self._ranks.rank else None
@@ -206,7 +206,7 @@ class CheckpointReader:
                 tensor = torch.empty(shape, dtype=DTYPES[dtype])
             if tensor.numel():  # as bytes: gloo does not know every dtype
                 dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=file.holder, group=self._ranks.control)
-            if wanted(key):
+            if needed(key):
                 yield key, tensor
 
 

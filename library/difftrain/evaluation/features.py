@@ -68,8 +68,8 @@ class EffLite0:
         return torch.cat([*rows, self._pooled(stack)] if stack else rows)
 
     def _pooled(self, stack: list[Tensor]) -> Tensor:
-        found = self._features(torch.stack(stack).to(self._device))
-        return found.mean((2, 3)).double().cpu()
+        features = self._features(torch.stack(stack).to(self._device))
+        return features.mean((2, 3)).double().cpu()
 
 
 def prepared(picture: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def prepared(picture: Tensor) -> Tensor:
     Shapes: (3, H, W), 0..1 -> (3, 224, 224). Both sides of a comparison come here in the same size, so the resize
     favours none.
     """
-    whole = picture.detach().float().cpu().clamp(0, 1).mul(255).round()
-    if whole.shape[1:] != (SIDE, SIDE):
-        whole = functional.interpolate(whole[None], (SIDE, SIDE), mode="bicubic", antialias=True)[0].clamp(0, 255)
-    return (whole - 127) / 128
+    pixels = picture.detach().float().cpu().clamp(0, 1).mul(255).round()
+    if pixels.shape[1:] != (SIDE, SIDE):
+        pixels = functional.interpolate(pixels[None], (SIDE, SIDE), mode="bicubic", antialias=True)[0].clamp(0, 255)
+    return (pixels - 127) / 128

@@ -76,7 +76,7 @@ def kid(drawn: Tensor, real: Tensor, *, paired: bool = False, blocks: int = BLOC
     blocks = min(blocks, fewest // LEAST_OF_BLOCK)
     if blocks < 2:
         return Kid(value, math.nan, fewest, 0)
-    each = torch.tensor(
+    block_values = torch.tensor(
         [mmd2(drawn[k::blocks], real[k::blocks], paired=paired) for k in range(blocks)], dtype=torch.float64
     )
-    return Kid(value, float(each.std() / math.sqrt(blocks)), fewest, blocks)
+    return Kid(value, float(block_values.std() / math.sqrt(blocks)), fewest, blocks)

@@ -92,10 +92,10 @@ def quantile_losses(
     # the sums of all ranks' batches together, into a mean at each quantile
     shares = gather([_read(sums) for sums in pending])
     rows = []
-    for place, tenth in enumerate(TENTHS):
-        sums = [batch for share in shares for batch in share[place]]
-        names = dict.fromkeys(name for each in sums for name in each)
-        means = _means({name: math.fsum(each.get(name, 0.0) for each in sums) for name in names}, samples)
+    for index, tenth in enumerate(TENTHS):
+        sums = [batch for share in shares for batch in share[index]]
+        names = dict.fromkeys(name for row in sums for name in row)
+        means = _means({name: math.fsum(row.get(name, 0.0) for row in sums) for name in names}, samples)
         row: dict[str, Any] = {"quantile": tenth / 10, LOSS: means.pop(LOSS, math.nan), "samples": samples}
         if draws[draw].through is None:  # one value, whatever the bucket
             row[draw] = value_at(draws[draw], tenth)
@@ -138,10 +138,10 @@ def _rounds(batches: Iterable[Batch], gather: Gather) -> Iterator[tuple[list[Bat
 
 def _read(sums: list[dict[str, Tensor]]) -> list[dict[str, float]]:
     """Bring the loss and what is measured beside it to the host: one wait for all."""
-    kept = [{name: value for name, value in each.items() if name == LOSS or name.startswith(METRIC)} for each in sums]
-    flat = [value for each in kept for value in each.values()]
+    kept = [{name: value for name, value in row.items() if name == LOSS or name.startswith(METRIC)} for row in sums]
+    flat = [value for row in kept for value in row.values()]
     values = iter(torch.stack(flat).tolist() if flat else [])
-    return [{name: next(values) for name in each} for each in kept]
+    return [{name: next(values) for name in row} for row in kept]
 
 
 def _means(totals: dict[str, float], samples: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from difftrain.contracts import ConfigFault, Fault
 from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub import client
-from difftrain.hub.ids import TOKENIZERS, HubRequest, Places, Slot, localised, named, unasked, wanted
+from difftrain.hub.ids import TOKENIZERS, HubRequest, Places, Slot, hub_requests, localised, named, unasked
 from difftrain.hub.modelscope import ModelScopeRepository
 from difftrain.hub.repository import DEFAULT, NotFetched, Repository, is_commit
 from difftrain.io.files import atomic_folder
@@ -37,14 +37,14 @@ def fetch(
     pins: commits that the run began with. complete: also what the weights come without, to train or to draw. Raises
     ConfigFault with everything that could not be had.
     """
-    places, taken = _fetch_all(cfg, wanted(cfg), ranks, pins)
+    places, taken = _fetch_all(cfg, hub_requests(cfg), ranks, pins)
     here = localised(cfg, places)
     if not complete:
         return here, taken
-    rest = named(run_on(ranks, ranks.is_logger, lambda: unasked(here)), unasked=True)
-    if rest:
-        log.info("the weights come without a tokenizer: taken are %s", ", ".join(request.text for request in rest))
-        more, commits = _fetch_all(cfg, rest, ranks, pins)
+    remaining = named(run_on(ranks, ranks.is_logger, lambda: unasked(here)), unasked=True)
+    if remaining:
+        log.info("the weights come without a tokenizer: taken are %s", ", ".join(request.text for request in remaining))
+        more, commits = _fetch_all(cfg, remaining, ranks, pins)
         here, taken = localised(here, more), taken | commits
     return here, taken
 
@@ -168,7 +168,7 @@ def looked_up(cfg: TrainConfig) -> tuple[TrainConfig, list[HubRequest]]:
     Nothing is asked or fetched.
     """
     places: Places = {}
-    missing = _look(cfg, wanted(cfg), places)
+    missing = _look(cfg, hub_requests(cfg), places)
     here = localised(cfg, places)
     if not missing:  # else nobody knows what the weights come without
         missing = _look(cfg, named(unasked(here), unasked=True), places)

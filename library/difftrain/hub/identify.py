@@ -16,25 +16,25 @@ _WEIGHTS = "give the path of a diffusers folder"
 
 def identify(text: str) -> WeightsIdentity:
     """Say what weights are: a folder or file of this machine, else a repository."""
-    found = None if hub_ids.lies_here(text) else hub_ids.read(text)
-    if found is None:
+    hub_id = None if hub_ids.lies_here(text) else hub_ids.read(text)
+    if hub_id is None:
         return on_disk.identify(text)
     from difftrain.hub import client
     from difftrain.hub.modelscope import ModelScopeRepository
     from difftrain.hub.repository import NotFetched, Repository
 
     try:
-        hub = ModelScopeRepository if found.hub else Repository
-        repository = hub.find(found.repo, found.kind or "model", found.revision, offline=client.is_offline())
+        hub = ModelScopeRepository if hub_id.hub else Repository
+        repository = hub.find(hub_id.repo, hub_id.kind or "model", hub_id.revision, offline=client.is_offline())
         files = repository.files(offline=client.is_offline())
-        prefix = f"{found.path}/" if found.path else ""
+        prefix = f"{hub_id.path}/" if hub_id.path else ""
         parts = {row.denoiser for row in FAMILIES.values()}
-        wanted = [
+        needed = [
             prefix + name
             for name in (on_disk.INDEX, on_disk.SCHEDULER, *(f"{part}/config.json" for part in sorted(parts)))
         ]
-        there = [name for name in wanted if name in files]
-        folder = repository.fetch(there, sum(files[name] for name in there)) if there else None
+        present = [name for name in needed if name in files]
+        folder = repository.fetch(present, sum(files[name] for name in present)) if present else None
     except NotFetched as error:
         trouble = error.trouble
         return WeightsIdentity(faults=((f"{text}, which is no path here: {trouble.what}", trouble.remedy or _WEIGHTS),))

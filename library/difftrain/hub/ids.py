@@ -31,7 +31,7 @@ _CHOOSE: dict[str, Choose] = {
     **dict.fromkeys(_CLIP, repo_files.tokenizer),
     "model.tokenizer3": repo_files.t5_tokenizer,
 }
-_PLACE = {
+_PATHS = {
     "model.pretrained": "a diffusers folder or a .safetensors file",
     "model.vae": "a folder with config.json and its weights, or a .safetensors file",
     **dict.fromkeys(_CLIP, "a folder with CLIP's vocab.json and merges.txt"),
@@ -82,11 +82,11 @@ class HubRequest:
             fetched = f"hf download {self.id.repo}{kind}, and copy its folder to {client.cache_folder()}"
             if self.id.hub:
                 fetched = f"fetch {self.id.repo} with ModelScope's own client, and give that folder"
-            remedy = f"give the path of {_PLACE.get(self.field, _PICTURES)}; or where there is a network: {fetched}"
+            remedy = f"give the path of {_PATHS.get(self.field, _PICTURES)}; or where there is a network: {fetched}"
         return Fault(self.flag, f"{what}: {trouble.what}", remedy)
 
 
-def wanted(cfg: TrainConfig) -> list[HubRequest]:
+def hub_requests(cfg: TrainConfig) -> list[HubRequest]:
     """List what is written as an id may be; whether a path of that name exists, each machine sees for itself."""
     return [*named((field, value_of(cfg, field)) for field in _CHOOSE), *_data(cfg)]
 
@@ -132,8 +132,8 @@ def unasked(cfg: TrainConfig) -> list[Slot]:
 
 def remote_refs(cfg: TrainConfig) -> frozenset[str]:
     """Return the fields, "section.field", of which something is to be fetched."""
-    asked = {ref.field for ref in wanted(cfg) if not hub_ids.lies_here(ref.text)}
-    return frozenset(asked | {field for field, _ in unasked(cfg)})
+    requested = {ref.field for ref in hub_requests(cfg) if not hub_ids.lies_here(ref.text)}
+    return frozenset(requested | {field for field, _ in unasked(cfg)})
 
 
 def localised(cfg: TrainConfig, places: Mapping[Slot, str]) -> TrainConfig:
@@ -178,9 +178,9 @@ def data_files(
     if flat:
         inside = [file for file in inside if "/" not in file[len(prefix) :]]
     kind = next(filter(None, map(kind_of_suffixes, _levels(inside))), "")
-    wanted = {"tar": {".tar"}, "parquet": {".parquet"}, "folder": {*IMAGE_SUFFIXES, *captions}}.get(kind, set())
+    hub_requests = {"tar": {".tar"}, "parquet": {".parquet"}, "folder": {*IMAGE_SUFFIXES, *captions}}.get(kind, set())
     named = METADATA if kind == "folder" else ()
-    return [file for file in inside if _suffix(file) in wanted or file.rpartition("/")[2] in named], path
+    return [file for file in inside if _suffix(file) in hub_requests or file.rpartition("/")[2] in named], path
 
 
 def _levels(files: Sequence[str]) -> list[set[str]]:

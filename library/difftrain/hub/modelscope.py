@@ -50,17 +50,17 @@ class ModelScopeRepository(Repository):
                 if not (trouble.away or trouble.passing):
                     raise
             else:
-                found = cls(repo, kind, _hash(listing), name)
-                write_text(found.folder / _LISTING, "".join(f"{size} {path}\n" for path, (size, _) in listing.items()))
-                write_text(known, found.commit)
-                return found
+                repository = cls(repo, kind, _hash(listing), name)
+                write_text(repository.folder / _LISTING, "".join(f"{size} {path}\n" for path, (size, _) in listing.items()))
+                write_text(known, repository.commit)
+                return repository
         try:
-            found = cls(repo, kind, known.read_text(encoding="utf-8"), name)
+            repository = cls(repo, kind, known.read_text(encoding="utf-8"), name)
         except OSError as error:
             raise NotFetched(trouble or client.Trouble("it is not in the cache", away=True)) from error
         if trouble is not None:
-            log.warning("%s: %s; taken is what the cache has of %s", found, trouble.what, name)
-        return found
+            log.warning("%s: %s; taken is what the cache has of %s", repository, trouble.what, name)
+        return repository
 
     @cached_property
     def folder(self) -> Path:

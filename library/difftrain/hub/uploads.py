@@ -226,7 +226,7 @@ def open_target(hub: HubSection, run: str = "") -> UploadTarget | None:
         raise _fault(option("hub.repo_id"), what, "export HF_TOKEN=…, or hf auth login")
 
     # whose token it is, and whether it may write at all
-    who = _asked("--huggingface_token", "your account", lambda api: api.whoami())
+    who = _call_hub("--huggingface_token", "your account", lambda api: api.whoami())
     role = who.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         raise _fault("--huggingface_token", "the token may only read", "make one on the hub that may write")
@@ -234,7 +234,7 @@ def open_target(hub: HubSection, run: str = "") -> UploadTarget | None:
     # the repository, made where it is missing, and whether this account may write to it
     repo = hub.repo_id if "/" in hub.repo_id else f"{who['name']}/{hub.repo_id}"
     private = _visibility(hub, repo)
-    _asked(option("hub.repo_id"), repo, lambda api: _may_write(api, repo, hub.repo_type))
+    _call_hub(option("hub.repo_id"), repo, lambda api: _may_write(api, repo, hub.repo_type))
 
     # where saves will lie, said before training
     target = UploadTarget(repo, hub.repo_type, "/".join(filter(None, ((hub.path_in_repo or "").strip("/"), run))))
@@ -262,10 +262,10 @@ def _visibility(hub: HubSection, repo: str) -> bool:
         except RepositoryNotFoundError:
             return None
 
-    visibility = _asked(option("hub.repo_id"), repo, look)
+    visibility = _call_hub(option("hub.repo_id"), repo, look)
     if visibility is None:
         private = hub.visibility != "public"
-        _asked(
+        _call_hub(
             option("hub.repo_id"),
             repo,
             lambda api: api.create_repo(repo, repo_type=hub.repo_type, private=private, exist_ok=True),
@@ -284,7 +284,7 @@ def _may_write(api: Any, repo: str, kind: str) -> None:
     api.preupload_lfs_files(repo, [CommitOperationAdd(".difftrain", b"")], repo_type=kind)
 
 
-def _asked(flag: str, name: str, action: Any) -> Any:
+def _call_hub(flag: str, name: str, action: Any) -> Any:
     try:
         return action(client.api())
     except Exception as error:

@@ -1,1 +1,5 @@
-"""Files and processes, for every room: one durable write, and one way to tell whether another process still lives."""
+"""Files and processes, for every room.
+
+1. files.py        a durable write: aside, fsync, rename, fsync the folder
+2. process.py      whether another process still lives, on this machine
+"""

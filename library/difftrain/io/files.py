@@ -112,7 +112,7 @@ def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files below a folder."""
     if not path.is_dir():
         return path.stat().st_size
-    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def link_or_copy(source: Path, target: Path) -> bool:

@@ -54,8 +54,8 @@ def this_process() -> str:
 
 def is_gone(name: str) -> bool | None:
     """Tell whether a process has ended; None where that cannot be known from here."""
-    machine, _, rest = name.partition(":")
-    number, _, start = rest.partition(":")
+    machine, _, remaining = name.partition(":")
+    number, _, start = remaining.partition(":")
     if not _machine() or machine != _machine() or not number.isdecimal():
         return None
     return has_ended(int(number), start)

@@ -116,7 +116,7 @@ class FolderClaim:
 
 
 @contextmanager
-def turn(folder: Path, say: Callable[[str], None], *, fails_whole: type[Exception]) -> Iterator[FolderClaim]:
+def turn(folder: Path, log: Callable[[str], None], *, fails_whole: type[Exception]) -> Iterator[FolderClaim]:
     """Wait for the right to build, and hold it. A build that ends by any error but `fails_whole` counts as half-made."""
     claim = FolderClaim(folder)
     announced, seen, since = False, "", time.monotonic()
@@ -126,11 +126,11 @@ def turn(folder: Path, say: Callable[[str], None], *, fails_whole: type[Exceptio
             seen, since = claim.beat(), time.monotonic()
         if claim.is_dead() or time.monotonic() - since > SILENT_S:
             if claim.take_over(token):
-                say(f"process {pid or '?'} on {host.split('/')[0] or '?'} did not finish: starting over")
+                log(f"process {pid or '?'} on {host.split('/')[0] or '?'} did not finish: starting over")
                 break
         elif not announced:
             announced = True
-            say(
+            log(
                 f"waiting for process {pid or '?'} on {host.split('/')[0] or '?'}, which makes the environment "
                 f"(where nobody does, remove {folder})"
             )

@@ -51,7 +51,7 @@ class Requirement:
     allowed: str = ""
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a message for the user."""
     print(text, file=sys.stderr, flush=True)
 
@@ -108,13 +108,13 @@ def _meets(have: tuple[int, ...], clause: str) -> bool:
     }[match[1]]  # fmt: skip
 
 
-def missing(wanted: list[Requirement]) -> list[Requirement]:
+def missing(needed: list[Requirement]) -> list[Requirement]:
     """Return what this interpreter lacks. A torch that is there is never in the list.
 
     Raises: EnvironmentUnusable where torch is older than what the package runs on.
     """
     lacking = []
-    for requirement in wanted:
+    for requirement in needed:
         version = installed(requirement.name)
         if requirement.name == "torch" and version is not None:
             if numbers(version)[:2] < TORCH_NEEDED:
@@ -127,11 +127,11 @@ def missing(wanted: list[Requirement]) -> list[Requirement]:
     return lacking
 
 
-def for_npu(wanted: list[Requirement], *, present: bool) -> list[Requirement]:
+def for_npu(needed: list[Requirement], *, present: bool) -> list[Requirement]:
     """Return torch_npu in the version of the torch that is there or will be, on a machine with NPU device files."""
     if not present:
         return []
-    pin = next((r.tested.removeprefix("==") for r in wanted if r.name == "torch"), "")
+    pin = next((r.tested.removeprefix("==") for r in needed if r.name == "torch"), "")
     version = _dotted(numbers(installed("torch") or pin))
     return [Requirement(f"torch_npu=={version}", "torch_npu", f"=={version}", f"=={version}")]
 
@@ -140,20 +140,20 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def name_untested(wanted: list[Requirement]) -> None:
+def name_untested(needed: list[Requirement]) -> None:
     """Name packages that are there, and stay, in a version that nobody has tested this with."""
     untested = []
-    for requirement in wanted:
+    for requirement in needed:
         version = installed(requirement.name)
         if version is not None and not satisfied(version, requirement.tested):
             untested.append(f"{requirement.name} {version} (tested {requirement.tested})")
     if untested:
-        say(f"here and kept, in a version that is not tested: {', '.join(untested)}")
+        log(f"here and kept, in a version that is not tested: {', '.join(untested)}")
 
 
 def make_venv(folder: Path) -> Path:
     """Make the .venv on top of this interpreter's packages, and return its Python."""
-    say(f"making {folder} on top of {sys.executable}")
+    log(f"making {folder} on top of {sys.executable}")
     done = subprocess.run(
         [sys.executable, "-m", "venv", "--system-site-packages", str(folder)],
         capture_output=True,
@@ -175,7 +175,7 @@ def make_venv(folder: Path) -> Path:
 
 def install(lacking: list[Requirement]) -> None:
     """Install what is missing with pip, whose output is shown only where it fails."""
-    say(f"installing {', '.join(r.line for r in lacking)}")
+    log(f"installing {', '.join(r.line for r in lacking)}")
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *(r.line for r in lacking)]
     torch = installed("torch")
     environ = dict(os.environ)
@@ -187,7 +187,7 @@ def install(lacking: list[Requirement]) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, preexec_fn=end_with_parent
     )
     if done.returncode:
-        say(done.stdout)
+        log(done.stdout)
         raise EnvironmentUnusable(
             f"pip could not install what is missing (exit code {done.returncode}); its output is above"
         )
@@ -196,12 +196,12 @@ def install(lacking: list[Requirement]) -> None:
 def main() -> str:
     """Return the interpreter that has every package."""
     # what this machine needs, and what the interpreter lacks of it
-    wanted = requirements(ROOT)
-    wanted += for_npu(wanted, present=any(Path("/dev").glob("davinci[0-9]*")))
+    needed = requirements(ROOT)
+    needed += for_npu(needed, present=any(Path("/dev").glob("davinci[0-9]*")))
     venv = ROOT / ".venv"
     python = venv / "bin" / "python"
     stage = os.environ.get(_ABOVE)
-    lacking = missing(wanted)
+    lacking = missing(needed)
 
     # within .venv: do what the process above asked for
     if lacking and stage == "look":
@@ -211,7 +211,7 @@ def main() -> str:
 
     # nothing is lacking any more: this interpreter will do
     if stage or not lacking:
-        name_untested(wanted)
+        name_untested(needed)
         return sys.executable
 
     # where a .venv of an earlier start has everything, there is no turn to wait for
@@ -223,7 +223,7 @@ def main() -> str:
 
     # make or complete .venv, one process at a time; our own that was left half made is made afresh
     try:
-        with turn(unfinished, say, fails_whole=Failed) as claim:
+        with turn(unfinished, log, fails_whole=Failed) as claim:
             ours = unfinished / "made-here"  # a .venv that was there before, somebody may have made by hand
             if claim.left_behind and ours.exists() and Path(sys.prefix) != venv:
                 shutil.rmtree(venv, ignore_errors=True)
@@ -254,5 +254,5 @@ if __name__ == "__main__":
         print(main())
     except EnvironmentUnusable as error:
         if str(error):  # else the process within .venv has said it
-            say(str(error))
+            log(str(error))
         sys.exit(2)

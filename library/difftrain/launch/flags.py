@@ -5,7 +5,7 @@ A value comes from the command line, else from a shell variable of the same name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -71,6 +71,7 @@ OWNED: tuple[Owned, ...] = (
     Owned(("demo_scale",), "", "share of the demo's images and steps: 0.1 is a quick look"),
     Owned(("dry_run",), "dry_run", "print what would be done, touch no device", "switch"),
 )
+_DOOR_NAMES = {flag.names[0]: flag.door for flag in OWNED if flag.door}
 _BY_NAME = {name: flag for flag in OWNED for name in flag.names}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -79,13 +80,13 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class LaunchFlags:
     """What the user asked for, and what was wrong with it.
 
-    values: by the first name of each owned flag. origins: the flag or variable a value came from. rest: words for the
+    values: by the first name of each owned flag. origins: the flag or variable a value came from. remaining: words for the
     training script, in their order.
     """
 
     values: dict[str, str | int | bool] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    rest: list[str] = field(default_factory=list)
+    remaining: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def number(self, name: str, default: int) -> int:
@@ -99,7 +100,7 @@ class LaunchFlags:
 
     def names_rest(self) -> set[str]:
         """Return the names of the flags that go to the training script."""
-        return {word[2:].split("=")[0] for word in self.rest if word.startswith("--")}
+        return {word[2:].split("=")[0] for word in self.remaining if word.startswith("--")}
 
 
 def read(argv: list[str], environ: Mapping[str, str]) -> LaunchFlags:
@@ -111,7 +112,7 @@ def read(argv: list[str], environ: Mapping[str, str]) -> LaunchFlags:
         name, equals, value = word[2:].partition("=")
         flag = _BY_NAME.get(name) if word.startswith("--") else None
         if flag is None:
-            flags.rest.append(word)
+            flags.remaining.append(word)
             continue
         if not equals and flag.kind != "switch":
             if at < len(argv) and not argv[at].startswith("--"):
@@ -146,15 +147,29 @@ def _take(flags: LaunchFlags, flag: Owned, text: str, origin: str) -> None:
     flags.origins[name] = origin
 
 
-def to_door(flags: LaunchFlags) -> list[str]:
-    """Return the owned flags that were given, in the training script's spelling."""
-    words = []
+def to_door(flags: LaunchFlags, names: Mapping[str, str] = _DOOR_NAMES) -> list[str]:
+    """Return the owned flags that were given, in the training script's spelling. names: its names of them."""
+    return [f"--{names[name]}" if value is True else f"--{names[name]}={value}" for name, value in owned(flags, names)]
+
+
+def owned(flags: LaunchFlags, names: Collection[str]) -> Iterator[tuple[str, str | int | bool]]:
+    """Yield name and value of the owned flags that were given, of some names, in the table's order."""
     for flag in OWNED:
         value = flags.values.get(flag.names[0])
-        if not flag.door or value is None or value is False:
-            continue
-        words.append(f"--{flag.door}" if value is True else f"--{flag.door}={value}")
-    return words
+        if flag.names[0] in names and value is not None and value is not False:
+            yield flag.names[0], value
+
+
+def demo_scale(flags: LaunchFlags, faults: list[str]) -> float:
+    """Return --demo_scale, 1 where it was not given; what is wrong with it goes to `faults`."""
+    try:
+        scale = float(flags.text("demo_scale") or 1)
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale <= 1:
+        faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
+        scale = 1.0
+    return scale
 
 
 def usage(command: str, door: str, caller: Caller = SCRIPTS) -> str:

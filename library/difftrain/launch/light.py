@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.config.paths import recipes_dir
-from difftrain.launch.flags import OWNED, LaunchFlags
+from difftrain.launch.flags import LaunchFlags, demo_scale, owned
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 from difftrain.launch.recipes import DEMOS, EPOCHS, EPOCHS_OF_A_SPEED_RUN, LaunchRecipe
 
@@ -53,7 +53,7 @@ class LightRecipe(LaunchRecipe):
         """Return the whole command line of the training script: what comes later counts."""
         dry = ["--dry_run"] if flags.values.get("dry_run") else []
         output_words = [f"--output.output_dir={output}", "--save.run_dirs=false", "--save.resume=auto"]
-        return [*self.words, *_owned(flags), *output_words, *dry, *flags.rest]
+        return [*self.words, *_owned(flags), *output_words, *dry, *flags.remaining]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -98,21 +98,21 @@ def _without_model(words: list[str], folder: Path) -> list[str]:
     text = Path(config.partition("=")[2]).read_text(encoding="utf-8")
     copy = folder / "recipe.toml"
     copy.write_text(re.sub(r"(?m)^diffusers_path = .*$", 'init_from_config = "demo"', text), encoding="utf-8")
-    rest = [word for word in words if word != config and not word.startswith("--model.diffusers_path=")]
-    return [f"--config={copy}", *rest]
+    remaining = [word for word in words if word != config and not word.startswith("--model.diffusers_path=")]
+    return [f"--config={copy}", *remaining]
 
 
 def choose(name: str, flags: LaunchFlags, where: Where) -> LightRecipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     stage = ["--cache_only"] if name == "sd3_light_cache" else []
-    asked, own = flags.text("dataset_name"), flags.names_rest()
+    requested, own = flags.text("dataset_name"), flags.names_rest()
     has_model = "model_name" in flags.values or bool(own & WEIGHTS)
-    has_data = bool(asked) or bool(own & DATA)
+    has_data = bool(requested) or bool(own & DATA)
     if "config" in own:
         return LightRecipe(DOOR, stage, ["--config says what is trained: the recipe's own file is left out"])
     # with nothing of the user's own, the embedded demo
-    if asked in DEMOS or not (has_model or has_data):
-        return _demo(asked or "shapes", flags, where, stage)
+    if requested in DEMOS or not (has_model or has_data):
+        return _demo(requested or "shapes", flags, where, stage)
     faults = []
     if not has_model:
         what = "the folder that `difftrain init sd3_light --size=light --from=SD3_FOLDER --output=DIR` writes"
@@ -121,8 +121,8 @@ def choose(name: str, flags: LaunchFlags, where: Where) -> LightRecipe:
         faults.append("--dataset_name: is missing (a folder of pictures or tars, or a TOML file of data sets)")
     if "demo_scale" in flags.values:
         faults.append(f"{flags.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
-    if asked.endswith(".toml") and "resolution" in flags.values:
-        faults.append(f"{flags.origins['resolution']}: the data set file {asked} has its own (resolutions in it)")
+    if requested.endswith(".toml") and "resolution" in flags.values:
+        faults.append(f"{flags.origins['resolution']}: the data set file {requested} has its own (resolutions in it)")
     words, notes = _real(name, flags, where, faults)
     return LightRecipe(DOOR, [*stage, *words], notes, faults)
 
@@ -139,11 +139,11 @@ def _real(name: str, flags: LaunchFlags, where: Where, faults: list[str]) -> tup
         words.append("--model.dtype=float32")
         if "mixed_precision" not in flags.values:
             notes.append("precision fp32: the recipe's bf16 is for NPU and CUDA, this is the CPU")
-    asked = flags.text("dataset_name")
-    if asked:
-        file = asked if asked.endswith(".toml") else _file_for(asked, flags, faults)
+    requested = flags.text("dataset_name")
+    if requested:
+        file = requested if requested.endswith(".toml") else _file_for(requested, flags, faults)
         words.append(f"--dataset={file}")
-        notes += [] if file == asked else [f"data set file: {file}"]
+        notes += [] if file == requested else [f"data set file: {file}"]
     return words, notes
 
 
@@ -177,15 +177,7 @@ def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]
         faults.append(
             f"{flags_given.origins['resolution']}: the demo {dataset} has pictures of its own size (leave it out)"
         )
-    try:
-        scale = float(flags_given.text("demo_scale") or 1)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        faults.append(
-            f"{flags_given.origins['demo_scale']}: must be above 0 and at most 1, got {flags_given.text('demo_scale')}"
-        )
-        scale = 1.0
+    scale = demo_scale(flags_given, faults)
     flags_given.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
     plan = make.plan(dataset, where.devices.kind, where.world_size, scale)
     flags = dict(plan.flags)
@@ -198,11 +190,7 @@ def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]
 def _owned(flags: LaunchFlags) -> list[str]:
     """Return the owned flags that were given, in the training script's spelling."""
     words = []
-    for flag in OWNED:
-        name = flag.names[0]
-        value = flags.values.get(name)
-        if name not in KEYS or value is None or value is False:
-            continue
+    for name, value in owned(flags, KEYS):
         text = DTYPES.get(str(value), value) if name == "mixed_precision" else "true" if value is True else value
         words.append(f"--{KEYS[name]}={text}")
     return words

@@ -175,9 +175,9 @@ def where(
             f"({caller.layout('1m_8p')} is for several)"
         )
     if accelerator and processes > device.count:
-        asked = flags.origins.get("nproc_per_node", f"this {caller.noun}")
+        origin = flags.origins.get("nproc_per_node", f"this {caller.noun}")
         faults.append(
-            f"{asked}: {processes} {device.kind} devices are asked for, {device.count} found "
+            f"{origin}: {processes} {device.kind} devices are asked for, {device.count} found "
             f"(--nproc_per_node={device.count})"
         )
 
@@ -245,14 +245,14 @@ def _device_id(
     """Return the card that a one-card run was told to take; where several are visible, it must be one of them."""
     if "device_id" not in flags.values or device.kind == "cpu" or processes != 1:
         return None
-    wanted = flags.number("device_id", 0)
+    device_id = flags.number("device_id", 0)
     variable = VISIBLE[device.kind]
     visible = [part.strip() for part in environ.get(variable, "").split(",") if part.strip()]
     allowed = visible or [str(number) for number in range(device.count)]
-    if str(wanted) not in allowed:
+    if str(device_id) not in allowed:
         beside = f" with {variable}={environ[variable]}" if visible else ""
-        faults.append(f"{flags.origins['device_id']}: {wanted} is not among the cards {', '.join(allowed)}{beside}")
-    return wanted
+        faults.append(f"{flags.origins['device_id']}: {device_id} is not among the cards {', '.join(allowed)}{beside}")
+    return device_id
 
 
 def _sentence(

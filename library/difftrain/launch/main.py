@@ -198,8 +198,8 @@ def start(launch: LaunchPlan, cfg: TrainConfig, lines: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     """Do what a launcher under test/ asks for: RECIPE LAYOUT [flags]."""
-    recipe_name, layout, *rest = argv
-    return launch(recipe_name, layout, rest, f"bash test/{script(recipe_name, layout)}")
+    recipe_name, layout, *remaining = argv
+    return launch(recipe_name, layout, remaining, f"bash test/{script(recipe_name, layout)}")
 
 
 if __name__ == "__main__":

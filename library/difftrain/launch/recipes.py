@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import LaunchFlags
+from difftrain.launch.flags import LaunchFlags, demo_scale, to_door
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LaunchRecipe:
 
     def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        return [*self.words, *_owned_words(flags), *flags.rest, f"--output_dir={output}"]
+        return [*self.words, *to_door(flags), *flags.remaining, f"--output_dir={output}"]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -48,8 +48,8 @@ class LaunchRecipe:
 
         try:
             self.parse(words)
-        except ConfigFault as found:
-            return [str(fault) for fault in found.faults]
+        except ConfigFault as error:
+            return [str(fault) for fault in error.faults]
         return []
 
     def prepare(self, *, dry: bool) -> int:
@@ -107,12 +107,12 @@ COMMANDS = {"sdxl_pretrain.py": "sdxl", "train.py": "train", "train_text_to_imag
 def choose(name: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:
     """Return the recipe's job, or the demo where there is neither a model nor data."""
     door, defaults = RECIPES[name]
-    asked = flags.text("dataset_name")
+    requested = flags.text("dataset_name")
     own = flags.names_rest()
     has_model = "model_name" in flags.values or bool(own & WEIGHTS)
-    has_data = bool(asked) or "train_data_dir" in own
-    if asked in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
-        return _demo(door, asked or "shapes", flags, where)
+    has_data = bool(requested) or "train_data_dir" in own
+    if requested in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
+        return _demo(door, requested or "shapes", flags, where)
     faults = []
     if not own & SELF_CONTAINED:
         if not has_model:
@@ -146,14 +146,8 @@ def _real(defaults: dict[str, object], flags_given: LaunchFlags, where: Where) -
         if "mixed_precision" not in flags_given.values:
             flags["mixed_precision"] = "no"
             notes.append("mixed_precision no: the recipe's fp16 is for NPU and CUDA, this is the CPU")
-    taken = {flag.split("=")[0][2:] for flag in _owned_words(flags_given)}
+    taken = {flag.split("=")[0][2:] for flag in to_door(flags_given)}
     return [*_own_or({k: v for k, v in flags.items() if k not in taken}, own), *common], notes
-
-
-def _owned_words(flags: LaunchFlags) -> list[str]:
-    from difftrain.launch.flags import to_door
-
-    return to_door(flags)
 
 
 def _own_or(defaults: dict[str, object], own: set[str]) -> list[str]:
@@ -171,15 +165,9 @@ def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> LaunchRe
     faults = []
     if "model_name" in flags.values:
         faults.append(f"{flags.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
-    try:
-        scale = float(flags.text("demo_scale") or 1)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
-        scale = 1.0
+    scale = demo_scale(flags, faults)
     plan = demo.plan(dataset, where.devices.kind, where.world_size, scale)
-    own, taken = flags.names_rest(), {flag.split("=")[0][2:] for flag in _owned_words(flags)}
+    own, taken = flags.names_rest(), {flag.split("=")[0][2:] for flag in to_door(flags)}
     if taken & {"max_train_epochs"} or own & {"max_train_epochs", "max_train_epoch"}:
         taken.add("max_train_steps")
     if dataset in DEMOS:  # --dataset_name=shapes names no folder

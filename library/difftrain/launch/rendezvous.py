@@ -72,10 +72,10 @@ class Waiting:
     """Say at intervals who is missing, until the time is over."""
 
     machine: Machine
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     notice_s: float
     start: float = field(default_factory=time.monotonic)
-    said: float = float("-inf")
+    noticed_at: float = float("-inf")
 
     def left_s(self) -> float:
         """Return the seconds that are left."""
@@ -92,9 +92,9 @@ class Waiting:
             raise RendezvousFailed(
                 f"{names} did not come to {self.machine.meeting} within {_duration(self.machine.wait_s)}{because}: {_CHECK}"
             )
-        if missing and time.monotonic() - self.said >= self.notice_s:
-            self.said = time.monotonic()
-            self.say(f"waiting for {names} at {self.machine.meeting}{because}, {_duration(self.left_s())} left")
+        if missing and time.monotonic() - self.noticed_at >= self.notice_s:
+            self.noticed_at = time.monotonic()
+            self.log(f"waiting for {names} at {self.machine.meeting}{because}, {_duration(self.left_s())} left")
         time.sleep(min(POLL_S, max(0.0, self.left_s())))
 
 
@@ -110,12 +110,12 @@ def machine_of(torchrun: list[str]) -> Machine | None:
     return Machine(words.node_rank, int(words.nnodes), words.master_addr, words.master_port, wait_s)
 
 
-def meet(machine: Machine, say: Callable[[str], None], notice_s: float = NOTICE_S) -> Any:
+def meet(machine: Machine, log: Callable[[str], None], notice_s: float = NOTICE_S) -> Any:
     """Wait until every machine is there; return the store, which must be kept until torchrun has begun.
 
     Raises: RendezvousFailed.
     """
-    waiting = Waiting(machine, say, notice_s)
+    waiting = Waiting(machine, log, notice_s)
     return _lead(machine, waiting) if machine.rank == 0 else _follow(machine, waiting)
 
 
@@ -143,7 +143,7 @@ def _lead(machine: Machine, waiting: Waiting) -> Any:
     guests: dict[int, Guest] = {}
     while True:
         for rank in range(1, machine.count):
-            _look(machine, table, rank, guests, waiting.say)
+            _look(machine, table, rank, guests, waiting.log)
         missing = [rank for rank in range(1, machine.count) if rank not in guests or not guests[rank].alive]
         table.set("missing", ",".join(map(str, missing)))
         if not missing:
@@ -156,7 +156,7 @@ def _lead(machine: Machine, waiting: Waiting) -> Any:
             raise
 
 
-def _look(machine: Machine, table: Any, rank: int, guests: dict[int, Guest], say: Callable[[str], None]) -> None:
+def _look(machine: Machine, table: Any, rank: int, guests: dict[int, Guest], log: Callable[[str], None]) -> None:
     """See whether a machine has signed in, and lives."""
     if not table.check([f"here/{rank}"]):
         return
@@ -166,10 +166,10 @@ def _look(machine: Machine, table: Any, rank: int, guests: dict[int, Guest], say
         guests[rank] = Guest(token, host, beat, time.monotonic())
     elif beat != guest.beat:
         if not guest.alive:
-            say(f"machine {rank} of {machine.count} is here: {host}")
+            log(f"machine {rank} of {machine.count} is here: {host}")
         guest.beat, guest.seen, guest.alive = beat, time.monotonic(), True
     elif time.monotonic() - guest.seen > GONE_S:
-        say(f"machine {rank} of {machine.count} is gone: {host}")
+        log(f"machine {rank} of {machine.count} is gone: {host}")
         del guests[rank]
         table.delete_key(f"here/{rank}")
 
@@ -256,12 +256,12 @@ def _sign_in(machine: Machine, store: Any, waiting: Waiting) -> str:
 def is_own(address: str) -> bool:
     """Tell whether an address is one of this machine's; one that nobody knows may be."""
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)
     except OSError:
         return True
-    for family, kind, _, _, place in found:
+    for family, kind, _, _, socket_address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(place)
+            probe.bind(socket_address)
             return True
     return False
 

@@ -192,12 +192,12 @@ def find(environ: Mapping[str, str]) -> Scheduler | None:
     return None
 
 
-def read(environ: Mapping[str, str], given: Mapping[str, object] | None = None) -> Reading:
+def read(environ: Mapping[str, str], explicit: Mapping[str, object] | None = None) -> Reading:
     """Read what the job's scheduler says of the settings that the user has not given as flags.
 
-    given: values of flags by the names of SETTINGS. Wrong, missing and contradictory variables are in `faults`.
+    explicit: values of flags by the names of SETTINGS. Wrong, missing and contradictory variables are in `faults`.
     """
-    given = given or {}
+    explicit = explicit or {}
     scheduler = find(environ)
     if scheduler is None:
         return Reading()
@@ -206,8 +206,8 @@ def read(environ: Mapping[str, str], given: Mapping[str, object] | None = None) 
     # what the variables say
     broken: set[str] = set()
     for setting in SETTINGS:
-        nodes = given.get("nnodes", reading.values.get("nnodes"))
-        if setting in given or (nodes == 1 and setting.startswith("master_")):  # alone, a machine asks nobody
+        nodes = explicit.get("nnodes", reading.values.get("nnodes"))
+        if setting in explicit or (nodes == 1 and setting.startswith("master_")):  # alone, a machine asks nobody
             continue
         variable, reader = _first_set(environ, scheduler.variables.get(setting, ()))
         if reader is None:
@@ -222,20 +222,20 @@ def read(environ: Mapping[str, str], given: Mapping[str, object] | None = None) 
             reading.values[setting], reading.origins[setting] = value, variable
 
     # what they leave open: one machine needs nothing more
-    nodes = given.get("nnodes", reading.values.get("nnodes"))
+    nodes = explicit.get("nnodes", reading.values.get("nnodes"))
     if nodes == 1:
         return reading
     has = ", ".join(f"{name}={_get(environ, name)}" for name in scheduler.signs if _get(environ, name))
     for setting in NEEDED:
-        if setting not in given and setting not in reading.values and setting not in broken:
+        if setting not in explicit and setting not in reading.values and setting not in broken:
             names = " or ".join(name for name, _ in scheduler.variables[setting])
             reading.faults.append(f"{names}: is missing, though {scheduler.name} has set {has} (or give --{setting})")
-    if "node_rank" not in given:
-        reading.faults += _contradictions(scheduler.name, environ, given)
+    if "node_rank" not in explicit:
+        reading.faults += _contradictions(scheduler.name, environ, explicit)
     return reading
 
 
-def _contradictions(name: str, environ: Mapping[str, str], given: Collection[str]) -> list[str]:
+def _contradictions(name: str, environ: Mapping[str, str], explicit: Collection[str]) -> list[str]:
     """Name what is complete and yet would not work: a launcher on one machine only, or several on each."""
     if name == "Volcano" and _get(environ, "VC_MASTER_HOSTS"):
         return [

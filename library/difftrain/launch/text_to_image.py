@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from difftrain.launch.flags import OWNED, LaunchFlags
+from difftrain.launch.flags import LaunchFlags, demo_scale, to_door
 from difftrain.launch.machines import LIBRARY, Where, cores, with_library
 from difftrain.launch.recipes import DEMOS, SELF_CONTAINED, WEIGHTS, LaunchRecipe
 
@@ -63,7 +63,7 @@ class TextToImageRecipe(LaunchRecipe):
 
     def line(self, flags: LaunchFlags, output: Path) -> list[str]:
         """Return the whole command line of the training script: what comes later counts."""
-        return [*self.words, *_owned(flags), *flags.rest, f"--output_dir={output}"]
+        return [*self.words, *to_door(flags, SPELLED), *flags.remaining, f"--output_dir={output}"]
 
     def parse(self, words: list[str]) -> TrainConfig:
         """Read a command line as the training script does. Raises ConfigFault."""
@@ -92,14 +92,14 @@ class TextToImageRecipe(LaunchRecipe):
 
 def choose(flags: LaunchFlags, where: Where) -> TextToImageRecipe:
     """Return the baseline's job, or the demo where there is neither a model nor data."""
-    asked, own = flags.text("dataset_name"), flags.names_rest()
+    requested, own = flags.text("dataset_name"), flags.names_rest()
     has_model = "model_name" in flags.values or bool(own & WEIGHTS)
-    has_data = bool(asked) or bool(own & {"train_data_dir"})
+    has_data = bool(requested) or bool(own & {"train_data_dir"})
     faults = []
     if "tokenizer2_path" in flags.values:
         faults.append(f"{flags.origins['tokenizer2_path']}: Stable Diffusion 1 has one tokenizer (--tokenizer1_path)")
-    if asked in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
-        return _demo(asked or DEMOS[0], flags, where, faults)
+    if requested in DEMOS or not (has_model or has_data or own & SELF_CONTAINED):
+        return _demo(requested or DEMOS[0], flags, where, faults)
     if not own & SELF_CONTAINED:
         if not has_model:
             faults.append("--model_name: is missing (a folder or hub id of Stable Diffusion 1.4)")
@@ -146,13 +146,7 @@ def _demo(dataset: str, flags: LaunchFlags, where: Where, faults: list[str]) -> 
 
     if "model_name" in flags.values:
         faults.append(f"{flags.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
-    try:
-        scale = float(flags.text("demo_scale") or 1)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        faults.append(f"{flags.origins['demo_scale']}: must be above 0 and at most 1, got {flags.text('demo_scale')}")
-        scale = 1.0
+    scale = demo_scale(flags, faults)
     flags.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
 
     cpu = where.devices.kind == "cpu"
@@ -187,17 +181,5 @@ def _demo(dataset: str, flags: LaunchFlags, where: Where, faults: list[str]) -> 
 
 def _own_or(defaults: dict[str, object], flags: LaunchFlags) -> list[str]:
     """Return flags that the user has given in neither spelling."""
-    taken = flags.names_rest() | {word.split("=")[0][2:] for word in _owned(flags)}
+    taken = flags.names_rest() | {word.split("=")[0][2:] for word in to_door(flags, SPELLED)}
     return [f"--{key}" if value is True else f"--{key}={value}" for key, value in defaults.items() if key not in taken]
-
-
-def _owned(flags: LaunchFlags) -> list[str]:
-    """Return the owned flags that were given, in the training script's spelling."""
-    words = []
-    for flag in OWNED:
-        name = flag.names[0]
-        value = flags.values.get(name)
-        if name not in SPELLED or value is None or value is False:
-            continue
-        words.append(f"--{SPELLED[name]}" if value is True else f"--{SPELLED[name]}={value}")
-    return words

@@ -95,7 +95,7 @@ class Wishes:
         if number == signal.SIGUSR1:
             listening = [pid for pid in ranks if listens(pid)]
             if not listening:
-                _say("SIGUSR1: nothing to save, training has not begun")
+                _log("SIGUSR1: nothing to save, training has not begun")
             _send(listening, number)
             return
         now = time.monotonic()
@@ -103,7 +103,7 @@ class Wishes:
             return
         self._stops, self._stopped_at, self.stopped_by = self._stops + 1, now, self.stopped_by or number
         if not ranks:  # it looks for the other machines, or is at its end
-            _say(f"stopped by {signal.Signals(number).name}: no rank is running")
+            _log(f"stopped by {signal.Signals(number).name}: no rank is running")
             if not self.torchrun:
                 raise SystemExit(128 + number)
             _send([self.torchrun], signal.SIGTERM)
@@ -114,7 +114,7 @@ class Wishes:
                 _send([pid], number if number == signal.SIGINT and listens(pid) else signal.SIGTERM)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     os.write(1, f"{text}\n".encode())  # from a signal handler, where print may be in use
 
 

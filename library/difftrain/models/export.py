@@ -73,6 +73,8 @@ def write_single_file(
     facts = family.one_file
     assert facts is not None
     path = path.with_name(path.name + SUFFIXES[layout])
+
+    # --- what stands beside the weights: scheduler, sizes, facts
     beside = family.beside(parts)
     sizes = json.dumps({name: section for name, section in parts.config.items() if name not in family.beside_sizes})
     if not family.is_released and layout == "ckpt":  # which has no header
@@ -81,10 +83,14 @@ def write_single_file(
         metadata = metadata | {SIZES: sizes}
     if not family.writes_as_kohya:
         metadata = HEADER | metadata | {FACTS: json.dumps(_said_in_header(family))}
+
+    # --- every tensor with its shape, which the header needs first
     maps, stored = single_file_shapes(family, parts, dtype, beside)
     _tell_size(family, stored, dtype)
     copies = {original: key for key, original in family.copies().items()}
     opened = safetensors_writer(path, stored, metadata) if layout == "safetensors" else torch_writer(path, stored)
+
+    # --- the tensors, as they come
     with opened as writer:
         for key, value in beside.items():
             writer.write(key, value)
@@ -292,8 +298,8 @@ def _write_weights(
         if family.as_trained:
             (folder / family.as_trained).mkdir(exist_ok=True)
             file = folder / family.as_trained / f"{stem_of(family, trained)}.safetensors"
-            whole = _shapes(family, parts, trained, family.source.build(trained), None)
-            as_trained = stack.enter_context(safetensors_writer(file, whole, HEADER | metadata))
+            all_shapes = _shapes(family, parts, trained, family.source.build(trained), None)
+            as_trained = stack.enter_context(safetensors_writer(file, all_shapes, HEADER | metadata))
 
         # --- one pass over the weights
         stream = chain(weights, family.deferred_weights(parts, family.parts.keys() - shapes.keys()))
@@ -308,19 +314,19 @@ def _write_weights(
 
 
 def all_weights(
-    family: BaseFamily, weights: Stream, parts: Parts, wanted: set[str]
+    family: BaseFamily, weights: Stream, parts: Parts, part_names: set[str]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (part, name, tensor) of what is to be written: the stream's, then what it lacks from the modules at hand."""
     seen: set[tuple[str, str]] = set()
     for full, value in weights:
         part, _, name = full.partition(".")
-        if part in wanted and not is_second_name(family.parts[part], name) and (part, name) not in seen:
+        if part in part_names and not is_second_name(family.parts[part], name) and (part, name) not in seen:
             seen.add((part, name))
             yield part, name, value
     inside = {part: parts.root.get_submodule(part) for part in family.in_root}
     modules: Mapping[str, nn.Module] = {**inside, **parts.frozen}
     for part, module in modules.items():
-        if part in wanted and not isinstance(module, MetaPlaceholder):
+        if part in part_names and not isinstance(module, MetaPlaceholder):
             for name, value in module.state_dict().items():
                 if not is_second_name(family.parts[part], name) and (part, name) not in seen:
                     yield part, name, value

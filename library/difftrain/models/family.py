@@ -214,9 +214,9 @@ class FamilyDrawer:
     def encode(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
         """Encode pictures, drawing from the posterior on the host. Shapes: (B, 3, H, W) uint8 -> (B, C, h, w) fp32."""
         vae: Any = self.parts.frozen["vae"]
-        held = next(vae.parameters())
+        parameter = next(vae.parameters())
         # in the dtype that it is held in: it is fp32 wherever half would overflow (storage_dtype)
-        mean, std = posterior(vae, pixels.to(held.device), fp32=held.dtype == torch.float32, batch_size=None)
+        mean, std = posterior(vae, pixels.to(parameter.device), fp32=parameter.dtype == torch.float32, batch_size=None)
         drawn = torch.randn(mean.shape, generator=generator).to(mean.device)
         return self.family.vae.scaled(mean + std * drawn)
 

@@ -31,6 +31,7 @@ def step_peak(
     that run in each step are not: they come before. root: on the meta device, in the dtypes that it is trained in; its
     gradients are left there. freed: sets hooks that take gradients away during the backward pass.
     """
+    # --- a step without content: blank inputs, gradients as accumulation leaves them
     training, precision = family.cfg.training, family.cfg.training.mixed_precision
     maths = AcceleratorMaths(None if precision == "no" else DTYPES[precision])
     inputs = blank_inputs(family, bucket, batch=batch)
@@ -41,6 +42,8 @@ def step_peak(
     if training.accumulation > 1:  # gradients of earlier micro batches are there: what adds to them comes and goes
         for param in root.parameters():
             param.grad = torch.empty_like(param) if param.requires_grad else None
+
+    # --- forward and backward, counted
     with CountMemory() as memory:
         with maths:
             outputs = family.forward(root, inputs)

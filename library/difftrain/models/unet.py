@@ -125,9 +125,9 @@ class UNetFamily(DdpmObjective, ModelFamily):
 
     def remarks(self) -> list[str]:
         """Say where weights predict something else, and how a model of other layers is used: no format carries that."""
-        notes, wanted = [], self.cfg.model.prediction_type
-        if (prediction := self._prediction_of_source()) not in (None, wanted):
-            notes.append(f"these weights say that they predict {prediction}; this run trains {wanted}")
+        notes, expected = [], self.cfg.model.prediction_type
+        if (prediction := self._prediction_of_source()) not in (None, expected):
+            notes.append(f"these weights say that they predict {prediction}; this run trains {expected}")
         if self.skips:
             notes.append(
                 f"clip_skip {self.clip_skip}: draw with the same clip skip; in diffusers, which counts from "

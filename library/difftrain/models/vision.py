@@ -160,11 +160,11 @@ def tokens_of(folder: VisionFolder, module: nn.Module, pixels: Tensor, factor: i
     rows, columns = folder.grid(*size)
     mean, std = (_on_device(tuple(folder.scaling[name]), pixels.device) for name in ("image_mean", "image_std"))
     picture = (pixels.float() / 255.0 - mean[:, None, None]) / std[:, None, None]
-    wanted = rows * folder.patch, columns * folder.patch
-    if tuple(picture.shape[-2:]) != wanted:
-        picture = torch.nn.functional.interpolate(picture, size=wanted, mode="bicubic", align_corners=False)
-    asked = {"interpolate_pos_encoding": True} if _interpolates(module) else {}
-    tokens = module(picture.to(next(module.parameters()).dtype), **asked).last_hidden_state.float()
+    size_hw = rows * folder.patch, columns * folder.patch
+    if tuple(picture.shape[-2:]) != size_hw:
+        picture = torch.nn.functional.interpolate(picture, size=size_hw, mode="bicubic", align_corners=False)
+    options = {"interpolate_pos_encoding": True} if _interpolates(module) else {}
+    tokens = module(picture.to(next(module.parameters()).dtype), **options).last_hidden_state.float()
     laid = tokens[:, tokens.shape[1] - rows * columns :].transpose(1, 2).unflatten(2, (rows, columns))
     if (rows, columns) != size:
         laid = torch.nn.functional.interpolate(laid, size=size, mode="bilinear", align_corners=False)

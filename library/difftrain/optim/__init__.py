@@ -1,4 +1,12 @@
-"""Optimizers and schedules, by name."""
+"""Optimizers and schedules, by name.
+
+The way of an optimizer:
+ 1. registry.py     a literal line each; faults of its configuration before a device is touched
+ 2. arguments.py    key=value of the user, checked against what the class takes
+ 3. builders.py     kohya's names and defaults for optimizers of torch and of packages; making.py what builders share
+ 4. muon.py, schedule_free.py   those that are built here
+ 5. schedule.py     the learning rate of every update
+"""
 
 from difftrain.optim.builders import announce, estimate, page_again
 from difftrain.optim.registry import faults, inner, make_optimizer

@@ -42,8 +42,8 @@ def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
     if name not in SCHEDULES:
         raise ConfigFault([Fault(option(_NAME), f"got {section.scheduler!r}", f"one of {', '.join(SCHEDULES)}")])
     settings = {} if is_schedule_free(section) else arguments.parse(option(_ARGS), section.scheduler_args)
-    function, wanted = SCHEDULES[name]
-    arguments.check(option(_ARGS), name, function, settings, wanted)
+    function, flag_names = SCHEDULES[name]
+    arguments.check(option(_ARGS), name, function, settings, flag_names)
     w = updates(section.warmup_steps, total_steps)
     flags = {
         "w": w,
@@ -196,11 +196,11 @@ def piecewise_constant(*, step_rules: str = "") -> Factor:
     *steps, last = str(step_rules).split(",")
     try:
         pairs = sorted((int(until), float(value)) for value, until in (rule.split(":") for rule in steps))
-        rest = float(last)
+        remaining = float(last)
     except ValueError as error:
         remedy = "step_rules='1:10,0.1:20,0.01', that is factor:until, factor:until, factor"
         raise ConfigFault([Fault(option(_ARGS), f"step_rules={step_rules!r} cannot be read", remedy)]) from error
-    return lambda s: next((value for until, value in pairs if s < until), rest)
+    return lambda s: next((value for until, value in pairs if s < until), remaining)
 
 
 def updates(value: float, total: int) -> int:
@@ -225,5 +225,5 @@ SCHEDULES: dict[str, tuple[Callable[..., Factor], tuple[str, ...]]] = {
 
 def bind(name: str, flags: dict[str, Any], settings: dict[str, Any]) -> Factor:
     """Make the named schedule of the flags' values and of what the user gives in --lr_scheduler_args."""
-    function, wanted = SCHEDULES[name]
-    return function(**{flag: flags[flag] for flag in wanted}, **settings)
+    function, flag_names = SCHEDULES[name]
+    return function(**{flag: flags[flag] for flag in flag_names}, **settings)

@@ -6,6 +6,6 @@
    evaluations.py.
 3. page.py (page.css) and charts.py build pages of plain data: run_page.py report.html, from the run's files alone, and
    dataset_page.py the page of a data set, from the facts that train/inspect gathers.
-4. run_files.py reads a run back, whole or not; comparison.py compares two by the limits of thresholds.py;
-   comparison_summary.py says it in lines and as JSON, comparison_page.py on a page.
+4. run_files.py reads a run back, complete or not; compare/ compares two by limits, and writes it in lines, as JSON and
+   on a page; trace.py compares two traced steps.
 """

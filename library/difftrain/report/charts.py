@@ -82,24 +82,24 @@ def line_chart(
     every = np.concatenate([points for _, points in drawn])
     x_low, x_high = _widened(every[:, 0].tolist())
     ys = [*every[:, 1].tolist(), *([0.0] if zero else [])]
-    y_ticks = ticks(*_widened(ys), whole=log)
+    y_ticks = ticks(*_widened(ys), integers=log)
     y_low, y_high = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))
     right = RIGHT + (NAMED_END if ends else 0)
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - right)
         down = HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
         return across, down
 
     # --- axes, marks and curves
-    parts = _axes(place, ticks(x_low, x_high, whole=True), y_ticks, (x_low, x_high), x_label, log=log)
+    parts = _axes(to_pixels, ticks(x_low, x_high, integers=True), y_ticks, (x_low, x_high), x_label, log=log)
     for mark in marks:
         if x_low < mark < x_high:
-            at, _ = place(mark, y_low)
+            at, _ = to_pixels(mark, y_low)
             parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
     last: list[tuple[float, str]] = []
     for curve, points in drawn:
-        placed = [place(x, y) for x, y in thinned(points, MOST_POINTS).tolist()]
+        placed = [to_pixels(x, y) for x, y in thinned(points, MOST_POINTS).tolist()]
         last.append((placed[-1][1], curve.name))
         if len(placed) == 1:
             parts.append(
@@ -169,12 +169,12 @@ def bar_chart(names: Sequence[str], values: Sequence[float], *, x_label: str) ->
     slot = (WIDTH - LEFT - RIGHT) / len(values)
     every = math.ceil(LETTER * (max(map(len, names)) + 1) / slot)  # names that would overlap are left out
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         return LEFT + x, HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
 
-    parts = _axes(place, [], [tick for tick in y_ticks if tick >= 0], (0.0, WIDTH - LEFT - RIGHT), x_label)
+    parts = _axes(to_pixels, [], [tick for tick in y_ticks if tick >= 0], (0.0, WIDTH - LEFT - RIGHT), x_label)
     for number, (name, value) in enumerate(zip(names, values)):
-        left, down = place((number + 0.15) * slot, max(value, 0.0))
+        left, down = to_pixels((number + 0.15) * slot, max(value, 0.0))
         parts.append(
             f'<rect class="bar" x="{left:.1f}" y="{down:.1f}" width="{0.7 * slot:.1f}" '
             f'height="{HEIGHT - BOTTOM - down:.1f}"><title>{escape(name)}: {fixed(value, 4)}</title></rect>'
@@ -200,12 +200,12 @@ def rank_chart(names: Sequence[str], values: Sequence[float]) -> str:
     return f'<ol class="ranks">{lines}</ol>'
 
 
-def ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> list[float]:
+def ticks(low: float, high: float, *, integers: bool = False, about: int = 5) -> list[float]:
     """Return round values (1, 2 or 5 times a power of ten apart) that span low to high."""
     step = (high - low) / about
     power = 10.0 ** math.floor(math.log10(step))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-9))
-    if whole:
+    if integers:
         step = max(step, 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]
@@ -238,7 +238,7 @@ def _widened(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _axes(
-    place: Callable[[float, float], tuple[float, float]],
+    to_pixels: Callable[[float, float], tuple[float, float]],
     x_ticks: Sequence[float],
     y_ticks: Sequence[float],
     x_range: tuple[float, float],
@@ -251,13 +251,13 @@ def _axes(
 
     parts = []
     for tick in y_ticks:
-        _, down = place(x_range[0], tick)
+        _, down = to_pixels(x_range[0], tick)
         name = f"1e{tick:.0f}" if log else label(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{name}</text>')
     for tick in x_ticks:
         if x_range[0] <= tick <= x_range[1]:
-            across, _ = place(tick, y_ticks[0])
+            across, _ = to_pixels(tick, y_ticks[0])
             parts.append(
                 f'<text class="tick" x="{across:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{label(tick)}</text>'
             )

@@ -97,6 +97,8 @@ def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -
         [float(bucket["draws_per_epoch"]) for bucket in by_shape],
         x_label="uses an epoch, from tall to wide",
     )
+
+    # --- the table, the fullest first
     table = [
         {
             "bucket": bucket["bucket"],
@@ -111,6 +113,8 @@ def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -
         }
         for bucket in sorted(buckets, key=lambda bucket: -bucket["draws_per_epoch"])
     ]
+
+    # --- sizes of the files
     histogram = bar_chart(
         [str(one["from"]) for one in resolutions],
         [float(one["images"]) for one in resolutions],
@@ -125,8 +129,8 @@ def _rejected(rejected: dict[str, Any]) -> str:
         return ""
     reasons = [{**reason, "source": reason["source"] or "all"} for reason in rejected["reasons"]]
     more = rejected["count"] - len(rejected["first"])
-    rest = note(f"and {more:,} more: a run names all of them in rejected.jsonl") if more > 0 else ""
-    return panel(rows(reasons) + details(f"{len(rejected['first'])} by name", rows(rejected["first"]) + rest))
+    footer = note(f"and {more:,} more: a run names all of them in rejected.jsonl") if more > 0 else ""
+    return panel(rows(reasons) + details(f"{len(rejected['first'])} by name", rows(rejected["first"]) + footer))
 
 
 def _copies(copies: dict[str, Any]) -> str:
@@ -137,8 +141,8 @@ def _copies(copies: dict[str, Any]) -> str:
         return ""
     table = [{"images": group["pictures"], "names": group["names"]} for group in copies["first"]]
     more = copies["groups"] - len(table)
-    rest = note(f"and {more:,} more groups") if more > 0 else ""
-    return panel(rows(table) + rest, "Images with the same bytes; all are kept")
+    footer = note(f"and {more:,} more groups") if more > 0 else ""
+    return panel(rows(table) + footer, "Images with the same bytes; all are kept")
 
 
 def _similar(similar: dict[str, Any]) -> str:
@@ -156,12 +160,12 @@ def _similar(similar: dict[str, Any]) -> str:
             if one.get("image")
         )
         more = group["images"] - len(group["shown"])
-        rest = note(f"and {more:,} more") if more > 0 else ""
-        panels.append(f'<div class="panel"><div class="likes">{figures}</div>{rest}</div>')
+        footer = note(f"and {more:,} more") if more > 0 else ""
+        panels.append(f'<div class="panel"><div class="likes">{figures}</div>{footer}</div>')
     more = similar["groups"] - len(similar["first"])
-    rest = note(f"and {more:,} more groups") if more > 0 else ""
+    footer = note(f"and {more:,} more groups") if more > 0 else ""
     text = note("Found by a hash of their brightness: resized, recompressed or slightly cropped copies. All are used.")
-    return f'<div class="grid2">{"".join(panels)}</div>{rest}{text}'
+    return f'<div class="grid2">{"".join(panels)}</div>{footer}{text}'
 
 
 # --- captions
@@ -233,12 +237,12 @@ def _shots(facts: dict[str, Any]) -> str:
         "original with the cut of its first use, right what the model gets. Below, its captions as the plan draws them"
         f" in the first {facts['epochs']} epoch{'s'[: facts['epochs'] > 1]}; steps are counted from 0."
     )
-    first, rest = facts["cards"][:OPEN], facts["cards"][OPEN:]
-    folded = f'<div class="shots">{"".join(map(_shot, rest))}</div>' if rest else ""
+    first, footer = facts["cards"][:OPEN], facts["cards"][OPEN:]
+    folded = f'<div class="shots">{"".join(map(_shot, footer))}</div>' if footer else ""
     return (
         _filter(facts["cards"])
         + f'<div class="shots">{"".join(map(_shot, first))}</div>'
-        + details(f"{len(rest)} more", folded)
+        + details(f"{len(footer)} more", folded)
         + note(text)
     )
 

@@ -49,14 +49,14 @@ def versions(device: dict[str, Any] | None = None) -> dict[str, str]:
 
     device: what Device.describe() says; what it knows of drivers and libraries is taken over.
     """
-    found = {"difftrain": difftrain.__version__, "python": platform.python_version()}
+    installed = {"difftrain": difftrain.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    found |= {key: str(value) for key, value in (device or {}).items() if value and key not in NO_VERSIONS}
-    return found
+    installed |= {key: str(value) for key, value in (device or {}).items() if value and key not in NO_VERSIONS}
+    return installed
 
 
 def code_version(folder: Path | None = None) -> str:

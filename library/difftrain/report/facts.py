@@ -124,7 +124,7 @@ def not_enabled(cfg: TrainConfig) -> list[str]:
         **_of_family(cfg),
         "evaluation on held-out records": cfg.validation.split > 0 or bool(cfg.eval.sets),
         "aspect buckets": has_buckets(cfg),
-        "caption dropout": any(each.dropout_rate > 0 or each.dropout_every_n_epochs > 0 for each in captions),
+        "caption dropout": any(section.dropout_rate > 0 or section.dropout_every_n_epochs > 0 for section in captions),
         "cached latents (they are computed online)": cache.latents or cache.latents_to_disk,
         "cached text features (they are computed online)": cache.text or cache.text_to_disk,
         "samples during training": bool(cfg.sample.every_n_steps or cfg.sample.every_n_epochs),

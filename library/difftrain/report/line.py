@@ -26,20 +26,20 @@ class AverageLoss:
         self._total = 0.0
         self._count = 0
 
-    def add(self, place: int, loss: float) -> None:
+    def add(self, index: int, loss: float) -> None:
         """Take the loss of the step at this place (from 0) in its epoch."""
-        missing = place + 1 - len(self._losses)
+        missing = index + 1 - len(self._losses)
         if missing > 0:
             self._losses.extend([0.0] * missing)
             self._known.extend(bytes(missing))
         if not math.isfinite(loss):
             return
-        if self._known[place]:
-            self._total -= self._losses[place]
+        if self._known[index]:
+            self._total -= self._losses[index]
         else:
-            self._known[place] = 1
+            self._known[index] = 1
             self._count += 1
-        self._losses[place] = loss
+        self._losses[index] = loss
         self._total += loss
 
     @property

@@ -199,9 +199,9 @@ def rows(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None
     head = "".join(f"<th{align(records[0].get(key))}>{escape(text)}</th>" for key, text in heads.items())
     lines = ("".join(data(record.get(key, ""), text) for key, text in heads.items()) for record in records[:MOST_ROWS])
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    rest = missing(f"and {len(records) - MOST_ROWS} more") if len(records) > MOST_ROWS else ""
+    footer = missing(f"and {len(records) - MOST_ROWS} more") if len(records) > MOST_ROWS else ""
     table = f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="wide">{table}</div>{rest}'
+    return f'<div class="wide">{table}</div>{footer}'
 
 
 # --- pictures

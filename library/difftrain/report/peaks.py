@@ -72,10 +72,10 @@ def vendor_peak(device_name: str, precision: str) -> tuple[float, str] | None:
     precision: of the mixed precision, no | fp16 | bf16.
     """
     for pattern, peak in PEAKS.items():
-        found = re.search(rf"(?<!\w)({pattern})(?!\w)", device_name, re.IGNORECASE)
-        if found:
+        match = re.search(rf"(?<!\w)({pattern})(?!\w)", device_name, re.IGNORECASE)
+        if match:
             value = getattr(peak, DTYPE_OF_PRECISION[precision])
-            return None if value is None else (value * 1e12, f"{found.group()}: {peak.source}")
+            return None if value is None else (value * 1e12, f"{match.group()}: {peak.source}")
     return None
 
 

@@ -75,7 +75,7 @@ class SignsOfLife:
         self._now = now
         self._doing: list[tuple[Text, float]] = []  # the innermost last, and since when
         self._heard_at, self._limit_s = now(), FIRST_S
-        self._say: Callable[[str], None] | None = None
+        self._log: Callable[[str], None] | None = None
         self._end = threading.Event()
 
     def heard(self) -> None:
@@ -98,18 +98,18 @@ class SignsOfLife:
 
     def look(self) -> None:
         """Say what is being done, if nothing has been printed for long enough."""
-        if self._say is None or not self._doing or self._now() - self._heard_at < self._limit_s:
+        if self._log is None or not self._doing or self._now() - self._heard_at < self._limit_s:
             return
         what, since = self._doing[-1]
         text = f"{what}, {duration(self._now() - since)} so far" if isinstance(what, str) else what()
         if text:
             self.heard()
-            self._say(text)
+            self._log(text)
 
     @contextmanager
-    def printed_by(self, say: Callable[[str], None]) -> Iterator[None]:
+    def printed_by(self, log: Callable[[str], None]) -> Iterator[None]:
         """Print signs of life while inside; one inside another takes over until it ends."""
-        before, self._say = self._say, say
+        before, self._log = self._log, log
         thread = None
         if before is None:
             self._end.clear()
@@ -118,7 +118,7 @@ class SignsOfLife:
         try:
             yield
         finally:
-            self._say = before
+            self._log = before
             if thread is not None:
                 self._end.set()
                 thread.join(2 * _LOOK_S)

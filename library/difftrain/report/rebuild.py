@@ -73,6 +73,8 @@ def report_of_files(run: RunFiles) -> dict[str, Any]:
 def _configured(run: RunFiles) -> dict[str, Any]:
     """Return what the configuration says, where it is known and can be read."""
     sections = nested(run.config)
+
+    # --- what needs no valid configuration
     table: dict[str, Any] = {
         "config": environment.redacted(sections),
         "seed": run.seed,
@@ -83,6 +85,8 @@ def _configured(run: RunFiles) -> dict[str, Any]:
         "verdict": "no target was set for this run",
         "definitions": DEFINITIONS,
     }
+
+    # --- what does
     try:
         cfg = TrainConfig.model_validate(sections)
     except ValidationError:  # of another version, or damaged

@@ -98,7 +98,7 @@ class RunFiles:
     @property
     def report_step(self) -> int:
         """Return the step that report.json is of, or 0."""
-        return _whole(self.report.get("steps"))
+        return _integer(self.report.get("steps"))
 
     @property
     def state(self) -> str:
@@ -135,7 +135,7 @@ class RunFiles:
     @property
     def world_size(self) -> int:
         """Return the number of cards of the last session, or 0."""
-        return _whole(self._fact("world_size")) or _whole(self.report.get("world_size"))
+        return _integer(self._fact("world_size")) or _integer(self.report.get("world_size"))
 
     @property
     def fingerprint(self) -> str:
@@ -149,11 +149,11 @@ class RunFiles:
         if known:
             return known
         # runs of before sessions.json had it: the checkpoints say it
-        found = set()
+        digests = set()
         for path in self.folder.glob(f"*/{MANIFEST}"):
             digest = _table(_read_json(path)[0].get("meta")).get("plan_digest")
-            found |= {digest} if isinstance(digest, str) else set()
-        return found
+            digests |= {digest} if isinstance(digest, str) else set()
+        return digests
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -205,8 +205,8 @@ class RunFiles:
 
 def measured(steps: dict[int, LoggedStep], sessions: list[dict[str, Any]]) -> Interval:
     """Sum up the time of the lines; those with steps of a session's warm-up only where there are no others."""
-    begins = {_whole(session.get("session")): _whole(session.get("from_step")) for session in sessions}
-    ends = {_whole(session.get("session")): _whole(session.get("steps_done")) for session in sessions}
+    begins = {_integer(session.get("session")): _integer(session.get("from_step")) for session in sessions}
+    ends = {_integer(session.get("session")): _integer(session.get("steps_done")) for session in sessions}
     warm, steady = Interval(), Interval()
     for session, group in itertools.groupby(steps.values(), key=lambda line: line.session):
         lines, before = list(group), begins.get(session, 0)
@@ -245,7 +245,7 @@ def read_run(folder: Path, *, begun: bool = False) -> RunFiles:
     record, fault = _read_json(folder / RECORD)
     notes += [fault] if fault else []
     listed = stored.get("sessions")
-    sessions = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    sessions = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     if not steps and not report and not (begun and (sessions or record)):
         raise DataFault(_no_run(folder, notes))
 
@@ -255,25 +255,25 @@ def read_run(folder: Path, *, begun: bool = False) -> RunFiles:
     )
 
     # --- what there is to know of the run as a whole
-    said = []
+    remarks = []
     if run.state == "running":
-        said.append(f"its last session has no end: it goes on, or was killed; the last line is {_age(folder)} old")
+        remarks.append(f"its last session has no end: it goes on, or was killed; the last line is {_age(folder)} old")
     elif run.state != "finished":
-        said.append(f"its last session {run.state}" if run.state != "unknown" else "how it ended is not known")
+        remarks.append(f"its last session {run.state}" if run.state != "unknown" else "how it ended is not known")
     if run.report and not run.is_report_current:
         of = run.report.get("steps")
-        said.append(f"{REPORT} is of step {of}, before the last line: speeds are those of {METRICS}")
+        remarks.append(f"{REPORT} is of step {of}, before the last line: speeds are those of {METRICS}")
     elif not run.report:
-        said.append(f"it has no {REPORT}: speeds are those of {METRICS}; versions and machine are not known")
-    begins = [_whole(each.get("from_step")) for each in sessions if _whole(each.get("from_step"))]
+        remarks.append(f"it has no {REPORT}: speeds are those of {METRICS}; versions and machine are not known")
+    begins = [_integer(session.get("from_step")) for session in sessions if _integer(session.get("from_step"))]
     if begins:
-        said.append(f"resumed at step {', '.join(map(str, begins))}")
-    return RunFiles(folder, steps, report, sessions, record, config, run.run_id, (*run.notes, *said))
+        remarks.append(f"resumed at step {', '.join(map(str, begins))}")
+    return RunFiles(folder, steps, report, sessions, record, config, run.run_id, (*run.notes, *remarks))
 
 
 def read_steps(path: Path) -> tuple[dict[int, LoggedStep], list[str]]:
     """Read metrics.jsonl: the steps in order, of one that stands twice the later line, and what could not be read."""
-    found: dict[int, LoggedStep] = {}
+    logged: dict[int, LoggedStep] = {}
     damaged: list[int] = []
     torn = False
     try:
@@ -281,7 +281,7 @@ def read_steps(path: Path) -> tuple[dict[int, LoggedStep], list[str]]:
             for count, raw in enumerate(_lines(file), 1):
                 line = _logged(raw)
                 if line is not None:
-                    found[line.step] = line
+                    logged[line.step] = line
                 elif raw.endswith(b"\n"):
                     damaged.append(count)
                 else:
@@ -290,13 +290,13 @@ def read_steps(path: Path) -> tuple[dict[int, LoggedStep], list[str]]:
         return {}, [f"{path.name} is missing"]
     except OSError as error:
         return {}, [f"{path.name} cannot be read: {error.strerror}"]
-    notes = [f"{path.name} has no line yet"] if not found and not damaged else []
+    notes = [f"{path.name} has no line yet"] if not logged and not damaged else []
     if torn:
         notes.append(f"the last line of {path.name} is torn and left out")
     if damaged:
         named = ", ".join(map(str, damaged[:MOST_NAMED])) + (", ..." if len(damaged) > MOST_NAMED else "")
         notes.append(f"damaged lines of {path.name} are left out, {len(damaged)}: {named}")
-    return dict(sorted(found.items())), notes
+    return dict(sorted(logged.items())), notes
 
 
 def _lines(file: Any) -> Iterator[bytes]:
@@ -319,7 +319,7 @@ def _logged(raw: bytes) -> LoggedStep | None:
         return math.nan if value is None else value
 
     return LoggedStep(
-        step=_whole(record["step"]),
+        step=_integer(record["step"]),
         loss=get("step_loss"),
         grad_norm=get("grad_norm"),
         lr=get("lr"),
@@ -328,10 +328,10 @@ def _logged(raw: bytes) -> LoggedStep | None:
         step_s=get("step_s"),
         wait_s=get("data_wait_s"),
         memory_gib=get("peak_memory_gib"),
-        samples_seen=_whole(record.get("samples_seen"), -1),
-        epoch=_whole(record.get("epoch"), -1),
-        session=_whole(record.get("session"), 1),
-        skipped=_whole(record.get("skipped")),
+        samples_seen=_integer(record.get("samples_seen"), -1),
+        epoch=_integer(record.get("epoch"), -1),
+        session=_integer(record.get("session"), 1),
+        skipped=_integer(record.get("skipped")),
     )
 
 
@@ -412,7 +412,7 @@ def _silent_s(folder: Path) -> float:
 # ---------------------------------------------------------------------- values that somebody may have damaged
 
 
-def _whole(value: Any, otherwise: int = 0) -> int:
+def _integer(value: Any, otherwise: int = 0) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
 
 

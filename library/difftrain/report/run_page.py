@@ -60,8 +60,8 @@ def build_html(run_dir: Path, report: dict[str, Any] | None = None) -> Path:
 def _name(report: dict[str, Any], run_dir: Path) -> str:
     """Return what people call a run: the name of what it writes, else its folder's."""
     save = (report.get("config") or {}).get("save") or {}
-    given = str(save.get("output_name") or "")
-    return given if given and given != DEFAULT_NAME else run_dir.resolve().name
+    output_name = str(save.get("output_name") or "")
+    return output_name if output_name and output_name != DEFAULT_NAME else run_dir.resolve().name
 
 
 def run_page(report: dict[str, Any], lines: list[dict[str, Any]], images: SampleImages, *, name: str) -> str:

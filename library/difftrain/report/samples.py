@@ -100,8 +100,8 @@ def samples_section(images: SampleImages) -> str:
     ]
     body = "".join(f'<div class="panel">{row}</div>' for row in rows if row) + "".join(extras)
     left_out = images.total_steps - len(images.steps)
-    rest = note(f"{left_out} steps between are left out; all images are in {FOLDER}/.") if left_out else ""
-    return f'<div class="samples">{body}</div>{rest}' if body else ""
+    footer = note(f"{left_out} steps between are left out; all images are in {FOLDER}/.") if left_out else ""
+    return f'<div class="samples">{body}</div>{footer}' if body else ""
 
 
 def _row(images: SampleImages, number: int, most: int) -> str:

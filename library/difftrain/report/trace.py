@@ -81,10 +81,10 @@ class Trace:
                     what = f"{path} is a trace of format {facts.get('format')}, this version reads {FORMAT}"
                     raise NotComparable(f"{what}: compare with the version that wrote it, {facts.get('difftrain')}")
                 values = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-            calls = [ModuleCall(**each) for each in json.loads(facts["calls"])]
+            calls = [ModuleCall(**call) for call in json.loads(facts["calls"])]
             tensors = {
-                name: TracedTensor(each["dtype"], tuple(each["shape"]), each["stride"], float(each["norm"]))
-                for name, each in json.loads(facts["tensors"]).items()
+                name: TracedTensor(tensor["dtype"], tuple(tensor["shape"]), tensor["stride"], float(tensor["norm"]))
+                for name, tensor in json.loads(facts["tensors"]).items()
             }
         except OSError as error:
             raise NotComparable(f"{path} cannot be read: {error.strerror or error}") from error
@@ -119,8 +119,8 @@ def traces_of(path: Path) -> dict[tuple[int, int], Path]:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if not folder.is_dir():
         raise NotComparable(f"{path}: no such file or folder")
-    found = ((each, match) for each in sorted(folder.iterdir()) if (match := _NAME.fullmatch(each.name)))
-    files = {(int(match[1]), int(match[2])): each for each, match in found}
+    matches = ((path, match) for path in sorted(folder.iterdir()) if (match := _NAME.fullmatch(path.name)))
+    files = {(int(match[1]), int(match[2])): path for path, match in matches}
     if not files:
         raise NotComparable(
             f"{path} holds no trace: give a run that was trained with trace, its folder {FOLDER}, or a file"
@@ -177,7 +177,7 @@ class TraceComparison:
     @property
     def code(self) -> int:
         """Return the exit code: 0 they agree, 1 they part, 2 they cannot be compared."""
-        return max(each.code for each in self.steps)
+        return max(step.code for step in self.steps)
 
 
 def compare_traces(a: Path, b: Path, *, tolerance: float | None = None, step: int | None = None) -> TraceComparison:
@@ -213,8 +213,8 @@ class _Pair:
         self.a, self.b = a, b
         for what, name in (("family", "family"), ("network", "model")):
             if a.facts[name] != b.facts[name]:
-                told = f"{a.facts[name]} in {a.path}, {b.facts[name]} in {b.path}"
-                raise NotComparable(f"these are traces of another {what}: {told}")
+                values = f"{a.facts[name]} in {a.path}, {b.facts[name]} in {b.path}"
+                raise NotComparable(f"these are traces of another {what}: {values}")
         coarse = max((a.precision, b.precision), key=lambda dtype: TOLERANCES[dtype])
         self._tolerance, self._coarse = tolerance, coarse
         self.difference = functools.cache(self._difference)
@@ -226,9 +226,9 @@ class _Pair:
         for call in self.calls:
             twin = mine[call.module, call.call]
             for ours, theirs in ((call.inputs, twin.inputs), (call.outputs, twin.outputs)):
-                for place in ours.keys() & theirs.keys():
-                    self._twins.setdefault(ours[place], theirs[place])
-        modules = [{call.module for call in each} for each in (a.calls, b.calls)]
+                for role in ours.keys() & theirs.keys():
+                    self._twins.setdefault(ours[role], theirs[role])
+        modules = [{call.module for call in trace_calls} for trace_calls in (a.calls, b.calls)]
         self.modules, self.alone = len(modules[0] & modules[1]), tuple(sorted(modules[0] ^ modules[1]))
         if not self.calls:
             raise NotComparable(f"{a.path} and {b.path} have no call of a module in common")
@@ -237,7 +237,7 @@ class _Pair:
         """Look at what the network read, then at what it made of it."""
         same = self.a.facts["records"] == self.b.facts["records"]
         made = functools.partial(StepComparison, step, rank, self.a, self.b, self.modules, self.alone)
-        inputs = tuple(each for each in self._inputs() if not each.error <= each.tolerance)
+        inputs = tuple(difference for difference in self._inputs() if not difference.error <= difference.tolerance)
         if inputs:
             return made(None, inputs=inputs, same_records=same)
         parameters = [name.removeprefix("gradient/") for name in self.a.tensors if name.startswith("gradient/")]
@@ -245,7 +245,9 @@ class _Pair:
         parting = first_parting(
             self.calls, self._good("forward"), self._good("backward"), arrived, self._good("gradient"), parameters
         )
-        unequal = next((each for name in self.a.tensors if (each := self.difference(name)) and each.error), None)
+        unequal = next(
+            (difference for name in self.a.tensors if (difference := self.difference(name)) and difference.error), None
+        )
         if parting is None:
             return made(self._largest(), unequal)
         kind = {"parameter": "gradient"}.get(parting.direction, parting.direction)
@@ -253,8 +255,8 @@ class _Pair:
 
     def _good(self, kind: str) -> Any:
         def good(name: str) -> bool | None:
-            found = self.difference(f"{kind}/{name}")
-            return None if found is None else found.error <= found.tolerance
+            difference = self.difference(f"{kind}/{name}")
+            return None if difference is None else difference.error <= difference.tolerance
 
         return good
 
@@ -263,29 +265,29 @@ class _Pair:
         roots = [call for call in self.calls if call.module == ROOT]
         names = [f"forward/{name}" for call in roots for name in call.inputs.values()]
         names += [name for name in self.a.tensors if name.startswith("target/")]
-        yield from (each for name in names if (each := self.difference(name)) is not None)
+        yield from (difference for name in names if (difference := self.difference(name)) is not None)
 
     def _largest(self) -> Difference | None:
         """Return the tensor that is nearest to its tolerance."""
-        found = [each for name in self.a.tensors if (each := self.difference(name)) is not None]
-        return max(found, key=lambda each: each.error / each.tolerance, default=None)
+        differences = [difference for name in self.a.tensors if (difference := self.difference(name)) is not None]
+        return max(differences, key=lambda difference: difference.error / difference.tolerance, default=None)
 
     # ------------------------------------------------------------------ one tensor
 
     def _difference(self, name: str) -> Difference | None:
         """Compare a tensor, by A's name; None where only one of the runs has a place for it."""
-        kind, _, rest = name.partition("/")
-        other = f"{kind}/{self._twins.get(rest, rest)}" if kind in ("forward", "backward") else name
-        here, there = self.a.tensors.get(name), self.b.tensors.get(other)
-        if here is None or (there is None and (kind in ("forward", "target", "loss") or not self._traced(kind))):
+        kind, _, remaining = name.partition("/")
+        other = f"{kind}/{self._twins.get(remaining, remaining)}" if kind in ("forward", "backward") else name
+        ours, theirs = self.a.tensors.get(name), self.b.tensors.get(other)
+        if ours is None or (theirs is None and (kind in ("forward", "target", "loss") or not self._traced(kind))):
             return None
-        tolerance = self._tolerance_of(kind, here.dtype)
-        if there is None:  # a gradient that never came, in a backward pass that was traced
-            return Difference(name, 0.0 if here.norm == 0 else math.inf, tolerance, here.dtype, here.shape)
-        if here.shape != there.shape:
-            return Difference(name, math.inf, tolerance, here.dtype, here.shape)
-        error = _relative_error(self.a[name], self.b[other], here.norm, there.norm, self._floor(name, here))
-        return Difference(name, error, tolerance, here.dtype, here.shape)
+        tolerance = self._tolerance_of(kind, ours.dtype)
+        if theirs is None:  # a gradient that never came, in a backward pass that was traced
+            return Difference(name, 0.0 if ours.norm == 0 else math.inf, tolerance, ours.dtype, ours.shape)
+        if ours.shape != theirs.shape:
+            return Difference(name, math.inf, tolerance, ours.dtype, ours.shape)
+        error = _relative_error(self.a[name], self.b[other], ours.norm, theirs.norm, self._floor(name, ours))
+        return Difference(name, error, tolerance, ours.dtype, ours.shape)
 
     def _traced(self, kind: str) -> bool:
         return any(name.startswith(f"{kind}/") for name in self.b.tensors)
@@ -309,9 +311,9 @@ class _Pair:
     def _sizes(self) -> dict[str, float]:
         """Return by module how large an element of its parameters' gradients is, of the parameter with the largest."""
         sizes: dict[str, float] = {}
-        for name, each in self.a.tensors.items():
+        for name, tensor in self.a.tensors.items():
             if name.startswith("gradient/"):
-                size = each.norm / math.sqrt(math.prod(each.shape) or 1)
+                size = tensor.norm / math.sqrt(math.prod(tensor.shape) or 1)
                 module = name.rpartition(".")[0]
                 sizes[module] = max(sizes.get(module, 0.0), size if math.isfinite(size) else 0.0)
         return sizes
@@ -325,8 +327,8 @@ def _relative_error(a: np.ndarray, b: np.ndarray, norm_a: float, norm_b: float, 
     kept, others = a[finite].astype(np.float64), b[finite].astype(np.float64)
     share = math.sqrt(kept.size / max(a.size, 1))
     error = _share(float(np.linalg.norm(kept - others)), max(float(np.linalg.norm(kept)), floor * share))
-    whole = _share(abs(norm_a - norm_b), max(norm_a, floor)) if math.isfinite(norm_a) else 0.0
-    return max(error, whole)
+    norm_error = _share(abs(norm_a - norm_b), max(norm_a, floor)) if math.isfinite(norm_a) else 0.0
+    return max(error, norm_error)
 
 
 def _share(difference: float, of: float) -> float:
@@ -341,19 +343,19 @@ def _share(difference: float, of: float) -> float:
 _SHOWN = 12  # modules that still agreed; the number is of all
 
 
-def sentences(found: TraceComparison) -> Iterator[str]:
+def sentences(comparison: TraceComparison) -> Iterator[str]:
     """Say what was found, a line each; the first module that parts stands on a line of its own."""
-    first = found.steps[0]
+    first = comparison.steps[0]
     yield f"A: {first.a.path.parent} ({first.a.describe()})"
     yield f"B: {first.b.path.parent} ({first.b.describe()})"
     if first.a.facts["config"] != first.b.facts["config"]:
         yield "their configurations differ: difftrain compare names the settings"
-    for each in found.steps:
-        yield from _of_step(each)
-    if found.left:
-        yield f"{found.left} more traced in both were not looked at"
+    for step in comparison.steps:
+        yield from _of_step(step)
+    if comparison.left:
+        yield f"{comparison.left} more traced in both were not looked at"
     verdict = {AGREE: "they agree", PART: "they part", NOT_COMPARABLE: "they cannot be compared"}
-    yield f"verdict: {verdict[found.code]}"
+    yield f"verdict: {verdict[comparison.code]}"
 
 
 def _of_step(step: StepComparison) -> Iterator[str]:
@@ -368,7 +370,7 @@ def _of_step(step: StepComparison) -> Iterator[str]:
             else "another batch: other samples, or in another order"
         )
         yield f"{where}: what the network reads differs, so nothing behind it can be compared ({why})"
-        yield from (f"  {_in_words(each)}" for each in step.inputs)
+        yield from (f"  {_in_words(difference)}" for difference in step.inputs)
     elif step.parting is None:
         yield f"{where}: {step.modules} modules agree, forward and backward"
         if step.unequal is None or step.largest is None:
@@ -386,11 +388,11 @@ def _of_parting(step: StepComparison, parting: Parting, difference: Difference) 
     yield f"step {step.step}, rank {step.rank}: they part"
     yield f"first module that parts: {parting.module} ({parting.kind})"
     block = max(
-        (each for each in json.loads(step.a.facts["blocks"]) if _holds(each, parting.module)), key=len, default=""
+        (name for name in json.loads(step.a.facts["blocks"]) if _holds(name, parting.module)), key=len, default=""
     )
     if block and block != parting.module:
         yield f"  block: {block}"
-    yield f"  direction: {parting.direction}, call {number} of micro batch {micro}, {parting.place}"
+    yield f"  direction: {parting.direction}, call {number} of micro batch {micro}, {parting.role}"
     yield f"  {_in_words(difference)}"
     if hint := _hint(parting):
         yield f"  {hint}"

@@ -66,11 +66,11 @@ class VideoVae(nn.Module):
     def forward(self, pixels: Tensor, frames: int) -> Tensor:
         """Encode. Shapes: pixels (B, 3, H, W) uint8 -> (B, 2 C, (F - 1) // 4 + 1, H / 8, W / 8)."""
         picture = pixels.float() / 127.5 - 1
-        clip = torch.stack([picture.roll(place, -1) for place in range(frames)], 2)
-        first, rest = clip[:, :, :1], clip[:, :, 1 : 1 + (frames - 1) // FRAMES * FRAMES]
+        clip = torch.stack([picture.roll(shift, -1) for shift in range(frames)], 2)
+        first, remaining = clip[:, :, :1], clip[:, :, 1 : 1 + (frames - 1) // FRAMES * FRAMES]
         small = nn.functional.avg_pool3d(first, (1, FACTOR, FACTOR))
-        if rest.shape[2]:
-            small = torch.cat([small, nn.functional.avg_pool3d(rest, (FRAMES, FACTOR, FACTOR))], 2)
+        if remaining.shape[2]:
+            small = torch.cat([small, nn.functional.avg_pool3d(remaining, (FRAMES, FACTOR, FACTOR))], 2)
         mean, deviation = self.mix(small).chunk(2, 1)
         return torch.cat([mean, deviation.abs() + 0.1], 1)
 
@@ -119,8 +119,8 @@ class Seeing(nn.Module):
         seen = self.cells(pixels.float() / 127.5 - 1).flatten(2).transpose(1, 2)
         rows = torch.cat([seen, self.words(ids)], 1)
         kept = torch.cat([torch.ones(seen.shape[:2], dtype=mask.dtype, device=mask.device), mask], 1)
-        told = (rows * kept.unsqueeze(-1)).sum(1, keepdim=True) / kept.sum(1)[:, None, None]
-        return self.mix(rows * told) * kept.unsqueeze(-1), kept.to(torch.uint8)
+        mean = (rows * kept.unsqueeze(-1)).sum(1, keepdim=True) / kept.sum(1)[:, None, None]
+        return self.mix(rows * mean) * kept.unsqueeze(-1), kept.to(torch.uint8)
 
 
 class ClipRoot(nn.Module):
@@ -162,7 +162,7 @@ class ClipFamily(TinyFamily):
     def load(self, *, meta: bool = False, deferred: Collection[str] = ()) -> Parts:
         """Build everything from the seed; deferred parts when they are loaded."""
         with torch.device("meta"):
-            root, *modules = ClipRoot(), *(each() for each in _CLASSES.values())
+            root, *modules = ClipRoot(), *(module_class() for module_class in _CLASSES.values())
         parts = Parts(root, dict(zip(FROZEN, modules, strict=True)))
         fillers = {"root": partial(_fill, root, "root", self.seed)}
         fillers |= {name: partial(_fill, parts.frozen[name], name, self.seed) for name in FROZEN}
@@ -180,18 +180,18 @@ class ClipFamily(TinyFamily):
     def encoders(self, parts: Parts) -> dict[str, Encoder]:
         """Describe all four."""
         # of pixels alone
-        told: dict[str, tuple[dict[str, Feature], Callable[[Batch], dict[str, Tensor]]]] = {
+        image_encoders: dict[str, tuple[dict[str, Feature], Callable[[Batch], dict[str, Tensor]]]] = {
             "video_latents": ({"moments": Feature(2 * CHANNELS, FACTOR, frames=FRAMES)}, partial(_moments, parts)),
             "vision": ({"style": Feature(STYLE), "depth": Feature(1, DEPTH_FACTOR)}, partial(_look, parts)),
         }
-        found = {
+        built = {
             name: Encoder(PIXELS, features, (part,), "made up", encode, partial(self._fingerprint, part))
-            for part, (name, (features, encode)) in zip(("video_vae", "vision"), told.items(), strict=True)
+            for part, (name, (features, encode)) in zip(("video_vae", "vision"), image_encoders.items(), strict=True)
         }
 
         # of a picture with its caption
         rows = Feature(WIDTH, length=LENGTH, dtype="bfloat16", maskable=True, per_cell=CELL)
-        found["reader"] = Encoder(
+        built["reader"] = Encoder(
             source=PAIR,
             features={"seen": rows, "seen_mask": Feature(LENGTH, dtype="uint8", per_cell=CELL)},
             modules=("reader",),
@@ -204,7 +204,7 @@ class ClipFamily(TinyFamily):
 
         # of captions alone
         hidden = Feature(WIDTH, length=LENGTH, dtype="bfloat16", maskable=True)
-        found["t5"] = Encoder(
+        built["t5"] = Encoder(
             source=CAPTION,
             features={"t5_hidden": hidden},
             modules=("t5",),
@@ -214,7 +214,7 @@ class ClipFamily(TinyFamily):
             inputs=("t5_ids", "t5_mask"),
             masks={"t5_hidden": "t5_mask"},
         )
-        return found
+        return built
 
     def _fingerprint(self, part: str) -> str:
         with torch.device("meta"):
@@ -228,8 +228,8 @@ class ClipFamily(TinyFamily):
     def latents(self, batch: Batch, parts: Parts) -> Tensor:
         """Sample the posterior, from the cache or encoded."""
         features = batch.features
-        found = features["moments"] if "moments" in features else _moments(parts, batch)["moments"]
-        mean, deviation = found.chunk(2, 1)
+        moments = features["moments"] if "moments" in features else _moments(parts, batch)["moments"]
+        mean, deviation = moments.chunk(2, 1)
         return mean + deviation * batch.draws["moments"]
 
     def inputs(self, batch: Batch, parts: Parts) -> Inputs:
@@ -255,7 +255,7 @@ class ClipFamily(TinyFamily):
         places = 1
         for side in self.features.features["latents"].shape(bucket)[1:]:
             places *= side
-        return 6.0 * places * sum(each.numel() for each in parts.root.get_submodule("blocks").parameters())
+        return 6.0 * places * sum(parameter.numel() for parameter in parts.root.get_submodule("blocks").parameters())
 
 
 @torch.no_grad()

@@ -121,10 +121,10 @@ class TinyFamily:
 
     def param_groups(self, root: nn.Module) -> list[Group]:
         """Make two groups with rates of their own."""
-        named = [(name, each) for name, each in root.named_parameters() if each.requires_grad]
+        named = [(name, parameter) for name, parameter in root.named_parameters() if parameter.requires_grad]
         body = [pair for pair in named if pair[0].startswith("blocks.")]
-        rest = [pair for pair in named if not pair[0].startswith("blocks.")]
-        return [Group("body", body, self.lr), Group("rest", rest, self.lr / 2, weight_decay=0.1)]
+        remaining = [pair for pair in named if not pair[0].startswith("blocks.")]
+        return [Group("body", body, self.lr), Group("rest", remaining, self.lr / 2, weight_decay=0.1)]
 
     def export(self, weights: Iterable[tuple[str, Tensor]], parts: Parts, layout: str, path: Path, **_: Any) -> Path:
         """Write the weights as they are."""
@@ -140,7 +140,7 @@ class TinyFamily:
 
     def flops_per_sample(self, parts: Parts, bucket: Bucket) -> float:
         """Count two operations a weight forward and four backward."""
-        return 6.0 * sum(each.numel() for each in parts.root.parameters() if each.ndim > 1)
+        return 6.0 * sum(parameter.numel() for parameter in parts.root.parameters() if parameter.ndim > 1)
 
 
 def _no_tokens(captions: list[str]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 ENCODERS = ("modeling_clip", "modeling_t5", "autoencoder_kl")
-SAID = "IMPORTED"  # a line begins so, and the module's name follows
+IMPORTED = "IMPORTED"  # a line begins so, and the module's name follows
 
 
 class Watch:
@@ -21,12 +21,12 @@ class Watch:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Say a name that is watched."""
         if name.rpartition(".")[2] in ENCODERS:
-            print(SAID, name, flush=True)
+            print(IMPORTED, name, flush=True)
 
 
-def imported(told: str) -> list[str]:
+def imported(output: str) -> list[str]:
     """Return the names in what was printed."""
-    return [line.removeprefix(SAID).strip() for line in told.splitlines() if line.startswith(SAID)]
+    return [line.removeprefix(IMPORTED).strip() for line in output.splitlines() if line.startswith(IMPORTED)]
 
 
 if __name__ == "__main__":

@@ -89,11 +89,11 @@ def run_ranks(
     # the rank that failed first is often not the one that is noticed: show them all
     wrong = [e for e in ended if e.code is None or (check and e.code != 0)]
     if wrong:
-        told = "\n".join(
+        messages = "\n".join(
             f"--- rank {e.rank}: code {e.code} after {e.seconds:.1f} s\n{e.out[-1500:]}{e.err[-3000:]}" for e in ended
         )
         raise AssertionError(
-            f"ranks {[e.rank for e in wrong]} of {size} ended wrong (None: killed after {timeout_s} s)\n{told}"
+            f"ranks {[e.rank for e in wrong]} of {size} ended wrong (None: killed after {timeout_s} s)\n{messages}"
         )
     return ended
 

@@ -67,7 +67,7 @@ def make_tables(
     """Build and open tables of made-up records. An item of bucket (0, 0) fits none."""
     index = MemoryIndex(folder, items)
     buckets = [bucket for bucket in dict.fromkeys(item.bucket for item in items) if bucket.height]
-    places = {bucket: place for place, bucket in enumerate(buckets)}  # by appearance, which must not matter
+    places = {bucket: position for position, bucket in enumerate(buckets)}  # by appearance, which must not matter
     build_tables(
         folder / "tables",
         index.columns(),

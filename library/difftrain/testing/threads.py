@@ -44,7 +44,7 @@ class ThreadRanks:
         """Return every rank's value on every rank."""
         self._meeting.box[self.rank] = pickle.dumps(value)
         self._meeting.gate.wait()
-        values = [pickle.loads(each) for each in self._meeting.box]
+        values = [pickle.loads(content) for content in self._meeting.box]
         self._meeting.gate.wait()
         return values
 

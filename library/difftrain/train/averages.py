@@ -72,8 +72,8 @@ class Averages:
         if self.ema is None:
             return self.engine.averaged_weights(), "trained weights"
         if self.ema.start_share > HALF:
-            said = f"trained weights, as the average is still {percent(self.ema.start_share)} its start"
-            return self.engine.averaged_weights(), said
+            description = f"trained weights, as the average is still {percent(self.ema.start_share)} its start"
+            return self.engine.averaged_weights(), description
         return self.engine.swapped(self.ema.weights), "averaged weights"
 
     def looks(self) -> Iterator[tuple[str, AbstractContextManager[None]]]:
@@ -99,7 +99,7 @@ class Averages:
         count = sum(tensor.numel() for tensor in self.profiles[0].weights.values())
         precision = self.section.snapshot_precision
         size = count * SNAPSHOT_DTYPES[precision].itemsize
-        widths = ", ".join(f"{each.width} (gamma {each.gamma:.3f})" for each in self.profiles)
+        widths = ", ".join(f"{ema.width} (gamma {ema.gamma:.3f})" for ema in self.profiles)
         yield (
             f"averages of relative width {widths}: {4 * count / GIB:.4g} GiB each in memory; at every export a snapshot of "
             f"each in {SNAPSHOTS}/, {size / GIB:.4g} GiB in {precision}, which nothing deletes"
@@ -140,9 +140,9 @@ class Averages:
         if self.ema is not None:
             written.append(folder / f"{PLAIN}-00000.safetensors")
             save_file(self.ema.state_dict(), written[-1], metadata={UPDATES: str(self.ema.updates)})
-        for each in self.profiles:
-            written.append(folder / f"{POWER.format(width=each.width)}-00000.safetensors")
-            save_file(each.state_dict(), written[-1], metadata={UPDATES: str(each.updates)})
+        for ema in self.profiles:
+            written.append(folder / f"{POWER.format(width=ema.width)}-00000.safetensors")
+            save_file(ema.state_dict(), written[-1], metadata={UPDATES: str(ema.updates)})
         return written
 
     def load(self, folder: Path, ranks: Ranks, step: int) -> None:
@@ -168,15 +168,15 @@ class Averages:
 
         # those by width
         left = sorted({path.name.rpartition("-")[0] for path in folder.glob("ema_*-*.safetensors")})
-        left = [kind for kind in left if kind not in {POWER.format(width=each.width) for each in self.profiles}]
+        left = [kind for kind in left if kind not in {POWER.format(width=ema.width) for ema in self.profiles}]
         if left:
             log.warning(
                 f"%s has averages that are not carried on, as {option('ema.profiles')} does not ask: %s", folder, left
             )
-        for each in self.profiles:
-            reader = CheckpointReader(folder, POWER.format(width=each.width), ranks)
-            _load(each, reader)
-            each.updates = int(reader.metadata[0][UPDATES])
+        for ema in self.profiles:
+            reader = CheckpointReader(folder, POWER.format(width=ema.width), ranks)
+            _load(ema, reader)
+            ema.updates = int(reader.metadata[0][UPDATES])
 
     # --- snapshots
 
@@ -191,20 +191,20 @@ class Averages:
         shapes = {name: (dtype, extent.shape) for name, _, extent in self.engine.shards()}
         run = f"{identity['config_digest']} {identity['seed']}" if self.profiles else ""
 
-        def store(each: PowerEma) -> None:
-            with to_the_end(self.engine.full_weights(each.weights)) as weights:
+        def store(ema: PowerEma) -> None:
+            with to_the_end(self.engine.full_weights(ema.weights)) as weights:
                 if not ranks.is_logger:
                     return
-                path = snapshot_path(out, each.width, each.updates)
+                path = snapshot_path(out, ema.width, ema.updates)
                 path.parent.mkdir(exist_ok=True)
-                about = {"gamma": repr(each.gamma), "width": repr(each.width), UPDATES: str(each.updates), "run": run}
+                about = {"gamma": repr(ema.gamma), "width": repr(ema.width), UPDATES: str(ema.updates), "run": run}
                 with safetensors_writer(path, shapes, about) as writer:
                     for name, tensor in weights:
                         if name in shapes:
                             writer.write(name, tensor.to(shapes[name][0]))
                 log.info("snapshot %s/%s", SNAPSHOTS, path.name)
 
-        all_tried(partial(store, each) for each in self.profiles)
+        all_tried(partial(store, ema) for ema in self.profiles)
         self.snapshots_at = step
 
 
@@ -257,12 +257,12 @@ def snapshots_of(run_dir: Path) -> list[AverageSnapshot]:
         raise ConfigFault(
             [Fault("--ema_width", what, f"they are stored by a run with {option('ema.profiles')} at every export")]
         )
-    found = sorted((_head(path) for path in paths), key=lambda each: each.profile[::-1])
-    for each in found[:-1]:
-        if (each.run, each.names) != (found[-1].run, found[-1].names):
-            what = f"{each.path} is of another run or model than {found[-1].path.name}"
+    snapshots = sorted((_head(path) for path in paths), key=lambda snapshot: snapshot.profile[::-1])
+    for snapshot in snapshots[:-1]:
+        if (snapshot.run, snapshot.names) != (snapshots[-1].run, snapshots[-1].names):
+            what = f"{snapshot.path} is of another run or model than {snapshots[-1].path.name}"
             raise ConfigFault([Fault("--ema_width", what, "move aside what is not of this run")])
-    return found
+    return snapshots
 
 
 def _head(path: Path) -> AverageSnapshot:
@@ -284,9 +284,9 @@ class Reconstruction:
 
     def __init__(self, stored: list[AverageSnapshot], width: float) -> None:
         self.updates = stored[-1].profile.t
-        found = combine([each.profile for each in stored], Profile(exponent(width), self.updates))
-        self.error = found.error
-        self._terms = [(share, each.path) for share, each in zip(found.shares, stored) if share != 0.0]
+        combination = combine([snapshot.profile for snapshot in stored], Profile(exponent(width), self.updates))
+        self.error = combination.error
+        self._terms = [(share, snapshot.path) for share, snapshot in zip(combination.shares, stored) if share != 0.0]
         self.names = stored[-1].names
 
     def put_into(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

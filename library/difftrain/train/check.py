@@ -55,10 +55,10 @@ def check_sides(cfg: TrainConfig, family: Family) -> None:
         raise ConfigFault(faults)
 
 
-def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole: bool = True) -> Parts:
+def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, full: bool = True) -> Parts:
     """Look at optimizer, prompts, the user's data set class, weights (their headers are enough) and tokenizers.
 
-    away: fields of which something is still to be fetched, and which are left out. whole: False leaves out the weights of
+    away: fields of which something is still to be fetched, and which are left out. full: False leaves out the weights of
     encoders that a cache may save, where the family can; they are looked at when they are loaded. Returns the parts
     without weights. Raises ConfigFault with every fault.
     """
@@ -67,8 +67,8 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
     def attempt(action: Callable[[], Any]) -> Any:
         try:
             return action()
-        except ConfigFault as found:
-            faults.extend(found.faults)
+        except ConfigFault as error:
+            faults.extend(error.faults)
             return None
 
     attempt(lambda: prompts_of(cfg))
@@ -78,8 +78,8 @@ def check(cfg: TrainConfig, family: Family, away: Collection[str] = (), *, whole
     is_here = not any(field.startswith("model.") for field in away)
     if not _WEIGHTS.intersection(away):
         # what a cache will save is known by tokens: without a tokenizer all encoders are looked at
-        whole = whole or not is_here
-        parts = attempt(lambda: family.load(meta=True, deferred=() if whole else deferred_parts(cfg, family))) or parts
+        full = full or not is_here
+        parts = attempt(lambda: family.load(meta=True, deferred=() if full else deferred_parts(cfg, family))) or parts
         attempt(lambda: check_sides(cfg, family))
     if is_here:
         attempt(lambda: family.tokenizer(parts))

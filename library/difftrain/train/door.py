@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from difftrain.config.door import say
+from difftrain.config.door import print_notes
 from difftrain.config.parse_flags import Parsed
 from difftrain.config.paths import expecting
 from difftrain.config.rules.finding import Rule
@@ -56,13 +56,13 @@ def work(parsed: Parsed, prog: str, apply_for: Callable[[str, str], list[str]]) 
     hide_unusable_npu(parsed.config.training.device)
     if parsed.dry_run or parsed.debug_dataset or "dump_dataset" in parsed.bare:
         return look(parsed)
-    say(prog, apply_for(parsed.config.training.engine, parsed.config.optimizer.type))
+    print_notes(prog, apply_for(parsed.config.training.engine, parsed.config.optimizer.type))
 
     # on a slow disk the imports alone take a minute
     is_first = os.environ.get("RANK", "0") == "0"
-    printed = SIGNS.printed_by(lambda text: say(prog, [text])) if is_first else nullcontext()
+    printed = SIGNS.printed_by(lambda text: print_notes(prog, [text])) if is_first else nullcontext()
     with printed, SIGNS.doing("loading PyTorch and the model libraries"):
         from difftrain.train.run import run
 
         SIGNS.now("starting")
-        return run(parsed.config, list(parsed.argv), parsed.given)
+        return run(parsed.config, list(parsed.argv), parsed.explicit)

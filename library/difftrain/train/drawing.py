@@ -101,7 +101,7 @@ class Drawing:
         when = f"e{at.epoch_end:06d}" if at.epoch_end and not cfg.sample.every_n_steps else f"{at.step:06d}"
         if (cfg.output_dir / FOLDER).is_file():  # it asks for samples, and would be in the way of these
             (cfg.output_dir / FOLDER).unlink(missing_ok=True)
-        weights, told = self._model.averages.drawable()
+        weights, description = self._model.averages.drawable()
         with (
             self._clock.paused("sampling"),
             during(SAMPLING),
@@ -121,4 +121,4 @@ class Drawing:
             )
         if self._outputs is not None:
             self._outputs.picture("samples", grid, [prompt.prompt for prompt in self._prompts])
-        log.info("samples at step %d, %s: %s", at.step, told, grid)
+        log.info("samples at step %d, %s: %s", at.step, description, grid)

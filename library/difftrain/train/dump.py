@@ -59,7 +59,7 @@ def dump_dataset(cfg: TrainConfig, folder: str | Path) -> int:
     ranks = Ranks()
     here, _ = fetch(cfg, ranks, {})
     family = make_family(here)
-    check(here, family, whole=False)
+    check(here, family, full=False)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
 
     # data, caches and plan of the whole launch; weights are read only where something is encoded
@@ -105,7 +105,7 @@ class _Dump:
                         part.bucket.bucket, draws, 0, partial(neighbours, self.plan, part), step
                     )
                     batch = self.maker.collate(part.bucket.bucket, samples, kept, rejects)
-                    _say(rejects)
+                    _log(rejects)
 
                     # what the model would see, beside where it comes from
                     for sample, pixels, facts in zip(samples, self._pictures(batch), self._facts(batch, samples, step)):
@@ -121,8 +121,8 @@ class _Dump:
         """Decode the latents of a micro batch. Shape: (B, H, W, 3) uint8."""
         latents = self.family.latents(self.device.to_device(batch), self.parts)
         pixels = self.family.drawer(self.parts).decode(latents).cpu()
-        found: np.ndarray = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        return found
+        images: np.ndarray = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        return images
 
     def _facts(self, batch: Batch, samples: list[Sample], step: int) -> list[dict[str, Any]]:
         return [
@@ -150,6 +150,6 @@ def _save(folder: Path, number: int, sample: Sample, pixels: np.ndarray, batch: 
         Image.fromarray(mask).save(folder / f"{number:06d}_mask.png")
 
 
-def _say(rejects: list[Reject]) -> None:
+def _log(rejects: list[Reject]) -> None:
     for reject in rejects:
         log.warning("%s: %s; another one stands in its place", reject.path, reject.reason)

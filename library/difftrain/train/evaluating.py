@@ -57,18 +57,18 @@ def _opened(
         except DataFault as fault:
             raise DataFault(f"{name}: {fault}") from fault
 
-    each = on_each_machine(ranks, opened)
-    check_sizes(each.data.tables, family.features)
-    cached = with_cache(each.cfg, device, ranks, family, parts, each.data, trains=False)
-    return replace(each, data=cached.data, rejects=(*each.data.rejects(), *cached.rejects))
+    opened_set = on_each_machine(ranks, opened)
+    check_sizes(opened_set.data.tables, family.features)
+    cached = with_cache(opened_set.cfg, device, ranks, family, parts, opened_set.data, trains=False)
+    return replace(opened_set, data=cached.data, rejects=(*opened_set.data.rejects(), *cached.rejects))
 
 
 def warn_of_trained(sets: tuple[EvaluationSet, ...], index: Index) -> None:
     """Warn where a set with data of its own shows pictures that are trained on. index: of the training set."""
-    for each in sets:
-        if not each.held_out and (common := common_records(index, each.data.index)):
+    for eval_set in sets:
+        if not eval_set.held_out and (common := common_records(index, eval_set.data.index)):
             what = "evaluation set %s: %d of its %d records show pictures that are trained on, too"
-            log.warning(what, each.name, common, each.data.index.count)
+            log.warning(what, eval_set.name, common, eval_set.data.index.count)
 
 
 class Evaluating:
@@ -87,92 +87,96 @@ class Evaluating:
         self._sets, self._model, self._device, self._ranks = sets, model, device, ranks
         self._clock, self._outputs, self._pictures = clock, outputs, pictures
         self._tokenize = model.family.tokenizer(model.parts) if sets else None
-        self._due = [due_of(each) for each in sets]
+        self._due = [due_of(eval_set) for eval_set in sets]
 
     def before_training(self, at: Position) -> None:
         """Measure the weights at the start of a fresh run, where asked for."""
         for due in self._due:
             due.begin(at.samples_seen)
-        first = [at.at_start and not each.held_out and each.cfg.eval.before_first_step for each in self._sets]
+        first = [
+            at.at_start and not eval_set.held_out and eval_set.cfg.eval.before_first_step for eval_set in self._sets
+        ]
         self._measure(at, losses=first, pictures=first)
 
     def after_step(self, at: Position) -> None:
         """Measure where it is due."""
         losses = [due(at) for due in self._due]
         pictures = list(losses)
-        for place, each in enumerate(self._sets):
-            if every := each.cfg.eval.kid_every_n_steps:
-                pictures[place] = at.step % every == 0 or not at.steps_left
+        for index, eval_set in enumerate(self._sets):
+            if every := eval_set.cfg.eval.kid_every_n_steps:
+                pictures[index] = at.step % every == 0 or not at.steps_left
         self._measure(at, losses, pictures)
 
     def quantiles(self) -> list[dict[str, Any]]:
         """Return the held-out loss at nine quantiles of the timestep, for the report; nothing without such records."""
         rows: list[dict[str, Any]] = []
-        for each in self._sets:
-            if each.held_out:
+        for eval_set in self._sets:
+            if eval_set.held_out:
                 with self._clock.paused("evaluation"), during(EVALUATING), self._model.averages.averaged():
-                    rows += self._at_quantiles(each)
+                    rows += self._at_quantiles(eval_set)
         return rows
 
     def _measure(self, at: Position, losses: list[bool], pictures: list[bool]) -> None:
         """Measure sets in their order, the losses of some and the pictures of some; one line for each kind of them."""
         lines: dict[str, dict[str, Any]] = {}
-        for each, loss, picture in zip(self._sets, losses, pictures, strict=True):
-            drawn = self._pictures if picture and not each.held_out else None
+        for eval_set, loss, picture in zip(self._sets, losses, pictures, strict=True):
+            drawn = self._pictures if picture and not eval_set.held_out else None
             if not loss and drawn is None:
                 continue
-            head = {} if each.held_out else {"epoch": at.epoch if at.step else 0, "samples_seen": at.samples_seen}
-            line = lines.setdefault(VALIDATION if each.held_out else EVALUATION, {"step": at.step, **head})
+            head = {} if eval_set.held_out else {"epoch": at.epoch if at.step else 0, "samples_seen": at.samples_seen}
+            line = lines.setdefault(VALIDATION if eval_set.held_out else EVALUATION, {"step": at.step, **head})
             if loss:
                 with self._clock.paused("evaluation"), during(EVALUATING):
-                    line |= self._as_drawn(each, at.step) if each.held_out else self._compared(each, at.step)
+                    line |= (
+                        self._as_drawn(eval_set, at.step) if eval_set.held_out else self._compared(eval_set, at.step)
+                    )
             if drawn is not None:
-                line |= drawn.measure(each, at.step)
+                line |= drawn.measure(eval_set, at.step)
         for file, line in lines.items():
             self._outputs.evaluated(file, line)
 
     # --- what is measured of a set: by its rule
 
-    def _as_drawn(self, each: EvaluationSet, step: int) -> dict[str, Any]:
+    def _as_drawn(self, eval_set: EvaluationSet, step: int) -> dict[str, Any]:
         """Return the mean loss under averaged weights, at the timesteps that training would draw."""
         with self._model.averages.averaged():
-            found = validate(self._model.engine, self._batches(each), gather=self._ranks.gather)
-        log.info("validation at step %d: loss %.6f over %d records", step, found.loss, found.samples)
-        return found.record()
+            result = validate(self._model.engine, self._batches(eval_set), gather=self._ranks.gather)
+        log.info("validation at step %d: loss %.6f over %d records", step, result.loss, result.samples)
+        return result.record()
 
-    def _compared(self, each: EvaluationSet, step: int) -> dict[str, Any]:
+    def _compared(self, eval_set: EvaluationSet, step: int) -> dict[str, Any]:
         """Return the losses at each quantile, and their mean, under the weights as trained and averaged."""
-        found: dict[str, Any] = {}
+        line: dict[str, Any] = {}
         for prefix, weights in self._model.averages.looks():
             with weights:
-                rows = self._at_quantiles(each)
-            found |= {f"{each.name}/samples": rows[0]["samples"]} | tags(each.name, prefix, rows)
+                rows = self._at_quantiles(eval_set)
+            line |= {f"{eval_set.name}/samples": rows[0]["samples"]} | tags(eval_set.name, prefix, rows)
             log.info(
                 "evaluation of %s at step %d, %s: loss %.6f over %d records; at 0.1 ... 0.9: %s",
-                each.name,
+                eval_set.name,
                 step,
                 "averaged weights" if prefix else "weights as trained",
-                found[f"{each.name}/{prefix}loss"],
+                line[f"{eval_set.name}/{prefix}loss"],
                 rows[0]["samples"],
                 " ".join(f"{row['loss']:.4f}" for row in rows),
             )
-        return found
+        return line
 
-    def _at_quantiles(self, each: EvaluationSet) -> list[dict[str, Any]]:
+    def _at_quantiles(self, eval_set: EvaluationSet) -> list[dict[str, Any]]:
         draws = self._model.family.features.draws
-        return quantile_losses(self._model.engine, self._batches(each), draws, gather=self._ranks.gather)
+        return quantile_losses(self._model.engine, self._batches(eval_set), draws, gather=self._ranks.gather)
 
-    def _batches(self, each: EvaluationSet) -> Iterator[Batch]:
+    def _batches(self, eval_set: EvaluationSet) -> Iterator[Batch]:
         """Load this rank's batches, and bring them to the device once for all looks at them."""
         assert self._tokenize is not None
-        place = self._model.engine.dp_rank, self._model.engine.dp_size
-        return map(self._device.to_device, each.batches(self._tokenize, self._model.family.features, *place))
+        shard = self._model.engine.dp_rank, self._model.engine.dp_size
+        return map(self._device.to_device, eval_set.batches(self._tokenize, self._model.family.features, *shard))
 
 
-def due_of(each: EvaluationSet) -> Due:
+def due_of(eval_set: EvaluationSet) -> Due:
     """Return when a set is measured: where nothing is said, each epoch."""
-    validation, own = each.cfg.validation, each.cfg.eval
-    if each.held_out:
+    validation, own = eval_set.cfg.validation, eval_set.cfg.eval
+    if eval_set.held_out:
         default = None if validation.every_n_steps else 1
         return Due(validation.every_n_steps, validation.every_n_epochs or default)
     default = None if own.every_n_steps or own.every_n_examples else 1
@@ -185,10 +189,10 @@ def tags(name: str, prefix: str, rows: list[dict[str, Any]]) -> dict[str, float]
     So is what was measured beside the loss, which may be a sum of it; NaN where one of the quantiles has none.
     """
     measured = [{"loss": row["loss"], **row.get("metrics", {})} for row in rows]
-    found: dict[str, float] = {}
-    for measure in dict.fromkeys(key for each in measured for key in each):
-        values = [float(each.get(measure, math.nan)) for each in measured]
+    values_of: dict[str, float] = {}
+    for measure in dict.fromkeys(key for measures in measured for key in measures):
+        values = [float(measures.get(measure, math.nan)) for measures in measured]
         places = [f"{name}/{prefix}{measure}_quantile_{row['quantile']:.2f}" for row in rows]
-        found |= dict(zip(places, values, strict=True))
-        found[f"{name}/{prefix}{measure}"] = math.fsum(values) / len(values)
-    return found
+        values_of |= dict(zip(places, values, strict=True))
+        values_of[f"{name}/{prefix}{measure}"] = math.fsum(values) / len(values)
+    return values_of

@@ -156,9 +156,9 @@ def parameter_counts(parts: Parts) -> dict[str, int]:
 def weights_of(run: Run) -> str:
     """Say where the weights at the start came from."""
     model = run.cfg.model
-    given = model.pretrained or f"random ({model.init_from_config}), seed {run.cfg.training.seed}"
+    origin = model.pretrained or f"random ({model.init_from_config}), seed {run.cfg.training.seed}"
     elsewhere = [(name, getattr(model, name)) for name in PARTS_FROM_ELSEWHERE]
-    return "; ".join([given, *(f"{name} of {source}" for name, source in elsewhere if source)])
+    return "; ".join([origin, *(f"{name} of {source}" for name, source in elsewhere if source)])
 
 
 def _scores(run: Run) -> tuple[dict[str, Any], list[ScoreTarget]]:
@@ -179,7 +179,7 @@ def say_what_runs(run: Run) -> None:
     """Print once, at the start, what is trained on what, the batch arithmetic, and each automatic choice."""
     cfg, size = run.cfg, run.model.engine.dp_size
     counts = run.parameters
-    said = [
+    lines = [
         f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
         f"precision {precision_of(cfg.training)}",
         f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
@@ -192,5 +192,5 @@ def say_what_runs(run: Run) -> None:
         *run.model.parts.notes,
         *run.choices,
     ]
-    for line in said:
+    for line in lines:
         log.info(line)

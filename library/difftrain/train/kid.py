@@ -63,7 +63,7 @@ class DrawnPictures:
         if lacking and ranks.is_logger:
             log.warning("%s is not measured: %s not installed; %s", NAME, " and ".join(lacking), INSTALL)
 
-    def measure(self, each: EvaluationSet, step: int) -> dict[str, Any]:
+    def measure(self, eval_set: EvaluationSet, step: int) -> dict[str, Any]:
         """Return the distance of a set, with its error. Every rank calls it."""
         if not self._on:
             return {}
@@ -71,35 +71,35 @@ class DrawnPictures:
         # each rank draws its lots; the time is none of training's
         drawn: dict[int, Tensor] = {}
         with self._clock.paused("sampling"), during(SAMPLING):
-            run_on(self._ranks, True, lambda: drawn.update(self._work(each)))
-        lots = self._lots[each.name]
+            run_on(self._ranks, True, lambda: drawn.update(self._work(eval_set)))
+        lots = self._lots[eval_set.name]
 
         # lots in one order, so that the figure is the same on any number of ranks
         shares = self._ranks.gather(
             {n: tuple(side.numpy() for side in (lot.real, lot.through, drawn[n])) for n, lot in lots.items()}
         )
-        whole = [pair for _, pair in sorted(item for share in shares for item in share.items())]
-        count = sum(len(real) for real, *_ in whole)
+        pairs = [pair for _, pair in sorted(item for share in shares for item in share.items())]
+        count = sum(len(real) for real, *_ in pairs)
         if count < LEAST_PICTURES:
             log.warning(
                 "%s of %s is not measured: %d pictures are too few, %d the least",
                 NAME,
-                each.name,
+                eval_set.name,
                 count,
                 LEAST_PICTURES,
             )
             return {}
 
         # what the VAE alone costs is the least that any model can reach
-        real, through, ours = (torch.from_numpy(np.concatenate(side)) for side in zip(*whole, strict=True))
-        found, least = kid(ours, real, paired=True), kid(through, real, paired=True)
+        real, through, ours = (torch.from_numpy(np.concatenate(side)) for side in zip(*pairs, strict=True))
+        drawn_kid, least = kid(ours, real, paired=True), kid(through, real, paired=True)
         log.info(
             "%s of %s at step %d: %.6f ± %.6f over %d pictures (%s; guidance %g, %d sampler steps; the VAE alone %.6f)",
             NAME,
-            each.name,
+            eval_set.name,
             step,
-            found.value,
-            found.error,
+            drawn_kid.value,
+            drawn_kid.error,
             count,
             self._model.averages.drawable()[1],
             self._cfg.eval.kid_guidance,
@@ -107,13 +107,13 @@ class DrawnPictures:
             least.value,
         )
         return {
-            f"{each.name}/{TAG}": found.value,
-            f"{each.name}/{TAG}_error": found.error,
-            f"{each.name}/{TAG}_vae": least.value,
-            f"{each.name}/{TAG}_pictures": count,
+            f"{eval_set.name}/{TAG}": drawn_kid.value,
+            f"{eval_set.name}/{TAG}_error": drawn_kid.error,
+            f"{eval_set.name}/{TAG}_vae": least.value,
+            f"{eval_set.name}/{TAG}_pictures": count,
         }
 
-    def _work(self, each: EvaluationSet) -> Iterator[tuple[int, Tensor]]:
+    def _work(self, eval_set: EvaluationSet) -> Iterator[tuple[int, Tensor]]:
         """Yield the features of what this rank draws, by the number of the lot."""
         if self._network is None:
             self._network = EffLite0(self._device.torch_device)
@@ -123,12 +123,15 @@ class DrawnPictures:
             on_device(parts, self._device),
             self._device.autocast(self._cfg.training.mixed_precision),
         ):
+            # --- the lots of this rank, once: pictures and captions that are compared
             drawer = family.drawer(parts)
-            if each.name not in self._lots:
-                numbered = enumerate(chosen(each.data, section.kid_pictures, each.cfg.batch_sizes))
+            if eval_set.name not in self._lots:
+                numbered = enumerate(chosen(eval_set.data, section.kid_pictures, eval_set.cfg.batch_sizes))
                 mine = [(n, *lot) for n, lot in numbered if n % self._ranks.size == self._ranks.rank]
-                self._lots[each.name] = dict(self._looked_at(each, mine, drawer))
-            for number, lot in self._lots[each.name].items():
+                self._lots[eval_set.name] = dict(self._looked_at(eval_set, mine, drawer))
+
+            # --- drawn from the same noise every time
+            for number, lot in self._lots[eval_set.name].items():
                 shape = family.features.draws["noise"].shape(lot.bucket)
                 noise = np.stack([normal(SEED, key, 0, "drawn", shape) for key in lot.keys])
                 pictures = draw_batch(
@@ -144,10 +147,10 @@ class DrawnPictures:
                 yield number, self._features(pictures)
 
     def _looked_at(
-        self, each: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], drawer: Drawer
+        self, eval_set: EvaluationSet, lots: list[tuple[int, Bucket, np.ndarray]], drawer: Drawer
     ) -> Iterator[tuple[int, Lot]]:
         """Read held-out pictures, as large as they will be drawn, and their captions."""
-        bare = each.uncached()
+        bare = eval_set.uncached()
         family, parts = self._model.family, self._model.parts
         maker = bare.maker(family.tokenizer(parts), family.features)
         for number, bucket, rows in lots:
@@ -182,9 +185,9 @@ def chosen(data: Data, count: int, batch_sizes: tuple[int, ...]) -> Iterator[tup
     order = Permutation(int(ends[-1]), SEED, "drawn")
     slots = np.sort([order(n) for n in range(min(count, int(ends[-1])))])
     which = np.searchsorted(ends, slots, side="right")
-    for place, held in enumerate(buckets):
-        begin = int(ends[place - 1]) if place else 0
-        rows = held.first + slots[which == place] - begin
-        size = batch_sizes[held.dataset]
+    for index, bucket_rows in enumerate(buckets):
+        begin = int(ends[index - 1]) if index else 0
+        rows = bucket_rows.first + slots[which == index] - begin
+        size = batch_sizes[bucket_rows.dataset]
         for start in range(0, len(rows), size):
-            yield held.bucket, rows[start : start + size]
+            yield bucket_rows.bucket, rows[start : start + size]

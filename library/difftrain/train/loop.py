@@ -65,7 +65,7 @@ def _steps(
             hook.after_step(at)
 
         # requests take effect between steps, where all ranks are at the same state
-        request = run.ranks.agree(max(requests.take(), saving.asked()))
+        request = run.ranks.agree(max(requests.take(), saving.requested()))
         if request == SAMPLE:
             saving.sampled()
             draw(at)

@@ -37,9 +37,9 @@ log = logging.getLogger("difftrain")
 
 def memory_sentence(training: TrainingSection, parts: Parts, engine: Engine) -> str:
     """Say what weights, gradients and optimizer state take, in what precision, activations aside."""
-    trained = [each for each in parts.root.parameters() if each.requires_grad]
-    names = sorted({str(each.dtype).removeprefix("torch.") for each in trained})
-    frozen = _bytes(each for part in parts.frozen.values() for each in part.parameters())
+    trained = [parameter for parameter in parts.root.parameters() if parameter.requires_grad]
+    names = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+    frozen = _bytes(parameter for part in parts.frozen.values() for parameter in part.parameters())
     weights, state = _bytes(trained), _bytes(_tensors(getattr(getattr(engine, "optimizer", None), "state", {})))
     beside = weights_kept(training) if training.full_precision else ""
     kept = f", {beside} beside them" if beside not in ("", "none") else ""
@@ -51,8 +51,8 @@ def memory_sentence(training: TrainingSection, parts: Parts, engine: Engine) -> 
 
 def checkpoint_bytes(model: TrainedModel) -> int:
     """Return about how large a checkpoint will be: weights in fp32, optimizer state, averages; 0 where that is not known."""
-    trained = [each for each in model.parts.root.parameters() if each.requires_grad]
-    weights = sum(each.numel() for each in trained) * 4
+    trained = [parameter for parameter in model.parts.root.parameters() if parameter.requires_grad]
+    weights = sum(parameter.numel() for parameter in trained) * 4
     averages = (model.averages.ema is not None) + len(model.averages.profiles)
     return weights * (1 + averages) + _bytes(_tensors(getattr(getattr(model.engine, "optimizer", None), "state", {})))
 
@@ -61,15 +61,15 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors if each.device != torch.device("meta"))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device != torch.device("meta"))
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ class Meter:
         if self.kernels:
             yield
             return
-        with counting() as found:
+        with counting() as counted_operators:
             yield
-        calls, step = AttentionCalls.of(found), self._progress.step + 1
-        others = {kind: number for kind, number in sorted(found.items()) if not AttentionCalls.counts(kind)}
+        calls, step = AttentionCalls.of(counted_operators), self._progress.step + 1
+        others = {kind: number for kind, number in sorted(counted_operators.items()) if not AttentionCalls.counts(kind)}
         self.kernels = {"step": step, "micro_batches": len(micro), "attention": calls.record(), "others": others}
         beside = "; compiled blocks are not counted" if self._cfg.training.compile else ""
         log.info("attention in step %d: %s%s", step, calls.sentence(), beside)
@@ -145,8 +145,8 @@ class Meter:
             table = torch.stack(
                 [torch.stack([p.stats.sums["loss"], p.stats.grad_norm, p.stats.skipped]).float() for p in self._pending]
             ).tolist()
-            for place, (pending, (loss, grad_norm, skipped)) in enumerate(zip(self._pending, table)):
-                origin = self._origin_of(pending.step, [bool(row[2]) for row in table[place:]]) if skipped else ""
+            for row_index, (pending, (loss, grad_norm, skipped)) in enumerate(zip(self._pending, table)):
+                origin = self._origin_of(pending.step, [bool(row[2]) for row in table[row_index:]]) if skipped else ""
                 self._judge(pending.step, loss, grad_norm, bool(skipped), origin)
             self._latest = (self._pending[-1], *table[-1])
             self._measures = measured(self._pending[-1].stats)
@@ -166,8 +166,8 @@ class Meter:
         return self._origin(step, skipped=sum(skipped), updated=len(skipped) - sum(skipped))
 
     def _judge(self, step: int, loss: float, grad_norm: float, skipped: bool, origin: str = "") -> None:
-        epoch, place = self._plan.locate(step - 1)
-        self._average.add(place, loss)
+        epoch, index = self._plan.locate(step - 1)
+        self._average.add(index, loss)
         if not skipped:
             self._progress.skipped_in_a_row = 0
             return
@@ -237,8 +237,8 @@ class Meter:
 
 def measured(stats: Stats) -> dict[str, float]:
     """Return what a step measured beside the loss, over all its ranks and micro batches; the host waits."""
-    found = {name.removeprefix(METRIC): float(value) for name, value in stats.sums.items() if name.startswith(METRIC)}
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+    values = {name.removeprefix(METRIC): float(value) for name, value in stats.sums.items() if name.startswith(METRIC)}
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def is_fused(section: OptimizerSection) -> bool:

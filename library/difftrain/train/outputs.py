@@ -175,8 +175,8 @@ class RunOutputs:
         # files of the run, cut back to the step
         self.sessions = Sessions(self.out, step=step, earlier_s=earlier_s, **facts)
         self._metrics = JsonLines(self.out / METRICS, step)
-        wanted = {VALIDATION: cfg.validation.split, EVALUATION: cfg.eval.sets}
-        self._evaluations = {file: JsonLines(self.out / file, step) for file, sets in wanted.items() if sets}
+        needed = {VALIDATION: cfg.validation.split, EVALUATION: cfg.eval.sets}
+        self._evaluations = {file: JsonLines(self.out / file, step) for file, sets in needed.items() if sets}
 
         # trackers and progress bar go on from there
         self._trackers = open_trackers(
@@ -278,13 +278,13 @@ class RunOutputs:
 
 def keep_dataset_file(run: Run) -> None:
     """Copy the file that named the data sets into the run directory, without secrets."""
-    given = run.cfg.data.dataset_config
-    if not (run.cfg.save.run_dirs and given):
+    path = run.cfg.data.dataset_config
+    if not (run.cfg.save.run_dirs and path):
         return
     try:
-        text = Path(given).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:  # what it said is in the configuration too
-        log.warning("%s is not copied into the run directory: %s", given, error)
+        log.warning("%s is not copied into the run directory: %s", path, error)
         return
     write_text(run.out / DATASET_FILE, redact_text(text))
 

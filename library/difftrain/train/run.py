@@ -81,15 +81,15 @@ from difftrain.train.triggers import Requests
 log = logging.getLogger("difftrain")
 
 
-def run(cfg: TrainConfig, argv: list[str], given: Mapping[str, str] = MappingProxyType({})) -> int:
+def run(cfg: TrainConfig, argv: list[str], explicit: Mapping[str, str] = MappingProxyType({})) -> int:
     """Train as configured and return the exit code: 0 finished, 128 + signal where a signal ended it early.
 
-    given: fields that somebody gave -> where; one of them that nothing reads by the first step stops the run.
+    explicit: fields that somebody gave -> where; one of them that nothing reads by the first step stops the run.
     """
     try:
         with ExitStack() as recording:
-            reads = recording.enter_context(recorded()) if given else set()
-            return _run(cfg, argv, given, reads, recording)
+            reads = recording.enter_context(recorded()) if explicit else set()
+            return _run(cfg, argv, explicit, reads, recording)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -102,7 +102,7 @@ def run(cfg: TrainConfig, argv: list[str], given: Mapping[str, str] = MappingPro
 
 
 def _run(
-    cfg: TrainConfig, argv: list[str], given: Mapping[str, str], reads: set[str], recording: ExitStack
+    cfg: TrainConfig, argv: list[str], explicit: Mapping[str, str], reads: set[str], recording: ExitStack
 ) -> int:  # fmt: skip
     launch = Launch.from_environment()
     if cfg.sample.test_only:
@@ -110,7 +110,7 @@ def _run(
     fetches = remote_refs(
         cfg
     )  # looked at once it is here: before a device is touched nothing can be waited for together
-    check(cfg, make_family(cfg), fetches, whole=False)
+    check(cfg, make_family(cfg), fetches, full=False)
     if cfg.training.threads:
         torch.set_num_threads(cfg.training.threads)
     device = choose(cfg.training.device, launch.local_rank, launch.local_size)
@@ -136,7 +136,7 @@ def _run(
         uploads = stack.enter_context(open_uploads(cfg, ranks))
         local, pins = fetch(session.cfg, ranks, session.pins)
         if fetches:
-            check(local, make_family(local), whole=False)
+            check(local, make_family(local), full=False)
         session = replace(session, record=replace(session.record, hub=pins))
         this = assemble(session.cfg, argv, device, ranks, session, local)
         this.uploads, this.notices = uploads, notices
@@ -160,8 +160,8 @@ def _run(
         for hook in hooks:
             hook.before_training(this.position)
         recording.close()  # before the first step: what is read from here on is config/reads.py's LATER
-        if given:
-            refuse_unread(given, set().union(*ranks.gather(reads)))
+        if explicit:
+            refuse_unread(explicit, set().union(*ranks.gather(reads)))
 
         step = this.progress.step
         notices.send("started", f"training begins{f' after step {step}' if step else ''}", step=step)
@@ -282,7 +282,7 @@ def assemble(
         write_rejects(cfg.output_dir, cached.rejects)
     sets = open_sets(local, device, ranks, family, parts)
     if ranks.is_logger:
-        write_rejects(cfg.output_dir, [reject for each in sets for reject in each.rejects])
+        write_rejects(cfg.output_dir, [reject for eval_set in sets for reject in eval_set.rejects])
     if cfg.validation.split > 0:
         sets = (held_out_set(cfg, cached.data), *sets)
 
@@ -336,7 +336,7 @@ def assemble(
 def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
     """Do what `assemble` does until the caches on disk are whole; nothing is written to the output folder."""
     family = make_family(cfg)
-    check(cfg, family, whole=False)
+    check(cfg, family, full=False)
     folder = on_each_machine(ranks, lambda: prepare(cfg, log=log.info))
     data = open_run_data(cfg, folder, family)
     parts = family.load(meta=True, deferred=deferred_parts(cfg, family))

@@ -31,7 +31,7 @@ Torchruns = tuple[str, ...]  # the names of those of one launch: after a failure
 
 def launch_of(ranks: Ranks) -> Torchruns:
     """Return the launch that these ranks are of. Every rank calls it."""
-    return tuple(sorted({each for each in ranks.gather(launcher()) if each}))
+    return tuple(sorted({launch_id for launch_id in ranks.gather(launcher()) if launch_id}))
 
 
 def wrote(meta: Mapping[str, Any], launch: Torchruns) -> bool:
@@ -143,15 +143,15 @@ def describe_run_directory(cfg: TrainConfig, ranks: int) -> str:
     """Say where a run would go; nothing is made. Raises ConfigFault as resolve_run_directory does."""
     if not cfg.save.run_dirs:
         return f"output folder: {cfg.output_dir}"
-    found = _look(cfg, cfg.output_dir, ranks, checkpoint.fault_of)
-    where = f"a new one below {cfg.output_dir}" if found.made else str(cfg.output_dir / found.name)
-    goes_on = found.resume if found.step is None else _name(found.step)
+    choice = _look(cfg, cfg.output_dir, ranks, checkpoint.fault_of)
+    where = f"a new one below {cfg.output_dir}" if choice.made else str(cfg.output_dir / choice.name)
+    goes_on = choice.resume if choice.step is None else _name(choice.step)
     return f"run directory: {where}" + (f", going on from {goes_on}" if goes_on else "")
 
 
 def _choose(cfg: TrainConfig, base: Path, ranks: int, ask: Ask, launch: Torchruns) -> _Choice:
-    found = _of_launch(base, ask, launch) or _look(cfg, base, ranks, ask)
-    return _made(base, found) if found.made else found
+    choice = _of_launch(base, ask, launch) or _look(cfg, base, ranks, ask)
+    return _made(base, choice) if choice.made else choice
 
 
 def _of_launch(base: Path, ask: Ask, launch: Torchruns) -> _Choice | None:
@@ -159,7 +159,7 @@ def _of_launch(base: Path, ask: Ask, launch: Torchruns) -> _Choice | None:
     for folder in run_dirs(base) if launch else ():
         if not began_last(folder, launch):
             continue
-        step = _newest_whole([each for each in checkpoints(folder) if wrote(each.manifest.meta, launch)], ask)
+        step = _newest_complete([entry for entry in checkpoints(folder) if wrote(entry.manifest.meta, launch)], ask)
         if step is None:
             continue
         log.info("torchrun has started this launch anew: it goes on from what it has saved")
@@ -172,17 +172,17 @@ def _look(cfg: TrainConfig, base: Path, ranks: int, ask: Ask) -> _Choice:
     if resume is None:
         return _new(cfg.save.resume)
     if resume == AUTO:
-        found = _of_auto(base, digest(cfg, ranks), ask)
+        choice = _of_auto(base, digest(cfg, ranks), ask)
     elif resume == LATEST:
-        found = _latest(base, ask)
+        choice = _latest(base, ask)
     elif resume.isdecimal():
-        found = _of_step(base, int(resume), ask)
+        choice = _of_step(base, int(resume), ask)
     else:
-        found = _of_folder(base, resume, ask)
-    if not cfg.sample.test_only or found.made:
-        return found
+        choice = _of_folder(base, resume, ask)
+    if not cfg.sample.test_only or choice.made:
+        return choice
     # one look at a checkpoint is no part of the run that it is of
-    state = base / found.name / _name(found.step) if found.step is not None else None
+    state = base / choice.name / _name(choice.step) if choice.step is not None else None
     return _new(str(state) if state else None)
 
 
@@ -222,21 +222,21 @@ def checkpoints(folder: Path) -> list[Candidate]:
     """
     record = RunRecord.read(folder)
     sessions = record.sessions if record is not None else ()
-    found = []
-    for each in candidates(folder, STEPS, log.warning):
-        later = [session for session in sessions if session["at"] > each.manifest.created]
-        if all(each.manifest.step <= int(session["from_step"]) for session in later):
-            found.append(each)
-    return found
+    usable = []
+    for entry in candidates(folder, STEPS, log.warning):
+        later = [session for session in sessions if session["at"] > entry.manifest.created]
+        if all(entry.manifest.step <= int(session["from_step"]) for session in later):
+            usable.append(entry)
+    return usable
 
 
 def _latest(base: Path, ask: Ask) -> _Choice:
     torn = False
     for folder in run_dirs(base):
-        there = checkpoints(folder)
-        if (step := _newest_whole(there, ask)) is not None:
+        usable = checkpoints(folder)
+        if (step := _newest_complete(usable, ask)) is not None:
             return _Choice(folder.name, made=False, step=step)
-        torn = torn or bool(there)
+        torn = torn or bool(usable)
     if torn:
         what = f"no checkpoint of any run below {base} is whole"
         raise ConfigFault([_fault(what, "see what was said of each; leave it out to begin a run")])
@@ -252,7 +252,7 @@ def _of_auto(base: Path, ours: str, ask: Ask) -> _Choice:
             continue
         if record.finished_step is not None or record.config_digest != ours:
             break
-        step = _newest_whole(checkpoints(folder), ask)
+        step = _newest_complete(checkpoints(folder), ask)
         if step is None:  # the same configuration writes the same files again
             return _Choice(folder.name, made=False, resume=AUTO)
         return _Choice(folder.name, made=False, step=step)
@@ -263,9 +263,9 @@ def _of_step(base: Path, step: int, ask: Ask) -> _Choice:
     """Take the step of the newest run that has it whole."""
     known: dict[str, list[int]] = {}
     for folder in run_dirs(base):
-        there = candidates(folder, STEPS)
-        known[folder.name] = sorted({each.manifest.step for each in there})
-        if _newest_whole([each for each in there if each.path.name == _name(step)], ask) is not None:
+        usable = candidates(folder, STEPS)
+        known[folder.name] = sorted({entry.manifest.step for entry in usable})
+        if _newest_complete([entry for entry in usable if entry.path.name == _name(step)], ask) is not None:
             return _Choice(folder.name, made=False, step=step)
     listed = [f"{name}: {_numbers(steps)}" for name, steps in known.items() if steps]
     what = f"no run below {base} has a whole checkpoint of step {step}"
@@ -275,21 +275,21 @@ def _of_step(base: Path, step: int, ask: Ask) -> _Choice:
     raise ConfigFault([_fault(what, remedy)])
 
 
-def _of_folder(base: Path, given: str, ask: Ask) -> _Choice:
+def _of_folder(base: Path, resume: str, ask: Ask) -> _Choice:
     """Go on in a run of OUTPUT_DIR; a checkpoint from elsewhere is where a new run begins."""
-    folder = _existing_folder(base, given)
+    folder = _existing_folder(base, resume)
     is_state = (folder / MANIFEST).is_file()
     if not is_state and not checkpoints(folder):
         inside = [run for run in run_dirs(folder) if checkpoints(run)]
         remedy = f"a run in it: {inside[0]}" if inside else "give a run directory or a folder global_stepN"
-        raise ConfigFault([_fault(f"{given!r} is no checkpoint, and none is in it", remedy)])
+        raise ConfigFault([_fault(f"{resume!r} is no checkpoint, and none is in it", remedy)])
     if is_state:
         checkpoint.open_given(folder, _FLAG, ask)
         home, step = folder.parent, checkpoint.Manifest.read(folder).step
     else:
-        home, newest = folder, _newest_whole(checkpoints(folder), ask)
+        home, newest = folder, _newest_complete(checkpoints(folder), ask)
         if newest is None:
-            raise ConfigFault([_fault(f"no checkpoint of {given!r} is whole", "see what was said of each")])
+            raise ConfigFault([_fault(f"no checkpoint of {resume!r} is whole", "see what was said of each")])
         step = newest
     ours = home.resolve().parent == base.resolve() and _NAME.fullmatch(home.name)
     if ours and (not is_state or folder.name == _name(step)):
@@ -297,22 +297,22 @@ def _of_folder(base: Path, given: str, ask: Ask) -> _Choice:
     return _new(str(folder if is_state else home / _name(step)))
 
 
-def _existing_folder(base: Path, given: str) -> Path:
+def _existing_folder(base: Path, resume: str) -> Path:
     """Find a folder against the working directory, then below OUTPUT_DIR, where a run's name alone is enough."""
-    here = [path for path in dict.fromkeys((Path(given), base / given)) if path.is_dir()]
+    here = [path for path in dict.fromkeys((Path(resume), base / resume)) if path.is_dir()]
     if len(here) == 2 and not here[0].samefile(here[1]):
-        raise ConfigFault([_fault(f"{given!r} is {here[0].absolute()} and {here[1]}", "give the whole path")])
+        raise ConfigFault([_fault(f"{resume!r} is {here[0].absolute()} and {here[1]}", "give the whole path")])
     if not here:
         runs = ", ".join(run.name for run in run_dirs(base)[:MOST_LISTED]) or "none"
-        raise ConfigFault([_fault(f"no such folder: {given!r}", f"runs below {base}: {runs}")])
+        raise ConfigFault([_fault(f"no such folder: {resume!r}", f"runs below {base}: {runs}")])
     return here[0]
 
 
-def _newest_whole(found: list[Candidate], ask: Ask) -> int | None:
-    for each in found:
-        if not (fault := ask(each.path)):
-            return each.manifest.step
-        log.warning("checkpoint %s is passed over: %s", each.path, fault)
+def _newest_complete(newest_first: list[Candidate], ask: Ask) -> int | None:
+    for entry in newest_first:
+        if not (fault := ask(entry.path)):
+            return entry.manifest.step
+        log.warning("checkpoint %s is passed over: %s", entry.path, fault)
     return None
 
 

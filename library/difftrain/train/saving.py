@@ -91,9 +91,9 @@ class Saving:
         if self._ranks.is_logger:
             self._watch = ControlFiles(self._cfg.output_dir, self._cfg.save.checkpoint_every_n_minutes)
 
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Return what a file or the time asks for, where this rank looks."""
-        return NOTHING if self._watch is None else self._watch.asked()
+        return NOTHING if self._watch is None else self._watch.requested()
 
     def sampled(self) -> None:
         """Take note that samples that a file asked for are about to be drawn."""
@@ -356,7 +356,7 @@ class Exports:
                 if save.no_metadata
                 else family.metadata(name or cfg.output_dir.name, time.time(), self._facts()),
             )
-            pieces = sorted(each.name for each in target.iterdir()) if at_top else []
+            pieces = sorted(entry.name for entry in target.iterdir()) if at_top else []
 
         # say what was written, and send it
         path = path if by_step else written
@@ -365,9 +365,9 @@ class Exports:
         log.info("export %s: %s in %.1f s", what, size, time.monotonic() - began)
         self.notices.send("saved", f"export {path.name}", step=step, export=path.name)
         if broken:
-            said = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
-            log.error(f"%s; a smaller rate, or {option('training.master_weights')}=fp32 with half weights", said)
-            self.not_finite = said
+            message = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
+            log.error(f"%s; a smaller rate, or {option('training.master_weights')}=fp32 with half weights", message)
+            self.not_finite = message
         # of a pipeline at the top each part goes by itself, and what names them last
         for piece in sorted(pieces, key=lambda name: name == PIPELINE_INDEX):
             self.uploads.add(path / piece, f"{piece}, step {step}")

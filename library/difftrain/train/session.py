@@ -81,8 +81,8 @@ def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Se
         if resume == "auto" and not isinstance(state, Empty):
             of_run = names if isinstance(state, Foreign) else state.record.names
             state = replace(state, newest=shared_checkpoint.newest(out, of_run, ranks))
-        found = shared_checkpoint.choose(out, ranks, lambda ask: _chosen(cfg, resume, ranks, state, ours, ask))
-        meta = run_on(ranks, ranks.is_logger, lambda: checkpoint.load_meta(found) if found else {})
+        source = shared_checkpoint.choose(out, ranks, lambda ask: _chosen(cfg, resume, ranks, state, ours, ask))
+        meta = run_on(ranks, ranks.is_logger, lambda: checkpoint.load_meta(source) if source else {})
 
         # is it the run that the folder holds, and has that come to its end?
         known = state.record if isinstance(state, Unfinished | Finished) else None
@@ -101,17 +101,17 @@ def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Se
 
         # a checkpoint of this very launch has begun anew what was asked to
         launch = launch_of(ranks)
-        if found is not None and wrote(meta, launch):
+        if source is not None and wrote(meta, launch):
             seeded = _without_resets(seeded)
 
         # the record of the run from here on
-        goes_on = cfg.save.run_dirs or (names is DIFFUSERS and found is not None)
+        goes_on = cfg.save.run_dirs or (names is DIFFUSERS and source is not None)
         record = same or _new_record(cfg, ours, seed, ranks, known if goes_on else None)
-        if found is not None:
-            log.info("resuming from %s at step %d", found, meta["step"])
+        if source is not None:
+            log.info("resuming from %s at step %d", source, meta["step"])
         exact = names is not DIFFUSERS or same is not None  # else another configuration goes on from what there is
         auto = (resume == "auto" and exact) or (cfg.save.run_dirs and known is not None)
-        yield Session(seeded, claim, record.begun(at, ranks.size, launch), found, meta, auto, finished, launch)
+        yield Session(seeded, claim, record.begun(at, ranks.size, launch), source, meta, auto, finished, launch)
 
 
 def _chosen(
@@ -132,12 +132,12 @@ def _chosen(
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
         parted = differences(state.record.identity, config_identity(cfg, ranks.size))
         if cfg.save.run_dirs:  # its own checkpoint was asked for; what must be equal is looked at by check_same
-            said = "the configuration is not the one that %s began with, and holds from here on: %s"
-            log.warning(said, cfg.output_dir, "; ".join(parted))
+            message = "the configuration is not the one that %s began with, and holds from here on: %s"
+            log.warning(message, cfg.output_dir, "; ".join(parted))
             return Path(str(resume))
         if cfg.save.naming == DIFFUSERS.value:  # diffusers' examples go on whatever the flags say
-            said = "the configuration is not the one that %s began with, and holds from here on: %s"
-            log.warning(said, cfg.output_dir, "; ".join(parted))
+            message = "the configuration is not the one that %s began with, and holds from here on: %s"
+            log.warning(message, cfg.output_dir, "; ".join(parted))
             return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
         raise ConfigFault(
             [
@@ -153,11 +153,11 @@ def _chosen(
 
 def _without_resets(cfg: TrainConfig) -> TrainConfig:
     """Return cfg for a checkpoint of this very launch, which has begun anew what it was told to."""
-    given = [name for name in RESETS if getattr(cfg.save, name)]
-    if not given:
+    resets = [name for name in RESETS if getattr(cfg.save, name)]
+    if not resets:
         return cfg
-    log.info("%s: has acted when this launch began, and does not again", ", ".join(f"--{name}" for name in given))
-    return cfg.model_copy(update={"save": cfg.save.model_copy(update=dict.fromkeys(given, False))})
+    log.info("%s: has acted when this launch began, and does not again", ", ".join(f"--{name}" for name in resets))
+    return cfg.model_copy(update={"save": cfg.save.model_copy(update=dict.fromkeys(resets, False))})
 
 
 def _new_record(cfg: TrainConfig, ours: str, seed: int, ranks: Ranks, before: RunRecord | None) -> RunRecord:
@@ -286,14 +286,14 @@ def _differs(flag: str, word: str, was: Any, now: Any) -> Fault:
 
 
 def _parted(was: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    said = []
+    lines = []
     for key in sorted(was.keys() | now.keys()):
         a, b = was.get(key), now.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            said += _parted(a, b, f"{prefix}{key}.")
+            lines += _parted(a, b, f"{prefix}{key}.")
         elif a != b:
-            said.append(f"{prefix}{key} {a} there, {b} here")
-    return said
+            lines.append(f"{prefix}{key} {a} there, {b} here")
+    return lines
 
 
 def resume_position(plan: EpochPlan, session: Session) -> None:

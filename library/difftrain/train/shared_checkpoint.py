@@ -42,7 +42,7 @@ class _Copy:
             stats = [(path / name).stat() for name in sorted(manifest.files)]
         except (OSError, Torn) as error:  # it is being deleted
             return cls(str(error))
-        return cls("", manifest.commit, tuple((each.st_ino, each.st_ctime_ns, each.st_size) for each in stats))
+        return cls("", manifest.commit, tuple((stat.st_ino, stat.st_ctime_ns, stat.st_size) for stat in stats))
 
 
 def fault_of(path: Path, ranks: Ranks) -> str:
@@ -54,11 +54,11 @@ def fault_of(path: Path, ranks: Ranks) -> str:
         return "the machines have different checkpoints of this name"
     if not faults:
         reads = mine is not None and min(rank for rank, copy in copies.items() if copy == mine) == ranks.rank
-        found = ""
+        own_fault = ""
         with heartbeat(ranks, reads):
             if reads:
-                found = fault_here(path)
-        faults = {rank: fault for rank, fault in enumerate(ranks.gather(found)) if fault}
+                own_fault = fault_here(path)
+        faults = {rank: fault for rank, fault in enumerate(ranks.gather(own_fault)) if fault}
     return "; ".join(f"rank {rank}: {fault}" if len(copies) > 1 else fault for rank, fault in faults.items())
 
 
@@ -80,13 +80,13 @@ def choose(base: Path, ranks: Ranks, chosen: Callable[[Ask], Path | None]) -> Pa
     """Let rank 0 choose a checkpoint; each rank gets its own copy of it: below `base`, where rank 0's is below its own."""
     base = base.absolute()
 
-    def told(ask: Ask) -> Path | None:
-        found = chosen(ask)
-        whole = found.absolute() if found is not None else None
-        return whole.relative_to(base) if whole is not None and whole.is_relative_to(base) else whole
+    def relative_choice(ask: Ask) -> Path | None:
+        choice = chosen(ask)
+        absolute = choice.absolute() if choice is not None else None
+        return absolute.relative_to(base) if absolute is not None and absolute.is_relative_to(base) else absolute
 
-    found = with_all(base, ranks, told)
-    return None if found is None else base / found
+    choice = with_all(base, ranks, relative_choice)
+    return None if choice is None else base / choice
 
 
 def with_all(base: Path, ranks: Ranks, choose: Callable[[Ask], T]) -> T:
@@ -103,8 +103,8 @@ def with_all(base: Path, ranks: Ranks, choose: Callable[[Ask], T]) -> T:
 
     made: T | Exception
     if not ranks.is_logger:
-        while (asked := ranks.broadcast()) is not None:
-            fault_of(base / asked, ranks)
+        while (relative := ranks.broadcast()) is not None:
+            fault_of(base / relative, ranks)
         return run_on(ranks, False, choice)
 
     def ask(path: Path) -> str:

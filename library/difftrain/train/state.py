@@ -153,8 +153,8 @@ class Run:
     def meta(self, kind: str) -> dict[str, object]:
         """Return what a checkpoint of a kind says of this run, as it is now."""
         step = self.progress.step
-        place = {"epoch": self.plan.locate(step)[0], "data_offset": self.plan.offset}
-        return {**self.identity, "step": step, "kind": kind, **place, "schedule_from": self.schedule_from}
+        position = {"epoch": self.plan.locate(step)[0], "data_offset": self.plan.offset}
+        return {**self.identity, "step": step, "kind": kind, **position, "schedule_from": self.schedule_from}
 
     def facts(self) -> RunFacts:
         """Return what the header of an export says of this run, as it is now."""

@@ -20,29 +20,29 @@ class Requests:
     """Hold what signals have asked of this process since it was last taken."""
 
     def __init__(self) -> None:
-        self._wanted = NOTHING
+        self._requested = NOTHING
         self._heeded = False
         self.stop_signal = 0
         self._asked_at = 0.0
 
     def take(self) -> int:
         """Return the largest request so far; a save is asked once, a stop stays."""
-        wanted = self._wanted
-        if wanted == SAVE:
-            self._wanted = NOTHING
-        return wanted
+        needed = self._requested
+        if needed == SAVE:
+            self._requested = NOTHING
+        return needed
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._wanted = max(self._wanted, SAVE)
+            self._requested = max(self._requested, SAVE)
             return
         if not self._heeded:  # nothing is lost yet, or all is saved: nobody waits for a step boundary
             raise SystemExit(128 + number)
-        if self._wanted == STOP:
+        if self._requested == STOP:
             if time.monotonic() - self._asked_at > IMPATIENT_S:
                 raise SystemExit(128 + number)
             return
-        self._wanted, self.stop_signal, self._asked_at = STOP, number, time.monotonic()
+        self._requested, self.stop_signal, self._asked_at = STOP, number, time.monotonic()
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ class ControlFiles:
         """Take note that the samples that were asked for are drawn."""
         self._samples_asked = False
 
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Return what is asked for now; a file that asks is removed."""
         now = self._now()
         due = self._period_s is not None and now - self._saved_at >= self._period_s

@@ -63,11 +63,18 @@ def runs_page(statuses: Sequence[RunStatus], *, folder: str, more: int, token: s
 
 
 def run_page(
-    status: RunStatus, *, log: tuple[str, str], samples: Iterable[str], report: str, token: str, nonce: str, asked: str
+    status: RunStatus,
+    *,
+    log: tuple[str, str],
+    samples: Iterable[str],
+    report: str,
+    token: str,
+    nonce: str,
+    requested: str,
 ) -> str:
     """Return the page of one run.
 
-    log: its name and its end. report: the key that opens the report. asked: an action that was just asked for.
+    log: its name and its end. report: the key that opens the report. requested: an action that was just asked for.
     """
     # --- what changes while it runs
     cards = [
@@ -85,7 +92,7 @@ def run_page(
         live += f'<p class="said bad">{escape(_text(status.error))}</p>'
     if status.skipped:
         live += note(f"{status.skipped} updates were skipped: their loss or gradient was not finite")
-    for action in status.asked:
+    for action in status.requested:
         live += f'<p class="said">{escape(_waiting(action, status))}</p>'
     if pictures := "".join(_sample(status.name, name, token) for name in samples):
         live += f'<section><h2>Newest samples</h2><div class="samples">{pictures}</div></section>'
@@ -100,7 +107,7 @@ def run_page(
         f'<iframe title="report" sandbox="allow-scripts" loading="lazy" src="{link("/report", **query)}"></iframe>'
     )
     body = (
-        f"{_actions(status, token, asked)}"
+        f"{_actions(status, token, requested)}"
         f'<div id="live" data-state="{escape(status.state)}" data-refresh="{1000 * REFRESH_S}">{live}</div>'
         f"<section><h2>Report</h2>{frame}</section>"
     )
@@ -160,15 +167,15 @@ def _sample(run: str, name: str, token: str) -> str:
     )
 
 
-def _actions(status: RunStatus, token: str, asked: str) -> str:
+def _actions(status: RunStatus, token: str, requested: str) -> str:
     """Write the buttons of a run that is there to heed them."""
-    said = ""
-    if asked in ACTIONS and asked not in status.asked:
-        said = f'<p class="said">{escape(ACTIONS[asked][0])}: the run has seen it, and acts after a step</p>'
+    notice = ""
+    if requested in ACTIONS and requested not in status.requested:
+        notice = f'<p class="said">{escape(ACTIONS[requested][0])}: the run has seen it, and acts after a step</p>'
     if status.state != "running":
-        return said
+        return notice
     if not status.heeds:
-        return said + note("this run looks for no control files: those of difftrain train do")
+        return notice + note("this run looks for no control files: those of difftrain train do")
     forms = ""
     for action, (title, meaning) in ACTIONS.items():
         kind = ' class="bad"' if action == "stop" else ""
@@ -179,7 +186,7 @@ def _actions(status: RunStatus, token: str, asked: str) -> str:
         )
         # one touch must not end a run
         forms += f"<details><summary>Stop …</summary>{note(meaning)}{form}</details>" if action == "stop" else form
-    return f'{said}<section class="actions">{forms}</section>'
+    return f'{notice}<section class="actions">{forms}</section>'
 
 
 def _waiting(action: str, status: RunStatus) -> str:

@@ -42,7 +42,7 @@ class RunStatus:
 
     name: its folder below the one that is watched, "." for that itself. state: running, finished, stopped, failed,
     killed or unknown. step_s, left_s: seconds. changed: time of the last metrics line, since the epoch; 0 without one.
-    heeds: whether the run looks for control files. asked: control files that it has not seen yet.
+    heeds: whether the run looks for control files. requested: control files that it has not seen yet.
     """
 
     name: str
@@ -59,7 +59,7 @@ class RunStatus:
     changed: float = 0.0
     error: str = ""
     heeds: bool = False
-    asked: tuple[str, ...] = ()
+    requested: tuple[str, ...] = ()
 
     @property
     def share(self) -> float | None:
@@ -188,7 +188,7 @@ def status_of(name: str, folder: Path) -> RunStatus:
         changed=modified(folder / METRICS),
         error=str(error) if state in ("failed", "killed", "stopped") else "",
         heeds=_heeds(folder, record),
-        asked=tuple(action for action, files in CONTROLS.items() if any(modified(folder / file) for file in files)),
+        requested=tuple(action for action, files in CONTROLS.items() if any(modified(folder / file) for file in files)),
     )
 
 

@@ -194,9 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             return "", {}
 
-    def _need_token(self, given: dict[str, str]) -> None:
+    def _need_token(self, form: dict[str, str]) -> None:
         header = self.headers.get("Authorization") or ""
-        word = given.get("token") or (header.removeprefix("Bearer ") if header.startswith("Bearer ") else "")
+        word = form.get("token") or (header.removeprefix("Bearer ") if header.startswith("Bearer ") else "")
         if not word:
             text = "the address needs its token: open it as difftrain watch printed it, or type the token here"
             raise Refusal(HTTPStatus.FORBIDDEN, text, form=True)
@@ -204,9 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
             text = "this is not the token of this server; each start has a new one unless it was given"
             raise Refusal(HTTPStatus.FORBIDDEN, text, form=True)
 
-    def _folder(self, given: dict[str, str]) -> tuple[str, Path]:
+    def _folder(self, form: dict[str, str]) -> tuple[str, Path]:
         """Return a run that was found, by its name."""
-        name = given.get("name", "")
+        name = form.get("name", "")
         folder = runs.find_runs(self.server.root).get(name)
         if folder is None:
             raise Refusal(HTTPStatus.NOT_FOUND, "there is no such run; it may have been moved away")
@@ -233,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
             report=self.server.report_key(name),
             token=self.server.token,
             nonce=nonce,
-            asked=query.get("asked", ""),
+            requested=query.get("asked", ""),
         )
         self._send_page(text, nonce)
 

@@ -91,7 +91,7 @@ def opened(root: Path, data: dict[str, Any], verify: str) -> Data:
 
 
 def listed(data: Data) -> CacheManifest:
-    return CacheManifest(build_manifests(data, [PICTURES], tokenize, say=lambda line: None)["latents"])
+    return CacheManifest(build_manifests(data, [PICTURES], tokenize, log=lambda line: None)["latents"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -104,7 +104,7 @@ def cache(tmp_path: Path) -> CacheFolder:
 
 
 def run(cache: CacheFolder, output: Path, layout: str, **more) -> ExportReport:
-    return export(cache.path, output, layout, say=more.pop("say", lambda line: None), **more)
+    return export(cache.path, output, layout, log=more.pop("log", lambda line: None), **more)
 
 
 def members(output: Path) -> dict[str, bytes]:
@@ -225,7 +225,7 @@ def test_of_several_configurations_the_last_used_is_taken(cache, tmp_path) -> No
     references.mark_complete(cache, "use-b")
     os.utime(cache.references_dir / "use-b.json", (9e9, 9e9))
     said: list[str] = []
-    assert run(cache, tmp_path / "out", "webdataset", say=said.append).use == "use-b"
+    assert run(cache, tmp_path / "out", "webdataset", log=said.append).use == "use-b"
     assert any("of 2 configurations" in line and "--use=use-b" in line for line in said)
     with pytest.raises(ConfigFault, match=r"'use-c' was .*built"):
         run(cache, tmp_path / "c", "webdataset", use="use-c")
@@ -245,7 +245,7 @@ def test_names_that_are_in_two_data_sets_make_two_samples(cache, tmp_path) -> No
 def test_without_a_configuration_every_entry_is_a_sample(cache, tmp_path) -> None:
     references.remove(cache, "use-a")
     said: list[str] = []
-    found = run(cache, tmp_path / "out", "webdataset", say=said.append)
+    found = run(cache, tmp_path / "out", "webdataset", log=said.append)
     assert found.samples == 10 + 13 + 1 and found.rejected == 2 and said[0].endswith(" address")
     there = members(tmp_path / "out")
     tensors = safetensors.torch.load(there[f"{address('latents', 3, 1).hex()}.latents.safetensors"])
@@ -334,13 +334,13 @@ def test_a_cache_of_nothing_is_named(tmp_path) -> None:
 def test_a_cache_on_an_object_store_is_exported_alike(cache, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     run(cache, tmp_path / "here", "webdataset")
-    export(f"file://{cache.path}", tmp_path / "there", "webdataset", say=lambda line: None)
+    export(f"file://{cache.path}", tmp_path / "there", "webdataset", log=lambda line: None)
     assert members(tmp_path / "here") == members(tmp_path / "there")
     references.write(cache, "use-b", {}, {"latents": references.reference_of(cache, "use-a").rows("latents")})
     references.mark_complete(cache, "use-b")
     with pytest.raises(ConfigFault, match=r"--use: .* 2 configurations .*, use-\w+, use-"):
-        export(f"file://{cache.path}", tmp_path / "more", "webdataset", say=lambda line: None)
-    export(f"file://{cache.path}", tmp_path / "more", "webdataset", use="use-a", say=lambda line: None)
+        export(f"file://{cache.path}", tmp_path / "more", "webdataset", log=lambda line: None)
+    export(f"file://{cache.path}", tmp_path / "more", "webdataset", use="use-a", log=lambda line: None)
     assert members(tmp_path / "here") == members(tmp_path / "more")
 
 

@@ -77,7 +77,7 @@ def built(data):
     ]
     masks = mask_encoder(data.recipes)
     asked += [ManifestRequest(MASKS, masks, "masks", "uint8", 4)] if masks else []
-    lists = build_manifests(data, asked, tokenize, say=lambda line: None)
+    lists = build_manifests(data, asked, tokenize, log=lambda line: None)
     readers = {}
     for each in asked:
         wanted, reader = CacheManifest(lists[each.name]), Reader()

@@ -63,7 +63,7 @@ def opened(cfg):
 
 
 def listed(data, *asked, look=True, tokens=tokenize):
-    made = build_manifests(data, asked, tokens, look=look, say=lambda line: None)
+    made = build_manifests(data, asked, tokens, look=look, log=lambda line: None)
     found = [CacheManifest(made[each.name]) for each in asked]
     return found[0] if len(found) == 1 else found
 
@@ -354,7 +354,7 @@ def test_long_work_says_how_long_it_will_take(tmp_path, monkeypatch):
     monkeypatch.setattr("difftrain.cache.manifest.captions._TOKENISED_AT_ONCE", 3)
     for module in ("captions", "content_hash"):
         monkeypatch.setattr(f"difftrain.cache.manifest.{module}._SAY_EVERY_S", 0.0)
-    build_manifests(data, [PICTURES, TEXT], tokenize, say=said.append)
+    build_manifests(data, [PICTURES, TEXT], tokenize, log=said.append)
     assert any("captions of 6 of 8 records" in line and "min left" in line for line in said)
     assert any("8 of 8 files" in line and "MiB a second" in line for line in said)
 

@@ -25,7 +25,7 @@ from segments import address, item, payload
 from difftrain.cache import object_store
 from difftrain.cache import remote as ranges
 from difftrain.cache.object_store import LocalCopies, RetryPolicy, ShortAnswer, in_parallel
-from difftrain.cache.remote import BLOCK, WHOLE, RemoteCache, fetch_cache
+from difftrain.cache.remote import BLOCK, LARGE, RemoteCache, fetch_cache
 from difftrain.cache.store.folder import BIN, CacheFolder
 from difftrain.cache.store.format import unpack
 from difftrain.cache.store.index import Metadata, merge
@@ -38,7 +38,7 @@ from difftrain.config.paths import shown_url
 from difftrain.contracts import ConfigFault, DataFault, Feature, TrainingFault
 from difftrain.data.prepare import index_folder
 
-SIZES = {number: (WHOLE * 2 + 3000 * number if number % 2 else 700 * number) for number in range(12)}
+SIZES = {number: (LARGE * 2 + 3000 * number if number % 2 else 700 * number) for number in range(12)}
 QUICK = RetryPolicy(timeout_s=0.15, attempts=3, first_wait_s=0.001, longest_wait_s=0.002)
 HEADER = {"encoder": "latents", "fingerprint": "f" * 32, "features": {"latents": "uint8"}, "storage": "uint8"}
 
@@ -356,7 +356,7 @@ def test_a_damaged_copy_is_brought_anew_and_a_damaged_entry_named(cache, number)
     row = rows(remote, [number])[0]
     for path in remote.copies.folder.rglob(f"{row.segment}-*"):
         os.truncate(path, 0)
-        path.write_bytes(bytes(2 * BLOCK)[: 2 * WHOLE + 20_000])
+        path.write_bytes(bytes(2 * BLOCK)[: 2 * LARGE + 20_000])
     found = _reader(remote).read([address(number)])["latents"]
     assert (found[0].numpy() == unpack(np.frombuffer(payload(number, SIZES[number]), np.uint8))[0].data).all()
 
@@ -392,7 +392,7 @@ def test_a_bound_below_the_working_set_is_held_by_processes_that_share_it(cache)
         time.sleep(0.005)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert not (remote.copies.folder / "full").exists(), "nobody takes away what another is writing"
-    assert 0 < most <= bound + 3 * (2 * WHOLE + 40_000), "each writer may have one more in its hands"
+    assert 0 < most <= bound + 3 * (2 * LARGE + 40_000), "each writer may have one more in its hands"
     assert not list(remote.copies.folder.rglob("tmp-*"))
 
 

@@ -88,12 +88,14 @@ def test_what_hangs_crashes_or_raises_is_a_finding_and_the_rest_goes_on(strange:
         "nowhere",
     ]  # fmt: skip
     assert found["fine0.one"][:3] == ("fine0.one", "ok", "asked for cpu")
-    assert found["raises1"].found == "raises1: RuntimeError: the card is gone" and found["raises1"].verdict == "wrong"
-    assert "died of SIGSEGV" in found["crashes2"].found and "Segmentation is near" in found["crashes2"].found
+    assert (
+        found["raises1"].observed == "raises1: RuntimeError: the card is gone" and found["raises1"].verdict == "wrong"
+    )
+    assert "died of SIGSEGV" in found["crashes2"].observed and "Segmentation is near" in found["crashes2"].observed
     assert found["refuses3"][1:4] == ("wrong", "--x: is wrong", "give another")
-    assert names(found["hangs4"].found, "hangs4", "1.5 s") and "waiting for the driver" in found["hangs4"].found
-    assert names(found["exits5"].found, "exits5", "code 3")
-    assert "AttributeError" in found["nowhere"].found
+    assert names(found["hangs4"].observed, "hangs4", "1.5 s") and "waiting for the driver" in found["hangs4"].observed
+    assert names(found["exits5"].observed, "exits5", "code 3")
+    assert "AttributeError" in found["nowhere"].observed
     assert all(report.remedy for report in found.values() if report.verdict == "wrong")
 
 
@@ -102,7 +104,7 @@ def test_a_device_that_hangs_is_left_alone(strange: Path) -> None:
     checks |= {"c": Check("strange:fine", 5.0, "device"), "d": Check("strange:fine", 5.0)}
     found = list(runner.examine(checks, Context()))
     assert [report.name for report in found] == ["a", "b", "devices", "d.one", "d.two"]
-    assert found[2].found.endswith(": c")
+    assert found[2].observed.endswith(": c")
 
 
 def test_a_process_that_has_told_all_may_end_by_itself(strange: Path) -> None:
@@ -194,7 +196,7 @@ def test_one_json_document_and_nothing_else(examined: list[DoctorReport], capsys
     read = json.loads(capsys.readouterr().out)
     assert set(read) == {"schema", "difftrain", "asked", "checks", "summary"}
     assert (read["schema"], read["asked"]) == (1, "cpu")
-    assert read["checks"][2] == REPORTS[2]._asdict()
+    assert read["checks"][2] == REPORTS[2].record()
     assert {**read["summary"], "seconds": 0} == {"ok": 1, "note": 1, "wrong": 1, "seconds": 0, "exit_code": 1}
 
 
@@ -205,8 +207,8 @@ def test_packages_that_are_missing_old_or_harmful(monkeypatch: pytest.MonkeyPatc
     there = {"torch": None, "numpy": "1.20", "torchvision": "0.1"}
     monkeypatch.setattr(machine, "installed", lambda name: there.get(name, "9999.0"))
     found = by_name(machine.check_packages(Context()))
-    assert found["torch"].verdict == "wrong" and "not installed" in found["torch"].found
-    assert names(found["numpy"].found, "numpy 1.20", "1.26") and found["numpy"].verdict == "wrong"
+    assert found["torch"].verdict == "wrong" and "not installed" in found["torch"].observed
+    assert names(found["numpy"].observed, "numpy 1.20", "1.26") and found["numpy"].verdict == "wrong"
     assert found["torchvision"].verdict == "note" and "pip uninstall torchvision" in found["torchvision"].remedy
 
 
@@ -216,7 +218,9 @@ def test_packages_that_do_not_fit_together(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(machine, "_IMPORTS", {"diffusers": ("apart", "x"), "fine": ("json", "dumps")})
     monkeypatch.setattr(machine, "installed", lambda name: "0.1" if name == "torchvision" else None)
     found = by_name(machine.imports(Context()))
-    assert "torchvision::nms" in found["diffusers"].found and found["diffusers"].remedy == "pip uninstall torchvision"
+    assert (
+        "torchvision::nms" in found["diffusers"].observed and found["diffusers"].remedy == "pip uninstall torchvision"
+    )
     assert found["fine"].verdict == "ok"
 
 
@@ -242,7 +246,7 @@ def test_launch_variables_that_are_half_set(monkeypatch: pytest.MonkeyPatch) -> 
     assert by_name(machine.launch(Context()))[""].verdict == "ok"
     monkeypatch.setenv("RANK", "1")
     found = by_name(machine.launch(Context()))[""]
-    assert found.verdict == "wrong" and "WORLD_SIZE" in found.found and "torchrun" in found.remedy
+    assert found.verdict == "wrong" and "WORLD_SIZE" in found.observed and "torchrun" in found.remedy
 
 
 def test_folders_that_can_be_used(tmp_path: Path) -> None:
@@ -252,17 +256,17 @@ def test_folders_that_can_be_used(tmp_path: Path) -> None:
         data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "c"), output_dir=str(tmp_path / "o" / "p")
     )
     found = by_name(folders.check(asked))
-    assert "1 entries" in found["data"].found and found["data"].verdict == "ok"
-    assert names(found["output"].found, tmp_path / "o" / "p", "made") and found["output"].verdict in ("ok", "note")
-    assert names(found["cache"].found, tmp_path / "c", "made")
+    assert "1 entries" in found["data"].observed and found["data"].verdict == "ok"
+    assert names(found["output"].observed, tmp_path / "o" / "p", "made") and found["output"].verdict in ("ok", "note")
+    assert names(found["cache"].observed, tmp_path / "c", "made")
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "a.png"], "nothing is left behind"
 
 
 @pytest.mark.parametrize(("url", "verdict"), [("memory://cache", "ok"), ("nowhere://cache", "wrong")])
 def test_a_cache_on_an_object_store_is_no_folder_that_is_written(url: str, verdict: str) -> None:
     found = by_name(folders.check(Context(cache_dir=url)))
-    assert found["cache_url"].verdict == verdict and url in found["cache_url"].found
-    assert names(found["cache"].found, "user's cache") and url not in found["cache"].found
+    assert found["cache_url"].verdict == verdict and url in found["cache_url"].observed
+    assert names(found["cache"].observed, "user's cache") and url not in found["cache"].observed
 
 
 def test_folders_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +282,8 @@ def test_folders_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {name: found[name].verdict for name in ("data", "cache", "output")} == dict.fromkeys(
         ("data", "cache", "output"), "wrong"
     )
-    assert names(found["cache"].found, tmp_path / "file", "file") and "Permission denied" in found["output"].found
-    assert "is empty" in by_name(folders._readable(tmp_path / "empty"))["data"].found
+    assert names(found["cache"].observed, tmp_path / "file", "file") and "Permission denied" in found["output"].observed
+    assert "is empty" in by_name(folders._readable(tmp_path / "empty"))["data"].observed
 
 
 def test_a_full_disk_and_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +297,7 @@ def test_a_full_disk_and_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setattr(folders.shutil, "disk_usage", usage(free))
         found = by_name(folders._writable(tmp_path, "output", "--output_dir"))["output"]
-        assert found.verdict == verdict and told in found.found, found
+        assert found.verdict == verdict and told in found.observed, found
 
 
 def test_kinds_of_disks(tmp_path: Path) -> None:
@@ -321,7 +325,7 @@ def test_each_network_disk_has_its_advice(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(folders, "kind_of", lambda folder: "nfs4")
     for about in ("data", "cache", "output"):
         found = by_name(folders._disk(tmp_path, about))[f"{about}_disk"]
-        assert found.verdict == "note" and "nfs4" in found.found and found.remedy
+        assert found.verdict == "note" and "nfs4" in found.observed and found.remedy
 
 
 # ------------------------------------------------------------------ Ascend, on a machine without it
@@ -374,7 +378,7 @@ def test_variables(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     found = by_name(variables.check(Context()))
-    assert found[about].verdict == verdict and all(value in found[about].found for value in environ.values()), found
+    assert found[about].verdict == verdict and all(value in found[about].observed for value in environ.values()), found
     assert verdict == "ok" or found[about].remedy
 
 
@@ -423,7 +427,7 @@ def test_versions_of_an_installation(
     monkeypatch.setattr(install.ascend, "found_torchvision_npu", lambda: False)
     found = by_name(install.check(Context()))
     assert {about for about, one in found.items() if one.verdict == "wrong"} == wrong
-    assert "7.5.0.1.129" in found["firmware"].found and found["rights"].verdict == "ok"
+    assert "7.5.0.1.129" in found["firmware"].observed and found["rights"].verdict == "ok"
     assert (found["apex"].verdict, found["torchvision_npu"].verdict) == ("ok", "ok")
 
 
@@ -485,7 +489,7 @@ def test_attention_that_forgets_its_mask_is_found(monkeypatch: pytest.MonkeyPatc
         device_room, "attention", lambda q, k, v, mask, causal: real(q, k, v, None, causal), raising=False
     )
     (found,) = numerics.attention(Context("cpu"))
-    assert found.verdict == "wrong" and "bool mask" in found.found and found.remedy
+    assert found.verdict == "wrong" and "bool mask" in found.observed and found.remedy
     monkeypatch.setattr(
         device_room, "attention", lambda q, k, v, mask, causal: real(q, k, v, mask, False), raising=False
     )
@@ -534,7 +538,7 @@ def test_overflow_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     exp = torch.Tensor.exp
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: exp(x).clamp(max=65504))
     (found,) = numerics.overflow(Context("cpu"))
-    assert found.verdict == "wrong" and "65504" in found.found and "INF_NAN_MODE_ENABLE" in found.remedy
+    assert found.verdict == "wrong" and "65504" in found.observed and "INF_NAN_MODE_ENABLE" in found.remedy
 
     def refuse(device: object) -> None:
         raise ConfigFault([Fault("--mixed_precision=fp16", "it saturates", "bf16")])

@@ -36,10 +36,10 @@ def test_what_is_given_is_what_somebody_said_and_is_no_default() -> None:
     parsed = parse([*LINE, "--learning_rate=1e-4", "--seed=3", "--clip_skip=1"])
     given = {"model.init_from_config", "data.dirs", "save.output_dir", "data.resolution", "training.max_steps"}
     default = TrainConfig().optimizer.learning_rate
-    assert parsed.given.keys() - {"optimizer.learning_rate"} == given | {"training.seed", "model.clip_skip"}
-    assert ("optimizer.learning_rate" in parsed.given) == (default != 1e-4)
-    assert parsed.given["model.clip_skip"] == "--clip_skip"
-    assert given_fields(parsed.config, parsed.given, {"training.seed"}).keys() == parsed.given.keys() - {
+    assert parsed.explicit.keys() - {"optimizer.learning_rate"} == given | {"training.seed", "model.clip_skip"}
+    assert ("optimizer.learning_rate" in parsed.explicit) == (default != 1e-4)
+    assert parsed.explicit["model.clip_skip"] == "--clip_skip"
+    assert given_fields(parsed.config, parsed.explicit, {"training.seed"}).keys() == parsed.explicit.keys() - {
         "training.seed"
     }
 

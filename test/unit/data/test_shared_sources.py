@@ -128,13 +128,13 @@ def test_bytes_are_hashed_once_and_so_is_a_mask_of_many(
     text = f"resolutions = [32, 64]\ndefault_mask_file = '{mask}'\n{TWICE}"
     data = opened(resolved(place, text, verify="quick"))
     every = np.arange(data.index.count)
-    found, rejects = content_hash.picture_contents(data.index, every, look=True, say=lambda line: None)
+    found, rejects = content_hash.picture_contents(data.index, every, look=True, log=lambda line: None)
     assert len(hashed) == 2 * len(SIZES) and not rejects
     assert [row.tobytes() for row in found] == [real(data.index.read(data.index.record(i).media)) for i in every]
     del hashed[:]
     write_folder(place / "m", [(64, 64)])
     mask = next((place / "m").glob("*.[jp]*g"))
     data = opened(resolved(place, f"resolutions = [32, 64]\ndefault_mask_file = '{mask}'\n{TWICE}", verify="quick"))
-    found, rejects = mask_contents(data.index, data.recipes, every, look=True, say=lambda line: None)
+    found, rejects = mask_contents(data.index, data.recipes, every, look=True, log=lambda line: None)
     assert hashed == [mask.stat().st_size] and not rejects
     assert {row.tobytes() for row in found} == {real(mask.read_bytes())}

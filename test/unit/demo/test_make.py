@@ -86,7 +86,7 @@ def through_the_door(monkeypatch: pytest.MonkeyPatch, *argv: str, code: int = 0)
         done.append("described" if parsed.coming else "trained")
         return 0
 
-    def pretend(wish: make.DemoRequest, say: object) -> int:
+    def pretend(wish: make.DemoRequest, log: object) -> int:
         done.append("made")
         for part in wish.parts:
             folder = wish.folder / "model" if part == "model" else wish.folder / "pictures" / "train"

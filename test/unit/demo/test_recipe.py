@@ -59,10 +59,10 @@ def test_folders_tell_versions_apart(cache: Path, tmp_path: Path, monkeypatch: p
 
 def test_data_is_made_once() -> None:
     said: list[str] = []
-    home = prepare.prepare("shapes", 0.01, data_only=True, say=said.append)
+    home = prepare.prepare("shapes", 0.01, data_only=True, log=said.append)
     stamp = (home / "data" / "00000.tar").stat().st_mtime_ns
     assert "256 captioned pictures" in said[0]
-    assert prepare.prepare("shapes", 0.01, data_only=True, say=said.append) == home
+    assert prepare.prepare("shapes", 0.01, data_only=True, log=said.append) == home
     assert len(said) == 1 and (home / "data" / "00000.tar").stat().st_mtime_ns == stamp
     assert sorted(path.name for path in home.iterdir()) == ["data", "prompts.txt"]
 
@@ -70,7 +70,7 @@ def test_data_is_made_once() -> None:
 def test_two_at_once_leave_one_whole_folder() -> None:
     threads = [
         threading.Thread(
-            target=prepare.prepare, args=("shapes", 0.01), kwargs={"data_only": True, "say": lambda _: None}
+            target=prepare.prepare, args=("shapes", 0.01), kwargs={"data_only": True, "log": lambda _: None}
         )
         for _ in range(3)
     ]

@@ -35,7 +35,7 @@ TORCH = "NPU out of memory. Tried to allocate 2.50 GiB (NPU 0; 60.97 GiB total c
 )  # fmt: skip
 def test_who_ran_out(error: BaseException, where: str | None, wanted: str) -> None:
     assert memory.ran_out(error) == where
-    assert memory.wanted(error) == wanted
+    assert memory.requested_memory(error) == wanted
 
 
 def test_the_host_really_out_of_memory() -> None:
@@ -47,7 +47,11 @@ def test_the_host_really_out_of_memory() -> None:
 def test_the_innermost_name_counts_and_other_errors_pass() -> None:
     with pytest.raises(OutOfMemory) as caught, during("training"), during("drawing samples"):
         raise torch.OutOfMemoryError(TORCH)
-    assert (caught.value.doing, caught.value.wanted, caught.value.on_host) == ("drawing samples", "2.50 GiB", False)
+    assert (caught.value.doing, caught.value.requested_memory, caught.value.on_host) == (
+        "drawing samples",
+        "2.50 GiB",
+        False,
+    )
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     other = RuntimeError("shapes")
     with pytest.raises(RuntimeError) as caught_too, during("training"):

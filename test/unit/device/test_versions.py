@@ -33,7 +33,7 @@ def test_versions_as_they_are_written(text: str, numbers: tuple[int, ...], serie
 def test_a_torch_npu_is_for_one_torch() -> None:
     assert versions.judge_torch("2.13.0", "2.13.0+cpu").fits and versions.judge_torch("2.7.1.post2", "2.7.1").fits
     wrong = versions.judge_torch("2.7.1", "2.13.0+cpu")
-    assert wrong.fits is False and names(wrong.found, "torch_npu 2.7.1", "torch 2.7.1", "torch 2.13.0+cpu")
+    assert wrong.fits is False and names(wrong.observed, "torch_npu 2.7.1", "torch 2.7.1", "torch 2.13.0+cpu")
     assert names(wrong.remedy, "torch_npu==2.13.0", "torch==2.7.1")
     assert "torch_npu==2.9.0.post9" in versions.judge_torch("2.7.1", "2.9.0").remedy
     assert "torch_npu==3.1.0" in versions.judge_torch("2.7.1", "3.1.0").remedy  # no row: the rule
@@ -53,7 +53,7 @@ def test_a_torch_npu_is_for_one_torch() -> None:
 )
 def test_cann_under_a_torch_npu(torch_npu: str, cann: str | None, fits: bool | None, facts: list[str]) -> None:
     judged = versions.judge_cann(torch_npu, cann)
-    assert judged.fits is fits and names(judged.found, *facts), judged
+    assert judged.fits is fits and names(judged.observed, *facts), judged
     assert fits or judged.remedy
 
 
@@ -71,5 +71,5 @@ def test_cann_under_a_torch_npu(torch_npu: str, cann: str | None, fits: bool | N
 )
 def test_drivers_under_a_cann(cann: str | None, driver: str | None, fits: bool | None) -> None:
     judged = versions.judge_driver(cann, driver)
-    assert judged.fits is fits and names(judged.found, f"driver {driver}" if driver else "driver")
+    assert judged.fits is fits and names(judged.observed, f"driver {driver}" if driver else "driver")
     assert fits is not False or "Ascend HDK 25.0" in judged.remedy

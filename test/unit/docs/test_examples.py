@@ -62,7 +62,7 @@ def test_commands_name_layouts_recipes_and_flags_that_exist(path: Path) -> None:
         given = flags.read(words, {})
         assert not given.faults
         assert all(FLAGS[flag].status not in ("later", "refused") for flag in given.names_rest())
-        assert not [word for word in given.rest if not word.startswith("--")], "a value without its flag"
+        assert not [word for word in given.remaining if not word.startswith("--")], "a value without its flag"
 
 
 @pytest.mark.parametrize("path", ALL, ids=name)

@@ -201,6 +201,41 @@ def test_a_class_name_occurs_once() -> None:
     assert {name for name, count in names.items() if count > 1} == set()
 
 
+# words that tell nothing of what a name stands for: a match, a record, a path, a message, ... do
+VAGUE = {"found", "told", "said", "each", "place", "given", "there", "held", "whole"}
+
+
+def test_names_say_what_they_hold() -> None:
+    """Of functions, classes, parameters, attributes and variables; a keyword or a key of a file is its owner's word."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+            elif isinstance(node, ast.alias | ast.ExceptHandler):
+                name = (node.asname if isinstance(node, ast.alias) else node.name) or ""
+            else:
+                continue
+            if name.strip("_").lower() in VAGUE:
+                wrong.append(f"{path}:{node.lineno}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+# contracts are types only, testing is parts for tests, adapters is empty: the rest show the way through them
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+def test_a_room_opens_with_its_steps_and_names_what_exists(room: str) -> None:
+    text = ast.get_docstring(parsed(PACKAGE / room / "__init__.py"), clean=False) or ""
+    steps = [int(number) for number in re.findall(r"^ ?(\d)\. ", text, re.MULTILINE)]
+    assert steps == list(range(1, len(steps) + 1)) and (steps or room in ("adapters", "contracts", "testing"))
+    known = {path.name for path in (PACKAGE / room).rglob("*.py")}
+    named = set(re.findall(r"[\w.]+\.py\b", text))
+    assert not named - known, f"{room}/__init__.py names what is not there: {sorted(named - known)}"
+
+
 @pytest.mark.parametrize("room", ["config", "contracts"])
 def test_rooms_without_torch_import_none_of_it(room: str) -> None:
     for path in (PACKAGE / room).glob("*.py"):

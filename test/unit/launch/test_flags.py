@@ -15,7 +15,7 @@ def read(*argv: str, **environ: str) -> flags.LaunchFlags:
 def test_both_spellings_and_the_rest() -> None:
     given = read("--batch_size=8", "--nproc_per_node", "2", "--lr_scheduler", "cosine", "--sdpa")
     assert given.values == {"batch_size": 8, "nproc_per_node": 2}
-    assert given.rest == ["--lr_scheduler", "cosine", "--sdpa"] and not given.faults
+    assert given.remaining == ["--lr_scheduler", "cosine", "--sdpa"] and not given.faults
     assert given.names_rest() == {"lr_scheduler", "sdpa"}
     assert flags.to_door(given) == ["--train_batch_size=8"]
 

@@ -18,7 +18,7 @@ def choose(*argv: str, device: Devices = CUDA, layout: str = "1m_8p") -> recipes
     given = flags.read(list(argv), {})
     recipe = recipes.choose("sdxl", given, machines.where(layout, CARDS[layout], given, device, {}))
     return recipes.LaunchRecipe(
-        recipe.door, [*recipe.words, *flags.to_door(given), *given.rest], recipe.notes, recipe.faults, recipe.demo
+        recipe.door, [*recipe.words, *flags.to_door(given), *given.remaining], recipe.notes, recipe.faults, recipe.demo
     )
 
 

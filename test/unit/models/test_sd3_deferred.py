@@ -88,7 +88,7 @@ def test_a_run_that_caches_builds_none_of_what_the_cache_saves(monkeypatch: pyte
     monkeypatch.setattr(source, "build", lambda kind, part, sizes: built.append(part) or build(kind, part, sizes))
     cfg = config(CACHED)
     family = SD3Family(cfg)
-    check(cfg, family, whole=False)
+    check(cfg, family, full=False)
     assert deferred_parts(cfg, family) == set(FROZEN)
     parts = family.load(deferred=deferred_parts(cfg, family))
     described = family.encoders(parts)
@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_are_named_when_they_are_needed(tmp_path: Path) 
     cfg = config(CACHED, pretrained=str(folder), init_from_config=None)
     with pytest.raises(ConfigFault):
         check(cfg, SD3Family(cfg))
-    check(cfg, SD3Family(cfg), whole=False)
+    check(cfg, SD3Family(cfg), full=False)
     parts = SD3Family(cfg).load(deferred=FROZEN)
     parts.load("text_encoder_1")
     with pytest.raises(ConfigFault, match="text_encoder_3"):

@@ -186,7 +186,7 @@ def test_a_run_that_caches_builds_none_of_what_the_cache_saves(
     build = WeightSource.build
     monkeypatch.setattr(WeightSource, "build", lambda self, part: built.append(part) or build(self, part))
     family = SDXLFamily(cfg)
-    check(cfg, family, whole=False)
+    check(cfg, family, full=False)
     parts = family.load(deferred=deferred_parts(cfg, family))
     assert {each: one.fingerprint() for each, one in family.encoders(parts).items()} == prints
     assert parameter_counts(parts) == parameter_counts(whole)

@@ -62,7 +62,7 @@ def test_silence_is_broken_once_a_while_by_what_is_done() -> None:
 
     assert after(100) == 0, "nobody prints them, and nothing is done"
     signs.heard()
-    signs._say = said.append
+    signs._log = said.append
     with signs.doing("loading"):
         assert after(SILENCE_S - 1) == 0 and after(1) == 1 and after(1) == 1
         with signs.doing("reading"):
@@ -80,7 +80,7 @@ def test_the_first_sign_comes_within_five_seconds_of_the_start() -> None:
     assert FIRST_S + 1 < 5 and SILENCE_S + 1 < 15
     clock, said = Time(), list[str]()
     signs = SignsOfLife(clock)
-    signs._say = said.append
+    signs._log = said.append
     with signs.doing("loading"):
         clock.now += FIRST_S
         signs.look()
@@ -97,4 +97,4 @@ def test_a_thread_says_them_until_it_is_no_longer_wanted(monkeypatch: pytest.Mon
             while not inner and time.monotonic() < until:
                 time.sleep(0.02)
         assert inner and not outer
-    assert signs._say is None
+    assert signs._log is None

@@ -103,7 +103,7 @@ WHERE = {
 def test_the_first_that_parts_is_named_with_direction_and_place(a: Path, name: str) -> None:
     found = against(a, changed(name))
     assert found.code == PART and found.parting is not None and found.difference is not None
-    assert (found.parting.direction, found.parting.module, found.parting.place) == WHERE[name]
+    assert (found.parting.direction, found.parting.module, found.parting.role) == WHERE[name]
     assert found.difference.tensor == name and found.difference.error == pytest.approx(0.5, rel=1e-2)
     assert found.parting.module not in found.parting.good
 

@@ -31,9 +31,9 @@ def test_tokenizers_that_are_still_to_be_fetched_stop_nothing_that_caches_texts(
     cfg = TrainConfig.model_validate(data)
     absent = make_family(cfg).missing_tokenizers()
     assert set(absent) == {"model.tokenizer1", "model.tokenizer2"}
-    assert check(cfg, make_family(cfg), absent, whole=False).root is not None
+    assert check(cfg, make_family(cfg), absent, full=False).root is not None
     for door in get_args(Door):
         with speaking(door):
             with pytest.raises(ConfigFault) as caught:  # none will come
-                check(cfg, make_family(cfg), whole=False)
+                check(cfg, make_family(cfg), full=False)
             assert [fault.where for fault in caught.value.faults] == [option(field) for field in absent]

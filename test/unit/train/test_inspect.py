@@ -98,7 +98,7 @@ def own(data: Path, tmp_path: Path) -> TrainConfig:
 
 def look(cfg: TrainConfig, tmp_path: Path, **more: Any) -> tuple[dict[str, Any], str]:
     """Return the facts and the page."""
-    written = inspect(cfg, tmp_path / "page.html", facts=tmp_path / "facts.json", say=lambda line: None, **more)
+    written = inspect(cfg, tmp_path / "page.html", facts=tmp_path / "facts.json", log=lambda line: None, **more)
     return json.loads((tmp_path / "facts.json").read_text()), written.read_text(encoding="utf-8")
 
 
@@ -341,7 +341,7 @@ def test_data_on_a_hub_is_fetched_and_weights_are_not(tmp_path: Path, monkeypatc
         data = {"dirs": ("acme/pictures",), "resolution": (64, 64), "cache_dir": str(tmp_path / "cache")}
         cfg = TrainConfig.model_validate({"model": model, "data": data, "training": {"seed": 1}})
         said: list[str] = []
-        inspect(cfg, tmp_path / "page.html", facts=tmp_path / "facts.json", say=said.append)
+        inspect(cfg, tmp_path / "page.html", facts=tmp_path / "facts.json", log=said.append)
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["totals"]["records"] == len(SIZES) and facts["captions"]["tokens"] is None
     assert any(re.search("acme/model is not .*tokens", line) for line in said)

@@ -33,7 +33,7 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn
         ranks=SimpleNamespace(agree=lambda wanted: wanted), device=Nothing(), cfg=None,
     )  # fmt: skip
     saving: Any = SimpleNamespace(
-        asked=lambda: next(wishes), save_now=lambda at, export: saved, sampled=lambda: drawn("taken")
+        requested=lambda: next(wishes), save_now=lambda at, export: saved, sampled=lambda: drawn("taken")
     )
     monkeypatch.setattr(loop, "in_step", lambda *_: nullcontext())
     meter: Any = SimpleNamespace(

@@ -24,14 +24,14 @@ def test_files_ask_once_and_are_removed(tmp_path: Path) -> None:
     watch = ControlFiles(tmp_path, None, clock)
     for name, wish in (("save", EXPORT), ("save_quit", QUIT)):
         clock.now += 1
-        assert watch.asked() == NOTHING
+        assert watch.requested() == NOTHING
         (tmp_path / name).touch()
         clock.now += 0.1
-        assert watch.asked() == NOTHING, "the folder may be far away: not each step looks"
+        assert watch.requested() == NOTHING, "the folder may be far away: not each step looks"
         clock.now += 1
-        assert watch.asked() == wish and not any(tmp_path.iterdir())
+        assert watch.requested() == wish and not any(tmp_path.iterdir())
         clock.now += 1
-        assert watch.asked() == NOTHING
+        assert watch.requested() == NOTHING
 
 
 @pytest.mark.parametrize(("name", "wish"), [("save", EXPORT), ("save_quit", QUIT)])
@@ -39,20 +39,20 @@ def test_a_file_that_lies_there_before_the_run_goes_on_counts_once(tmp_path: Pat
     (tmp_path / name).touch()
     clock = Time()
     watch = ControlFiles(tmp_path, None, clock)
-    assert watch.asked() == wish
+    assert watch.requested() == wish
     clock.now += 1
-    assert watch.asked() == NOTHING
+    assert watch.requested() == NOTHING
 
 
 def test_both_files_at_once_end_the_run(tmp_path: Path) -> None:
     for name in ("save", "save_quit"):
         (tmp_path / name).touch()
-    assert ControlFiles(tmp_path, None).asked() == QUIT and not any(tmp_path.iterdir())
+    assert ControlFiles(tmp_path, None).requested() == QUIT and not any(tmp_path.iterdir())
 
 
 def test_a_folder_of_that_name_asks_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
-    assert ControlFiles(tmp_path, None).asked() == NOTHING
+    assert ControlFiles(tmp_path, None).requested() == NOTHING
 
 
 def test_a_file_that_stays_is_heeded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,22 +64,22 @@ def test_a_file_that_stays_is_heeded_once(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "unlink", refused)
     watch = ControlFiles(tmp_path, None, clock)
-    assert watch.asked() == EXPORT
+    assert watch.requested() == EXPORT
     clock.now += 1
-    assert watch.asked() == NOTHING
+    assert watch.requested() == NOTHING
 
 
 def test_minutes_count_from_the_last_checkpoint() -> None:
     clock = Time()
     watch = ControlFiles(None, 2.0, clock)
     clock.now += 119
-    assert watch.asked() == NOTHING
+    assert watch.requested() == NOTHING
     clock.now += 1
-    assert watch.asked() == SAVE == watch.asked()  # until there is one
+    assert watch.requested() == SAVE == watch.requested()  # until there is one
     watch.saved()
-    assert watch.asked() == NOTHING
+    assert watch.requested() == NOTHING
     clock.now += 120
-    assert watch.asked() == SAVE
+    assert watch.requested() == SAVE
 
 
 def test_samples_that_are_asked_for_wait_for_a_larger_request(tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_samples_that_are_asked_for_wait_for_a_larger_request(tmp_path: Path) ->
     for name in ("save", "sample"):
         (tmp_path / name).touch()
     watch = ControlFiles(tmp_path, None, clock)
-    assert watch.asked() == EXPORT and not any(tmp_path.iterdir())
-    assert watch.asked() == SAMPLE == watch.asked()
+    assert watch.requested() == EXPORT and not any(tmp_path.iterdir())
+    assert watch.requested() == SAMPLE == watch.requested()
     watch.sampled()
     clock.now += 1
-    assert watch.asked() == NOTHING
+    assert watch.requested() == NOTHING
 
 
 def test_touching_the_folder_of_samples_asks_for_more(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_touching_the_folder_of_samples_asks_for_more(tmp_path: Path) -> None:
 
     def asked() -> int:
         clock.now += 1
-        return watch.asked()
+        return watch.requested()
 
     assert asked() == NOTHING
     folder.mkdir()

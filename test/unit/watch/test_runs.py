@@ -59,10 +59,10 @@ def test_progress_and_time_left(tmp_path: Path) -> None:
     status = status_of("r", run_folder(tmp_path))
     assert (status.state, status.step, status.total_steps, status.share) == ("running", 30, 100, 0.3)
     assert (status.loss, status.fps, status.step_s, status.left_s) == (0.25, 8.5, 2.0, 140.0)
-    assert status.heeds and status.asked == () and status.epoch == 1
+    assert status.heeds and status.requested == () and status.epoch == 1
     ask(tmp_path, "stop")
     ask(tmp_path, "stop")  # asked for twice is asked for
-    assert (tmp_path / "save_quit").is_file() and status_of("r", tmp_path).asked == ("stop",)
+    assert (tmp_path / "save_quit").is_file() and status_of("r", tmp_path).requested == ("stop",)
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,13 @@ class MediaTransforms:
 
     def state(self, source: int, size_hw: tuple[int, int], flip: bool) -> hashlib.blake2b:
         """Return the hash of all but the bytes. size_hw: of the picture."""
-        asked = source, size_hw, flip
-        state = self._states.get(asked)
+        requested = source, size_hw, flip
+        state = self._states.get(requested)
         if state is None:
             if len(self._states) >= _MAX_STATES:
                 self._states.clear()
             cut = self._cut(self.recipes[source], self.crop_window(source, size_hw), size_hw, flip)
-            state = self._states[asked] = media_state(cut, self._fingerprint, self._storage)
+            state = self._states[requested] = media_state(cut, self._fingerprint, self._storage)
         return state
 
     def crop_window(self, source: int, size_hw: tuple[int, int]) -> CropWindow:

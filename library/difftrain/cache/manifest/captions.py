@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from difftrain.cache.manifest.address import BYTES, as_array, text_addresses, without_augmentation
-from difftrain.cache.manifest.content_hash import Say
+from difftrain.cache.manifest.content_hash import Log
 from difftrain.cache.manifest.manifest import (
     FACTS,
     NO_RECORD,
@@ -76,7 +76,7 @@ def caption_kind(request: ManifestRequest, tokenize: Tokenize) -> str:
 
 
 def write_captions(
-    data: Data, ids: np.ndarray, writers: Sequence[ManifestWriter], tokenize: Tokenize, say: Say
+    data: Data, ids: np.ndarray, writers: Sequence[ManifestWriter], tokenize: Tokenize, log: Log
 ) -> None:
     """List every caption that records can be drawn with, and "". ids: of the records, ascending."""
     index, is_held_out = data.index, held_out(data)
@@ -90,7 +90,7 @@ def write_captions(
         asides = [writer.open_aside() for writer in writers]
         files = [(aside / "rows.bin").open("wb") for aside in asides]
         for pieces in _rows(
-            data, ids, is_held_out, caption_state, earlier, [writer.request for writer in writers], tokenize, say
+            data, ids, is_held_out, caption_state, earlier, [writer.request for writer in writers], tokenize, log
         ):
             for file, piece in zip(files, pieces, strict=True):
                 file.write(piece.tobytes())
@@ -201,7 +201,7 @@ def _rows(
     earlier: _PreviousManifests | None,
     requests: Sequence[ManifestRequest],
     tokenize: Tokenize,
-    say: Say,
+    log: Log,
 ) -> Iterator[list[np.ndarray]]:
     """Yield rows of each list: the empty caption, then by record and variant."""
     keys, began = data.index.columns().keys, time.monotonic()
@@ -225,7 +225,7 @@ def _rows(
             if (now := time.monotonic()) - reported > _SAY_EVERY_S:
                 reported, count = now, start + done
                 left = (len(ids) / count - 1) * (now - began) / 60
-                say(f"cache: the captions of {count:,} of {len(ids):,} records are tokenised, {left:.1f} min left")
+                log(f"cache: the captions of {count:,} of {len(ids):,} records are tokenised, {left:.1f} min left")
         pieces = [np.concatenate([kept[which], *(piece[which] for piece in fresh)]) for which in range(len(requests))]
         yield [piece[np.lexsort((piece["variant"], piece["record"]))] for piece in pieces]
 

@@ -30,7 +30,7 @@ from difftrain.data.index.index import DATABASE, Index, connect
 from difftrain.data.index.inspection import content_of
 from difftrain.io.files import atomic_write, write_bytes
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 FOLDER = "contents"  # beside the indexes
 COLUMN = "content.npy"  # in an index: entry i of record i; zeros where it is not known
@@ -152,13 +152,13 @@ def _whole_rows(path: Path, start: int = 0) -> tuple[np.ndarray, int]:
     return np.empty(0, dtype=_ROW), start
 
 
-def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, say: Say) -> tuple[np.ndarray, list[Reject]]:
+def picture_contents(index: Index, needed: np.ndarray, *, look: bool, log: Log) -> tuple[np.ndarray, list[Reject]]:
     """Return the content of every record, and which of the wanted ones have none and why.
 
-    wanted: ids, ascending. look: read what is not known yet. Shape: (N, 16) uint8, zeros where it is not known.
+    needed: ids, ascending. look: read what is not known yet. Shape: (N, 16) uint8, zeros where it is not known.
     """
     contents = _saved_hashes(index)
-    if contents is not None and contents[wanted].any(axis=1).all():
+    if contents is not None and contents[needed].any(axis=1).all():
         return contents, []
 
     # from the index, which has read some of them
@@ -171,18 +171,18 @@ def picture_contents(index: Index, wanted: np.ndarray, *, look: bool, say: Say) 
 
     # from the files, as far as nobody has hashed them before
     rejects: list[Reject] = []
-    if not contents[wanted].any(axis=1).all():
+    if not contents[needed].any(axis=1).all():
         known = KnownHashes(index.folder.parent / FOLDER)
         unread = np.flatnonzero(~contents.any(axis=1))
         contents[unread] = known.lookup(stamps[unread])
         left = np.zeros(index.count, dtype=bool)
-        left[wanted] = ~contents[wanted].any(axis=1)
+        left[needed] = ~contents[needed].any(axis=1)
         once = first_of_duplicates(left, stamps)
         # machines that share the folder begin at different rows, and so share the work
         first_row = hash((socket.gethostname(), os.getpid())) % index.count
         parts = (_media_bytes(index, first_row), _media_bytes(index, 0, first_row))
         work = (media for part in parts for record_id, _, media in part if once[record_id])
-        rejects = hash_media(index, work, int(once.sum()), known, contents, look=look, say=say)
+        rejects = hash_media(index, work, int(once.sum()), known, contents, look=look, log=log)
         copy_to_duplicates(contents, left & ~once, once, stamps)
         here = unread[contents[unread].any(axis=1)]
         known.close(stamps[here], contents[here])
@@ -255,7 +255,7 @@ def _size_and_time(file: str) -> tuple[int | None, int | None]:
 
 
 def hash_media(
-    index: Index, work: Iterable[MediaBytes], count: int, known: KnownHashes, out: np.ndarray, *, look: bool, say: Say
+    index: Index, work: Iterable[MediaBytes], count: int, known: KnownHashes, out: np.ndarray, *, look: bool, log: Log
 ) -> list[Reject]:
     """Hash bytes by several threads into rows of `out`; return what has none, and why.
 
@@ -264,7 +264,7 @@ def hash_media(
     rejects: list[Reject] = []
     if not look:
         return [Reject(media.file, f"{UNREADABLE}: its hash is not known, and nothing is read now") for media in work]
-    reading, progress = _HashReader(index.folder), _HashProgress(count, say)
+    reading, progress = _HashReader(index.folder), _HashProgress(count, log)
     with ThreadPoolExecutor(min(32, 4 + 2 * (os.cpu_count() or 1))) as pool:
         waiting = iter(work)
         while some := list(islice(waiting, _CHUNK)):
@@ -313,8 +313,8 @@ class _HashReader:
 class _HashProgress:
     """Say every few seconds how far the hashing has come."""
 
-    def __init__(self, count: int, say: Say) -> None:
-        self._count, self._say, self._began = count, say, time.monotonic()
+    def __init__(self, count: int, log: Log) -> None:
+        self._count, self._log, self._began = count, log, time.monotonic()
         self._reported_at, self._done, self._bytes = self._began, 0, 0
 
     def known(self, count: int) -> None:
@@ -327,7 +327,7 @@ class _HashProgress:
             return
         self._reported_at, took = now, now - self._began
         left = (self._count - self._done) * took / self._done
-        self._say(
+        self._log(
             f"cache: {self._done:,} of {self._count:,} files are read once to know their content, "
             f"{self._bytes / took / 2**20:.0f} MiB a second, {left / 60:.1f} min left"
         )

@@ -29,8 +29,8 @@ from difftrain.cache.manifest.captions import held_out
 from difftrain.cache.manifest.content_hash import (
     FOLDER,
     KnownHashes,
+    Log,
     MediaBytes,
-    Say,
     copy_to_duplicates,
     first_of_duplicates,
     hash_media,
@@ -80,19 +80,19 @@ class PictureEntries:
     bucket_of: np.ndarray
 
     @classmethod
-    def of(cls, data: Data, request: ManifestRequest, *, look: bool, say: Say) -> PictureEntries:
+    def of(cls, data: Data, request: ManifestRequest, *, look: bool, log: Log) -> PictureEntries:
         """Find out what lies in the files, as far as it is not known."""
         index, masks = data.index, request.name == MASKS
         buckets, bucket_of = bucket_by_record(data.tables, index.count)
-        wanted = bucket_of >= 0
+        needed = bucket_of >= 0
         if masks:
-            wanted &= np.array([recipe.has_masks for recipe in data.recipes])[np.asarray(index.columns().source)]
-        ids = np.flatnonzero(wanted)
+            needed &= np.array([recipe.has_masks for recipe in data.recipes])[np.asarray(index.columns().source)]
+        ids = np.flatnonzero(needed)
         if masks:
-            contents, passed = mask_contents(index, data.recipes, ids, look=look, say=say)
+            contents, passed = mask_contents(index, data.recipes, ids, look=look, log=log)
             ids = ids[(contents[ids] != NO_MASK).any(axis=1)]
         else:
-            contents, passed = picture_contents(index, ids, look=look, say=say)
+            contents, passed = picture_contents(index, ids, look=look, log=log)
         return cls(data, request, ids, contents, passed, buckets, bucket_of)
 
     @property
@@ -298,27 +298,27 @@ NO_MASK = np.ones(BYTES, np.uint8)  # content of the mask of a picture that has 
 
 
 def mask_contents(
-    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, *, look: bool, say: Say
+    index: Index, recipes: Sequence[Recipe], needed: np.ndarray, *, look: bool, log: Log
 ) -> tuple[np.ndarray, list[Reject]]:
     """Return the content of every record's mask, and which of the wanted ones have none and why.
 
-    wanted: ids, ascending, of records that have a mask. look: see whether the files are what they were; else what is
+    needed: ids, ascending, of records that have a mask. look: see whether the files are what they were; else what is
     known of them counts. Shape: (N, 16) uint8, zeros where it is not known, NO_MASK where there is none.
     """
-    apart = np.array([recipe.masks is not None for recipe in recipes])[np.asarray(index.columns().source)[wanted]]
+    apart = np.array([recipe.masks is not None for recipe in recipes])[np.asarray(index.columns().source)[needed]]
     contents, rejects = np.zeros((index.count, BYTES), np.uint8), list[Reject]()
     if not apart.all():
-        hashed, rejects = picture_contents(index, wanted[~apart], look=look, say=say)
-        contents[wanted[~apart]] = hashed[wanted[~apart]]
+        hashed, rejects = picture_contents(index, needed[~apart], look=look, log=log)
+        contents[needed[~apart]] = hashed[needed[~apart]]
     if apart.any():
-        files, more = _mask_file_contents(index, recipes, wanted[apart], look, say)
-        contents[wanted[apart]] = files[wanted[apart]]
+        files, more = _mask_file_contents(index, recipes, needed[apart], look, log)
+        contents[needed[apart]] = files[needed[apart]]
         rejects += more
     return contents, rejects
 
 
 def _mask_file_contents(
-    index: Index, recipes: Sequence[Recipe], wanted: np.ndarray, look: bool, say: Say
+    index: Index, recipes: Sequence[Recipe], needed: np.ndarray, look: bool, log: Log
 ) -> tuple[np.ndarray, list[Reject]]:
     folders = json.dumps([recipe.masks and astuple(recipe.masks) for recipe in recipes]).encode()
     column = index.folder / f"masks-{hashlib.blake2b(folders, digest_size=6).hexdigest()}.npy"
@@ -326,14 +326,14 @@ def _mask_file_contents(
         with contextlib.suppress(OSError, ValueError):
             saved: np.ndarray = np.load(column)
             if saved.shape == (index.count, BYTES):
-                left = wanted[~saved[wanted].any(axis=1)]
+                left = needed[~saved[needed].any(axis=1)]
                 reason = "unreadable: what its mask holds is not known, and nothing is read now"
                 return saved, [Reject(index.path(index.record(int(record_id))), reason) for record_id in left]
 
     # the mask file of each record, by its stamp
     contents, stamps, rejects = np.zeros((index.count, BYTES), np.uint8), np.zeros((index.count, BYTES), np.uint8), []
     own = np.zeros(index.count, dtype=bool)
-    own[wanted] = True
+    own[needed] = True
     complete = []
     for media in _mask_files(index, recipes, own):
         if isinstance(media, Reject):
@@ -345,21 +345,21 @@ def _mask_file_contents(
 
     # what is not known of them is read, one file once for all its pictures
     known = KnownHashes(index.folder.parent / FOLDER)
-    contents[wanted] = known.lookup(stamps[wanted])
+    contents[needed] = known.lookup(stamps[needed])
     contents[complete] = NO_MASK
     own &= stamps.any(axis=1) & ~contents.any(axis=1)
     if own.any():
         once = first_of_duplicates(own, stamps)  # one mask may serve many pictures
         work = (media for media in _mask_files(index, recipes, once) if isinstance(media, MediaBytes))
-        rejects += hash_media(index, work, int(once.sum()), known, contents, look=look, say=say)
+        rejects += hash_media(index, work, int(once.sum()), known, contents, look=look, log=log)
         copy_to_duplicates(contents, own & ~once, once, stamps)
-    here = wanted[contents[wanted].any(axis=1) & stamps[wanted].any(axis=1)]
+    here = needed[contents[needed].any(axis=1) & stamps[needed].any(axis=1)]
     known.close(stamps[here], contents[here])
     save_array(column, contents)
     return contents, rejects
 
 
-def _mask_files(index: Index, recipes: Sequence[Recipe], wanted: np.ndarray) -> Iterator[MediaBytes | Reject | int]:
+def _mask_files(index: Index, recipes: Sequence[Recipe], needed: np.ndarray) -> Iterator[MediaBytes | Reject | int]:
     """Iterate over the mask files of records; of one that counts as a whole, its id. Shape: wanted (N,) bool."""
     rows = np.asarray(index.columns().row)
     ids = np.zeros(int(rows.max(initial=0)) + 1, dtype=np.uint32)
@@ -368,7 +368,7 @@ def _mask_files(index: Index, recipes: Sequence[Recipe], wanted: np.ndarray) -> 
     for row, source, path, member in index.places(sources):
         record_id = int(ids[row])
         masks = recipes[source].masks
-        if not wanted[record_id] or masks is None:
+        if not needed[record_id] or masks is None:
             continue
         try:
             file = masks.find(path if member is None else member)

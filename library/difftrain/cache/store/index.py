@@ -93,11 +93,11 @@ class Metadata:
 
     def _ask(self, ordered: np.ndarray) -> np.ndarray:
         """Tell which of sorted addresses are there, by one look each."""
-        asked = _split(ordered.astype(">u8"))
-        present = np.zeros(len(asked), bool)
+        requested = _split(ordered.astype(">u8"))
+        present = np.zeros(len(requested), bool)
         with self._reading() as db:
-            for start in range(0, len(asked), _ASKED):
-                some = asked[start : start + _ASKED]
+            for start in range(0, len(requested), _ASKED):
+                some = requested[start : start + _ASKED]
                 marks = ",".join("?" * len(some))
                 addresses = {
                     row[0] for row in db.execute(f"SELECT address FROM entries WHERE address IN ({marks})", some)
@@ -192,11 +192,13 @@ def _split(addresses: np.ndarray) -> list[bytes]:
     return [content[start : start + ADDRESS.itemsize] for start in range(0, len(content), ADDRESS.itemsize)]
 
 
-def _in_sorted(asked: np.ndarray, present: np.ndarray) -> np.ndarray:
+def _in_sorted(requested: np.ndarray, present: np.ndarray) -> np.ndarray:
     """Tell which of sorted addresses are in other sorted ones. Shapes: (N, 2) and (M, 2) uint64, result (N,)."""
-    places = np.minimum(np.searchsorted(present[:, 0], asked[:, 0]), len(present) - 1)
-    matches: np.ndarray = (present[places] == asked).all(axis=1)
-    for number in np.flatnonzero(~matches & (present[places, 0] == asked[:, 0])).tolist():  # equal in their first half
-        same = present[present[:, 0] == asked[number, 0]]
-        matches[number] = bool((same == asked[number]).all(axis=1).any())
+    places = np.minimum(np.searchsorted(present[:, 0], requested[:, 0]), len(present) - 1)
+    matches: np.ndarray = (present[places] == requested).all(axis=1)
+    for number in np.flatnonzero(
+        ~matches & (present[places, 0] == requested[:, 0])
+    ).tolist():  # equal in their first half
+        same = present[present[:, 0] == requested[number, 0]]
+        matches[number] = bool((same == requested[number]).all(axis=1).any())
     return matches

@@ -223,7 +223,7 @@ def check(path: Path) -> None:
 
 def _copy(source: IO[bytes], target: IO[bytes] | None) -> None:
     """Copy a database without what stands behind it. Raises OSError, Damaged, OtherFormat."""
-    size, wanted = check_ends(source)
+    size, expected = check_ends(source)
     source.seek(0)
     crc = 0
     while size:
@@ -233,7 +233,7 @@ def _copy(source: IO[bytes], target: IO[bytes] | None) -> None:
         crc, size = crc32c(piece, crc), size - len(piece)
         if target is not None:
             target.write(piece)
-    if crc != wanted:
+    if crc != expected:
         raise Damaged("its checksum differs")
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SEGMENT_BYTES = 1 << 30
 _HEAD = 16  # of the table: entries, bytes of the segments' paths
-PLACE = np.dtype(
+ROW = np.dtype(
     list(zip(("high", "low", "offset", "length", "segment", "crc", "kind", "spare"), ["<u8"] * 4 + ["<u4"] * 4))
 )
 _RESERVED: list[IO[bytes]] = []  # open for as long as this process lives
@@ -106,7 +106,7 @@ class MemorySink:
 
     def append(self, items: Sequence[PackedEntry]) -> None:
         """Copy entries to memory. Raises TrainingFault where there is no more of it."""
-        places = np.zeros(len(items), PLACE)
+        places = np.zeros(len(items), ROW)
         for number, item in enumerate(items):
             views = [memoryview(piece).cast("B") for piece in item.pieces if memoryview(piece).nbytes]
             size, crc = sum(map(len, views)), 0
@@ -128,7 +128,7 @@ class MemorySink:
 
     def rows(self) -> MemoryRows:
         """Return where all entries lie, to be put together with those of the machine's other processes."""
-        return MemoryRows(tuple(self._paths), np.concatenate([np.zeros(0, PLACE), *self._places]))
+        return MemoryRows(tuple(self._paths), np.concatenate([np.zeros(0, ROW), *self._places]))
 
     def _grow(self) -> None:
         self.close()
@@ -165,7 +165,7 @@ class MemoryEntries:
         Of equal addresses the first counts.
         """
         paths: list[str] = []
-        pieces = [np.zeros(0, PLACE)]
+        pieces = [np.zeros(0, ROW)]
         for share in shares:
             piece = share.places.copy()
             piece["segment"] += len(paths)
@@ -216,14 +216,14 @@ class MemoryEntries:
     def has_many(self, addresses: np.ndarray) -> np.ndarray:
         """Tell which addresses have an entry. Shapes: addresses (N,) V16, result (N,) bool."""
         highs, places, _ = self._open()
-        asked = np.ascontiguousarray(addresses).view(">u8").reshape(-1, 2).astype("<u8")
+        requested = np.ascontiguousarray(addresses).view(">u8").reshape(-1, 2).astype("<u8")
         if not len(highs):
-            return np.zeros(len(asked), dtype=bool)
-        at = np.minimum(highs.searchsorted(asked[:, 0]), len(highs) - 1)
-        begins = highs[at] == asked[:, 0]
-        matches: np.ndarray = begins & (places["low"][at] == asked[:, 1])
+            return np.zeros(len(requested), dtype=bool)
+        at = np.minimum(highs.searchsorted(requested[:, 0]), len(highs) - 1)
+        begins = highs[at] == requested[:, 0]
+        matches: np.ndarray = begins & (places["low"][at] == requested[:, 1])
         for number in np.flatnonzero(begins & ~matches):  # two addresses that begin alike
-            matches[number] = self.lookup(asked[number].astype(">u8").tobytes()) is not None
+            matches[number] = self.lookup(requested[number].astype(">u8").tobytes()) is not None
         return matches
 
     def _open(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -231,9 +231,9 @@ class MemoryEntries:
             with Path(self._path).open("rb") as file:
                 block = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             count, length = (int(number) for number in block[:_HEAD].view("<u8"))
-            first, last = _HEAD + 8 * count, _HEAD + (8 + PLACE.itemsize) * count
+            first, last = _HEAD + 8 * count, _HEAD + (8 + ROW.itemsize) * count
             paths = json.loads(bytes(block[last : last + length]))
-            self._table = block[_HEAD:first].view("<u8"), block[first:last].view(PLACE), paths
+            self._table = block[_HEAD:first].view("<u8"), block[first:last].view(ROW), paths
         return self._table
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -278,8 +278,8 @@ def preload(
         )
         for address, row in _with_rows(metadata, addresses)
     )
-    wanted = np.fromiter(matches, PLACE)
-    total = int((-(-wanted["length"].astype(np.int64) // ALIGN) * ALIGN).sum())
+    needed = np.fromiter(matches, ROW)
+    total = int((-(-needed["length"].astype(np.int64) // ALIGN) * ALIGN).sum())
     if room_bytes is not None and total > room_bytes:
         what = f"the cache's {total / 2**30:.3g} GiB do not fit into the {room_bytes / 2**30:.3g} GiB that are free"
         raise ConfigFault([Fault(option("cache.preload", True), what, "without it, the cache is read where it lies")])
@@ -289,20 +289,20 @@ def preload(
     by_name = np.empty(len(segments), np.int64)
     # rank of each segment by name: disks are read front to back
     by_name[sorted(range(len(segments)), key=segments.__getitem__)] = np.arange(len(segments))
-    wanted = wanted[np.lexsort((wanted["offset"], by_name[wanted["segment"]] if segments else wanted["segment"]))]
+    needed = needed[np.lexsort((needed["offset"], by_name[needed["segment"]] if segments else needed["segment"]))]
 
     # each is copied once its checksum is right
     sink = MemorySink()
     log.info(
         f"{option('cache.preload', True)}: %s entries, %.3g GiB, are copied into memory",
-        f"{len(wanted):,}",
+        f"{len(needed):,}",
         total / 2**30,
     )
     reported = time.monotonic()
-    for group in _groups(wanted):
+    for group in _groups(needed):
         if time.monotonic() - reported > _SAY_EVERY_S:
             reported = time.monotonic()
-            log.info(f"{option('cache.preload', True)}: %s of %s entries", f"{sink.written:,}", f"{len(wanted):,}")
+            log.info(f"{option('cache.preload', True)}: %s of %s entries", f"{sink.written:,}", f"{len(needed):,}")
         rows = [row_of(0, segments, entry) for entry in group]
         source.want([(row.segment, row.offset, row.length) for row in rows])
         for entry, row in zip(group, rows, strict=True):

@@ -111,14 +111,14 @@ def copy_steps(
 
     None where one is stored otherwise than it is wanted, and has to be converted. Raises: ValueError.
     """
-    wanted = dict(dtypes)
-    here = sorted((span for span in spans if span.name in wanted), key=lambda span: span.start)
-    if len(here) < len(wanted):
-        raise ValueError(f"it holds {', '.join(span.name for span in spans)}, not {', '.join(wanted)}")
+    needed = dict(dtypes)
+    here = sorted((span for span in spans if span.name in needed), key=lambda span: span.start)
+    if len(here) < len(needed):
+        raise ValueError(f"it holds {', '.join(span.name for span in spans)}, not {', '.join(needed)}")
     steps: list[CopyStep] = []
     end = here[0].start
     for span in here:
-        if span.codec or span.scales or span.dtype != wanted[span.name]:
+        if span.codec or span.scales or span.dtype != needed[span.name]:
             return None
         size = nbytes_of(span.dtype, span.shape, span.rows)
         if span.stop - span.start != size:

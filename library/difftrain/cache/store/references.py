@@ -140,8 +140,8 @@ def _facts(path: Path) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(path.read_bytes())
         if facts["format"] != FORMAT:
             raise ValueError(f"it is of format {facts['format']}, this version reads format {FORMAT}")
-        rest = {key: value for key, value in facts.items() if key != "crc"}
-        if facts["crc"] != crc32c(json.dumps(rest, sort_keys=True).encode()):
+        content = {key: value for key, value in facts.items() if key != "crc"}
+        if facts["crc"] != crc32c(json.dumps(content, sort_keys=True).encode()):
             raise ValueError("its checksum differs")
     except FileNotFoundError:
         raise

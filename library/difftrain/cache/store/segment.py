@@ -84,7 +84,7 @@ class SegmentFiles:
         file = self._files.get(segment) or self._open(segment)
         count = os.preadv(file.fileno(), buffers, offset)
         if count != size:
-            self._rest(file, offset, buffers, count)
+            self._read_remaining(file, offset, buffers, count)
 
     def forget(self, segment: str, offset: int, length: int) -> bool:
         """Nothing can be brought anew."""
@@ -100,7 +100,7 @@ class SegmentFiles:
         self._files[segment] = file
         return file
 
-    def _rest(self, file: IO[bytes], offset: int, buffers: Sequence[Any], done: int) -> None:
+    def _read_remaining(self, file: IO[bytes], offset: int, buffers: Sequence[Any], done: int) -> None:
         """Go on after a read that was cut: by a signal, the kernel's limit of one call, or the end of the file."""
         for buffer in buffers:
             view = memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"")

@@ -152,10 +152,10 @@ def _addresses(every: Iterator[Reference]) -> Iterator[np.ndarray]:
 
 def _numbers(known: Metadata, addresses: np.ndarray) -> list[int]:
     """Return the numbers of the entries at some addresses."""
-    asked = np.unique(addresses.view(f"S{ADDRESS.itemsize}")).view(ADDRESS).tolist()
+    requested = np.unique(addresses.view(f"S{ADDRESS.itemsize}")).view(ADDRESS).tolist()
     numbers: list[int] = []
-    for start in range(0, len(asked), _ASKED):
-        some = asked[start : start + _ASKED]
+    for start in range(0, len(requested), _ASKED):
+        some = requested[start : start + _ASKED]
         marks = ",".join("?" * len(some))
         numbers += [
             number for (number,) in known.query(f"SELECT number FROM entries WHERE address IN ({marks})", *some)

@@ -42,7 +42,7 @@ from difftrain.config.paths import is_url, shown_url
 from difftrain.contracts import ConfigFault, DataFault, Fault, TrainingFault
 from difftrain.io import process
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 MASKS = "masks"  # of which not every record has one
 NAMED = 1000  # damaged entries that are named; all are counted
 _AT_ONCE = 16  # samples that are asked for together
@@ -77,7 +77,7 @@ def export(
     use: str | None = None,
     shard_bytes: int = 1 << 30,
     values: Literal["plain", "storage"] = "plain",
-    say: Say = print,
+    log: Log = print,
 ) -> ExportReport:
     """Write the features of a cache into a new folder. What is damaged is named and left out with its sample.
 
@@ -88,11 +88,11 @@ def export(
     """
     # what is to be written
     output = _output_folder(output, layout, shard_bytes)
-    folder, source, fetch_rows = _open_cache(cache, say)
+    folder, source, fetch_rows = _open_cache(cache, log)
     metadata = Metadata(folder.database)
     used, note = choose_reference(folder, use, dated=not is_url(str(cache)))
     if note:
-        say(f"export: {note}")
+        log(f"export: {note}")
     named = encoders_of(metadata, used, encoders)
     if used is None:
         wishes = by_address(metadata, named)
@@ -106,7 +106,7 @@ def export(
     aside = _begin_aside(output)
     shards: ShardWriter = LAYOUTS[layout](aside, shard_bytes)
     try:
-        _write(wishes, source, shards, report, values, required=set(named) - {MASKS} if used else set(), say=say)
+        _write(wishes, source, shards, report, values, required=set(named) - {MASKS} if used else set(), log=log)
         if not report.samples + report.num_damaged:
             raise DataFault(
                 f"{shown_url(str(cache))}: there is nothing of {', '.join(named) or 'any encoder'} to export"
@@ -150,10 +150,10 @@ def _output_folder(folder: Path | str, layout: str, shard_bytes: int) -> Path:
     return output
 
 
-def _open_cache(cache: Path | str, say: Say) -> tuple[CacheFolder, SegmentSource, Callable[[str], None]]:
+def _open_cache(cache: Path | str, log: Log) -> tuple[CacheFolder, SegmentSource, Callable[[str], None]]:
     """Open a cache: its folder, what reads its segments, and what fetches the rows of a use."""
     if is_url(str(cache)):
-        remote = fetch_cache(str(cache), say=say)
+        remote = fetch_cache(str(cache), log=log)
         return CacheFolder.open(remote.folder), remote.segments, remote.fetch_rows
     folder = CacheFolder.open(cache)
     return folder, SegmentFiles(folder), lambda use: None
@@ -170,7 +170,7 @@ def _write(
     values: str,
     *,
     required: set[str],
-    say: Say,
+    log: Log,
 ) -> None:
     reported = time.monotonic()
     while some := list(islice(wishes, _AT_ONCE)):
@@ -181,16 +181,16 @@ def _write(
                 report.rejected += 1
             elif required - {entry.encoder for entry in wish.entries} and wish.key != EMPTY_CAPTION_KEY:
                 report.incomplete += 1
-            elif (sample := _sample(wish, source, report, values, say)) is not None:
+            elif (sample := _sample(wish, source, report, values, log)) is not None:
                 shards.add(sample)
                 report.samples += 1
         if time.monotonic() - reported > _SAY_S:
             reported = time.monotonic()
-            say(f"export: {report.samples:,} samples, {shards.bytes / 2**30:,.1f} GiB")
+            log(f"export: {report.samples:,} samples, {shards.bytes / 2**30:,.1f} GiB")
 
 
 def _sample(
-    wish: SampleEntries, source: SegmentSource, report: ExportReport, values: str, say: Say
+    wish: SampleEntries, source: SegmentSource, report: ExportReport, values: str, log: Log
 ) -> ExportSample | None:
     """Read a sample; None where something of it is damaged."""
     parts: list[ExportPart] = []
@@ -207,7 +207,7 @@ def _sample(
             tensors = {name: value for feature in stored for name, value in _tensors(feature, values).items()}
         except _UNREADABLE as error:
             complete = False
-            _name_damaged(entry, wish.key, error, report, say)
+            _name_damaged(entry, wish.key, error, report, log)
             continue
 
         # its tensors, and what they do not say of themselves
@@ -245,13 +245,13 @@ def _feature_facts(stored: StoredFeature) -> dict[str, Any]:
     return {"shape": list(stored.shape), "stored_as": stored.dtype, "rows": stored.rows}
 
 
-def _name_damaged(entry: SampleEntry, key: str, error: Exception, report: ExportReport, say: Say) -> None:
+def _name_damaged(entry: SampleEntry, key: str, error: Exception, report: ExportReport, log: Log) -> None:
     position = f" (segment {entry.row.segment}, byte {entry.row.offset:,})" if entry.row else ""
     words = f"{entry.encoder} of sample {key}, address {entry.address.hex()}{position}: {error}"
     report.num_damaged += 1
     if len(report.damaged) < NAMED:
         report.damaged.append(words)
-        say(f"export: damaged: {words}")
+        log(f"export: damaged: {words}")
 
 
 _OWNER = "owner"

@@ -80,14 +80,14 @@ def choose_reference(folder: CacheFolder, use: str | None, *, dated: bool) -> tu
     return complete[-1], note if len(complete) > 1 else ""
 
 
-def encoders_of(metadata: Metadata, use: Reference | None, asked: Sequence[str] | None) -> list[str]:
+def encoders_of(metadata: Metadata, use: Reference | None, requested: Sequence[str] | None) -> list[str]:
     """Return the encoders to export, all that there are unless asked for."""
     names = sorted(use.encoders if use else {str(info.header.get("encoder")) for info in metadata.segments()})
-    for name in asked or ():
+    for name in requested or ():
         if name not in names:
             remedy = did_you_mean(name, names) or f"there are {', '.join(names) or 'none'}"
             raise ConfigFault([Fault("--encoders", f"{name!r} has nothing in this cache", remedy)])
-    return [name for name in names if not asked or name in asked]
+    return [name for name in names if not requested or name in requested]
 
 
 def by_record(metadata: Metadata, use: Reference, encoders: Sequence[str]) -> Iterator[SampleEntries]:

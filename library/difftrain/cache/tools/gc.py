@@ -84,8 +84,8 @@ def collect_garbage(folder: CacheFolder, *, unused_days: int | None = None, dry_
         )
     if known.count > SAID_FROM:
         yield f"looking up what {len(kept):,} configurations want of {known.count:,} entries"
-    wanted = referenced_numbers(folder, known, {use.id for use in forgotten})
-    sparse, notes = _sparse(folder, known, wanted)
+    needed = referenced_numbers(folder, known, {use.id for use in forgotten})
+    sparse, notes = _sparse(folder, known, needed)
     yield from notes
 
     # free it, a group of segments after another
@@ -96,16 +96,16 @@ def collect_garbage(folder: CacheFolder, *, unused_days: int | None = None, dry_
         done.freed = sum(segment.size - segment.live_bytes for segment in sparse)
     else:
         for group in _groups(sparse, folder):
-            yield from _free(folder, known, wanted, group, done)
+            yield from _free(folder, known, needed, group, done)
         done.freed += _sweep(folder)
     would = "would be " if dry_run else ""
     yield (
         f"{folder.path}: {size_text(done.freed)} {would}freed: {done.deleted:,} segments {would}deleted, "
-        f"{done.rewritten:,} written anew, {done.entries:,} entries {would}removed; {_wanted(known, sparse):,} stay"
+        f"{done.rewritten:,} written anew, {done.entries:,} entries {would}removed; {_count_live(known, sparse):,} stay"
     )
 
 
-def _wanted(known: Metadata, sparse: Iterable[_SparseSegment]) -> int:
+def _count_live(known: Metadata, sparse: Iterable[_SparseSegment]) -> int:
     return known.count - sum(segment.info.entries - segment.live for segment in sparse)
 
 
@@ -133,9 +133,9 @@ def _split_by_age(
 # --- what there is to free ---
 
 
-def _sparse(folder: CacheFolder, known: Metadata, wanted: np.ndarray) -> tuple[list[_SparseSegment], list[str]]:
+def _sparse(folder: CacheFolder, known: Metadata, needed: np.ndarray) -> tuple[list[_SparseSegment], list[str]]:
     """Return segments of which too little is wanted, and why some must stay."""
-    live, live_bytes = _live(known, wanted)
+    live, live_bytes = _live(known, needed)
     rows = dict(known.query("SELECT name, rows FROM segments"))
     sparse, notes = [], []
     for info in known.segments():
@@ -153,12 +153,12 @@ def _sparse(folder: CacheFolder, known: Metadata, wanted: np.ndarray) -> tuple[l
     return sparse, notes
 
 
-def _live(known: Metadata, wanted: np.ndarray) -> tuple[dict[str, int], dict[str, int]]:
+def _live(known: Metadata, needed: np.ndarray) -> tuple[dict[str, int], dict[str, int]]:
     """Count wanted entries and their bytes in each segment."""
     counts: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     for number, segment, length in known.query("SELECT number, segment, length FROM entries"):
-        if wanted[number >> 3] & (1 << (number & 7)):
+        if needed[number >> 3] & (1 << (number & 7)):
             counts[segment] += 1
             sizes[segment] += length
     names = dict(known.query("SELECT id, name FROM segments"))
@@ -191,7 +191,7 @@ def _groups(segments: list[_SparseSegment], folder: CacheFolder) -> Iterator[lis
 
 
 def _free(
-    folder: CacheFolder, known: Metadata, wanted: np.ndarray, group: list[_SparseSegment], done: _Freed
+    folder: CacheFolder, known: Metadata, needed: np.ndarray, group: list[_SparseSegment], done: _Freed
 ) -> Iterator[str]:
     """Copy what is wanted of some segments, and take them away."""
     mover = EntryMover(folder)
@@ -199,7 +199,7 @@ def _free(
     for segment in group:
         name, rows = segment.info.name, segment.journal.rows
         if segment.live:
-            kept = rows[_kept(known, wanted, name, rows)]
+            kept = rows[_kept(known, needed, name, rows)]
             if not mover.take(name, segment.journal.header or {}, kept).all():
                 yield f"segments/{name}: some entries cannot be read; it stays: difftrain cache repair first"
                 continue
@@ -226,12 +226,12 @@ def _free(
     merge(folder)
 
 
-def _kept(known: Metadata, wanted: np.ndarray, name: str, rows: np.ndarray) -> np.ndarray:
+def _kept(known: Metadata, needed: np.ndarray, name: str, rows: np.ndarray) -> np.ndarray:
     """Tell which rows of a segment count, rather than a copy elsewhere, and are wanted."""
     kept = np.zeros(len(rows), bool)
     for at, (row, offset) in enumerate(zip(known.rows(rows["address"]), rows["offset"].tolist(), strict=True)):
         if row is not None and (row.segment, row.offset) == (name, offset):
-            kept[at] = wanted[row.number >> 3] >> (row.number & 7) & 1
+            kept[at] = needed[row.number >> 3] >> (row.number & 7) & 1
     return kept
 
 

@@ -184,10 +184,10 @@ def _unused(folder: CacheFolder, known: Metadata | None, notes: list[str]) -> di
             "entries that nothing wants are not counted in a cache of this size: difftrain cache gc --dry_run does"
         )
         return None
-    wanted = referenced_numbers(folder, known)
+    needed = referenced_numbers(folder, known)
     entries = size = 0
     for number, length in known.query("SELECT number, length FROM entries"):
-        if not wanted[number >> 3] & (1 << (number & 7)):
+        if not needed[number >> 3] & (1 << (number & 7)):
             entries, size = entries + 1, size + length
     return {"entries": entries, "bytes": size}
 

@@ -141,10 +141,10 @@ def _known(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
         return known
     with closing(journals.connect(folder.database)) as db:
         ids = {number: name for number, name in db.execute("SELECT id, name FROM segments") if name in known}
-        asked = ",".join(map(str, ids))
+        requested = ",".join(map(str, ids))
         query = "SELECT segment, address, offset, length, crc, kind FROM entries WHERE segment IN"
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in known}
-        for number, *row in db.execute(f"{query} ({asked})"):
+        for number, *row in db.execute(f"{query} ({requested})"):
             rows[ids[number]].append((*row, 0, 0))
     return {name: np.array(row, ROW) for name, row in rows.items()}
 

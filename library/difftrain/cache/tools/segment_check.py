@@ -184,9 +184,9 @@ def _take_rows(journal: JournalScan, content: bytes) -> None:
     if len(wrong) > MOST_NAMED:
         says = f"{len(wrong) - MOST_NAMED:,} more rows of the journal have wrong checksums"
         journal.damages.append(SegmentDamage("journal", file, says, journal.name, entries=len(wrong) - MOST_NAMED))
-    if journal.sealed and (rest := len(content) % ROW.itemsize):
+    if journal.sealed and (remaining := len(content) % ROW.itemsize):
         journal.damages.append(
-            SegmentDamage("journal", file, f"the journal ends in {rest} bytes of a row", journal.name)
+            SegmentDamage("journal", file, f"the journal ends in {remaining} bytes of a row", journal.name)
         )
 
 

@@ -79,10 +79,10 @@ def read(argv: list[str]) -> Mapping[str, list[str]]:
 
 def chosen(words: Mapping[str, list[str]]) -> list[str]:
     """Return the names of the checks to do, in their order; with one that needs a device comes that of the devices."""
-    wanted = set(_named(words)) or {name for name in CHECKS if "quick" not in words or name not in QUICK_LEAVES_OUT}
-    if any(CHECKS[name].needs == "device" for name in wanted):
-        wanted.add(DEVICES)
-    return [name for name in CHECKS if name in wanted]
+    needed = set(_named(words)) or {name for name in CHECKS if "quick" not in words or name not in QUICK_LEAVES_OUT}
+    if any(CHECKS[name].needs == "device" for name in needed):
+        needed.add(DEVICES)
+    return [name for name in CHECKS if name in needed]
 
 
 def _named(words: Mapping[str, list[str]]) -> list[str]:
@@ -115,7 +115,7 @@ def line(report: DoctorReport) -> str:
     """Write a finding for people: verdict, sentence, and below it what to do."""
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     text = textwrap.fill(
-        report.found, width, initial_indent=f"{_MARKS[report.verdict]:>7}  ", subsequent_indent=" " * 9,
+        report.observed, width, initial_indent=f"{_MARKS[report.verdict]:>7}  ", subsequent_indent=" " * 9,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     if report.verdict == "ok" or not report.remedy:
@@ -135,7 +135,7 @@ def document(context: Context, reports: list[DoctorReport], seconds: float) -> d
         "schema": SCHEMA,
         "difftrain": difftrain.__version__,
         "asked": context.kind,
-        "checks": [report._asdict() for report in reports],
+        "checks": [report.record() for report in reports],
         "summary": {
             **{verdict: counts[verdict] for verdict in _MARKS},
             "seconds": round(seconds, 2),

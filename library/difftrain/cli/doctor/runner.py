@@ -32,9 +32,13 @@ class DoctorReport(NamedTuple):
 
     name: str
     verdict: Verdict
-    found: str
+    observed: str
     remedy: str
     seconds: float
+
+    def record(self) -> dict[str, Any]:
+        """Return the entry of the JSON document, where what was observed is called found."""
+        return {"found" if name == "observed" else name: value for name, value in self._asdict().items()}
 
 
 def examine(checks: Mapping[str, Check], context: Context) -> Iterator[DoctorReport]:

@@ -33,21 +33,21 @@ class Resolved:
     masked: bool = False
 
 
-def applied(cfg: TrainConfig, found: Resolved) -> TrainConfig:
+def applied(cfg: TrainConfig, resolved: Resolved) -> TrainConfig:
     """Put data sets into a configuration.
 
     What is said of a run as a whole becomes theirs: the largest batch, picture and share that is held out.
     """
-    datasets = found.datasets
+    datasets = resolved.datasets
     if not datasets:
         return cfg
-    largest = max((each.resolution or (0, 0) for each in datasets), key=lambda size: size[0] * size[1])
-    seed = cfg.validation.seed if found.validation_seed is None else found.validation_seed
+    largest = max((dataset.resolution or (0, 0) for dataset in datasets), key=lambda size: size[0] * size[1])
+    seed = cfg.validation.seed if resolved.validation_seed is None else resolved.validation_seed
     changes: dict[str, dict[str, Any]] = {
-        "loss": {"masked": cfg.loss.masked or found.masked},
+        "loss": {"masked": cfg.loss.masked or resolved.masked},
         "data": {"datasets": datasets, "resolution": largest if all(largest) else None},
-        "training": {"batch_size": max(each.batch_size for each in datasets)},
-        "validation": {"split": max(each.validation_split for each in datasets), "seed": seed},
+        "training": {"batch_size": max(dataset.batch_size for dataset in datasets)},
+        "validation": {"split": max(dataset.validation_split for dataset in datasets), "seed": seed},
     }
     return cfg.model_copy(
         update={name: getattr(cfg, name).model_copy(update=fields) for name, fields in changes.items()}
@@ -72,15 +72,15 @@ def has_buckets(cfg: TrainConfig) -> bool:
     return any(dataset.enable_bucket for dataset in datasets_of(cfg.data, cfg.captions))
 
 
-def draws_captions(cfg: TrainConfig, *, told: bool = True) -> bool:
+def draws_captions(cfg: TrainConfig, *, with_variants: bool = True) -> bool:
     """Tell whether uses of one record may have different words, dropped captions aside.
 
-    told: also where a source says itself how many captions are drawn of a record.
+    with_variants: also where a source says itself how many captions are drawn of a record.
     """
-    sections = [subset.captions for subset in subsets_of(cfg) if told or subset.captions.variants is None]
+    sections = [subset.captions for subset in subsets_of(cfg) if with_variants or subset.captions.variants is None]
     return any(
-        each.shuffle or each.enable_wildcard or each.tag_dropout_rate > 0 or each.shuffle_capitalization
-        for each in sections
+        section.shuffle or section.enable_wildcard or section.tag_dropout_rate > 0 or section.shuffle_capitalization
+        for section in sections
     )
 
 
@@ -94,6 +94,7 @@ def _subsets(data: DataSection, captions: CaptionSection) -> list[SubsetSection]
         return [SubsetSection(metadata_file=data.in_json, image_dir=folder, repeats=once, **look)]
     repeats = data.repeats * len(data.dirs) if len(data.repeats) == 1 else data.repeats
     trained = [
-        SubsetSection(image_dir=each, repeats=times, **look) for each, times in zip(data.dirs, repeats, strict=False)
+        SubsetSection(image_dir=image_dir, repeats=times, **look)
+        for image_dir, times in zip(data.dirs, repeats, strict=False)
     ]
-    return trained + [SubsetSection(image_dir=each, is_reg=True, **look) for each in data.reg_dirs]
+    return trained + [SubsetSection(image_dir=image_dir, is_reg=True, **look) for image_dir in data.reg_dirs]

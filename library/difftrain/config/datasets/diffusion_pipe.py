@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
 def sides_of(resolutions: list[Any]) -> list[float]:
     """Return the side of the square of each area, each once, ascending."""
-    return sorted({float(each) if isinstance(each, int) else math.sqrt(each[0] * each[1]) for each in resolutions})
+    return sorted({float(side) if isinstance(side, int) else math.sqrt(side[0] * side[1]) for side in resolutions})
 
 
 def ratios_of(values: Table) -> list[float]:
@@ -45,7 +45,7 @@ def ratios_of(values: Table) -> list[float]:
         return [1.0]
     listed = values.get("ar_buckets")
     if listed:
-        return sorted({each[0] / each[1] if isinstance(each, list) else float(each) for each in listed})
+        return sorted({ratio[0] / ratio[1] if isinstance(ratio, list) else float(ratio) for ratio in listed})
     low, high, count = values["min_ar"], values["max_ar"], values["num_ar_buckets"]
     if count == 1:
         return [float(low)]
@@ -59,11 +59,11 @@ def sizes_of(values: Table, multiple: int) -> list[Sizes]:
         sizes = tuple(dict.fromkeys((rounded(w, multiple), rounded(h, multiple)) for w, h, _ in listed))
         largest = round(math.sqrt(max(width * height for width, height in sizes)))
         return [Sizes(largest, _square(largest, multiple), tuple(sorted(sizes, key=lambda size: size[0] / size[1])))]
-    found = []
+    all_sizes = []
     for side in sides_of(values["resolutions"]):
         sizes = tuple(dict.fromkeys(_of_area(side, ratio, multiple) for ratio in ratios_of(values)))
-        found.append(Sizes(round(side), _square(side, multiple), sizes))
-    return found
+        all_sizes.append(Sizes(round(side), _square(side, multiple), sizes))
+    return all_sizes
 
 
 def rounded(side: float, multiple: int) -> int:
@@ -111,7 +111,7 @@ def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | 
         return reader.out
     datasets = tables.get("datasets")
     listed = datasets if isinstance(datasets, list) else [datasets]
-    if "general" not in tables and not any("subsets" in each for each in listed if isinstance(each, dict)):
+    if "general" not in tables and not any("subsets" in entry for entry in listed if isinstance(entry, dict)):
         return reader.take(tables, multiple, batch_of or (lambda side: cfg.training.batch_size))
 
     # kohya's file, whose sources are subsets
@@ -134,11 +134,11 @@ class DirectoryReader(TomlReader):
     def take(self, tables: Table, multiple: int, batch_of: BatchOf) -> Resolved:
         """Make a data set of each list of buckets and batch: the sources are the directories that have both."""
         grouped: dict[tuple[Sizes, int], list[SubsetSection]] = {}
-        for each in self.directories(tables):
-            subset = each.subset()
-            for size in each.sizes(multiple):
+        for directory in self.directories(tables):
+            subset = directory.subset()
+            for size in directory.sizes(multiple):
                 if subset is not None:
-                    grouped.setdefault((size, each.batch(size, batch_of)), []).append(subset)
+                    grouped.setdefault((size, directory.batch(size, batch_of)), []).append(subset)
         split, out = self.cfg.validation.split, self.out
         out.datasets = tuple(
             DatasetSection(
@@ -164,44 +164,44 @@ class DirectoryReader(TomlReader):
             what = "both [[directory]] and [[datasets]] are there" if lists else "no directory is named"
             self.fault("", what, "begin each with [[directory]]")
         above, bad_above = self.spelt({name: value for name, value in tables.items() if name not in _LISTS}, "", "")
-        found = []
+        out = []
         for name in lists:
             listed = tables[name] if isinstance(tables[name], list) else [tables[name]]
             for number, table in enumerate(listed, 1):
-                place = f"[[{name}]] {number}"
-                if self.is_table(table, f"[[{name}]]", place):
-                    own, bad = self.spelt(table, "[[directory]]", place)
-                    found.append(Directory(self, place, above | own, bad_above | bad, set(own)))
-        return found
+                location = f"[[{name}]] {number}"
+                if self.is_table(table, f"[[{name}]]", location):
+                    own, bad = self.spelt(table, "[[directory]]", location)
+                    out.append(Directory(self, location, above | own, bad_above | bad, set(own)))
+        return out
 
-    def spelt(self, table: Table, header: str, place: str) -> tuple[Table, set[str]]:
+    def spelt(self, table: Table, header: str, location: str) -> tuple[Table, set[str]]:
         """Return what is right in a table by our spelling of each key, and the keys whose values cannot be used."""
-        right = self.checked(table, header, place)
+        right = self.checked(table, header, location)
         bad = table.keys() - right.keys()
         for other, one in SPELLINGS.items():
             if other in right and right.setdefault(one, right[other]) != right[other]:
                 what = f"contradicts {one}: {right[other]!r} and {right[one]!r}"
-                self.fault(f"{place} {other}".strip(), what, "give one")
+                self.fault(f"{location} {other}".strip(), what, "give one")
             right.pop(other, None)
         return right, bad | {one for other, one in SPELLINGS.items() if other in bad}
 
 
 @dataclass
 class Directory:
-    """One directory with the values of all levels, each checked. place: what messages call its table.
+    """One directory with the values of all levels, each checked. location: what messages call its table.
 
     bad: keys that are there with a value that cannot be used. own: keys of the directory itself.
     """
 
     reader: DirectoryReader
-    place: str
+    location: str
     values: Table
     bad: set[str]
     own: set[str]
 
     def where(self, name: str) -> str:
         """Return what messages call a key: by its table, or alone where it stands above all directories."""
-        return f"{self.place} {name}" if name in self.own or name not in self.values else name
+        return f"{self.location} {name}" if name in self.own or name not in self.values else name
 
     def fault(self, name: str, what: str, remedy: str) -> None:
         self.reader.fault(self.where(name), what, remedy)
@@ -218,8 +218,8 @@ class Directory:
 
     def batch(self, size: Sizes, batch_of: BatchOf) -> int:
         """Return the batch of a list of buckets: of buckets of several areas the smallest one."""
-        found = {batch_of(round((w * h) ** 0.5)) for w, h in size.sizes if self.values.get("size_buckets")}
-        return min(found) if found else batch_of(size.side)
+        batches = {batch_of(round((w * h) ** 0.5)) for w, h in size.sizes if self.values.get("size_buckets")}
+        return min(batches) if batches else batch_of(size.side)
 
     def sizes(self, multiple: int) -> list[Sizes]:
         """Return the buckets of each resolution; none where something about them is wrong."""
@@ -227,7 +227,7 @@ class Directory:
 
         # buckets that are named need neither sides nor ratios
         if values.get("size_buckets"):
-            self.least("size_buckets", [min(each[:2]) for each in values["size_buckets"]], multiple)
+            self.least("size_buckets", [min(size_bucket[:2]) for size_bucket in values["size_buckets"]], multiple)
             self.unused(("resolutions", "ar_buckets", *_RANGE), "size_buckets names the buckets")
             return sizes_of(values, multiple)
 
@@ -235,7 +235,7 @@ class Directory:
         if "resolutions" not in values and not self.bad & {"resolutions", "size_buckets"}:
             if resolution is None:
                 remedy = "give a list of sides, such as [512, 1024]"
-                self.reader.fault(self.place, "resolutions is missing", remedy)
+                self.reader.fault(self.location, "resolutions is missing", remedy)
             else:
                 values["resolutions"] = [list(resolution)]
                 self.reader.sized_by_run = True
@@ -262,7 +262,7 @@ class Directory:
         right = not missing and not bad
         if missing:
             remedy = "with enable_ar_bucket give min_ar, max_ar and num_ar_buckets, or ar_buckets"
-            self.reader.fault(self.place, f"{', '.join(missing)}: missing", remedy)
+            self.reader.fault(self.location, f"{', '.join(missing)}: missing", remedy)
         elif right and values["min_ar"] > values["max_ar"]:
             what = f"is above max_ar: {values['min_ar']:g} > {values['max_ar']:g}"
             self.fault("min_ar", what, "width / height of the narrowest bucket comes first")
@@ -337,8 +337,8 @@ class Directory:
         """Name what needs a family that is not built yet, and what is without effect in one without clips."""
         values, family, row = self.values, self.reader.cfg.model.family, row_of(self.reader.cfg)
         for key in DIFFUSION_PIPE.values():
-            asked = key.status == "later" and key.name in values and values[key.name] not in key.passes
-            if asked and not getattr(row, key.needs):
+            is_set = key.status == "later" and key.name in values and values[key.name] not in key.passes
+            if is_set and not getattr(row, key.needs):
                 self.fault(key.name, key.why.format(family=family), key.remedy)
         if row.clips:
             return
@@ -357,7 +357,7 @@ class Directory:
         change = values.get("shuffle_capitalization", base.shuffle_capitalization)
         cached = cache.text or cache.text_to_disk
         drawn = (count or int(tags) or 2) if tags or count or (change and cached) else None
-        told: dict[str, Any] = {
+        update: dict[str, Any] = {
             "dialect": "diffusion_pipe",
             "prefix": values.get("caption_prefix", base.prefix or "") or None,
             "extension": values.get("caption_extension", base.extension),
@@ -367,7 +367,7 @@ class Directory:
             "shuffle_capitalization": change,
             "allow_empty": not values.get("skip_empty_caption", not base.allow_empty),
         }
-        return base.model_copy(update=told)
+        return base.model_copy(update=update)
 
 
 def _holds_data(folder: str) -> bool:

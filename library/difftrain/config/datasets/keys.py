@@ -64,8 +64,8 @@ LEAST_REPEATS = 0.0001
 CLIP_MODES = ("single_beginning", "single_middle")
 
 
-def _kind(wanted: str, fits: Callable[[Any], bool]) -> Kind:
-    return lambda value: "" if fits(value) else wanted
+def _kind(expected: str, fits: Callable[[Any], bool]) -> Kind:
+    return lambda value: "" if fits(value) else expected
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -88,14 +88,16 @@ def _is_ratio(value: Any) -> bool:
     return _is_number(value) and LEAST_RATIO <= value <= MOST_RATIO
 
 
-def _list(wanted: str, fits: Callable[[Any], bool]) -> Kind:
-    return _kind(f"a list of {wanted}", lambda value: isinstance(value, list) and value != [] and all(map(fits, value)))
+def _list(expected: str, fits: Callable[[Any], bool]) -> Kind:
+    return _kind(
+        f"a list of {expected}", lambda value: isinstance(value, list) and value != [] and all(map(fits, value))
+    )
 
 
 def _clip_mode(value: Any) -> str:
     retired = ": multiple_overlapping is retired, since it made epochs of unknown length"
-    wanted = f"one of {', '.join(CLIP_MODES)}{retired if value == 'multiple_overlapping' else ''}"
-    return "" if value in CLIP_MODES else wanted
+    expected = f"one of {', '.join(CLIP_MODES)}{retired if value == 'multiple_overlapping' else ''}"
+    return "" if value in CLIP_MODES else expected
 
 
 CLIP_MODE: Kind = _clip_mode
@@ -111,11 +113,11 @@ REPEATS = _kind(f"a number, at least {LEAST_REPEATS:g}: 2, or 0.5 for every seco
                 lambda value: _is_number(value) and LEAST_REPEATS <= value < float("inf"))  # fmt: skip
 RATIO = _kind(f"width / height: a number from {LEAST_RATIO:g} to {MOST_RATIO:g}", _is_ratio)
 SIDES = _list(f"sides up to {MOST_SIDE}, or of [width, height], such as [512, 1024] or [[1280, 720]]",
-              lambda each: _is_side(each) or _are_sides(each, 2))  # fmt: skip
+              lambda entry: _is_side(entry) or _are_sides(entry, 2))  # fmt: skip
 RATIOS = _list(f"width / height, {LEAST_RATIO:g} to {MOST_RATIO:g}, or of [width, height], such as [0.75, 1.0, 1.5]",
-               lambda each: _is_ratio(each) or (_are_sides(each, 2) and _is_ratio(each[0] / each[1])))  # fmt: skip
-SIZES = _list("[width, height, frames], such as [[512, 512, 1], [640, 384, 1]]", lambda each: _are_sides(each, 3))
-FRAMES = _list("whole numbers, such as [1, 33]", lambda each: _is_whole(each, 1))
+               lambda entry: _is_ratio(entry) or (_are_sides(entry, 2) and _is_ratio(entry[0] / entry[1])))  # fmt: skip
+SIZES = _list("[width, height, frames], such as [[512, 512, 1], [640, 384, 1]]", lambda size: _are_sides(size, 3))
+FRAMES = _list("whole numbers, such as [1, 33]", lambda count: _is_whole(count, 1))
 
 
 # --- the rows

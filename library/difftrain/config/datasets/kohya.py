@@ -48,11 +48,11 @@ class KohyaReader(TomlReader):
         is_table = self.is_table(general, "[general]", "[general]")
         general = self.checked(general, "[general]", "[general]") if is_table else {}
         datasets = self.listed(tables.get("datasets"), "[[datasets]]")
-        found = [self.dataset(each, f"[[datasets]] {n}", general) for n, each in enumerate(datasets, 1)]
+        sections = [self.dataset(dataset, f"[[datasets]] {n}", general) for n, dataset in enumerate(datasets, 1)]
 
         # what is said of the file as a whole
         out = self.out
-        out.datasets = tuple(each for each in found if each.subsets)
+        out.datasets = tuple(section for section in sections if section.subsets)
         if not out.datasets and not out.faults:
             self.fault("[[datasets]]", "every subset is left out, since num_repeats = 0", "give one at least 1")
         if len(self.seeds) > 1:
@@ -63,13 +63,13 @@ class KohyaReader(TomlReader):
         out.overridden = OVERRIDABLE - self.fell_back | seed
         return out
 
-    def listed(self, tables: Any, place: str) -> list[Table]:
+    def listed(self, tables: Any, location: str) -> list[Table]:
         """Return an array of tables, which must have at least one."""
         if isinstance(tables, dict):
             tables = [tables]
-        if isinstance(tables, list) and tables and all(isinstance(each, dict) for each in tables):
+        if isinstance(tables, list) and tables and all(isinstance(table, dict) for table in tables):
             return tables
-        self.fault(place, "is missing" if not tables else "must be a list of tables", f"begin each with {place}")
+        self.fault(location, "is missing" if not tables else "must be a list of tables", f"begin each with {location}")
         return []
 
     def value(self, key: DatasetKey, levels: tuple[Table, ...]) -> Any:
@@ -89,42 +89,44 @@ class KohyaReader(TomlReader):
         keys = [key for key in KOHYA.values() if key.to.startswith(f"{section}.") and key.name not in _NAMED]
         return {key.field: self.value(key, levels) for key in keys if section != "subset" or kind in key.subsets}
 
-    def dataset(self, table: Table, place: str, general: Table) -> DatasetSection:
+    def dataset(self, table: Table, location: str, general: Table) -> DatasetSection:
         """Resolve one data set with its subsets."""
         subsets = self.listed(table.get("subsets"), "[[datasets.subsets]]") if "subsets" in table else []
         if not subsets:
-            self.fault(place, "has no subset", "begin each with [[datasets.subsets]]")
-        own = self.checked({name: value for name, value in table.items() if name != "subsets"}, "[[datasets]]", place)
+            self.fault(location, "has no subset", "begin each with [[datasets.subsets]]")
+        own = self.checked(
+            {name: value for name, value in table.items() if name != "subsets"}, "[[datasets]]", location
+        )
         levels = (own, general)
         values = self.fields("dataset", "dreambooth", levels)
-        self.seeds.update([each["validation_seed"] for each in levels if "validation_seed" in each][:1])
+        self.seeds.update([level["validation_seed"] for level in levels if "validation_seed" in level][:1])
         if values["resolution"] is None and not any(fault.where.endswith(" resolution") for fault in self.out.faults):
-            self.fault(place, "resolution is missing", "give a number, or [width, height]; for SDXL 1024")
+            self.fault(location, "resolution is missing", "give a number, or [width, height]; for SDXL 1024")
         made: list[SubsetSection] = []
-        for n, each in enumerate(subsets, 1):
-            subset = self.subset(each, f"{place} [[datasets.subsets]] {n}", levels)
+        for n, entry in enumerate(subsets, 1):
+            subset = self.subset(entry, f"{location} [[datasets.subsets]] {n}", levels)
             if subset is not None and (subset.image_dir, subset.metadata_file) in [
                 (one.image_dir, one.metadata_file) for one in made
             ]:
-                self.note(place, f"{subset.metadata_file or subset.image_dir} stands there twice: the first counts")
+                self.note(location, f"{subset.metadata_file or subset.image_dir} stands there twice: the first counts")
             elif subset is not None:
                 made.append(subset)
         if made and all(subset.is_reg for subset in made):
-            self.fault(place, "has nothing but regularisation pictures", "add a subset to train on")
+            self.fault(location, "has nothing but regularisation pictures", "add a subset to train on")
         return DatasetSection(**values, subsets=tuple(made))
 
-    def subset(self, table: Table, place: str, levels: tuple[Table, ...]) -> SubsetSection | None:
+    def subset(self, table: Table, location: str, levels: tuple[Table, ...]) -> SubsetSection | None:
         """Resolve one subset; None where it cannot be used, or asks not to be."""
-        own = self.checked(table, "[[datasets.subsets]]", place)
+        own = self.checked(table, "[[datasets.subsets]]", location)
 
         # the key that only its kind has tells what it is, as in kohya's scripts; keys of another kind mean nothing in it
         kind: SubsetKind = "controlnet" if "conditioning_data_dir" in table else "dreambooth"
         kind = "finetune" if "metadata_file" in table else kind
         if {"metadata_file", "conditioning_data_dir"} <= own.keys():
-            self.fault(place, "has both metadata_file and conditioning_data_dir", "a subset is of one kind")
+            self.fault(location, "has both metadata_file and conditioning_data_dir", "a subset is of one kind")
         for name in sorted(own.keys() - set(_NAMED)):
             if kind not in KOHYA[name].subsets:
-                self.fault(f"{place} {name}", f"means nothing beside {_MARK[kind]}", "leave it out")
+                self.fault(f"{location} {name}", f"means nothing beside {_MARK[kind]}", "leave it out")
 
         # its own settings; masks, where it names none, are those of the command line
         fields = self.fields("subset", kind, (own, *levels))
@@ -136,14 +138,14 @@ class KohyaReader(TomlReader):
         # what a subset of this kind cannot do without, and what leaves it out
         for name, what, remedy in _missing(kind, own):
             if name not in table or name in own:  # a value of the wrong type has been named
-                self.fault(f"{place} {name}", what, remedy)
+                self.fault(f"{location} {name}", what, remedy)
         if fields["repeats"] == 0:
-            self.note(place, "left out, since num_repeats = 0")
+            self.note(location, "left out, since num_repeats = 0")
             return None
         if kind != "finetune" and not fields["image_dir"]:
             return None
-        told = self.cfg.captions.model_copy(update=captions)
-        return SubsetSection(**fields, captions=told, flat=kind != "finetune")
+        caption_section = self.cfg.captions.model_copy(update=captions)
+        return SubsetSection(**fields, captions=caption_section, flat=kind != "finetune")
 
 
 def _missing(kind: SubsetKind, own: Table) -> Iterator[tuple[str, str, str]]:

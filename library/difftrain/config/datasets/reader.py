@@ -40,24 +40,24 @@ class TomlReader:
             self.out.faults.append(Fault(where, f"cannot be read as TOML: {error}"))
         return None
 
-    def fault(self, place: str, what: str, remedy: str = "") -> None:
-        self.out.faults.append(Fault(f"{self.path} {place}" if place else str(self.path), what, remedy))
+    def fault(self, location: str, what: str, remedy: str = "") -> None:
+        self.out.faults.append(Fault(f"{self.path} {location}" if location else str(self.path), what, remedy))
 
-    def note(self, place: str, what: str) -> None:
-        self.out.notes.append(f"{self.path} {place}: {what}")
+    def note(self, location: str, what: str) -> None:
+        self.out.notes.append(f"{self.path} {location}: {what}")
 
-    def is_table(self, value: Any, header: str, place: str) -> bool:
+    def is_table(self, value: Any, header: str, location: str) -> bool:
         """Tell whether a value is a table; anything else is a fault."""
         if not isinstance(value, dict):
-            self.fault(place, "must be a table", f"write {header} above its keys")
+            self.fault(location, "must be a table", f"write {header} above its keys")
         return isinstance(value, dict)
 
-    def checked(self, table: Table, header: str, place: str) -> Table:
+    def checked(self, table: Table, header: str, location: str) -> Table:
         """Return the entries of a table that are right. header: what tables of its kind are called, "" above all."""
         right = {}
         for name, value in table.items():
             if wrong := misfit(self.file, header, name, value):
-                where = f"{place} {name}"
+                where = f"{location} {name}"
                 self.fault(where if self.file == "kohya" else where.strip(), *wrong)
             else:
                 right[name] = value
@@ -74,7 +74,7 @@ def misfit(file: File, table: str, name: str, value: Any) -> tuple[str, str] | N
             return "no such key", f"did you mean {RENAMED[file][name]}?"
         if file == "kohya" and name in FLAGS:
             return "no such key", f"give it on the command line: {FLAGS[name].option}"
-        known = [other for other, each in KEYS_OF[file].items() if table in each.tables]
+        known = [other for other, entry in KEYS_OF[file].items() if table in entry.tables]
         return "no such key", did_you_mean(name, known) or f"known here are {', '.join(known)}"
     if table not in key.tables:
         return "has no place here", f"put it into {key.tables[-1]}"
@@ -82,11 +82,11 @@ def misfit(file: File, table: str, name: str, value: Any) -> tuple[str, str] | N
     # its value: of the key's own kind, which each file's messages say in their way, else whatever the field takes
     if what := unsupported_value(value):
         return what, ""
-    if any(type(value) is type(each) and value == each for each in key.passes):
+    if any(type(value) is type(passing) and value == passing for passing in key.passes):
         return None
-    if key.kind and (wanted := key.kind(value)):
-        said, got = f"must be {wanted}", show(value)
-        return (f"{said}, got {got}", "") if file == "kohya" else (f"is {got}", said)
+    if key.kind and (form := key.kind(value)):
+        expected, got = f"must be {form}", show(value)
+        return (f"{expected}, got {got}", "") if file == "kohya" else (f"is {got}", expected)
     if key.status == "refused":
         return f"is {show(value)}: {key.why}", key.remedy
     if value == "" and key.filled:

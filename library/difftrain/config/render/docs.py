@@ -121,7 +121,7 @@ def keys_page() -> str:
     parts += [
         "## Defaults of this door and of a family\n\n" + _defaults(),
         "## Accepted, and without effect here (said once)\n\n"
-        + _lines([f"`{key.place}`: {meaning(key, 'train')}" for key in nearest()]),
+        + _lines([f"`{key.toml_key}`: {meaning(key, 'train')}" for key in nearest()]),
         "## Not built yet\n\n"
         + _lines(
             [
@@ -130,7 +130,7 @@ def keys_page() -> str:
                 f"`[optimizer] type`: {', '.join(OPTIMIZERS_LATER)}; "
                 + "; ".join(f"{name} means {ours}, {why}" for name, (ours, why) in OPTIMIZERS_NEAR.items()),
                 '`[optimization] pipeline_stages` above 1; `[engine] type = "deepspeed"` runs natively',
-                *(f"`{key.place}`: {meaning(key, 'train')}" + _passes(key.passes) for key in not_built()),
+                *(f"`{key.toml_key}`: {meaning(key, 'train')}" + _passes(key.passes) for key in not_built()),
             ]
         ),
     ]
@@ -160,12 +160,12 @@ def _key_table(table: str) -> str:
 
 
 def _defaults() -> str:
-    told = [f"every run of this door: {_pairs(DOOR_DEFAULTS)}"]
-    told += [
+    sentences = [f"every run of this door: {_pairs(DOOR_DEFAULTS)}"]
+    sentences += [
         f"`{family}`: {_pairs(FAMILIES[family].defaults) if FAMILIES[family].defaults else 'as sdxl_pretrain.py'}"
         for family in TRAINED
     ]
-    return _lines(told)
+    return _lines(sentences)
 
 
 def _pairs(values: Mapping[str, object]) -> str:
@@ -175,12 +175,12 @@ def _pairs(values: Mapping[str, object]) -> str:
 
 
 def _passes(values: tuple[object, ...]) -> str:
-    said = [str(value) for value in values if value not in ("", None, [])]
-    return f"; {' and '.join(dict.fromkeys(said))} passes" if said else ""
+    texts = [str(value) for value in values if value not in ("", None, [])]
+    return f"; {' and '.join(dict.fromkeys(texts))} passes" if texts else ""
 
 
 def _lines(sentences: list[str]) -> str:
-    return "\n".join(f"- {each}" for each in sentences) + "\n"
+    return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
 
 
 if __name__ == "__main__":

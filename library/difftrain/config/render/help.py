@@ -48,15 +48,15 @@ def flag_help(prog: str) -> str:
 
 def text_to_image_help(prog: str) -> str:
     """Write the help of the door that takes the flags of diffusers' example."""
-    told = partial(entries, defaults=text_to_image.DEFAULTS)
+    render_entries = partial(entries, defaults=text_to_image.DEFAULTS)
     parts = [
         f"usage: {prog} --pretrained_model_name_or_path=PATH|ID --dataset_name=DIR|ID | --train_data_dir=DIR\n"
         "           [--flag=value ...]\n",
         "--key=value and --key value both work; no prefix of a name stands for it. Lowest first, what counts is the\n"
         "default, the file of --config, what accelerate's launcher says, the flag. Faults are all reported, with exit code 2.\n"
         "docs/text_to_image.md says more.\n",
-        "flags of diffusers' example\n" + told(flag for flag in text_to_image.DIFFUSERS if _offered(flag)),
-        "ours\n" + told(flag for flag in text_to_image.OURS if _offered(flag)),
+        "flags of diffusers' example\n" + render_entries(flag for flag in text_to_image.DIFFUSERS if _offered(flag)),
+        "ours\n" + render_entries(flag for flag in text_to_image.OURS if _offered(flag)),
     ]
     refused = [f"{flag.option} ({meaning(flag)})" for flag in text_to_image.DIFFUSERS if not _offered(flag)]
     return "\n".join([*parts, _wrapped("not offered", ", ".join(refused))])
@@ -118,11 +118,11 @@ def key_help(prog: str) -> str:
         "options\n" + "".join(_entry(option_form(row), meaning(row, "train")) for row in OPTIONS.values()),
     ]
     for table in every_table():
-        told = (_entry(f"{line.name}={line.values}", _with_default(line.help, line.default)) for line in lines(table))
-        parts.append(f"[{table}] {says(table)}\n" + "".join(told))
+        rows = (_entry(f"{line.name}={line.values}", _with_default(line.help, line.default)) for line in lines(table))
+        parts.append(f"[{table}] {says(table)}\n" + "".join(rows))
     waiting = ", ".join(
         [*(f"[model] type = '{name}'" for name in (*UNTRAINED, *LATER)), "[adapter]",
-         *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.place for key in not_built()),
+         *(f"[optimizer] type = '{name}'" for name in OPTIMIZERS_LATER), *(key.toml_key for key in not_built()),
          "[optimization] pipeline_stages above 1", "[engine] type = 'deepspeed'"])  # fmt: skip
     parts.append(f"not built yet\n{textwrap.fill(waiting, 116, initial_indent='  ', subsequent_indent='  ')}\n")
     return "\n".join(parts)

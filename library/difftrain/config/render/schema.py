@@ -49,7 +49,7 @@ def schema_of_files() -> dict[str, Any]:
     return {
         "title": "TOML of train.py",
         "type": "object",
-        "properties": {**{name: told for name, told in flat.items() if name not in both}, **properties},
+        "properties": {**{name: entry for name, entry in flat.items() if name not in both}, **properties},
         "additionalProperties": False,
         "$defs": definitions,
     }
@@ -65,45 +65,45 @@ def _described(spell: Callable[[str, Any], str]) -> dict[str, Any]:
 
 
 def _of_table(table: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     for name in (SWAPPED.get(table), table):
         if name in TrainConfig.model_fields:
-            found |= {
+            properties |= {
                 field: _field_schema(f"{name}.{field}", definitions) for field in section_class(name).model_fields
             }
     for key in KEYS:
         if table in key.tables or SWAPPED.get(table) in key.tables:
-            found[key.name] = _key_schema(key, definitions)
-    return found
+            properties[key.name] = _key_schema(key, definitions)
+    return properties
 
 
 def _field_schema(path: str, definitions: dict[str, Any]) -> dict[str, Any]:
     section, _, name = path.partition(".")
-    told = dict(definitions[section_class(section).__name__]["properties"][name])
+    result = dict(definitions[section_class(section).__name__]["properties"][name])
     if path in ONE_NUMBER:
-        own = {word: told.pop(word) for word in ("anyOf", "type", "items", "minItems", "maxItems") if word in told}
-        told["anyOf"] = [*own.pop("anyOf", [own]), {"type": "integer" if ONE_NUMBER[path] == "N" else "number"}]
-    return told
+        own = {word: result.pop(word) for word in ("anyOf", "type", "items", "minItems", "maxItems") if word in result}
+        result["anyOf"] = [*own.pop("anyOf", [own]), {"type": "integer" if ONE_NUMBER[path] == "N" else "number"}]
+    return result
 
 
 def _key_schema(key: Row, definitions: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if key.words:
-        told["enum"] = list(key.words)
+        result["enum"] = list(key.words)
     elif key.choices:
-        told["enum"] = list(key.choices)
+        result["enum"] = list(key.choices)
     elif key.to and not key.to.startswith("?"):
-        told = _field_schema(key.to, definitions)
-        told.pop("default", None)
+        result = _field_schema(key.to, definitions)
+        result.pop("default", None)
     elif key.kind in _TYPES:
-        told["type"] = _TYPES[key.kind]
-    told["description"] = meaning(key, "train")
+        result["type"] = _TYPES[key.kind]
+    result["description"] = meaning(key, "train")
     if key.to == "?family":
         titles = [FAMILIES[name].title for name in key.choices]
-        told["x-taplo"] = {"docs": {"enumValues": titles}}  # what an editor shows beside each value
+        result["x-taplo"] = {"docs": {"enumValues": titles}}  # what an editor shows beside each value
     if key.status == "later":
-        told["deprecated"] = True
-    return told
+        result["deprecated"] = True
+    return result
 
 
 # ------------------------------------------------------------------ all of them
@@ -138,7 +138,7 @@ def schema(name: str) -> dict[str, Any]:
 def _draft_7(node: Any) -> Any:
     """Spell what newer drafts call otherwise: the places of a list."""
     if isinstance(node, list):
-        return [_draft_7(each) for each in node]
+        return [_draft_7(item) for item in node]
     if not isinstance(node, dict):
         return node
     return {"items" if key == "prefixItems" else key: _draft_7(value) for key, value in node.items()}

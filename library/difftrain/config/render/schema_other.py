@@ -44,7 +44,7 @@ def _of_flag(row: Row) -> dict[str, Any]:
     elif row.takes_many:
         made = {"anyOf": [word, {"type": "array", "items": word}]}
     elif row.kind == "str":
-        choices = [each for each in choices_of(row.to) if isinstance(each, str)] if "." in row.to else []
+        choices = [choice for choice in choices_of(row.to) if isinstance(choice, str)] if "." in row.to else []
         made = {"type": "string"} | ({"anyOf": [{"enum": choices}, {}]} if choices else {})
     made["description"] = meaning(row, "kohya")
     return made | ({"deprecated": True} if row.status in ("later", "refused") else {})
@@ -128,8 +128,8 @@ def schema_of_subsets() -> dict[str, Any]:
     }
 
 
-def _keys_of(table: dict[str, DatasetKey], place: str) -> dict[str, Any]:
-    return {name: _of_key(key) for name, key in table.items() if place in key.tables}
+def _keys_of(table: dict[str, DatasetKey], level: str) -> dict[str, Any]:
+    return {name: _of_key(key) for name, key in table.items() if level in key.tables}
 
 
 def _of_key(key: DatasetKey) -> dict[str, Any]:

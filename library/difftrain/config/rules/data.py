@@ -8,33 +8,33 @@ from difftrain.config import hub_ids
 from difftrain.config.datasets.datasets import draws_captions, subsets_of
 from difftrain.config.paths import expanded, is_file, is_url, path_exists
 from difftrain.config.rules.finding import Finding, Rule
-from difftrain.config.rules.run import Need, lacking
+from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema.families import multiple_of, row_of
 from difftrain.config.schema.names import CACHE_DTYPES, did_you_mean
 from difftrain.config.schema.sections import CaptionSection, PictureSection, SizeSection, TrainConfig
 from difftrain.config.spellings.spelling import option, spelled
 
-DATA_NEEDS: tuple[Need, ...] = (
-    Need("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
+DATA_NEEDS: tuple[Companion, ...] = (
+    Companion("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
          "has no effect without regularisation pictures: {data.reg_dirs}, or is_reg in the data set TOML", note=True),
-    Need("data.shard_size", lambda c: c.data.tar_order == "sequential",
+    Companion("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"
 
 
-def data_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def data_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(DATA_NEEDS, cfg, asked)
+    return lacking(DATA_NEEDS, cfg, requested)
 
 
-def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def one_way(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Data are named by folders, a metadata json, a class or a data set TOML: the others would be passed over."""
     data = cfg.data
-    given = [path for path in _NAMED_BY_FLAGS if getattr(data, path.partition(".")[2])]
+    present = [path for path in _NAMED_BY_FLAGS if getattr(data, path.partition(".")[2])]
     if data.dataset_config or data.datasets:
-        for path in given:
+        for path in present:
             remedy = "the file names the data; give one of them"
             yield Finding((path, "data.dataset_config"), f"contradicts {option('data.dataset_config')}", remedy)
         if len(data.repeats) > 1:
@@ -45,15 +45,15 @@ def one_way(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         remedy = "for both, write a data set TOML: a subset with metadata_file, another with is_reg = true"
         yield Finding(("data.reg_dirs", "data.in_json"), f"contradicts {option('data.in_json')}", remedy)
     for path in ("data.in_json", "data.reg_dirs"):
-        if data.dataset_class and path in given:
+        if data.dataset_class and path in present:
             yield Finding((path, _CLASS), f"contradicts {option('data.dataset_class')}", "give one of them")
     for path in ("data.in_json", _CLASS):
-        if path in given and len(data.dirs) > 1:
+        if path in present and len(data.dirs) > 1:
             what = f"goes with one {option('data.dirs')}, {len(data.dirs)} are given"
             yield Finding((path, "data.dirs"), what, "give one; for several, write a data set TOML")
 
 
-def sources_exist(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def sources_exist(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What is named exists, and a class has the form of one."""
     data = cfg.data
     if data.in_json and not is_file(expanded(data.in_json)):
@@ -75,7 +75,7 @@ def sources_exist(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
                     yield Finding(("data.datasets",), f"[[datasets]] {number}: no such file or folder: {path!r}")
 
 
-def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def sizes(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Sizes must fit together, and what the family's model divides them by."""
     multiple = multiple_of(cfg)
     if not cfg.data.datasets:
@@ -154,52 +154,52 @@ _LATENTS = "has no effect: no latents are cached"
 _TEXT = "has no effect: no outputs of text encoders are cached"
 _DISK = "needs a cache on disk: {cache.latents_to_disk=true} or {cache.text_to_disk=true}"
 
-CACHE_NEEDS: tuple[Need, ...] = (
-    Need("cache.latents_dtype", lambda c: _asked(c, "latents"), _LATENTS, note=True),
-    Need("cache.text_dtype", lambda c: _asked(c, "text"), _TEXT, note=True),
-    Need("cache.batch_size", lambda c: _asked(c, "text"), _TEXT, note=True),
-    Need("cache.workers", lambda c: _asked(c, "latents") or _asked(c, "text"), "has no effect: nothing is cached", note=True),
-    Need("cache.shuffle_num", draws_captions,
+CACHE_NEEDS: tuple[Companion, ...] = (
+    Companion("cache.latents_dtype", lambda c: _cache_flag(c, "latents"), _LATENTS, note=True),
+    Companion("cache.text_dtype", lambda c: _cache_flag(c, "text"), _TEXT, note=True),
+    Companion("cache.batch_size", lambda c: _cache_flag(c, "text"), _TEXT, note=True),
+    Companion("cache.workers", lambda c: _cache_flag(c, "latents") or _cache_flag(c, "text"), "has no effect: nothing is cached", note=True),
+    Companion("cache.shuffle_num", draws_captions,
          "has no effect without {captions.shuffle=true}, {captions.enable_wildcard=true} or {captions.tag_dropout_rate}", note=True),
-    Need("cache.skip_check", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
-    Need("cache.segment_gib", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
-    Need("cache.trust", lambda c: _on_disk(c), _DISK),
-    Need("cache.regenerate", lambda c: _on_disk(c), _DISK),
-    Need("cache.preload", lambda c: _on_disk(c), _DISK),
-    Need("cache.copy_gib", lambda c: is_url(c.data.cache_dir), "needs a cache on an object store: {data.cache_dir}=URL"),
+    Companion("cache.skip_check", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
+    Companion("cache.segment_gib", lambda c: _on_disk(c), "has no effect: nothing is cached on disk", note=True),
+    Companion("cache.trust", lambda c: _on_disk(c), _DISK),
+    Companion("cache.regenerate", lambda c: _on_disk(c), _DISK),
+    Companion("cache.preload", lambda c: _on_disk(c), _DISK),
+    Companion("cache.copy_gib", lambda c: is_url(c.data.cache_dir), "needs a cache on an object store: {data.cache_dir}=URL"),
 )  # fmt: skip
 
 
-def cache_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def cache_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(CACHE_NEEDS, cfg, asked)
+    return lacking(CACHE_NEEDS, cfg, requested)
 
 
-def latents(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def latents(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Cached latents are of one cut of a picture."""
-    cache = _asked(cfg, "latents")
+    cache = _cache_flag(cfg, "latents")
     for field, why in _PICTURE.items() if cache else ():
-        for place in _places(cfg, field):
-            yield _contradiction(f"data.{field}", place, cache, why)
+        for subset_name in _places(cfg, field):
+            yield _contradiction(f"data.{field}", subset_name, cache, why)
     if cfg.cache.latents_as == "sample" and not cache:
         remedy = f"give {option('cache.latents', True)} or {option('cache.latents_to_disk', True)}, or leave it out: online each use draws its own"
         yield Finding(("cache.latents_as",), "sample: a latent that is drawn once must be kept", remedy)
 
 
-def text(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def text(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Cached outputs of the text encoders are of captions that are known before, and of encoders that stay as they are."""
-    cache = _asked(cfg, "text")
+    cache = _cache_flag(cfg, "text")
     if not cache:
         return
     if cfg.model.train_text_encoder:
         what = f"contradicts {option(cache)}: the outputs of an encoder in training change"
         yield Finding(("model.train_text_encoder", cache), what, "give one of them")
     for field, why in _CAPTION.items():
-        for place in _places(cfg, field):
-            yield _contradiction(f"captions.{field}", place, cache, why)
+        for subset_name in _places(cfg, field):
+            yield _contradiction(f"captions.{field}", subset_name, cache, why)
 
 
-def dtypes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def dtypes(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What single features are stored in is said of features that there are, in dtypes that there are."""
     latent = "moments" if cfg.cache.latents_as == "moments" else "latents"
     made = {latent: "latents"} | dict.fromkeys(row_of(cfg).text_features, "text")
@@ -210,11 +210,11 @@ def dtypes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         elif dtype not in CACHE_DTYPES:
             what = f"{name} must be one of {', '.join(CACHE_DTYPES)}; got {dtype!r}"
             yield Finding(("cache.dtypes",), what, did_you_mean(dtype, CACHE_DTYPES))
-        elif not _asked(cfg, made[name]):
+        elif not _cache_flag(cfg, made[name]):
             yield Finding(("cache.dtypes",), f"{name} has no effect: it is not cached", note=True)
 
 
-def only(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def only(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What is built and left behind must be on disk."""
     cache = cfg.cache
     if cache.only and not _on_disk(cfg):
@@ -229,7 +229,7 @@ def only(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("cache.preload", "cache.only"), what, note=True)
 
 
-def once(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def once(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What is trusted is not made anew, and what lies on an object store is only read."""
     cache, remote = cfg.cache, is_url(cfg.data.cache_dir)
     if cache.trust and cache.regenerate:
@@ -252,7 +252,7 @@ def _on_disk(cfg: TrainConfig) -> bool:
     return cfg.cache.latents_to_disk or cfg.cache.text_to_disk
 
 
-def _asked(cfg: TrainConfig, field: str) -> str:
+def _cache_flag(cfg: TrainConfig, field: str) -> str:
     """Return the field that asks for a cache, as "section.field", or nothing."""
     names = (f"{field}_to_disk", field)
     return next((f"cache.{name}" for name in names if getattr(cfg.cache, name)), "")
@@ -263,15 +263,15 @@ def _places(cfg: TrainConfig, field: str) -> Iterator[str]:
     pairs: list[tuple[str, PictureSection, CaptionSection]] = [("", cfg.data, cfg.captions)]
     if cfg.data.datasets:
         every = [subset for dataset in cfg.data.datasets for subset in dataset.subsets]
-        pairs = [(each.image_dir or each.metadata_file or "", each, each.captions) for each in every]
+        pairs = [(section.image_dir or section.metadata_file or "", section, section.captions) for section in every]
     for name, picture, caption in pairs:
         if getattr(caption if field in _CAPTION else picture, field):
             yield name
 
 
-def _contradiction(path: str, place: str, cache: str, why: str) -> Finding:
-    if place:
-        what = f"{place}: {path.partition('.')[2]} contradicts {option(cache)}: it {why}"
+def _contradiction(path: str, subset_name: str, cache: str, why: str) -> Finding:
+    if subset_name:
+        what = f"{subset_name}: {path.partition('.')[2]} contradicts {option(cache)}: it {why}"
         return Finding(("data.dataset_config", path, cache), what, "give one of them")
     return Finding((path, cache), f"contradicts {option(cache)}: it {why}", "give one of them")
 

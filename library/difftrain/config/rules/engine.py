@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from difftrain.config.hidden_imports import is_installed
 from difftrain.config.paths import expanded, is_folder
 from difftrain.config.rules.finding import Finding, Rule
-from difftrain.config.rules.run import Need, lacking
+from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema import names
 from difftrain.config.schema.families import takes
 from difftrain.config.schema.rates import is_named, is_schedule_free
@@ -18,19 +18,19 @@ _ALIGNS = "has no effect: repa.encoder names no folder"
 _ROUTES = "has no effect: tread.share is 0, no token is routed"
 _MASKS = "has no effect: patch_masking.share is 0, no patch is masked"
 
-SPEEDUP_NEEDS: tuple[Need, ...] = (
-    *(Need(f"repa.{field}", lambda c: c.repa.encoder, _ALIGNS) for field in ("weight", "layer", "hidden", "until_step")),
-    *(Need(f"tread.{field}", lambda c: c.tread.share, _ROUTES) for field in ("start", "end")),
-    *(Need(f"patch_masking.{field}", lambda c: c.patch_masking.share, _MASKS) for field in ("mixer_layers", "until_step")),
+SPEEDUP_NEEDS: tuple[Companion, ...] = (
+    *(Companion(f"repa.{field}", lambda c: c.repa.encoder, _ALIGNS) for field in ("weight", "layer", "hidden", "until_step")),
+    *(Companion(f"tread.{field}", lambda c: c.tread.share, _ROUTES) for field in ("start", "end")),
+    *(Companion(f"patch_masking.{field}", lambda c: c.patch_masking.share, _MASKS) for field in ("mixer_layers", "until_step")),
 )  # fmt: skip
 
 
-def speedup_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def speedup_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking((need for need in SPEEDUP_NEEDS if takes(cfg, need.field)), cfg, asked)
+    return lacking((need for need in SPEEDUP_NEEDS if takes(cfg, need.field)), cfg, requested)
 
 
-def encoder(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def encoder(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The image encoder is a folder of this machine, and counts for something."""
     folder = cfg.repa.encoder
     if folder is None:
@@ -44,7 +44,7 @@ def encoder(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         )
 
 
-def tokens(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def tokens(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Tokens are routed, or patches masked; the route ends behind its start. The depth is looked at by the family."""
     tread = cfg.tread
     if tread.share and cfg.patch_masking.share:
@@ -65,7 +65,7 @@ _DIVIDING = (
 )  # fmt: skip
 
 
-def full_precision(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def full_precision(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Half weights compute in their own precision, as kohya asserts."""
     training = cfg.training
     full = training.full_precision
@@ -84,7 +84,7 @@ def full_precision(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("training.master_weights", "training.full_precision"), what, "" if not full else "fp32 or none")
 
 
-def vanishing(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def vanishing(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Squares of gradients vanish in an optimizer state of fp16, and what then divides by eps divides by 0 there.
 
     What estimates the rate begins with one of 1e-6, by which everything is multiplied: nothing of it is left.
@@ -92,47 +92,47 @@ def vanishing(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     training, optimizer = cfg.training, cfg.optimizer
     if training.full_precision != "fp16" or training.master_weights not in (None, "none"):
         return
-    given = {word.partition("=")[0].strip() for word in optimizer.args}
+    argument_names = {word.partition("=")[0].strip() for word in optimizer.args}
     name = names.proper(optimizer.type.removeprefix("torch.optim."), _DIVIDING)
-    if name and _EPS not in given:
+    if name and _EPS not in argument_names:
         what = f"keeps {name}'s state in fp16, where its eps of 1e-8 is 0 and squares of gradients below 2e-4 vanish"
         remedy = f"give {option('training.master_weights')}=fp32, or {option('optimizer.args')} eps=1e-4"
         yield Finding(("training.full_precision",), what, remedy, note=True)
     if is_named(optimizer, names.ADAPTIVE):
         what = f"keeps {optimizer.type}'s state in fp16, where its first estimate of the rate, 1e-6, moves nothing"
         about = ("training.full_precision", "optimizer.type")
-        yield Finding(about, what, f"give {option('training.master_weights')}=fp32", note=_D0 in given)
+        yield Finding(about, what, f"give {option('training.master_weights')}=fp32", note=_D0 in argument_names)
 
 
-def fused(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def fused(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Updates during the backward pass: what they cannot go with."""
     section = cfg.optimizer
     fields = [("optimizer.fused_backward", section.fused_backward), ("optimizer.fused_groups", section.fused_groups)]
-    given = [field for field, value in fields if value]
-    if len(given) == 2:
+    named = [field for field, value in fields if value]
+    if len(named) == 2:
         yield Finding(
-            (given[1], given[0]), f"contradicts {option('optimizer.fused_backward', True)}", "give one of them"
+            (named[1], named[0]), f"contradicts {option('optimizer.fused_backward', True)}", "give one of them"
         )
-    if not given:
+    if not named:
         return
     if section.fused_backward and cfg.training.accumulation > 1:
-        about = (given[0], "training.accumulation")
+        about = (named[0], "training.accumulation")
         what = (
             f"frees gradients at once, but {option('training.accumulation')}={cfg.training.accumulation} adds them up"
         )
         yield Finding(about, what, f"{option('training.accumulation')}=1, or {option('optimizer.fused_groups')}")
     if cfg.training.mixed_precision == "fp16":
         what = "updates before the loss scale is known to have held, so it does not go with fp16"
-        yield Finding((given[0], "training.mixed_precision"), what, f"{option('training.mixed_precision')}=bf16")
+        yield Finding((named[0], "training.mixed_precision"), what, f"{option('training.mixed_precision')}=bf16")
     if is_named(section, names.ADAPTIVE) or is_schedule_free(section) or section.schedulefree_wrapper:
         what = "updates with a few gradients at a time, but this optimizer needs all gradients of an update at once"
-        yield Finding((given[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
+        yield Finding((named[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
     if section.type.lower() == "oss":
         what = "updates before the ranks have shared what each of them holds, so it does not go with oss"
-        yield Finding((given[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
+        yield Finding((named[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
 
 
-def offloading(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def offloading(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Only what checkpointing keeps is moved to the host."""
     if cfg.training.cpu_offload_checkpointing and not cfg.training.gradient_checkpointing:
         about = ("training.cpu_offload_checkpointing", "training.gradient_checkpointing")
@@ -152,44 +152,44 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 _THIRD = "needs {deepspeed.zero_stage}=3"
-ENGINE_NEEDS: tuple[Need, ...] = (
-    *(Need(f"deepspeed.{field}", lambda c: c.deepspeed.enable, "needs --deepspeed") for field in (
+ENGINE_NEEDS: tuple[Companion, ...] = (
+    *(Companion(f"deepspeed.{field}", lambda c: c.deepspeed.enable, "needs --deepspeed") for field in (
         "zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
         "offload_param_nvme_path", "zero3_init", "zero3_save_16bit", "fp16_master_weights",
     )),
-    Need(_OFFLOAD, lambda c: c.deepspeed.zero_stage >= 2, "needs {deepspeed.zero_stage}=2 or 3"),
-    Need("deepspeed.offload_param_device", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
-    Need("deepspeed.zero3_init", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
-    Need("deepspeed.zero3_save_16bit", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
-    Need("deepspeed.offload_optimizer_nvme_path", lambda c: c.deepspeed.offload_optimizer_device == "nvme",
+    Companion(_OFFLOAD, lambda c: c.deepspeed.zero_stage >= 2, "needs {deepspeed.zero_stage}=2 or 3"),
+    Companion("deepspeed.offload_param_device", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
+    Companion("deepspeed.zero3_init", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
+    Companion("deepspeed.zero3_save_16bit", lambda c: c.deepspeed.zero_stage == 3, _THIRD),
+    Companion("deepspeed.offload_optimizer_nvme_path", lambda c: c.deepspeed.offload_optimizer_device == "nvme",
          "needs {deepspeed.offload_optimizer_device}=nvme"),
-    Need("deepspeed.offload_param_nvme_path", lambda c: c.deepspeed.offload_param_device == "nvme",
+    Companion("deepspeed.offload_param_nvme_path", lambda c: c.deepspeed.offload_param_device == "nvme",
          "needs {deepspeed.offload_param_device}=nvme"),
-    Need("deepspeed.fp16_master_weights", lambda c: c.deepspeed.zero_stage == 2
+    Companion("deepspeed.fp16_master_weights", lambda c: c.deepspeed.zero_stage == 2
          and c.deepspeed.offload_optimizer_device == "cpu" and c.training.mixed_precision == "fp16",
          "needs {deepspeed.zero_stage}=2, {deepspeed.offload_optimizer_device}=cpu and {training.mixed_precision}=fp16: DeepSpeed has it nowhere else"),
 )  # fmt: skip
 
 
-def deepspeed_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def deepspeed_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find DeepSpeed flags without what gives them a meaning."""
-    told: set[str] = set()
-    for finding in lacking(ENGINE_NEEDS, cfg, asked):
-        if finding.about[0] not in told:  # without --deepspeed the rest is no matter
-            told.add(finding.about[0])
+    reported: set[str] = set()
+    for finding in lacking(ENGINE_NEEDS, cfg, requested):
+        if finding.about[0] not in reported:  # without --deepspeed the rest is no matter
+            reported.add(finding.about[0])
             yield finding
 
 
-def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def installed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What an engine is made of comes in packages of its own."""
     if cfg.training.engine != "accelerate":
         return
-    wanted = {"accelerate": _ENGINE}
+    packages = {"accelerate": _ENGINE}
     if cfg.deepspeed.enable:
-        wanted["deepspeed"] = _ON
+        packages["deepspeed"] = _ON
     elif cfg.optimizer.type.lower() == "oss":
-        wanted["fairscale"] = _TYPE
-    for package, field in wanted.items():
+        packages["fairscale"] = _TYPE
+    for package, field in packages.items():
         if not is_installed(package):
             what = f"needs the package {package}, which is not installed"
             extra = "deepspeed" if package == "deepspeed" else "accelerate"
@@ -200,7 +200,7 @@ def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             )
 
 
-def accelerate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def accelerate(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What does not go through accelerate, with DeepSpeed or without."""
     if cfg.training.engine != "accelerate":
         return
@@ -226,11 +226,13 @@ def accelerate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding((field, _ENGINE), what, note=True)
 
 
-def deepspeed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def deepspeed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What ZeRO cannot go with."""
     section = cfg.deepspeed
     if not section.enable:
         return
+
+    # --- engine and stage
     if cfg.training.engine != "accelerate":
         what = f"{option('training.engine')}={cfg.training.engine} does not run DeepSpeed"
         yield Finding(
@@ -238,6 +240,8 @@ def deepspeed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         )
     if section.zero_stage == 0:
         yield Finding((_STAGE,), "0 shards nothing", "1, 2 or 3; leave --deepspeed out where nothing is to be sharded")
+
+    # --- offloading to a disk
     for name, device, path in (
         ("optimizer", section.offload_optimizer_device, section.offload_optimizer_nvme_path),
         ("param", section.offload_param_device, section.offload_param_nvme_path),
@@ -252,6 +256,8 @@ def deepspeed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
                     f"nvme needs {option('deepspeed.zero_stage')}=3",
                     f"cpu offloads with {option('deepspeed.zero_stage')}=2",
                 )
+
+    # --- what the optimizer and the third stage ask for
     yield from _zero_optimizer(cfg)
     if section.zero_stage == 3:
         yield from _third_stage(cfg)

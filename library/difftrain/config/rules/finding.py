@@ -26,7 +26,7 @@ Rule = Callable[[TrainConfig, set[str]], Iterable[Finding]]
 def check(
     cfg: TrainConfig,
     rules: Sequence[Rule],
-    asked: set[str],
+    requested: set[str],
     faulted: set[str],
     origins: dict[str, str],
     noted: set[str] | None = None,
@@ -39,7 +39,7 @@ def check(
     faults: list[Fault] = []
     notes: list[str] = []
     for rule in rules:
-        for finding in rule(cfg, asked):
+        for finding in rule(cfg, requested):
             if faulted.intersection(finding.about):
                 continue
             fault = Fault(origins.get(finding.about[0]) or option(finding.about[0]), finding.what, finding.remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from difftrain.config.rules.finding import Finding, Rule, value_of
-from difftrain.config.rules.run import Need, lacking
+from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema.families import learns_flow, row_of, takes, why_not
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import default_of
@@ -17,20 +17,20 @@ _BENT = "acts on {loss.type}=huber and smooth_l1 only"
 _OFFSET = "has no effect without {noise.offset}"
 
 # kohya lets most of these pass in silence, so they are said and no fault
-DIFFUSION_NEEDS: tuple[Need, ...] = (
-    Need("noise.offset_random_strength", lambda c: c.noise.offset, _OFFSET, note=True),
-    Need("noise.multires_discount", lambda c: c.noise.multires_iterations,
+DIFFUSION_NEEDS: tuple[Companion, ...] = (
+    Companion("noise.offset_random_strength", lambda c: c.noise.offset, _OFFSET, note=True),
+    Companion("noise.multires_discount", lambda c: c.noise.multires_iterations,
          "has no effect without {noise.multires_iterations}", note=True),
-    Need("noise.ip_gamma_random_strength", lambda c: c.noise.ip_gamma, "has no effect without {noise.ip_gamma}", note=True),
-    Need("noise.zero_terminal_snr", lambda c: c.model.prediction_type == "v_prediction",
+    Companion("noise.ip_gamma_random_strength", lambda c: c.noise.ip_gamma, "has no effect without {noise.ip_gamma}", note=True),
+    Companion("noise.zero_terminal_snr", lambda c: c.model.prediction_type == "v_prediction",
          "is meant for {model.prediction_type=v_prediction}: where there is no signal, predicting the noise teaches nothing", note=True),
-    Need("loss.huber_schedule", lambda c: _is_bent(c), _BENT, note=True),
-    Need("loss.huber_c", lambda c: _is_bent(c), _BENT, note=True),
-    Need("loss.huber_scale", lambda c: _is_bent(c), _BENT, note=True),
-    Need("loss.huber_scale", lambda c: not _is_bent(c) or c.loss.huber_schedule != "snr",
+    Companion("loss.huber_schedule", lambda c: _is_bent(c), _BENT, note=True),
+    Companion("loss.huber_c", lambda c: _is_bent(c), _BENT, note=True),
+    Companion("loss.huber_scale", lambda c: _is_bent(c), _BENT, note=True),
+    Companion("loss.huber_scale", lambda c: not _is_bent(c) or c.loss.huber_schedule != "snr",
          "has no effect with {loss.huber_schedule}=snr, as in kohya's", note=True),
-    Need("loss.scale_v_pred_like_noise_pred", lambda c: c.model.prediction_type == "v_prediction", "needs {model.prediction_type=v_prediction}"),
-    Need("ema.snapshot_precision", lambda c: c.ema.profiles, "needs {ema.profiles}: there are no snapshots"),
+    Companion("loss.scale_v_pred_like_noise_pred", lambda c: c.model.prediction_type == "v_prediction", "needs {model.prediction_type=v_prediction}"),
+    Companion("ema.snapshot_precision", lambda c: c.ema.profiles, "needs {ema.profiles}: there are no snapshots"),
 )  # fmt: skip
 
 
@@ -38,12 +38,12 @@ def _is_bent(cfg: TrainConfig) -> bool:
     return cfg.loss.type in ("huber", "smooth_l1")
 
 
-def noise_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def noise_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(DIFFUSION_NEEDS, cfg, asked)
+    return lacking(DIFFUSION_NEEDS, cfg, requested)
 
 
-def noise(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def noise(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """An offset that follows the latents starts from one; the range of timesteps holds at least one."""
     section = cfg.noise
     if section.adaptive_scale and section.offset is None:
@@ -58,14 +58,14 @@ def noise(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(about, f"is not below {option('noise.max_timestep')}: {low} >= {high}", remedy)
 
 
-def velocity(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def velocity(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What makes an epsilon prediction's loss more like a velocity's is nothing for a velocity's."""
     if cfg.loss.v_pred_like and cfg.model.prediction_type == "v_prediction":
         about = ("loss.v_pred_like", "model.prediction_type")
         yield Finding(about, f"contradicts {option('model.prediction_type', 'v_prediction')}", "give one of them")
 
 
-def profiles(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def profiles(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Widths differ; any other width needs two of them and snapshots along the way."""
     widths = cfg.ema.profiles
     if len(set(widths)) < len(widths):
@@ -91,37 +91,37 @@ DIFFUSION_RULES: tuple[Rule, ...] = (noise_companions, noise, velocity, profiles
 
 _RECON = "has no effect: text_recon_gamma is 0"
 
-FLOW_NEEDS: tuple[Need, ...] = (
-    Need("flow.sigmoid_scale", lambda c: c.flow.timestep_sample_method == "logit_normal",
+FLOW_NEEDS: tuple[Companion, ...] = (
+    Companion("flow.sigmoid_scale", lambda c: c.flow.timestep_sample_method == "logit_normal",
          "has no effect: timestep_sample_method is not logit_normal", note=True),
-    Need("flow.mode_scale", lambda c: c.flow.timestep_sample_method == "mode",
+    Companion("flow.mode_scale", lambda c: c.flow.timestep_sample_method == "mode",
          "has no effect: timestep_sample_method is not mode", note=True),
-    Need("model.uncond_text_dropout_prob", lambda c: c.model.enable_uncond_text_dropout,
+    Companion("model.uncond_text_dropout_prob", lambda c: c.model.enable_uncond_text_dropout,
          "has no effect without enable_uncond_text_dropout", note=True),
-    Need("loss.text_recon_target_layer", lambda c: c.loss.text_recon_gamma, _RECON, note=True),
+    Companion("loss.text_recon_target_layer", lambda c: c.loss.text_recon_gamma, _RECON, note=True),
 )  # fmt: skip
 
 
-def flow_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def flow_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields of a flow that were given without what gives them a meaning."""
-    return lacking((need for need in FLOW_NEEDS if takes(cfg, need.field)), cfg, asked)
+    return lacking((need for need in FLOW_NEEDS if takes(cfg, need.field)), cfg, requested)
 
 
-def trained(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def trained(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A family may be known as a form only: it is built and exported, and not trained yet."""
     if not row_of(cfg).trains:
         what = f"{cfg.model.family!r} is known, its training is not built yet"
         yield Finding(("model.family",), what, f"trained are {', '.join(TRAINED)}")
 
 
-def other_family(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def other_family(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What a family does not take is refused by name; what is left at its default says nothing."""
-    for path in sorted(asked):
+    for path in sorted(requested):
         if not _unsaid(cfg, path) and not takes(cfg, path):
             yield Finding((path,), *why_not(cfg.model.family, path))
 
 
-def layout(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def layout(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Not every family has every layout; one that runs code when read is not made of all."""
     row, asks = row_of(cfg), cfg.save.model_as
     if asks is not None and asks not in row.layouts:
@@ -137,14 +137,14 @@ def _unsaid(cfg: TrainConfig, path: str) -> bool:
     return value in (None, (), False) or value == default_of(path)
 
 
-def loss_type(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def loss_type(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Two of kohya's losses bend where the noise schedule says."""
     if learns_flow(cfg) and cfg.loss.type in ("huber", "smooth_l1"):
         what = f"{cfg.loss.type} bends where SDXL's noise schedule says, and {cfg.model.family} has none"
         yield Finding(("loss.type",), what, "pseudo_huber, with pseudo_huber_c")
 
 
-def times(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def times(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Some times are left to train on, and one shift at most."""
     flow = cfg.flow
     if flow.min_t >= flow.max_t:
@@ -155,7 +155,7 @@ def times(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("flow.shift", "flow.flux_shift"), what, "give one of them")
 
 
-def target_layer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def target_layer(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Text is reconstructed from before the last block; a depth that only the weights tell is looked at by the family."""
     layer, depth = cfg.loss.text_recon_target_layer, cfg.model.num_layers
     if not takes(cfg, "loss.text_recon_target_layer") or depth is None or layer < depth:

@@ -28,7 +28,7 @@ from difftrain.config.spellings.spelling import option
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def optimizer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def optimizer(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Names are case-insensitive, as in kohya's scripts; a dotted path is any class that is installed."""
     known = (*names.OPTIMIZERS, *names.TORCH_OPTIMIZERS)
     yield from _name("optimizer.type", cfg.optimizer.type, known, dotted=True)
@@ -36,11 +36,11 @@ def optimizer(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     yield from _pairs("optimizer.schedulefree_wrapper_args", cfg.optimizer.schedulefree_wrapper_args)
 
 
-def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def schedule(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A schedule by name, or a class by its dotted path; kohya writes adafactor:RATE."""
-    given, colon, rate = cfg.optimizer.scheduler.partition(":")
-    yield from _name("optimizer.scheduler", given, names.SCHEDULERS)
-    if colon and (given.lower() != "adafactor" or not re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", rate)):
+    scheduler, colon, rate = cfg.optimizer.scheduler.partition(":")
+    yield from _name("optimizer.scheduler", scheduler, names.SCHEDULERS)
+    if colon and (scheduler.lower() != "adafactor" or not re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", rate)):
         what = f"no such name: {cfg.optimizer.scheduler!r}"
         yield Finding(("optimizer.scheduler",), what, "only adafactor takes a rate, as in adafactor:1e-3")
     yield from _pairs("optimizer.scheduler_args", cfg.optimizer.scheduler_args)
@@ -49,20 +49,20 @@ def schedule(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("optimizer.scheduler_type",), f"is no class name: {kind!r}", "package.module.Class")
 
 
-def sampler(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def sampler(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The samplers of kohya's prompt files; a flow has its own."""
-    given, family = cfg.sample.sampler, cfg.model.family
+    sampler_name, family = cfg.sample.sampler, cfg.model.family
     flow = learns_flow(cfg)
     known, others = (names.FLOW_SAMPLERS, names.SAMPLERS) if flow else (names.SAMPLERS, names.FLOW_SAMPLERS)
-    if given in others:
-        if "sample.sampler" in asked:
-            what = f"{given!r} is no sampler of {family}, which learns {'a flow' if flow else 'no flow'}"
+    if sampler_name in others:
+        if "sample.sampler" in requested:
+            what = f"{sampler_name!r} is no sampler of {family}, which learns {'a flow' if flow else 'no flow'}"
             yield Finding(("sample.sampler",), what, f"known are {', '.join(known)}")
     else:
-        yield from _name("sample.sampler", given, known)
+        yield from _name("sample.sampler", sampler_name, known)
 
 
-def backend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def backend(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Backends that this torch has; some that kohya lists are gone from it."""
     name = cfg.training.compile_backend.lower()
     if name in names.COMPILE_BACKENDS_GONE:
@@ -73,15 +73,15 @@ def backend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def one_of(field: str, known: tuple[str, ...]) -> Rule:
     """Make a rule of names that only a room above this one knows; the door hands it in."""
-    return lambda cfg, asked: _name(field, value_of(cfg, field), known)
+    return lambda cfg, requested: _name(field, value_of(cfg, field), known)
 
 
-def _name(field: str, given: str, known: tuple[str, ...], *, dotted: bool = False) -> Iterator[Finding]:
-    if given.lower() in {name.lower() for name in known} or (dotted and _DOTTED.fullmatch(given)):
+def _name(field: str, value: str, known: tuple[str, ...], *, dotted: bool = False) -> Iterator[Finding]:
+    if value.lower() in {name.lower() for name in known} or (dotted and _DOTTED.fullmatch(value)):
         return
     or_any = ", or package.module.Class of an installed one" if dotted else ""
-    remedy = names.did_you_mean(given, known) or f"known are {', '.join(known)}{or_any}"
-    yield Finding((field,), f"no such name: {given!r}", remedy)
+    remedy = names.did_you_mean(value, known) or f"known are {', '.join(known)}{or_any}"
+    yield Finding((field,), f"no such name: {value!r}", remedy)
 
 
 def _pairs(field: str, words: tuple[str, ...]) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def _pairs(field: str, words: tuple[str, ...]) -> Iterator[Finding]:
             yield Finding((field,), f"the value of {key} is no literal: {value!r}", remedy)
 
 
-def patterns(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def patterns(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What is to be trained is named by regular expressions."""
     for pattern in cfg.model.train_only:
         try:
@@ -122,7 +122,7 @@ _BLOCKS, _UNET, _ENCODERS = "optimizer.block_lr", "optimizer.unet_lr", "optimize
 _SCHEDULE_ARGS, _WRAPPER = "optimizer.scheduler_args", "optimizer.schedulefree_wrapper"
 
 
-def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def installed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Some optimizers come in packages of their own."""
     package = names.PACKAGES.get(names.proper(cfg.optimizer.type, names.PACKAGES))
     if package and not is_installed(package[0]):
@@ -135,13 +135,13 @@ def installed(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding((field,), what, "install it, or put it on PYTHONPATH")
 
 
-def arguments(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def arguments(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What is handed to an optimizer or a schedule is something that it takes."""
     for field, what, remedy in wrong_arguments(cfg.optimizer):
         yield Finding((field, _TYPE) if field == _ARGS else (field,), what, remedy)
 
 
-def ascend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def ascend(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Ascend's own optimizers: one wants its parameters to stay where they are, another a mixed precision of its own."""
     section, training = cfg.optimizer, cfg.training
     if is_named(section, ("NpuFusedAdamW",)) and training.full_precision and training.master_weights != "fp32":
@@ -156,7 +156,7 @@ def ascend(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding((_TYPE,), what, "AdamW, which is fused here too")
 
 
-def adaptive(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def adaptive(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """D-Adaptation and Prodigy estimate one rate for all groups; --learning_rate is a factor of it, about 1."""
     section = cfg.optimizer
     if not is_named(section, names.ADAPTIVE):
@@ -166,21 +166,21 @@ def adaptive(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         what = f"is too low for {section.type}, which multiplies its own estimate by it: {max(rates):g}"
         yield Finding((_RATE,), what, "about 1.0 is usual", note=True)
     if len(rates) > 1:
-        said = ", ".join(f"{rate:g}" for rate in sorted(rates))
+        rate_texts = ", ".join(f"{rate:g}" for rate in sorted(rates))
         if is_named(section, names.FIRST_RATE):
-            what = f"{section.type} goes by the first group's rate alone, there are {said}"
+            what = f"{section.type} goes by the first group's rate alone, there are {rate_texts}"
             yield Finding((_TYPE,), what, "give one rate for everything", note=True)
         else:
-            what = f"{section.type} takes one rate for all groups, there are {said}"
+            what = f"{section.type} takes one rate for all groups, there are {rate_texts}"
             yield Finding((_TYPE, _RATE), what, "give one rate for everything; 0 freezes a part")
 
 
-def adafactor(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def adafactor(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Adafactor computes its own rate unless relative_step=False; its schedule only shows that rate."""
     section = cfg.optimizer
     shows = section.scheduler.partition(":")[0] == ADAFACTOR
     if is_relative(section):
-        yield from _relative_adafactor(cfg, asked, shows)
+        yield from _relative_adafactor(cfg, requested, shows)
     elif shows and not section.scheduler_type:
         what = f"goes with {option('optimizer.type')}=Adafactor and its relative_step alone"
         yield Finding((_SCHEDULE, _TYPE), what, "another schedule")
@@ -188,20 +188,20 @@ def adafactor(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield from _manual_adafactor(cfg)
 
 
-def _relative_adafactor(cfg: TrainConfig, asked: set[str], shows: bool) -> Iterator[Finding]:
+def _relative_adafactor(cfg: TrainConfig, requested: set[str], shows: bool) -> Iterator[Finding]:
     """What a rate and a schedule of the user's mean where Adafactor has its own."""
     section = cfg.optimizer
     own, remedy = "Adafactor computes its own rate", f"relative_step=False in {option('optimizer.args')} gives it yours"
     if argument(section.args, "warmup_init", False) and not argument(section.args, "relative_step", True):
         yield Finding((_ARGS,), "relative_step=True is set, because warmup_init=True needs it", note=True)
-    if _RATE in asked:
+    if _RATE in requested:
         yield Finding((_RATE,), f"is shown until the first update only: {own}", remedy, note=True)
     for field in (_UNET, _ENCODERS, _BLOCKS, "optimizer.learning_rate_te1", "optimizer.learning_rate_te2"):
-        if field in asked:
+        if field in requested:
             yield Finding((field,), f"says what is trained (0: frozen), not how fast: {own}", remedy, note=True)
     if section.scheduler_type:
         yield Finding((_CLASS,), f"sets rates that nobody reads: {own}", remedy)
-    elif _SCHEDULE in asked and not shows:
+    elif _SCHEDULE in requested and not shows:
         yield Finding((_SCHEDULE,), f"has no effect: {own}", remedy, note=True)
     if section.scheduler_args:
         yield Finding((_SCHEDULE_ARGS,), f"has no effect: {own}", remedy, note=True)
@@ -218,18 +218,18 @@ def _manual_adafactor(cfg: TrainConfig) -> Iterator[Finding]:
         yield Finding((_ARGS,), "clip_threshold=1.0 is recommended for Adafactor", note=True)
 
 
-def schedule_free(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def schedule_free(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Schedule-free optimizers average by themselves."""
     section = cfg.optimizer
     own = is_schedule_free(section)
     if own:
-        given = {
+        options = {
             _SCHEDULE: section.scheduler != "constant",
             _CLASS: section.scheduler_type,
             _SCHEDULE_ARGS: section.scheduler_args,
             _WARMUP: section.warmup_steps,
         }
-        for field in (field for field, changed in given.items() if changed):
+        for field in (field for field, changed in options.items() if changed):
             what = "has no effect: a schedule-free optimizer keeps its rate"
             yield Finding(
                 (field,), what, f"AdamW's and SGD's take warmup_steps=N in {option('optimizer.args')}", note=True
@@ -241,12 +241,12 @@ def schedule_free(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             (_WRAPPER, _TYPE), "cannot average weights whose state is sharded", f"{option('optimizer.type')}=AdamW"
         )
     averages = {"ema.enable": cfg.ema.enable, "ema.profiles": cfg.ema.profiles}
-    for field in (field for field, given in averages.items() if given and (own or section.schedulefree_wrapper)):
+    for field in (field for field, value in averages.items() if value and (own or section.schedulefree_wrapper)):
         what = "contradicts a schedule-free optimizer, whose own average is what is exported"
         yield Finding((field, _TYPE), what, "leave one of them out")
 
 
-def block_rates(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def block_rates(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A rate for each block of the UNet; only SDXL's own size is known here, a family knows the others."""
     section = cfg.optimizer
     blocks = section.block_lr
@@ -270,7 +270,7 @@ def block_rates(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         )
 
 
-def encoder_rates(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def encoder_rates(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """One rate for both text encoders, or one for each, in one of two spellings."""
     section = cfg.optimizer
     if len(section.text_encoder_lr) > 2:
@@ -281,10 +281,10 @@ def encoder_rates(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding((_ENCODERS, f"optimizer.{key}"), f"contradicts --{key}", "give one of them")
 
 
-def unused_rate(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def unused_rate(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Where every part has a rate of its own, --learning_rate is nobody's."""
     section = cfg.optimizer
-    if _RATE not in asked or (section.unet_lr is None and not section.block_lr) or is_relative(section):
+    if _RATE not in requested or (section.unet_lr is None and not section.block_lr) or is_relative(section):
         return
     other = section.model_copy(update={"learning_rate": section.learning_rate + 1.0})
     if group_rates(cfg) == group_rates(cfg.model_copy(update={"optimizer": other})) and part_rates(cfg):

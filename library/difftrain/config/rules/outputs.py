@@ -10,7 +10,7 @@ from typing import NamedTuple
 from difftrain.config.datasets.datasets import subsets_of
 from difftrain.config.paths import expanded, is_folder
 from difftrain.config.rules.finding import Finding, Rule
-from difftrain.config.rules.run import Need, lacking
+from difftrain.config.rules.run import Companion, lacking
 from difftrain.config.schema.outputs import step_ranges
 from difftrain.config.schema.sections import CaptionSection, PictureSection, SaveSection, TrainConfig
 from difftrain.config.spellings.spelling import option
@@ -20,27 +20,27 @@ _NO_KID = "needs kid = true: no pictures are drawn for a KID"
 _TAKEN = frozenset({"train", "loss", "lr", "speed", "memory", "progress"})  # what other numbers' tags begin with
 
 # published files say how often to evaluate and leave the sets to be filled in: told, no fault
-EVAL_NEEDS: tuple[Need, ...] = (
+EVAL_NEEDS: tuple[Companion, ...] = (
     *(
-        Need(f"eval.{field}", lambda c: c.eval.sets, _NO_SET, note=True)
+        Companion(f"eval.{field}", lambda c: c.eval.sets, _NO_SET, note=True)
         for field in ("every_n_steps", "every_n_epochs", "every_n_examples", "before_first_step", "batch_size")
     ),
-    Need("eval.kid", lambda c: c.eval.sets, "needs an evaluation set (eval_datasets) to compare with"),
+    Companion("eval.kid", lambda c: c.eval.sets, "needs an evaluation set (eval_datasets) to compare with"),
     *(
-        Need(f"eval.{field}", lambda c: c.eval.kid, _NO_KID)
+        Companion(f"eval.{field}", lambda c: c.eval.kid, _NO_KID)
         for field in ("kid_pictures", "kid_every_n_steps", "kid_guidance", "kid_steps")
     ),
 )
 
 
-def eval_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def eval_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(EVAL_NEEDS, cfg, asked)
+    return lacking(EVAL_NEEDS, cfg, requested)
 
 
-def names(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def names(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The names of evaluation sets stand before their numbers: each its own, and nobody else's."""
-    count = Counter(each.name for each in cfg.eval.sets)
+    count = Counter(section.name for section in cfg.eval.sets)
     for name, times in count.items():
         if times > 1:
             yield Finding(("eval.sets",), f"{times} evaluation sets are called {name!r}", "give each a name of its own")
@@ -51,7 +51,7 @@ def names(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding(("eval.sets",), what, f"any name does that doesn't begin with {', '.join(sorted(_TAKEN))}")
 
 
-def pictures(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def pictures(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A distance between two handfuls of pictures is chance."""
     if cfg.eval.kid and cfg.eval.kid_pictures < LEAST_PICTURES:
         what = f"must be at least {LEAST_PICTURES}, got {cfg.eval.kid_pictures}"
@@ -65,18 +65,18 @@ EVAL_RULES: tuple[Rule, ...] = (eval_companions, names, pictures)
 
 _UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
 
-SAMPLE_NEEDS: tuple[Need, ...] = (
-    Need("loss.masked", lambda c: any(each.alpha_mask or each.conditioning_dir or each.default_mask for each in subsets_of(c)),
+SAMPLE_NEEDS: tuple[Companion, ...] = (
+    Companion("loss.masked", lambda c: any(subset.alpha_mask or subset.conditioning_dir or subset.default_mask for subset in subsets_of(c)),
          "has no effect: there are no masks ({data.conditioning_dir}, {data.alpha_mask=true})", note=True),
 )  # fmt: skip
 
 
-def sample_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def sample_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(SAMPLE_NEEDS, cfg, asked)
+    return lacking(SAMPLE_NEEDS, cfg, requested)
 
 
-class _Place(NamedTuple):
+class _Subset(NamedTuple):
     """Where settings of pictures and captions stand: in flags, or in a subset of the data set TOML."""
 
     name: str  # "" for the flags
@@ -92,52 +92,52 @@ class _Place(NamedTuple):
         return Finding(("data.dataset_config", path), f"{self.name}: {field} {what}", remedy, note)
 
 
-def _places(cfg: TrainConfig) -> Iterator[_Place]:
+def _places(cfg: TrainConfig) -> Iterator[_Subset]:
     if not cfg.data.datasets:
-        yield _Place("", cfg.data, cfg.captions, cfg.data.enable_bucket)
+        yield _Subset("", cfg.data, cfg.captions, cfg.data.enable_bucket)
     for dataset in cfg.data.datasets:
         for subset in dataset.subsets:
             name = subset.image_dir or subset.metadata_file or "a subset"
-            yield _Place(name, subset, subset.captions, dataset.enable_bucket)
+            yield _Subset(name, subset, subset.captions, dataset.enable_bucket)
 
 
-def samples(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def samples(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Judge the settings of every source."""
-    found: dict[Finding, None] = {}
-    for place in _places(cfg):
-        found |= dict.fromkeys((*_faces(place), *_masks(place, cfg.loss.masked), *_growth(place)))
-    yield from found
+    findings: dict[Finding, None] = {}
+    for subset in _places(cfg):
+        findings |= dict.fromkeys((*_faces(subset), *_masks(subset, cfg.loss.masked), *_growth(subset)))
+    yield from findings
 
 
-def _faces(place: _Place) -> Iterator[Finding]:
-    given = place.picture.face_crop_range
-    if given is None:
+def _faces(subset: _Subset) -> Iterator[Finding]:
+    limits = subset.picture.face_crop_range
+    if limits is None:
         return
-    if given[0] > given[1]:
+    if limits[0] > limits[1]:
         remedy = "1.0,4.0: from the face alone to a frame four times as large"
-        yield place.finding("data.face_crop_range", f"must be LOW,HIGH, got {given[0]:g},{given[1]:g}", remedy)
-    if place.bucketed:
-        yield place.finding("data.face_crop_range", _UNBUCKETED, note=True)
+        yield subset.finding("data.face_crop_range", f"must be LOW,HIGH, got {limits[0]:g},{limits[1]:g}", remedy)
+    if subset.bucketed:
+        yield subset.finding("data.face_crop_range", _UNBUCKETED, note=True)
 
 
-def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
-    folder = place.picture.conditioning_dir
-    if place.picture.alpha_mask and (folder or getattr(place.picture, "default_mask", None)):
-        yield place.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
+def _masks(subset: _Subset, masked: bool) -> Iterator[Finding]:
+    folder = subset.picture.conditioning_dir
+    if subset.picture.alpha_mask and (folder or getattr(subset.picture, "default_mask", None)):
+        yield subset.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
     if not folder:
         return
     if not masked:
-        yield place.finding(
+        yield subset.finding(
             "data.conditioning_dir", f"needs {option('loss.masked', True)}: it holds masks, and nothing would use them"
         )
-    if not place.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
+    if not subset.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its picture"
-        yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
+        yield subset.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
 
 
-def _growth(place: _Place) -> Iterator[Finding]:
-    if place.captions.token_warmup_min != 1 and not place.captions.token_warmup_step:
-        yield place.finding("captions.token_warmup_min", "has no effect without token_warmup_step", note=True)
+def _growth(subset: _Subset) -> Iterator[Finding]:
+    if subset.captions.token_warmup_min != 1 and not subset.captions.token_warmup_step:
+        yield subset.finding("captions.token_warmup_min", "has no effect without token_warmup_step", note=True)
 
 
 SAMPLE_RULES: tuple[Rule, ...] = (sample_companions, samples)
@@ -157,35 +157,35 @@ def _once(cfg: TrainConfig) -> object:
 
 
 _RESETS = ("save.reset_dataloader", "save.reset_optimizer", "save.reset_optimizer_params")
-SAVE_NEEDS: tuple[Need, ...] = (
-    *(Need(field, _resumes, _NOTHING) for field in _RESETS),
-    *(Need(field, _once, _EACH_TIME) for field in _RESETS),
-    Need(
+SAVE_NEEDS: tuple[Companion, ...] = (
+    *(Companion(field, _resumes, _NOTHING) for field in _RESETS),
+    *(Companion(field, _once, _EACH_TIME) for field in _RESETS),
+    Companion(
         "save.reset_optimizer_params",
         lambda c: not c.save.reset_optimizer,
         "has no effect: --reset_optimizer drops all",
         note=True,
     ),
-    Need(
+    Companion(
         "save.run_dirs",
         lambda c: c.save.naming == "steps",
         "needs naming = 'steps': a run directory holds no other names",
     ),
-    Need(
+    Companion(
         "sample.test_only",
         lambda c: c.sample.prompts or c.sample.texts,
         "needs sample prompts: there is nothing to draw",
     ),
-    Need("ema.update_every", lambda c: c.ema.enable, "has no effect without an average of the weights", note=True),
+    Companion("ema.update_every", lambda c: c.ema.enable, "has no effect without an average of the weights", note=True),
 )
 
 
-def save_companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def save_companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(SAVE_NEEDS, cfg, asked)
+    return lacking(SAVE_NEEDS, cfg, requested)
 
 
-def pipeline(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def pipeline(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What lies at the top of the run's folder is a pipeline of diffusers."""
     layout = cfg.save.model_as
     if cfg.save.naming == "diffusers" and layout not in ("diffusers", "diffusers_safetensors"):
@@ -197,7 +197,7 @@ def pipeline(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         )
 
 
-def one_work(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def one_work(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A start builds the cache, draws pictures or writes out the data set."""
     if cfg.cache.only and cfg.sample.test_only:
         what = f"contradicts {option('sample.test_only')}: one builds the cache and stops, the other draws pictures and stops"
@@ -206,17 +206,17 @@ def one_work(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def can_be_resumed(save: SaveSection) -> bool:
     """Say whether what is to be resumed can be there: words and steps are looked up when the run begins."""
-    given = save.resume or ""
-    if save.run_dirs and (given in WORDS or given.isdecimal()):
+    resume = save.resume or ""
+    if save.run_dirs and (resume in WORDS or resume.isdecimal()):
         return True
-    folders = [given, *([str(Path(save.output_dir) / given)] if save.run_dirs and save.output_dir else [])]
-    return given == "auto" or any(map(is_folder, folders))
+    folders = [resume, *([str(Path(save.output_dir) / resume)] if save.run_dirs and save.output_dir else [])]
+    return resume == "auto" or any(map(is_folder, folders))
 
 
 SAVE_RULES: tuple[Rule, ...] = (save_companions, pipeline, one_work)
 
 
-def trace(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def trace(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Steps are traced by hooks on modules that run as they are written, in an engine whose ranks hold them whole."""
     field, steps = "logging.trace", cfg.logging.trace
     if steps is None:

@@ -26,7 +26,7 @@ _WEIGHTS = (
 )  # fmt: skip
 
 
-def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def weights(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Weights and tokenizers are files or folders of this machine, or may be on a hub."""
     for field in _WEIGHTS:
         value = value_of(cfg, field)
@@ -34,19 +34,19 @@ def weights(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding((field,), what, _HUB)
 
 
-def size(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def size(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A size of random weights is one of ours, or a file."""
-    given, shipped = cfg.model.init_from_config, row_of(cfg).sizes
-    if given is None or given in shipped:
+    name, shipped = cfg.model.init_from_config, row_of(cfg).sizes
+    if name is None or name in shipped:
         return
-    remedy = names.did_you_mean(given, shipped) or f"{', '.join(shipped)} or a JSON file"
-    if not given.endswith(".json"):
-        yield Finding(("model.init_from_config",), f"no such size: {given!r}", remedy)
-    elif not is_file(given):
-        yield Finding(("model.init_from_config",), f"no such file: {given!r}", remedy)
+    remedy = names.did_you_mean(name, shipped) or f"{', '.join(shipped)} or a JSON file"
+    if not name.endswith(".json"):
+        yield Finding(("model.init_from_config",), f"no such size: {name!r}", remedy)
+    elif not is_file(name):
+        yield Finding(("model.init_from_config",), f"no such file: {name!r}", remedy)
 
 
-def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def folders(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Folders of data and of a state to resume."""
     for folder in cfg.data.dirs:
         if hub_ids.missing(folder):
@@ -70,17 +70,17 @@ def folders(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding(("save.resume",), f"no such folder: {resume!r}", remedy)
 
 
-def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def store(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The package that reads from an object store is installed; a cache of this machine is a folder."""
-    given = cfg.data.cache_dir
-    if given and is_url(given):
-        if fault := unreadable_url(given):
+    cache_dir = cfg.data.cache_dir
+    if cache_dir and is_url(cache_dir):
+        if fault := unreadable_url(cache_dir):
             yield Finding(("data.cache_dir",), *fault)
-    elif given and is_file(given):  # a folder that can't be written to may do: a whole cache is only read
-        yield Finding(("data.cache_dir",), f"{given!r} is a file, not a folder", "choose another folder")
+    elif cache_dir and is_file(cache_dir):  # a folder that can't be written to may do: a whole cache is only read
+        yield Finding(("data.cache_dir",), f"{cache_dir!r} is a file, not a folder", "choose another folder")
 
 
-def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def output(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The output folder can be made and written to; the name of files is a plain name."""
     name = cfg.save.output_name
     if name != Path(name).name or name in (".", ".."):
@@ -94,7 +94,7 @@ def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     yield from _unwritable("save.output_dir", Path(cfg.save.output_dir))
 
 
-def logs(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def logs(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The log file and the folder of events can be made and written to."""
     if cfg.logging.console_file:
         file = Path(cfg.logging.console_file)
@@ -110,38 +110,38 @@ def logs(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
 
 def _unwritable(field: str, folder: Path) -> Iterator[Finding]:
     """Say why a folder cannot be made or written to, by the nearest of its parents that is there."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path_exists(path)), Path("/"))
-    if not is_folder(there):
-        yield Finding((field,), f"{str(there)!r} is a file, not a folder", "choose another folder")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Finding((field,), f"{str(there)!r} can't be written to", "choose another folder")
+    nearest = next((path for path in (folder, *folder.absolute().parents) if path_exists(path)), Path("/"))
+    if not is_folder(nearest):
+        yield Finding((field,), f"{str(nearest)!r} is a file, not a folder", "choose another folder")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield Finding((field,), f"{str(nearest)!r} can't be written to", "choose another folder")
 
 
-def thumbnail(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def thumbnail(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The picture for the header of exports can be read; a data URL is one already."""
-    given = cfg.metadata.thumbnail
-    if not given or given.startswith("data:"):
+    value = cfg.metadata.thumbnail
+    if not value or value.startswith("data:"):
         return
-    path = expanded(given)
+    path = expanded(value)
     remedy = "give a picture file or a data: URL"
     if not is_file(path):
-        yield Finding(("metadata.thumbnail",), f"no such file: {given!r}", remedy)
+        yield Finding(("metadata.thumbnail",), f"no such file: {value!r}", remedy)
     elif not os.access(path, os.R_OK):
-        yield Finding(("metadata.thumbnail",), f"{given!r} can't be read", remedy)
+        yield Finding(("metadata.thumbnail",), f"{value!r} can't be read", remedy)
 
 
-def prompts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def prompts(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """The prompt file exists and is of a kind that is read."""
-    given = cfg.sample.prompts
-    if not given:
+    path = cfg.sample.prompts
+    if not path:
         return
-    if Path(given).suffix.lower() not in ("", ".txt", ".toml", ".json"):
-        yield Finding(("sample.prompts",), f"is no file of prompts: {given!r}", "give a .txt, .toml or .json file")
-    elif not is_file(given):
-        yield Finding(("sample.prompts",), f"no such file: {given!r}", "give a .txt file, a prompt a line")
+    if Path(path).suffix.lower() not in ("", ".txt", ".toml", ".json"):
+        yield Finding(("sample.prompts",), f"is no file of prompts: {path!r}", "give a .txt, .toml or .json file")
+    elif not is_file(path):
+        yield Finding(("sample.prompts",), f"no such file: {path!r}", "give a .txt file, a prompt a line")
 
 
-def trackers(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def trackers(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A tracker that is asked for is installed, and its arguments can be read."""
     asks = cfg.logging.log_with
     for package in ("wandb", "tensorboard") if asks == "all" else [asks] if asks else []:
@@ -167,7 +167,7 @@ PATH_RULES: tuple[Rule, ...] = (weights, size, folders, store, output, logs, thu
 _STATE = "give {save.resume}=REPO_ID/PATH[:REVISION[:model|dataset]]"
 
 
-def target(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def target(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What exports are sent to is a name of a repository and a plain folder in it."""
     hub = cfg.hub
     if hub.repo_id is not None and not hub_ids.is_repo(hub.repo_id):
@@ -177,20 +177,20 @@ def target(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("hub.path_in_repo",), f"is no folder of a repository: {folder!r}", "as in models/first")
 
 
-def state(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def state(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A state on a hub has a place there; the newest of a hub is nobody's to choose."""
     if not cfg.hub.resume:
         return
-    given = cfg.save.resume
-    if not given:
+    resume = cfg.save.resume
+    if not resume:
         yield Finding(
             ("hub.resume", "save.resume"), f"needs {option('save.resume')}, which names the state", spelled(_STATE)
         )
-    elif given == "auto":
+    elif resume == "auto":
         what = f"does not go with {option('save.resume', 'auto')}, which looks in {option('save.output_dir')} only"
         yield Finding(("hub.resume", "save.resume"), what, spelled(_STATE))
-    elif hub_ids.read_state(given) is None:
-        yield Finding(("save.resume",), f"names no state on a hub: {given!r}", spelled(_STATE))
+    elif hub_ids.read_state(resume) is None:
+        yield Finding(("save.resume",), f"names no state on a hub: {resume!r}", spelled(_STATE))
 
 
 HUB_RULES: tuple[Rule, ...] = (target, state)

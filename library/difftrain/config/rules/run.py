@@ -13,7 +13,7 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.spelling import option, spelled
 
 
-class Need(NamedTuple):
+class Companion(NamedTuple):
     """A field that means something only together with another."""
 
     field: str
@@ -31,53 +31,53 @@ _SKIPS = "needs {training.skip_until_initial_step=true}: a step's number is its 
 
 _SENDS = "needs {hub.repo_id}: nothing is sent to a hub"
 
-NEEDS: tuple[Need, ...] = (
-    Need("data.min_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
-    Need("data.max_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
-    Need("data.bucket_reso_steps", lambda c: has_buckets(c), _BUCKETS, note=True),
-    Need("data.bucket_no_upscale", lambda c: has_buckets(c), _BUCKETS, note=True),
-    Need("training.compile_backend", lambda c: c.training.compile, "has no effect without {training.compile=true}", note=True),
-    Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
-    Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
-    Need("training.initial_step", lambda c: _skips(c), _SKIPS),
-    Need("training.initial_epoch", lambda c: _skips(c), _SKIPS),
-    Need("training.skip_until_initial_step", lambda c: c.training.initial_step or c.training.initial_epoch > 1 or c.save.resume,
+NEEDS: tuple[Companion, ...] = (
+    Companion("data.min_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
+    Companion("data.max_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
+    Companion("data.bucket_reso_steps", lambda c: has_buckets(c), _BUCKETS, note=True),
+    Companion("data.bucket_no_upscale", lambda c: has_buckets(c), _BUCKETS, note=True),
+    Companion("training.compile_backend", lambda c: c.training.compile, "has no effect without {training.compile=true}", note=True),
+    Companion("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Companion("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Companion("training.initial_step", lambda c: _skips(c), _SKIPS),
+    Companion("training.initial_epoch", lambda c: _skips(c), _SKIPS),
+    Companion("training.skip_until_initial_step", lambda c: c.training.initial_step or c.training.initial_epoch > 1 or c.save.resume,
          "needs {training.initial_step} or {training.initial_epoch}"),
-    Need("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
-    Need("optimizer.schedulefree_wrapper_args", lambda c: c.optimizer.schedulefree_wrapper,
+    Companion("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Companion("optimizer.schedulefree_wrapper_args", lambda c: c.optimizer.schedulefree_wrapper,
          "needs {optimizer.schedulefree_wrapper=true}"),
-    Need("ema.decay", lambda c: c.ema.enable, "needs {ema.enable=true}"),
-    Need("ema.ramp", lambda c: c.ema.enable, "needs {ema.enable=true}"),
-    Need("loss.min_snr_plus_one", lambda c: c.loss.min_snr_gamma, "needs {loss.min_snr_gamma}"),
-    Need("validation.seed", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
-    Need("validation.every_n_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
-    Need("validation.every_n_epochs", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
-    Need("validation.max_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
-    Need("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs {training.max_epochs}"),
-    Need("save.last_n_steps", lambda c: _saves_steps(c), "needs {save.every_n_steps}"),
-    Need("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs {save.every_n_steps}"),
-    Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
-    Need("save.last_n_epochs_state", lambda c: _saves_epochs(c) or c.save.checkpoint_every_n_epochs,
+    Companion("ema.decay", lambda c: c.ema.enable, "needs {ema.enable=true}"),
+    Companion("ema.ramp", lambda c: c.ema.enable, "needs {ema.enable=true}"),
+    Companion("loss.min_snr_plus_one", lambda c: c.loss.min_snr_gamma, "needs {loss.min_snr_gamma}"),
+    Companion("validation.seed", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Companion("validation.every_n_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Companion("validation.every_n_epochs", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Companion("validation.max_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
+    Companion("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs {training.max_epochs}"),
+    Companion("save.last_n_steps", lambda c: _saves_steps(c), "needs {save.every_n_steps}"),
+    Companion("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs {save.every_n_steps}"),
+    Companion("save.last_n_epochs", lambda c: _saves_epochs(c), "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
+    Companion("save.last_n_epochs_state", lambda c: _saves_epochs(c) or c.save.checkpoint_every_n_epochs,
          "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
-    Need("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs {save.state=true}"),
-    Need("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs {save.state=true}"),
-    Need("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS),
-    Need("hub.repo_type", lambda c: c.hub.repo_id, _SENDS, note=True),
-    Need("hub.visibility", lambda c: c.hub.repo_id, _SENDS, note=True),
-    Need("hub.async_upload", lambda c: c.hub.repo_id, _SENDS, note=True),
-    Need("hub.save_state", lambda c: c.hub.repo_id, _SENDS),
-    Need("hub.save_state", lambda c: c.save.state or c.save.state_on_train_end,
+    Companion("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs {save.state=true}"),
+    Companion("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs {save.state=true}"),
+    Companion("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS),
+    Companion("hub.repo_type", lambda c: c.hub.repo_id, _SENDS, note=True),
+    Companion("hub.visibility", lambda c: c.hub.repo_id, _SENDS, note=True),
+    Companion("hub.async_upload", lambda c: c.hub.repo_id, _SENDS, note=True),
+    Companion("hub.save_state", lambda c: c.hub.repo_id, _SENDS),
+    Companion("hub.save_state", lambda c: c.save.state or c.save.state_on_train_end,
          "needs {save.state=true} or {save.state_on_train_end=true}: there are no states to send"),
-    Need("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
-    Need("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
-    Need("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
-    Need("demo.score", lambda c: c.demo.dataset, "needs {demo.dataset}: there is nothing to score"),
-    Need("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
-    Need("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
-    Need("optimizer.timescale", lambda c: _schedule(c) == "inverse_sqrt", "acts on inverse_sqrt only", note=True),
-    Need("optimizer.min_lr_ratio", lambda c: _schedule(c) in _FLOORED, f"acts on {', '.join(_FLOORED)} only", note=True),
-    Need("optimizer.decay_steps", lambda c: _schedule(c) == "warmup_stable_decay", "acts on warmup_stable_decay only", note=True),
-    Need("optimizer.warmup_steps", lambda c: not c.optimizer.warmup_steps or _schedule(c) not in ("", *_UNWARMED)
+    Companion("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
+    Companion("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
+    Companion("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
+    Companion("demo.score", lambda c: c.demo.dataset, "needs {demo.dataset}: there is nothing to score"),
+    Companion("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
+    Companion("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
+    Companion("optimizer.timescale", lambda c: _schedule(c) == "inverse_sqrt", "acts on inverse_sqrt only", note=True),
+    Companion("optimizer.min_lr_ratio", lambda c: _schedule(c) in _FLOORED, f"acts on {', '.join(_FLOORED)} only", note=True),
+    Companion("optimizer.decay_steps", lambda c: _schedule(c) == "warmup_stable_decay", "acts on warmup_stable_decay only", note=True),
+    Companion("optimizer.warmup_steps", lambda c: not c.optimizer.warmup_steps or _schedule(c) not in ("", *_UNWARMED)
          or is_schedule_free(c.optimizer),
          "this schedule has no warm-up; {optimizer.scheduler}=constant_with_warmup has one"),
 )  # fmt: skip
@@ -99,20 +99,20 @@ def _schedule(cfg: TrainConfig) -> str:
     return schedule_name(cfg.optimizer)
 
 
-def companions(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def companions(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find fields that were given without what gives them a meaning."""
-    return lacking(NEEDS, cfg, asked)
+    return lacking(NEEDS, cfg, requested)
 
 
-def lacking(needs: Iterable[Need], cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def lacking(needs: Iterable[Companion], cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find the fields of a table that were given and lack what they need."""
     for need in needs:
         value = value_of(cfg, need.field)
-        if need.field in asked and value is not None and value is not False and not need.met(cfg):
+        if need.field in requested and value is not None and value is not False and not need.met(cfg):
             yield Finding((need.field,), spelled(need.needs), note=need.note)
 
 
-def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def required(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find what every run needs and this one lacks."""
     if not cfg.save.output_dir:
         yield Finding(("save.output_dir",), "is missing", "give the folder of everything that the run writes")
@@ -123,7 +123,7 @@ def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.resolution",), "is missing", "give WIDTH,HEIGHT; for SDXL 1024,1024")
 
 
-def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def model(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Weights come from one place."""
     parts = ("transformer", "vae", "text_encoder1", "text_encoder2", "text_encoder3")
     elsewhere = takes(cfg, "model.transformer") and any(value_of(cfg, f"model.{part}") for part in parts)
@@ -137,7 +137,7 @@ def model(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         )
 
 
-def data_counts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def data_counts(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """One number of repeats for all folders, or one for each."""
     repeats, folders = len(cfg.data.repeats), len(cfg.data.dirs)
     if folders and repeats not in (1, folders):
@@ -145,12 +145,12 @@ def data_counts(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
         yield Finding(("data.repeats", "data.dirs"), what, f"give one number, or one for each {option('data.dirs')}")
 
 
-def cadence(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def cadence(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Say which of two counts holds where kohya lets both be given."""
-    if {"training.max_epochs", "training.max_steps"} <= asked and not cfg.training.first_limit:
+    if {"training.max_epochs", "training.max_steps"} <= requested and not cfg.training.first_limit:
         yield Finding(("training.max_steps",), f"has no effect: {option('training.max_epochs')} wins", note=True)
     training, resume = cfg.training, cfg.save.resume
-    if {"training.initial_step", "training.initial_epoch"} <= asked:
+    if {"training.initial_step", "training.initial_epoch"} <= requested:
         yield Finding(("training.initial_epoch",), f"has no effect: {option('training.initial_step')} wins", note=True)
     if training.skip_until_initial_step and resume and resume != "auto":
         what = f"has no effect with {option('save.resume')}=FOLDER: the state says at which step it goes on"
@@ -161,11 +161,11 @@ def cadence(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     if training.max_epochs and training.initial_epoch > training.max_epochs:
         what = f"must be at most {option('training.max_epochs')}, {training.initial_epoch} of {training.max_epochs}"
         yield Finding(("training.initial_epoch",), what, "nothing would be left to train")
-    if {"save.n_epoch_ratio", "save.every_n_epochs"} <= asked:
+    if {"save.n_epoch_ratio", "save.every_n_epochs"} <= requested:
         yield Finding(("save.every_n_epochs",), f"has no effect: {option('save.n_epoch_ratio')} wins", note=True)
 
 
-def no_metadata(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
+def no_metadata(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Nothing can be written into a header that is not written."""
     if cfg.save.no_metadata:
         for key in type(cfg.metadata).model_fields:

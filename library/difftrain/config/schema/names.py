@@ -72,11 +72,11 @@ def nearest(word: str, names: Iterable[str]) -> str:
     known = {name.lower(): name for name in names}
     # a name that was begun is meant before one that is as long: AdamW8 is AdamW8bit, not AdamW
     begun = [name for name in known if len(word) > 3 and name.startswith(word.lower())]
-    found = begun if len(begun) == 1 else get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return known[found[0]] if found else ""
+    matches = begun if len(begun) == 1 else get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return known[matches[0]] if matches else ""
 
 
 def did_you_mean(word: str, names: Iterable[str], prefix: str = "") -> str:
     """Return "did you mean X?" or an empty string."""
-    found = nearest(word, names)
-    return f"did you mean {prefix}{found}?" if found else ""
+    match = nearest(word, names)
+    return f"did you mean {prefix}{match}?" if match else ""

@@ -32,8 +32,8 @@ def part_rates(cfg: TrainConfig) -> dict[str, float]:
         both = section.text_encoder_lr[:1] + section.text_encoder_lr[-1:] or (None, None)
         encoders = [part for part in row.parts if part.startswith("text_encoder")]
         for part, one, other in zip(encoders, (section.learning_rate_te1, section.learning_rate_te2), both):
-            given = other if one is None else one
-            rates[part] = section.learning_rate if given is None else given
+            own_rate = other if one is None else one
+            rates[part] = section.learning_rate if own_rate is None else own_rate
     return {part: rate for part, rate in rates.items() if rate > 0}
 
 

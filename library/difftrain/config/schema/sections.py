@@ -105,7 +105,7 @@ class TrainConfig(Section):
     @property
     def batch_sizes(self) -> tuple[int, ...]:
         """Return the images that a rank takes in one micro batch, of each dataset."""
-        return tuple(each.batch_size for each in self.data.datasets) or (self.training.batch_size,)
+        return tuple(dataset.batch_size for dataset in self.data.datasets) or (self.training.batch_size,)
 
     @property
     def export_precision(self) -> Literal["float", "fp16", "bf16"] | None:

@@ -21,12 +21,12 @@ _MOST = 2**63 - 1
 
 def unsupported_value(value: Any) -> str:
     """Say why nothing can be done with a value; nothing of most."""
-    for each in _leaves(value):
-        if not isinstance(each, str | bool | int | float | None):
+    for leaf in _leaves(value):
+        if not isinstance(leaf, str | bool | int | float | None):
             return "must not be a date or a time"
-        if isinstance(each, str) and ("\0" in each or any("\ud800" <= letter <= "\udfff" for letter in each)):
-            return f"holds what is no text: {each!r}"
-        if isinstance(each, int) and abs(each) > _MOST:
+        if isinstance(leaf, str) and ("\0" in leaf or any("\ud800" <= letter <= "\udfff" for letter in leaf)):
+            return f"holds what is no text: {leaf!r}"
+        if isinstance(leaf, int) and abs(leaf) > _MOST:
             return f"is beyond the whole numbers of TOML, {_MOST} at most"
     return ""
 
@@ -35,8 +35,8 @@ def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     else:
         yield value
 
@@ -64,7 +64,7 @@ def form_of(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, inside))
     if origin in (types.UnionType, typing.Union):
-        forms = list(dict.fromkeys(form_of(each) for each in inside if each is not type(None)))
+        forms = list(dict.fromkeys(form_of(argument) for argument in inside if argument is not type(None)))
         return "X" if set(forms) == {"N", "X"} else "|".join(forms)
     if origin is tuple:
         return f"[{form_of(inside[0])}, ...]" if inside[-1] is ... else f"[{', '.join(map(form_of, inside))}]"
@@ -137,22 +137,22 @@ def build(values: Values) -> tuple[TrainConfig, list[Misfit]]:
     """Validate values; one that does not fit is reported and left at its default, so that the rest can be judged."""
     misfits: list[Misfit] = []
     sections = {}
-    for section, given in values.items():
-        sections[section], found = build_section(section, given)
-        misfits += found
+    for section, section_values in values.items():
+        sections[section], section_misfits = build_section(section, section_values)
+        misfits += section_misfits
     return TrainConfig.model_validate(sections), misfits
 
 
-def build_section(section: str, given: dict[str, Any]) -> tuple[Section, list[Misfit]]:
+def build_section(section: str, section_values: dict[str, Any]) -> tuple[Section, list[Misfit]]:
     """Validate one section, as build does."""
     cls = section_class(section)
     try:
-        return cls(**given), []
+        return cls(**section_values), []
     except ValidationError as error:
         details = error.errors(include_url=False)
     misfits = [misfit_of(section, detail) for detail in details]
     bad = {str(detail["loc"][0]) for detail in details}
-    return cls(**{k: v for k, v in given.items() if k not in bad}), list(dict.fromkeys(misfits))
+    return cls(**{k: v for k, v in section_values.items() if k not in bad}), list(dict.fromkeys(misfits))
 
 
 def misfit_of(section: str, detail: ErrorDetails) -> Misfit:
@@ -175,6 +175,7 @@ def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
         case "extra_forbidden":
             names = owner.model_fields
             return "no such key", did_you_mean(field, names) or f"known are {', '.join(names)}"
+        # bounds
         case "greater_than_equal":
             return f"must be at least {show(ctx['ge'])}, got {got}", ""
         case "greater_than":
@@ -183,6 +184,7 @@ def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
             return f"must be at most {show(ctx['le'])}, got {got}", ""
         case "less_than":
             return f"must be below {show(ctx['lt'])}, got {got}", ""
+        # words to choose from
         case "literal_error":
             choices = _choices(owner.model_fields[field].annotation)
             words = ", ".join(str(choice) for choice in choices)
@@ -190,11 +192,12 @@ def wrong_in(cls: type[Section], detail: ErrorDetails) -> tuple[str, str]:
             return f"must be one of {words}; got {got}", guess
         case "finite_number":
             return f"must be a finite number, got {got}", ""
+        # all else: the form that the field has
         case kind:
             info = owner.model_fields.get(field)
-            said = expected_form(info.annotation, kind) if info is not None else ""
-            said = f"must be {said}" if said else f"{detail['msg'][:1].lower()}{detail['msg'][1:]}"
-            return f"{said}, got {got}", ""
+            expected = expected_form(info.annotation, kind) if info is not None else ""
+            expected = f"must be {expected}" if expected else f"{detail['msg'][:1].lower()}{detail['msg'][1:]}"
+            return f"{expected}, got {got}", ""
 
 
 def _owner(cls: type[Section], loc: tuple[int | str, ...]) -> tuple[type[Section], str]:
@@ -209,9 +212,9 @@ def _owner(cls: type[Section], loc: tuple[int | str, ...]) -> tuple[type[Section
 
 def _section_in(annotation: Any) -> type[Section] | None:
     """Return the kind of section that a field holds, or a tuple of."""
-    for each in (annotation, *typing.get_args(annotation)):
-        if isinstance(each, type) and issubclass(each, Section):
-            return each
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
     return None
 
 

@@ -15,14 +15,14 @@ _ONE_ATTENTION = "ignored: the fastest exact attention of the device is always u
 _LORA = "adapters; what is trained here are the full weights"
 
 
-def near(name: str, kind: Kind, to: str, help: str, **rest: Any) -> Row:
+def near(name: str, kind: Kind, to: str, help: str, **remaining: Any) -> Row:
     """Make a row of a flag that is accepted and means the nearest thing here, which is said once."""
-    return Row(name, kind, to, help, "nearest", **rest)
+    return Row(name, kind, to, help, "nearest", **remaining)
 
 
-def later(name: str, kind: Kind, why: str, **rest: Any) -> Row:
+def later(name: str, kind: Kind, why: str, **remaining: Any) -> Row:
     """Make a row of a flag that is known and not built yet: given, it is a fault, never ignored."""
-    return Row(name, kind, "", why, "later", **rest)
+    return Row(name, kind, "", why, "later", **remaining)
 
 
 def never(name: str, kind: Kind, why: str) -> Row:

@@ -123,24 +123,24 @@ def _engine(layer: LayerLike, item: KeyValue, value: Any) -> None:
 
 def _eval_sets(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a list of {name, config}."""
-    tables = value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else None
+    tables = value if isinstance(value, list) and all(isinstance(table, dict) for table in value) else None
     if tables is None:
         layer.fault(item, f"must be a list of tables, got {show(value)}", "[{name = 'held out', config = 'FILE.toml'}]")
         return
     sets: list[dict[str, Any]] = []
     for number, table in enumerate(tables, 1):
-        place = f"{number}:"
+        at = f"{number}:"
         for key in table.keys() - {"name", "config"}:
-            layer.fault(item, f"{place} no such key: {key}", did_you_mean(key, ("name", "config")) or "name and config")
+            layer.fault(item, f"{at} no such key: {key}", did_you_mean(key, ("name", "config")) or "name and config")
         wrong = [key for key in ("name", "config") if not isinstance(table.get(key), str) or not table[key].strip()]
         for key in wrong:
             what = f"must be text in quotes, got {show(table[key])}" if key in table else "is missing"
             layer.fault(
-                item, f"{place} {key} {what}", "name: how it is called in the metrics; config: TOML file of its data"
+                item, f"{at} {key} {what}", "name: how it is called in the metrics; config: TOML file of its data"
             )
         if not wrong:
             sets.append({"name": table["name"], "config": layer.path(item, table["config"])})
-    names = [each["name"] for each in sets]
+    names = [section["name"] for section in sets]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         layer.fault(item, f"two sets are called {name!r}", "give each a name of its own")
     layer.put("eval.sets", sets, item)
@@ -148,7 +148,7 @@ def _eval_sets(layer: LayerLike, item: KeyValue, value: Any) -> None:
 
 def _text_encoders(layer: LayerLike, item: KeyValue, value: Any) -> None:
     """Take a list of {type, path}."""
-    tables = value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else None
+    tables = value if isinstance(value, list) and all(isinstance(section, dict) for section in value) else None
     if tables is None:
         layer.fault(item, f"must be a list of tables, got {show(value)}", "[{type = 't5', path = 'FOLDER'}]")
         return

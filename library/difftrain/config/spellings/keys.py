@@ -50,7 +50,7 @@ MIXED = {
 STORED = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "float", "bf16": "bf16", "fp16": "fp16", "fp32": "float", "float": "float",
 }  # fmt: skip
-HELD = {
+STORAGE_DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
     **dict.fromkeys(("float8", "float8_e4m3", "float8_e4m3fn", "float8_e5m2"), "float8"),
 }  # fmt: skip
@@ -61,14 +61,16 @@ _PARTS = f"of families that are not built yet; {', '.join(TRAINED)} read their p
 _CLIPS = "clips of videos: no family that is built has them, and images are taken as they are"
 
 
-def key(name: str, tables: str, to: str, help: str = "", kind: Kind = "field", **rest: Any) -> Row:
+def key(name: str, tables: str, to: str, help: str = "", kind: Kind = "field", **remaining: Any) -> Row:
     """Make a row. tables: separated by spaces, its home first; "-" is the top level of the file."""
-    return Row(name, kind, to, help, tables=tuple("" if table == "-" else table for table in tables.split()), **rest)
+    return Row(
+        name, kind, to, help, tables=tuple("" if table == "-" else table for table in tables.split()), **remaining
+    )
 
 
-def near(name: str, tables: str, to: str, help: str, kind: Kind = "field", **rest: Any) -> Row:
+def near(name: str, tables: str, to: str, help: str, kind: Kind = "field", **remaining: Any) -> Row:
     """Make a row of a key that means the nearest thing here, which is said once."""
-    return key(name, tables, to, help, kind, status="nearest", **rest)
+    return key(name, tables, to, help, kind, status="nearest", **remaining)
 
 
 def later(name: str, tables: str, why: str, *passes: Any) -> Row:
@@ -108,9 +110,9 @@ KEYS: tuple[Row, ...] = (
     key("dtype", "model", "training.mixed_precision",
         "what is computed in: bfloat16, float16, float32; trained weights stay fp32, see master_weights", words=MIXED),
     key("transformer_dtype", "model", "?held",
-        "what weights of the denoiser that are not trained are kept in", "str", words=HELD),
-    key("diffusion_model_dtype", "model", "?held", "the same as transformer_dtype", "str", words=HELD),
-    key("unet_dtype", "model", "?held", "the same as transformer_dtype", "str", words=HELD),
+        "what weights of the denoiser that are not trained are kept in", "str", words=STORAGE_DTYPES),
+    key("diffusion_model_dtype", "model", "?held", "the same as transformer_dtype", "str", words=STORAGE_DTYPES),
+    key("unet_dtype", "model", "?held", "the same as transformer_dtype", "str", words=STORAGE_DTYPES),
     key("num_layers", "model", "model.num_layers"),
     key("timestep_sample_method", "model", "flow.timestep_sample_method"),
     key("sigmoid_scale", "model", "flow.sigmoid_scale"),
@@ -265,8 +267,8 @@ _AT = {(table, row.name): row for row in KEYS for table in row.tables}
 
 def key_at(table: str, name: str) -> Row | None:
     """Return the key of a name in a table, or in the one that it may be swapped with."""
-    found = _AT.get((table, name))
-    return found if found is not None or table not in SWAPPED else _AT.get((SWAPPED[table], name))
+    match = _AT.get((table, name))
+    return match if match is not None or table not in SWAPPED else _AT.get((SWAPPED[table], name))
 
 
 def key_of(path: str) -> Row | None:

@@ -54,7 +54,7 @@ class Row:
         return f"--{self.home}.{self.name}" if self.home else f"--{self.name}"
 
     @property
-    def place(self) -> str:
+    def toml_key(self) -> str:
         """Return how a file spells it."""
         return f"[{self.home}] {self.name}" if self.home else self.name
 

@@ -253,8 +253,8 @@ class Index:
         The hash of the bytes where all were read; else of the file's size and time, and the place in it.
         """
         rows = np.zeros((int(self._columns.row.max(initial=0)) + 1, 16), dtype=np.uint8)
-        for row, content, *rest in self._connection().execute(_STAMPS):
-            stamp = content or hashlib.blake2b(json.dumps(rest).encode(), digest_size=16).digest()
+        for row, content, *remaining in self._connection().execute(_STAMPS):
+            stamp = content or hashlib.blake2b(json.dumps(remaining).encode(), digest_size=16).digest()
             rows[row] = np.frombuffer(stamp, dtype=np.uint8)
         return rows[np.asarray(self._columns.row)]
 

@@ -156,9 +156,11 @@ def _about_others(root: str, counts: Counter[str]) -> Iterator[str]:
     if caches:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(caches.items()))
         yield f"{root}: {listed}: features cached by another trainer, not used"
-    rest = [(kind, count) for kind, count in counts.most_common() if count and not kind.startswith("*")]
-    if rest:
-        listed = ", ".join(f"{count} {kind}" for kind, count in rest[:6]) + (" and more" if len(rest) > 6 else "")
+    remaining = [(kind, count) for kind, count in counts.most_common() if count and not kind.startswith("*")]
+    if remaining:
+        listed = ", ".join(f"{count} {kind}" for kind, count in remaining[:6]) + (
+            " and more" if len(remaining) > 6 else ""
+        )
         yield f"{root}: files that are no data of this kind, not read: {listed}"
 
 

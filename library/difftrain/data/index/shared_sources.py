@@ -103,7 +103,7 @@ def copy_to_shared_sources(writer: IndexWriter) -> None:
 
 def nearest(beside: Path, infos: Sequence[SourceInfo]) -> IndexSummary | None:
     """Return the index of other data, among those that lie side by side, that knows most of these sources."""
-    wanted = {info.reading for info in infos if info.kind in KINDS}
+    needed = {info.reading for info in infos if info.kind in KINDS}
     best: tuple[int, IndexSummary] | None = None
     for folder in sorted(beside.glob("*/")):
         latest = newest(folder)
@@ -112,7 +112,7 @@ def nearest(beside: Path, infos: Sequence[SourceInfo]) -> IndexSummary | None:
         except DataFault:
             continue  # of another version, or damaged: reported by the run that uses it
         if summary is not None:
-            common = len(wanted & {info.reading for info in summary.sources if info.kind in KINDS})
+            common = len(needed & {info.reading for info in summary.sources if info.kind in KINDS})
             if common > (best[0] if best else 0):
                 best = common, summary
     return best[1] if best else None

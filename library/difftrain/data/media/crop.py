@@ -112,16 +112,16 @@ def _around(face: Face, recipe: CropSettings, fit: Fit, flip: bool, stream: Stre
     # a face that is small in the frame need not sit in its middle
     drifts = not recipe.random_crop and least != most and face.size > side // 10 and face.size >= _SMALL_FACE
     starts = []
-    for center, length, wanted in zip((face.y, face.x), resized_wh[::-1], (bucket.height, bucket.width), strict=True):
+    for center, length, extent in zip((face.y, face.x), resized_wh[::-1], (bucket.height, bucket.width), strict=True):
         at = int(center * scale + 0.5)
-        start = at - wanted // 2
+        start = at - extent // 2
         if recipe.random_crop:  # two draws: the face stays near the middle more often than not
             reach = max(length - at, at)
             start += stream.integer(reach + 1) + stream.integer(reach + 1) - reach
         elif drifts:
             lowest, highest = -face.size // 20, face.size // 20
             start += lowest + stream.integer(highest - lowest + 1)
-        starts.append(max(0, min(start, length - wanted)))
+        starts.append(max(0, min(start, length - extent)))
     return CropWindow(replace(fit, resized_wh=resized_wh), starts[1], starts[0], flip, native=True)
 
 

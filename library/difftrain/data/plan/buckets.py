@@ -110,9 +110,11 @@ class BucketTable:
         # Below one step kohya's rounding would leave 0, on which it fails: there the side is taken as it is.
         low = data.min_bucket_reso // steps * steps or data.min_bucket_reso
         high, notes = -(-data.max_bucket_reso // steps) * steps, []
-        for name, asked, used in (("min", data.min_bucket_reso, low), ("max", data.max_bucket_reso, high)):
-            if asked != used:
-                notes.append(f"{name}_bucket_reso {asked} is no multiple of bucket_reso_steps {steps}: {used} is used")
+        for name, requested, used in (("min", data.min_bucket_reso, low), ("max", data.max_bucket_reso, high)):
+            if requested != used:
+                notes.append(
+                    f"{name}_bucket_reso {requested} is no multiple of bucket_reso_steps {steps}: {used} is used"
+                )
         _check_limits(data.resolution, low, high, steps)
         return cls(
             tuple(make_resolutions((width, height), low, high, steps)), width * height, steps, False, tuple(notes)
@@ -217,6 +219,8 @@ class BucketTable:
 
 def _check_limits(resolution: Size, low: int, high: int, steps: int) -> None:
     faults = []
+
+    # --- the resolution lies between the limits
     if min(resolution) < low:
         faults.append(
             Fault(
@@ -233,6 +237,8 @@ def _check_limits(resolution: Size, low: int, high: int, steps: int) -> None:
                 "raise it",
             )
         )
+
+    # --- a bucket is at least one step wide
     if math.isqrt(resolution[0] * resolution[1]) < steps:
         faults.append(
             Fault(

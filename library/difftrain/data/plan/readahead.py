@@ -36,13 +36,13 @@ class Readahead:
         order = self._plan.arrangement
         if not isinstance(order, SequentialOrder) or not hasattr(os, "posix_fadvise"):
             return 0
-        asked = 0
+        requested = 0
         for shards, low, high, of in self._ahead(order, step, part):
             files = [self._file(shard) for shard in shards]
             total = sum(size for _, size in files)
             for piece in range(-(-low * total // of // _PIECE), -(-high * total // of // _PIECE)):
-                asked += _request(files, piece * _PIECE)
-        return asked
+                requested += _request(files, piece * _PIECE)
+        return requested
 
     def _ahead(self, order: SequentialOrder, step: int, part: slice) -> Iterator[tuple[list[int], int, int, int]]:
         """Yield (shards of the next window, from, to, of): the share of them to request, in uses of the present one."""
@@ -90,7 +90,7 @@ class Readahead:
 
 def _request(files: list[tuple[Path, int]], offset: int) -> int:
     """Request one piece of files that are thought of as one after another."""
-    asked = 0
+    requested = 0
     left = _PIECE
     for path, size in files:
         if offset < size and left:
@@ -98,12 +98,12 @@ def _request(files: list[tuple[Path, int]], offset: int) -> int:
             try:
                 descriptor = os.open(path, os.O_RDONLY)
             except OSError:
-                return asked
+                return requested
             try:
                 os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(descriptor)
-            asked += length
+            requested += length
             left -= length
         offset = max(0, offset - size)
-    return asked
+    return requested

@@ -263,8 +263,8 @@ def reg_uses(repeats: np.ndarray, draws: int) -> np.ndarray:
     lacking = draws - int(repeats.sum())
     if lacking <= 0:
         return np.where(before < draws, repeats, 0)
-    rounds, rest = divmod(lacking, len(repeats))
-    more: np.ndarray = repeats + rounds + (np.arange(len(repeats)) < rest)
+    rounds, remaining = divmod(lacking, len(repeats))
+    more: np.ndarray = repeats + rounds + (np.arange(len(repeats)) < remaining)
     return more
 
 

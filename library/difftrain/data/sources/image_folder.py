@@ -78,11 +78,11 @@ class ImageFolderSource(DataSource):
     def check(self, path: str) -> str:
         rows = self._rows(path)
         columns = sorted({name for row in rows for name in row})
-        for wanted in (NAME, self.info.caption_column):
-            if wanted not in columns:
-                found = ", ".join(map(str, columns)) or "none"
+        for column in (NAME, self.info.caption_column):
+            if column not in columns:
+                available = ", ".join(map(str, columns)) or "none"
                 raise DataFault(
-                    f"{self.root / path}: no column {wanted!r} (data.caption_column). Columns found: {found}"
+                    f"{self.root / path}: no column {column!r} (data.caption_column). Columns found: {available}"
                 )
         return ""
 

@@ -50,13 +50,13 @@ class ClassSource(DataSource):
         return {name: number for number, name in enumerate(self._names())}
 
     def _names(self) -> Iterator[str]:
-        count = _asked(f"len({self.info.root})", lambda: len(self._dataset))
+        count = _call_user(f"len({self.info.root})", lambda: len(self._dataset))
         if not hasattr(self._dataset, "name"):
             yield from map(str, range(count))
             return
         seen: dict[str, int] = {}
         for i in range(count):
-            name = _asked(f"{self.info.root}.name({i})", lambda i=i: self._dataset.name(i))  # type: ignore[misc]
+            name = _call_user(f"{self.info.root}.name({i})", lambda i=i: self._dataset.name(i))  # type: ignore[misc]
             if not isinstance(name, str) or not name or printable(name) != name:
                 raise _fault(f"{self.info.root}.name({i}) is {name!r}, not a text", "a name is the same for ever")
             if seen.setdefault(name, i) != i:
@@ -118,7 +118,7 @@ def make(dotted: str, argument: str = "") -> Any:
         raise _fault(f"{module_name} cannot be imported: {type(error).__name__}: {error}", remedy) from None
     if not hasattr(module, name):
         raise _fault(f"{module_name} has no {name}", f"it has {', '.join(_classes(module)) or 'no class'}")
-    made = _asked(f"{dotted}({argument!r})" if argument else f"{dotted}()", lambda: _call(module, name, argument))
+    made = _call_user(f"{dotted}({argument!r})" if argument else f"{dotted}()", lambda: _call(module, name, argument))
     for needed in ("__len__", "__getitem__"):
         if not hasattr(type(made), needed):
             raise _fault(f"{dotted} has no {needed}", "a data set has __len__ and __getitem__: docs/data_sets.md")
@@ -133,7 +133,7 @@ def _classes(module: Any) -> list[str]:
     return sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__)
 
 
-def _asked(what: str, action: Callable[[], Any]) -> Any:
+def _call_user(what: str, action: Callable[[], Any]) -> Any:
     """Run a user's code; whatever it raises is a fault of the configuration."""
     try:
         return action()

@@ -157,16 +157,16 @@ class ParquetSource(DataSource):
         return image, caption
 
 
-def _choose(schema: Any, wanted: str, names: tuple[str, ...], fits: Callable[[Any], bool]) -> str | None:
-    if wanted:
-        return wanted if wanted in schema.names and fits(schema.field(wanted).type) else None
+def _choose(schema: Any, column: str, names: tuple[str, ...], fits: Callable[[Any], bool]) -> str | None:
+    if column:
+        return column if column in schema.names and fits(schema.field(column).type) else None
     lower = {name.lower(): name for name in reversed(schema.names)}
     return next((lower[name] for name in names if name in lower and fits(schema.field(lower[name]).type)), None)
 
 
-def _missing(what: str, wanted: str, key: str, names: tuple[str, ...]) -> str:
-    if wanted:
-        return f"no usable column {wanted!r} for {what} ({key})"
+def _missing(what: str, column: str, key: str, names: tuple[str, ...]) -> str:
+    if column:
+        return f"no usable column {column!r} for {what} ({key})"
     return f"no column for {what} (looked for {', '.join(names)}; name yours with {key})"
 
 

@@ -95,8 +95,8 @@ class ByteSpan(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), max(0, self._length - self._at))
-        part = os.pread(self._file.fileno(), wanted, self._offset + self._at) if wanted else b""
+        needed = min(len(buffer), max(0, self._length - self._at))
+        part = os.pread(self._file.fileno(), needed, self._offset + self._at) if needed else b""
         buffer[: len(part)] = part
         self._at += len(part)
         return len(part)

@@ -123,13 +123,13 @@ def _member(name: str, body: int, size: int, kind: bytes, merged: dict[str, str]
 
 def _check(block: bytes, at: int) -> None:
     """Raise _HeaderFault unless the checksum (of unsigned or, in old tars, signed bytes) is right."""
-    rest = block[:148] + block[156:]
-    unsigned = sum(rest) + 8 * 32
+    remaining = block[:148] + block[156:]
+    unsigned = sum(remaining) + 8 * 32
     try:
         stored = _number(block[_CHECKSUM])
     except _HeaderFault:
         stored = -1
-    if stored != unsigned and stored != unsigned - 256 * sum(byte > 127 for byte in rest):
+    if stored != unsigned and stored != unsigned - 256 * sum(byte > 127 for byte in remaining):
         raise _HeaderFault(f"no tar header at byte {at}, where one should be; what lies behind is not read")
 
 

@@ -21,7 +21,7 @@ class HealthFinding(NamedTuple):
     """One finding. remedy: what to do; empty only where nothing is to be done. about: which of several things."""
 
     verdict: Verdict
-    found: str
+    observed: str
     remedy: str = ""
     about: str = ""
 
@@ -46,4 +46,4 @@ class Context:
 def of_judgement(judged: Judgement, about: str = "") -> HealthFinding:
     """Turn a judgement of versions into a finding: what no table knows is a note."""
     verdict: Verdict = "ok" if judged.fits else "wrong" if judged.fits is False else "note"
-    return HealthFinding(verdict, judged.found, judged.remedy, about)
+    return HealthFinding(verdict, judged.observed, judged.remedy, about)

@@ -137,10 +137,10 @@ def check_devices(context: Context) -> Iterator[HealthFinding]:
         if probed.count:
             yield HealthFinding("ok", f"{kind}: {probed.count} found", about=kind)
         else:
-            asked = context.kind == kind
+            requested = context.kind == kind
             half_there = nodes(kind) or (kind == "npu" and ascend.version("torch_npu"))
-            remedy = probed.remedy if asked or half_there else ""  # else there is nothing to mend
-            yield HealthFinding("wrong" if asked else "note", f"{kind}: {probed.why_not}", remedy, kind)
+            remedy = probed.remedy if requested or half_there else ""  # else there is nothing to mend
+            yield HealthFinding("wrong" if requested else "note", f"{kind}: {probed.why_not}", remedy, kind)
     try:
         device = context.device
     except ConfigFault as error:

@@ -168,18 +168,18 @@ class DdpmObjective:
 
     def stored_fields(self) -> dict[str, Any]:
         """Return what weights say that they predict, and of their noise: in a folder's scheduler, or a file's header or marks."""
-        file, scheduler, said = self.source.single_file, self.source.scheduler, {}
+        file, scheduler, fields = self.source.single_file, self.source.scheduler, {}
         header = file.header if file is not None else {}
         marks = file.marks if file is not None else frozenset()
         kind = {"v": "v_prediction", "epsilon": "epsilon"}.get(header.get("modelspec.prediction_type", ""))
         kind = "v_prediction" if "v_pred" in marks else scheduler.get("prediction_type") or kind
         if kind in ("epsilon", "v_prediction"):
-            said["model.prediction_type"] = kind
+            fields["model.prediction_type"] = kind
         if scheduler.get("rescale_betas_zero_snr") or "ztsnr" in marks or header.get("ss_zero_terminal_snr") == "True":
-            said["noise.zero_terminal_snr"] = True
+            fields["noise.zero_terminal_snr"] = True
         if (layer := header.get("modelspec.encoder_layer", "")).isdecimal():
-            said["model.clip_skip"] = int(layer)
-        return said
+            fields["model.clip_skip"] = int(layer)
+        return fields
 
     def header_facts(self) -> dict[str, str | None]:
         """Return what modelspec says of the objective; min and max of a model that is trained on part of the noise levels."""

@@ -121,8 +121,9 @@ def scheduler_config(section: FlowSection, shift: Shift, stored: Mapping[str, ob
 
 
 # --- The denoiser of Karras et al. 2022 ("Elucidating the Design Space", table 1): preconditioned, over a log-normal sigma
-# D(x, sigma) = c_skip x + c_out F(c_in x, c_noise), learnt from lambda |D - x0|^2 with lambda = 1 / c_out^2. That is the
-# plain square of F - (x0 - c_skip x) / c_out: F is trained on that target, and every sample weighs 1.
+# D(x, sigma) = c_skip x + c_out F(c_in x, c_noise) (equation 7), learnt from lambda |D - x0|^2 with lambda = 1 / c_out^2.
+# That is the plain square of F - (x0 - c_skip x) / c_out (equation 8): F is trained on that target, and every sample
+# weighs 1.
 
 
 _NORMAL = statistics.NormalDist()
@@ -168,7 +169,7 @@ class Edm:
         return Coefficients(data**2 / total, s * data / total.sqrt(), 1.0 / total.sqrt(), sigma.log() / 4.0)
 
     def inputs(self, batch: Batch, latents: Tensor, conditions: dict[str, Tensor]) -> Inputs:
-        """Noise latents to x0 + sigma e, as the network takes them, with what it is to say of them; all in fp32."""
+        """Noise latents to x0 + sigma e, as the network takes them, with what it is to say of them (equation 8); all in fp32."""
         sigma, noise = batch.draws["timestep"].float(), batch.draws["noise"].float()
         c = self.coefficients(sigma, latents.ndim)
         x = latents + sigma.view(-1, *(1,) * (latents.ndim - 1)) * noise
@@ -177,6 +178,6 @@ class Edm:
         return Inputs(c.enter * x, c.noise, conditions, target, weight, mask_of(batch, latents))
 
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
-        """Return D from what the network says of x."""
+        """Return D from what the network says of x (equation 7)."""
         c = self.coefficients(sigma, x.ndim)
         return c.skip * x + c.out * output

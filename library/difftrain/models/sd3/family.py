@@ -231,8 +231,8 @@ class SD3Family(ModelFamily):
         root = Path(cfg.model.pretrained).expanduser() if cfg.model.pretrained else None
         is_light, stored = cfg.model.train_type == LIGHT, readers.get("transformer")
         file = source.single_file
-        said = file.said() if file is not None else read_json(root / FACTS) if root is not None else {}
-        begins = is_light and stored is not None and not said.get("light")
+        facts = file.stored_facts() if file is not None else read_json(root / FACTS) if root is not None else {}
+        begins = is_light and stored is not None and not facts.get("light")
         depth = cfg.model.num_layers or (LIGHT_LAYERS if begins else own)
 
         # --- the blocks: stored, or random

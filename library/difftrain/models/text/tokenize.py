@@ -167,10 +167,10 @@ class Tokenize:
         template = "" if text.template == "{}" else f" in {text.template!r}"
         return f"tokens {vocabulary.digest}{template} up to {self.kept[position - 1]}, {read}"
 
-    def _clip_identity(self, place: int) -> str:
+    def _clip_identity(self, position: int) -> str:
         """Return what decides the ids of a CLIP encoder; two are told together."""
-        clips = [each for text, each in zip(self.texts, self.vocabularies, strict=True) if text.kind == "clip"]
-        vocabulary = self.vocabularies[place - 1]
+        clips = [known for text, known in zip(self.texts, self.vocabularies, strict=True) if text.kind == "clip"]
+        vocabulary = self.vocabularies[position - 1]
         return ClipTokenize((clips[0], clips[1]) if len(clips) == 2 else (vocabulary, vocabulary)).identity
 
     @property

@@ -182,12 +182,12 @@ def train_decoder(
     # --- steps
     for step in range(1, steps + 1):
         picked = torch.randint(len(pictures), (batch_size,), generator=generator)
-        wanted = pictures[picked].to(device)
+        target = pictures[picked].to(device)
         with torch.no_grad():
-            latents = vae.encode(pixels_to_unit(wanted)).latent_dist
+            latents = vae.encode(pixels_to_unit(target)).latent_dist
             noise = torch.randn(latents.mean.shape, generator=generator).to(device)
             latents = latents.mean + latents.std * noise
-        error = F.mse_loss(vae.decode(latents, return_dict=False)[0], pixels_to_unit(wanted))
+        error = F.mse_loss(vae.decode(latents, return_dict=False)[0], pixels_to_unit(target))
         optimizer.zero_grad(set_to_none=True)
         error.backward()
         optimizer.step()
@@ -206,9 +206,9 @@ def psnr(vae: Any, pictures: Tensor) -> float:
     return psnr_of(vae.decode(vae.encode(x).latent_dist.mean, return_dict=False)[0].clamp(-1, 1), x)
 
 
-def psnr_of(image: Tensor, wanted: Tensor) -> float:
+def psnr_of(image: Tensor, target: Tensor) -> float:
     """Return the mean over pictures of 10 log10(4 / mean squared error) for values in [-1, 1], in dB."""
-    return float(10 * torch.log10(4 / (image - wanted).square().flatten(1).mean(1)).mean().detach())
+    return float(10 * torch.log10(4 / (image - target).square().flatten(1).mean(1)).mean().detach())
 
 
 # --- Make tiny_vae.safetensors, the VAE of the size `tiny`: `python -m difftrain.models.vae.fit FILE`

@@ -165,34 +165,39 @@ def _pairs(
     about: Mapping[str, Any],
 ) -> dict[tuple[str, str], LoraPair]:
     """Sort an adapter's tensors by folder and layer. Raises ConfigFault where diffusers cannot read it."""
+    # --- keys of PEFT and of kohya as diffusers has them
     tensors = {
         f"{denoiser}.{key.removeprefix(_PEFT)}" if key.startswith(_PEFT) else key: value
         for key, value in tensors.items()
     }
     named, alphas = _as_diffusers(choice, path, tensors, pipeline, modules[denoiser])
+
+    # --- the two matrices of each layer
     pairs: dict[tuple[str, str], LoraPair] = {}
     for key, value in named.items():
         if key.endswith(".alpha"):
             alphas[key] = float(value)
             continue
-        place, side = _placed(key)
-        pair = pairs.setdefault(place, LoraPair([]))
+        layer_key, side = _placed(key)
+        pair = pairs.setdefault(layer_key, LoraPair([]))
         pair.keys.append(key)
         if side == "A":
             pair.a = value
         elif side == "B":
             pair.b = value
+
+    # --- how strong each is: by what the file says of itself, then by its own tensors
     for (folder, layer), pair in pairs.items():
         pair.root = bool(about.get(f"{folder}.use_rslora"))
         patterns = about.get(f"{folder}.alpha_pattern") or {}
         own = next((alpha for name, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", layer)), None)
         pair.alpha = own if own is not None else about.get(f"{folder}.lora_alpha")
     for key, alpha in alphas.items():
-        place, _ = _placed(key.removesuffix(".alpha"))
-        if place not in pairs:
-            place, _ = _placed(f"{key.removesuffix('.alpha')}.lora_A.weight")
-        if place in pairs:
-            pairs[place].alpha = alpha
+        layer_key, _ = _placed(key.removesuffix(".alpha"))
+        if layer_key not in pairs:
+            layer_key, _ = _placed(f"{key.removesuffix('.alpha')}.lora_A.weight")
+        if layer_key in pairs:
+            pairs[layer_key].alpha = alpha
     return pairs
 
 
@@ -222,17 +227,17 @@ def _as_diffusers(
 
 def _placed(key: str) -> tuple[tuple[str, str], str]:
     """Return folder and layer of a key, and which factor it is: "A", "B" or none."""
-    folder, _, rest = key.partition(".")
+    folder, _, remaining = key.partition(".")
     for pattern in _KEYS:
-        if match := pattern.fullmatch(rest):
-            found = match.groupdict()
-            layer = found["layer"]
-            if found.get("attention"):
-                layer += f".{found['attention']}{'.0' if found['attention'] == 'to_out' else ''}"
-            if found.get("text"):
-                layer += f".{found['text'].removeprefix('to_')}_proj"
-            return (folder, layer), _SIDES[found["side"]]
-    return (folder, rest), ""
+        if match := pattern.fullmatch(remaining):
+            groups = match.groupdict()
+            layer = groups["layer"]
+            if groups.get("attention"):
+                layer += f".{groups['attention']}{'.0' if groups['attention'] == 'to_out' else ''}"
+            if groups.get("text"):
+                layer += f".{groups['text'].removeprefix('to_')}_proj"
+            return (folder, layer), _SIDES[groups["side"]]
+    return (folder, remaining), ""
 
 
 def _layer(module: nn.Module, name: str) -> nn.Module | None:

@@ -62,17 +62,17 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
     weights = opened(file, flag)
     shapes = weights.shapes()
     try:
-        said = json.loads(weights.metadata.get(SIZES, "{}"))
+        sizes = json.loads(weights.metadata.get(SIZES, "{}"))
     except ValueError:
-        said = {}
-    if isinstance(said, dict) and said.get("family") in FAMILIES:
-        return DetectedFamily(str(said["family"]), _has_all_parts(class_of(said["family"]), shapes))
-    found = list(_fitting(shapes))
-    if len(found) == 1:
-        return found[0]
+        sizes = {}
+    if isinstance(sizes, dict) and sizes.get("family") in FAMILIES:
+        return DetectedFamily(str(sizes["family"]), _has_all_parts(class_of(sizes["family"]), shapes))
+    fits = list(_fitting(shapes))
+    if len(fits) == 1:
+        return fits[0]
     looks = looks_like(shapes)
-    if found:
-        what, remedy = f"{file} may be {' or '.join(each.name for each in found)}", "say which with --family"
+    if fits:
+        what, remedy = f"{file} may be {' or '.join(one.name for one in fits)}", "say which with --family"
     elif "adapter" in looks:
         what, remedy = f"{file} looks like {looks}", "give it as --adapter beside the --weights of its model"
     else:
@@ -85,7 +85,7 @@ def _fitting(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[DetectedFamily]:
     """Yield every family whose layout these names and shapes have."""
     from difftrain.models.weights.part_files import PREFIXES
 
-    prefix = next((each for each in PREFIXES if any(key.startswith(each) for key in shapes)), "")
+    prefix = next((known for known in PREFIXES if any(key.startswith(known) for key in shapes)), "")
     bare = {key.removeprefix(prefix): shape for key, shape in shapes.items() if key.startswith(prefix)}
     for name in FAMILIES:
         facts: Any = class_of(name)

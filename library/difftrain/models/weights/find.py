@@ -137,9 +137,9 @@ def _scheduler_of(root: Path | None, file: SingleFile | None) -> dict[str, Any]:
     """Return the scheduler's settings that came with the weights: a folder's, an export's, or what all readers take."""
     if file is None:
         return read_json(root / "scheduler" / "scheduler_config.json") if root else {}
-    said = file.said().get("scheduler")
-    if isinstance(said, dict):
-        return said
+    scheduler_config = file.stored_facts().get("scheduler")
+    if isinstance(scheduler_config, dict):
+        return scheduler_config
     return {} if file.facts.shift is None else {"shift": file.facts.shift}
 
 
@@ -296,13 +296,13 @@ def _is_of_another(kind: str, family: Description) -> bool:
 
 def _sibling_faults(root: Path, family: Description) -> list[Fault]:
     """Say where a folder is of another family of the same pipeline."""
-    place, own = family.row.told_by or ("", None)
-    part, _, argument = place.partition(".")
+    path_of_marker, own = family.row.told_by or ("", None)
+    part, _, argument = path_of_marker.partition(".")
     config = read_json(root / family.folder(part) / "config.json") if part else {}
     if not config:
         return []
     value = known.complete(family.parts[part], known.accepted(family.parts[part], config)).get(argument)
-    rows = {name: row for name, row in FAMILIES.items() if row.told_by == (place, value) and value != own}
+    rows = {name: row for name, row in FAMILIES.items() if row.told_by == (path_of_marker, value) and value != own}
     return [
         Fault(
             family.where("pretrained"),

@@ -24,16 +24,16 @@ Read = Callable[[str], "Mapping[str, Any] | None"]  # a JSON file by its path in
 
 def identify(path: str) -> WeightsIdentity:
     """Look at a folder of diffusers, or one file of the original layout."""
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return of_folder(lambda name: read_object(place / name))
-    if place.suffix.lower() != ".safetensors":
+    location = Path(path).expanduser()
+    if location.is_dir():
+        return of_folder(lambda name: read_object(location / name))
+    if location.suffix.lower() != ".safetensors":
         return WeightsIdentity()
-    title = looks_like(_shapes(place))
+    title = looks_like(_shapes(location))
     families = [name for name, row in FAMILIES.items() if row.title == title]
     if families:
         return WeightsIdentity(families[0])
-    what, remedy = f"{place.name} looks like {title}", "give a diffusers folder, or a file of the original layout"
+    what, remedy = f"{location.name} looks like {title}", "give a diffusers folder, or a file of the original layout"
     return WeightsIdentity(faults=((what, remedy),))
 
 
@@ -66,10 +66,10 @@ def is_told(row: FamilyRow, read: Read) -> bool:
     told_by = row.told_by
     if told_by is None:
         return True
-    place, wanted = told_by
-    part, _, argument = place.partition(".")
+    path_of_marker, expected = told_by
+    part, _, argument = path_of_marker.partition(".")
     config = read(f"{part}/config.json") or {}
-    return bool(config.get(argument, False) == wanted)
+    return bool(config.get(argument, False) == expected)
 
 
 def read_object(path: Path) -> Mapping[str, Any] | None:

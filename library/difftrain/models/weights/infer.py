@@ -121,14 +121,14 @@ def looks_like(shapes: Shapes) -> str:
     return f"no model known here; its first keys are {', '.join(sorted(shapes)[:3])}"
 
 
-def differences(wanted: Shapes, actual: Shapes, limit: int = 5) -> list[str]:
+def differences(expected: Shapes, actual: Shapes, limit: int = 5) -> list[str]:
     """Describe missing, unexpected and differently shaped tensors, the first few of each by name."""
     lines = []
-    missing = [key for key in wanted if key not in actual]
-    unknown = [key for key in actual if key not in wanted]
+    missing = [key for key in expected if key not in actual]
+    unknown = [key for key in actual if key not in expected]
     others_left = [
         f"{key} {actual[key]} instead of {shape}"
-        for key, shape in wanted.items()
+        for key, shape in expected.items()
         if key in actual and actual[key] != shape
     ]
     for title, names in (("missing", missing), ("unexpected", unknown), ("of another shape", others_left)):

@@ -190,12 +190,12 @@ def unet_rule(unet: Any) -> Rule:
         for ours, theirs in _UNET_ENDS.items():
             if name.startswith(ours + "."):
                 return KeyPiece(theirs + name.removeprefix(ours))
-        side, rest = name.split(".", 1)
+        side, remaining = name.split(".", 1)
         if side == "mid_block":
-            kind, j, inner = rest.split(".", 2)
+            kind, j, inner = remaining.split(".", 2)
             middle = f"1.{inner}" if kind == "attentions" else f"{2 * int(j)}.{renamed(inner, _RESNET)}"
             return KeyPiece(f"middle_block.{middle}")
-        i, kind, j, inner = rest.split(".", 3)
+        i, kind, j, inner = remaining.split(".", 3)
         # input_blocks and output_blocks are one flat list over all levels; input block 0 is conv_in
         down, block = side == "down_blocks", int(i)
         flat = "input_blocks" if down else "output_blocks"

@@ -114,12 +114,12 @@ class PartFiles:
     def key_map(self, module: nn.Module) -> KeyMap:
         """Say where each tensor of a module lies: by its own name, else by the table of the original layout."""
         tensors = module.state_dict()
-        wanted = {name: tuple(v.shape) for name, v in tensors.items() if not is_second_name(self.kind, name)}
+        expected = {name: tuple(v.shape) for name, v in tensors.items() if not is_second_name(self.kind, name)}
         keys = self._located.keys()
-        own = {name: stored_name(self.kind, name, keys) for name in wanted}
+        own = {name: stored_name(self.kind, name, keys) for name in expected}
         if self._rule is None or self.path.is_dir() or sum(key in keys for key in own.values()) > len(own) // 2:
-            return KeyMap(wanted, lambda name: KeyPiece(own[name]))
-        return KeyMap(wanted, self._rule(module))
+            return KeyMap(expected, lambda name: KeyPiece(own[name]))
+        return KeyMap(expected, self._rule(module))
 
     # ------------------------------------------------------------------ reading
 
@@ -262,7 +262,7 @@ class SingleFile:
             raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is not JSON")])
         return content
 
-    def said(self) -> dict[str, Any]:
+    def stored_facts(self) -> dict[str, Any]:
         """Return what an export of ours says of itself beside its sizes; nothing where it is no such file."""
         try:
             content = json.loads(self.header.get(FACTS, "{}"))
@@ -276,30 +276,30 @@ class SingleFile:
 
     def faults(self, parts: Mapping[str, tuple[PartInFile, nn.Module]]) -> list[Fault]:
         """Compare keys and shapes with those of the parts that are to come from it, all at once."""
-        wanted = {
+        expected = {
             reader.prefix + key: shape
             for reader, module in parts.values()
             for key, shape in reader.key_map(module).stored.items()
             if reader.prefix + key not in self.facts.identity or reader.prefix + key in self.shapes
         }
         foreign = tuple(prefix for part, prefix in self.facts.prefixes.items() if part not in parts)
-        spare = self._spare(wanted)
+        spare = self._spare(expected)
         actual = {
             key: shape
             for key, shape in self.shapes.items()
             if key not in self.facts.beside and not (foreign and key.startswith(foreign)) and key not in spare
         }
-        lines = differences(wanted, actual)
+        lines = differences(expected, actual)
         if not lines:
             return []
         what = f"{self.path} looks like {looks_like(self.shapes)}; tensors {'; '.join(lines)}"
         return [Fault(self.flag, what, self.facts.layout)]
 
-    def _spare(self, wanted: Shapes) -> frozenset[str]:
+    def _spare(self, expected: Shapes) -> frozenset[str]:
         """Name the tensors of the one block more that such files have than the model."""
         if not self.facts.spare:
             return frozenset()
-        numbers = [int(match[1]) for key in wanted if (match := re.match(self.facts.spare, key))]
+        numbers = [int(match[1]) for key in expected if (match := re.match(self.facts.spare, key))]
         following = 1 + max(numbers, default=-1)
         matches = {key: re.match(self.facts.spare, key) for key in self.shapes}
         return frozenset(key for key, match in matches.items() if match and int(match[1]) == following)

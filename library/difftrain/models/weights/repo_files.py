@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 INDEX = "model_index.json"  # of diffusers: which folders make up the model
-OURS, WHOLE = "difftrain.json", "transformer_full"  # of an SD3 that difftrain exported
+OURS, FULL = "difftrain.json", "transformer_full"  # of an SD3 that difftrain exported
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 _WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".onnx_data", ".xml")
 _VOCABULARY = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -35,8 +35,8 @@ def weights(files: Sequence[str], path: str, read: Read) -> Files:
     for folder in _components(read(_join(path, INDEX))):
         chosen += [_join(path, folder, name) for name in _component(_inside(files, _join(path, folder)), folder)]
     if OURS in inside:  # written by difftrain: what diffusers' index does not name
-        file = _inside(files, _join(path, WHOLE))
-        chosen += [_join(path, OURS), *(_join(path, WHOLE, name) for name in _component(file, WHOLE))]
+        file = _inside(files, _join(path, FULL))
+        chosen += [_join(path, OURS), *(_join(path, FULL, name) for name in _component(file, FULL))]
     return chosen, path
 
 

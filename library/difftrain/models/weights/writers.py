@@ -122,17 +122,17 @@ class _SafetensorsWriter:
         as it would be with ss_* alone for metadata, so that editing a title does not change it.
         """
         training = self._head({key: text for key, text in self._metadata.items() if key.startswith("ss_")})
-        whole, begin = hashlib.sha256(), _LEGACY_AT - len(training)
+        file_hash, begin = hashlib.sha256(), _LEGACY_AT - len(training)
         self._file.flush()
         with Path(self._file.name).open("rb", buffering=0) as file:
             file.seek(self._start)
             while chunk := file.read(_CHUNK):
-                whole.update(chunk)
+                file_hash.update(chunk)
             file.seek(self._start + max(0, begin))
             part = file.read(_LEGACY_BYTES + min(0, begin)) if begin > -_LEGACY_BYTES else b""
         if begin < 0:  # a header of more than a MiB is hashed itself
             part = training[_LEGACY_AT:][:_LEGACY_BYTES] + part
-        digest = whole.hexdigest()
+        digest = file_hash.hexdigest()
         legacy = hashlib.sha256(part).hexdigest()[:8]
         return {"modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest, "sshs_legacy_hash": legacy}
 
@@ -187,10 +187,10 @@ class _Sink:
         self._error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
-        size, rest = len(data), memoryview(data).cast("B")
+        size, remaining = len(data), memoryview(data).cast("B")
         try:
-            while self._error is None and len(rest):
-                rest = rest[self._file.write(rest) :]
+            while self._error is None and len(remaining):
+                remaining = remaining[self._file.write(remaining) :]
         except BaseException as error:
             self._error = error
         return size

@@ -119,9 +119,9 @@ class RunComparison:
         return {key: _ratio(a[key], b[key]) for key in FIGURES}
 
 
-def compare_runs(a: RunFiles, b: RunFiles, given: Thresholds) -> RunComparison:
-    """Compare a run with the first one. given: limits; what they leave open follows the precision of the two."""
-    thresholds = given.for_precision(a.is_half or b.is_half)
+def compare_runs(a: RunFiles, b: RunFiles, overrides: Thresholds) -> RunComparison:
+    """Compare a run with the first one. overrides: limits; what they leave open follows the precision of the two."""
+    thresholds = overrides.for_precision(a.is_half or b.is_half)
     common = sorted(a.steps.keys() & b.steps.keys())
     reasons = tuple(_reasons(a, b, common))
     errors = divergence = None
@@ -130,8 +130,8 @@ def compare_runs(a: RunFiles, b: RunFiles, given: Thresholds) -> RunComparison:
         errors = step_errors([a.steps[step] for step in common], [b.steps[step] for step in common])
         divergence = first_divergence(a, b, errors, thresholds)
         checks += _loss_checks(a, b, errors, thresholds)
-    found = RunComparison(a, b, thresholds, reasons, errors, divergence, (), tuple(_differences(a, b)))
-    ratios = found.ratios()
+    comparison = RunComparison(a, b, thresholds, reasons, errors, divergence, (), tuple(_differences(a, b)))
+    ratios = comparison.ratios()
     limits = (
         ("min_fps_ratio", "fps", True),
         ("min_compute_fps_ratio", "compute_fps", True),
@@ -141,7 +141,7 @@ def compare_runs(a: RunFiles, b: RunFiles, given: Thresholds) -> RunComparison:
         limit, ratio = getattr(thresholds, name), ratios[key]
         if limit is not None:
             checks.append(ScoreTarget(name, math.nan if ratio is None else ratio, limit, at_least))
-    return RunComparison(a, b, thresholds, reasons, errors, divergence, tuple(checks), found.differences)
+    return RunComparison(a, b, thresholds, reasons, errors, divergence, tuple(checks), comparison.differences)
 
 
 # ---------------------------------------------------------------------- errors
@@ -259,9 +259,9 @@ def _reasons(a: RunFiles, b: RunFiles, common: list[int]) -> Iterator[str]:
         yield "the configuration is not known of " + ("both" if a.identity == b.identity else "one of them")
     else:
         yield from (
-            f"{each.name}: {_short(each.a)} and {_short(each.b)}"
-            for each in _identity_differences(a, b)
-            if each.effect == "losses"
+            f"{difference.name}: {_short(difference.a)} and {_short(difference.b)}"
+            for difference in _identity_differences(a, b)
+            if difference.effect == "losses"
         )
 
     # --- the steps themselves
@@ -346,18 +346,18 @@ def _differences(a: RunFiles, b: RunFiles) -> Iterator[RunDifference]:
     """Yield everything in which two runs differ, but their losses and speeds."""
     # --- the configuration: what bears on the losses first
     known = a.identity and b.identity
-    found = {each.name: each for each in _identity_differences(a, b)} if known else {}
+    by_name = {difference.name: difference for difference in _identity_differences(a, b)} if known else {}
     for path in sorted(a.config.keys() | b.config.keys()):
         x, y = a.config.get(path), b.config.get(path)
         name = setting_name(path, a, b)
-        if x != y and path not in OWN and name not in found:
+        if x != y and path not in OWN and name not in by_name:
             # what is no part of the identity bears on nothing; without one nobody can tell
             effect: Effect = "losses" if path in BY_VALUE else "none" if known else effect_of(path)
-            found[name] = RunDifference("configuration", name, x, y, effect)
+            by_name[name] = RunDifference("configuration", name, x, y, effect)
     if a.global_batch != b.global_batch:
-        found[""] = RunDifference("configuration", "global batch", a.global_batch, b.global_batch, "losses")
+        by_name[""] = RunDifference("configuration", "global batch", a.global_batch, b.global_batch, "losses")
     order = ("losses", "rounding", "length", "none")
-    yield from sorted(found.values(), key=lambda each: order.index(each.effect))
+    yield from sorted(by_name.values(), key=lambda difference: order.index(difference.effect))
 
     # --- what it ran on, and with what; of a run without a report only what the sessions say
     x, y = a.report, b.report

@@ -37,7 +37,10 @@ def comparison_page(names: dict[str, RunFiles | Unreadable], comparisons: dict[s
     """Return the whole page. names: by label, the first is what others are compared with."""
     runs = {label: run for label, run in names.items() if not isinstance(run, tuple)}
     first = next(iter(names))
-    badges = [(BADGES[found.verdict], f"{label} and {first}: {found.verdict}") for label, found in comparisons.items()]
+    badges = [
+        (BADGES[comparison.verdict], f"{label} and {first}: {comparison.verdict}")
+        for label, comparison in comparisons.items()
+    ]
     badges += [("bad", f"{label}: not readable") for label in names.keys() - runs.keys()]
     sections = (
         ("verdict", "Verdict", _verdicts(first, comparisons)),
@@ -57,27 +60,29 @@ def comparison_page(names: dict[str, RunFiles | Unreadable], comparisons: dict[s
 
 def _cards(first: str, comparisons: dict[str, RunComparison]) -> list[tuple[str, str]]:
     cards = []
-    for label, found in comparisons.items():
-        ratios, pair = found.ratios(), f"{label} / {first}"
+    for label, comparison in comparisons.items():
+        ratios, pair = comparison.ratios(), f"{label} / {first}"
         cards += [
             (f"FPS, {pair}", shown(ratios["fps"])),
             (f"compute FPS, {pair}", shown(ratios["compute_fps"])),
             (f"peak memory, {pair}", shown(ratios["peak_memory_gib"])),
         ]
-        if found.errors is not None:
-            cards.append((f"mean relative error, {label}", shown(found.errors.mean, 2)))
-            cards.append((f"first step apart, {label}", str(found.divergence.step) if found.divergence else "none"))
+        if comparison.errors is not None:
+            cards.append((f"mean relative error, {label}", shown(comparison.errors.mean, 2)))
+            cards.append(
+                (f"first step apart, {label}", str(comparison.divergence.step) if comparison.divergence else "none")
+            )
     return cards
 
 
 def _verdicts(first: str, comparisons: dict[str, RunComparison]) -> str:
     panels = []
-    for label, found in comparisons.items():
-        body = f"<p>{escape(verdict(found))}</p>"
-        if found.reasons:
-            body += bullets(found.reasons)
-        checks = [{**check.record(), "met": "yes" if check.met else "NO"} for check in found.checks]
-        panels.append(panel(body + (rows(checks) if checks else ""), f"{label} against {first}: {found.verdict}"))
+    for label, comparison in comparisons.items():
+        body = f"<p>{escape(verdict(comparison))}</p>"
+        if comparison.reasons:
+            body += bullets(comparison.reasons)
+        checks = [{**check.record(), "met": "yes" if check.met else "NO"} for check in comparison.checks]
+        panels.append(panel(body + (rows(checks) if checks else ""), f"{label} against {first}: {comparison.verdict}"))
     return grid(*panels)
 
 
@@ -115,11 +120,11 @@ def _curves(runs: dict[str, RunFiles]) -> str:
 
 def _errors(first: str, comparisons: dict[str, RunComparison]) -> str:
     panels = []
-    for label, found in comparisons.items():
-        if (errors := found.errors) is None:
+    for label, comparison in comparisons.items():
+        if (errors := comparison.errors) is None:
             continue
         ends = [errors.steps[0], errors.steps[-1]]
-        marks = [found.divergence.step] if found.divergence else []
+        marks = [comparison.divergence.step] if comparison.divergence else []
 
         def limit(value: float | None, ends: list[int] = ends) -> Curve:
             return Curve("limit of a step", ends, [value, value], "c2")
@@ -127,17 +132,19 @@ def _errors(first: str, comparisons: dict[str, RunComparison]) -> str:
         loss = [
             Curve("each step", errors.steps, errors.loss, "faint"),
             Curve("mean up to it", errors.steps, errors.running_mean),
-            limit(found.thresholds.step_relative_error),
+            limit(comparison.thresholds.step_relative_error),
         ]
         norm = [
             Curve("each step", errors.steps, errors.grad_norm),
-            limit(found.thresholds.grad_norm_relative_error),
+            limit(comparison.thresholds.grad_norm_relative_error),
         ]
         for title, curves in (("Relative error of the loss", loss), ("Relative error of the gradient norm", norm)):
             chart = line_chart(curves, x_label="step", marks=marks, log=True)
             panels.append(panel(chart + _equal(curves[0]), f"{title}, {label} against {first}"))
-        if found.divergence is not None:
-            panels.append(panel(f"<p>{escape(parting(found.divergence))}</p>", f"Step {found.divergence.step}"))
+        if comparison.divergence is not None:
+            panels.append(
+                panel(f"<p>{escape(parting(comparison.divergence))}</p>", f"Step {comparison.divergence.step}")
+            )
     return grid(*panels)
 
 
@@ -145,9 +152,9 @@ def _equal(curve: Curve) -> str:
     """Say what a logarithmic axis has no place for."""
     equal = sum(y == 0 for y in curve.ys)
     beyond = sum(y is not None and not math.isfinite(y) for y in curve.ys)
-    said = [f"{equal} steps are equal to the bit"] if equal else []
-    said += [f"{beyond} steps have no finite error"] if beyond else []
-    return note(f"Not drawn: {', '.join(said)}.") if said else ""
+    remarks = [f"{equal} steps are equal to the bit"] if equal else []
+    remarks += [f"{beyond} steps have no finite error"] if beyond else []
+    return note(f"Not drawn: {', '.join(remarks)}.") if remarks else ""
 
 
 # ---------------------------------------------------------------------- tables
@@ -155,7 +162,7 @@ def _equal(curve: Curve) -> str:
 
 def _speed(first: str, runs: dict[str, RunFiles], comparisons: dict[str, RunComparison]) -> list[dict[str, Any]]:
     figures = {label: run.figures() for label, run in runs.items()}
-    ratios = {f"{label} / {first}": found.ratios() for label, found in comparisons.items()}
+    ratios = {f"{label} / {first}": comparison.ratios() for label, comparison in comparisons.items()}
     return [
         {"figure": name} | {head: values[key] for head, values in (figures | ratios).items()}
         for key, name in FIGURES.items()
@@ -164,16 +171,16 @@ def _speed(first: str, runs: dict[str, RunFiles], comparisons: dict[str, RunComp
 
 def _differences(first: str, comparisons: dict[str, RunComparison]) -> str:
     panels = []
-    for label, found in comparisons.items():
+    for label, comparison in comparisons.items():
         records = [
             {
-                "what": each.group,
-                "name": each.name,
-                first: "unset" if each.a is None else each.a,
-                label: "unset" if each.b is None else each.b,
-                "effect on a step": EFFECTS[each.effect],
+                "what": difference.group,
+                "name": difference.name,
+                first: "unset" if difference.a is None else difference.a,
+                label: "unset" if difference.b is None else difference.b,
+                "effect on a step": EFFECTS[difference.effect],
             }
-            for each in found.differences
+            for difference in comparison.differences
         ]
         body = rows(records) if records else missing("nothing that is recorded")
         panels.append(panel(body, f"{label} against {first}"))
@@ -195,7 +202,7 @@ def _runs(names: dict[str, RunFiles | Unreadable]) -> str:
 
 def _sessions(sessions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     kept = ("session", "started", "from_step", "steps_done", "elapsed_s", "outcome", "world_size", "device")
-    return [{key: each.get(key, "") for key in kept} for each in sessions]
+    return [{key: session.get(key, "") for key in kept} for session in sessions]
 
 
 def _published(names: dict[str, RunFiles | Unreadable], runs: dict[str, RunFiles]) -> str:

@@ -59,7 +59,7 @@ class Parting:
     module: str
     kind: str
     call: str
-    place: str
+    role: str
     tensor: str
     between: str = ""
     maker: str = ""
@@ -83,7 +83,7 @@ def first_parting(
     for micro in sorted({call.micro for call in calls}):
         own = [call for call in calls if call.micro == micro]
         names = {name for call in own for name in (*call.inputs.values(), *call.outputs.values())}
-        names |= {_share(call, place) for call in own for place in call.inputs}
+        names |= {_share(call, role) for call in own for role in call.inputs}
         arrivals = [name for name in arrived if name in names]
         parting = _forward(own, value) or _backward(own, gradient, arrivals)
         if parting is not None:
@@ -104,28 +104,28 @@ def _forward(calls: Sequence[ModuleCall], good: Good) -> Parting | None:
     looks.sort(key=lambda look: look[0])
     passed: list[str] = []
     for _, call, tensors in looks:
-        bad = [(place, name) for place, name in tensors.items() if good(name) is False]
+        bad = [(role, name) for role, name in tensors.items() if good(name) is False]
         if not bad:
             if tensors is call.outputs:
                 passed.append(call.module)
             continue
 
         # --- an output: who made it; an input: the code around, between two modules
-        place, name = bad[0]
+        role, name = bad[0]
         before = tuple(passed)
         if tensors is call.outputs:
-            return Parting("forward", call.module, call.kind, call.call, place, name, good=before)
+            return Parting("forward", call.module, call.kind, call.call, role, name, good=before)
         around = _around(call, calls)
-        between = f"{call.module} {place}" if around is not call else ""
-        at = place if around is call else next(iter(around.outputs), "output")
+        between = f"{call.module} {role}" if around is not call else ""
+        at = role if around is call else next(iter(around.outputs), "output")
         return Parting("forward", around.module, around.kind, around.call, at, name, between=between, good=before)
     return None
 
 
 def _backward(calls: Sequence[ModuleCall], good: Good, arrivals: Sequence[str]) -> Parting | None:
     makers: dict[str, ModuleCall] = {}
-    shares = {_share(call, place): (call, place) for call in calls for place in call.inputs}
-    for call in sorted(calls, key=lambda each: each.exited):
+    shares = {_share(call, role): (call, role) for call in calls for role in call.inputs}
+    for call in sorted(calls, key=lambda ended: ended.exited):
         for name in call.outputs.values():
             makers.setdefault(name, call)
     passed: list[str] = []
@@ -135,16 +135,16 @@ def _backward(calls: Sequence[ModuleCall], good: Good, arrivals: Sequence[str]) 
             continue
         before = tuple(passed)
         if name in shares:
-            call, place = shares[name]
-            maker = makers.get(call.inputs[place])
+            call, role = shares[name]
+            maker = makers.get(call.inputs[role])
             made_by = maker.module if maker is not None else ""
-            return Parting("backward", call.module, call.kind, call.call, place, name, maker=made_by, good=before)
+            return Parting("backward", call.module, call.kind, call.call, role, name, maker=made_by, good=before)
 
         # --- innermost readers, those that were entered last first: their backward ran first
         maker = makers.get(name)
         reading = sorted((call for call in calls if name in call.inputs.values()), key=lambda call: -call.entered)
         inner = [call for call in reading if not any(other.within(call) for other in reading)]
-        inner = [call for call in inner if good(_share(call, _place(call.inputs, name))) is None]
+        inner = [call for call in inner if good(_share(call, _role(call.inputs, name))) is None]
         if maker is None and reading:  # made by the code of the module around them
             maker = _around(reading[-1], calls)
         if not inner:
@@ -153,14 +153,14 @@ def _backward(calls: Sequence[ModuleCall], good: Good, arrivals: Sequence[str]) 
                 (call for call in calls if name in call.outputs.values()), key=lambda c: c.exited, default=maker
             )
             assert maker is not None, "a gradient of what nobody made and nobody read"
-            place = next((place for place, each in {**maker.inputs, **maker.outputs}.items() if each == name), name)
+            role = next((role for role, tensor in {**maker.inputs, **maker.outputs}.items() if tensor == name), name)
             return Parting(
-                "backward", maker.module, maker.kind, maker.call, place, name, maker=maker.module, good=before
+                "backward", maker.module, maker.kind, maker.call, role, name, maker=maker.module, good=before
             )
         first = inner[0]
         others = tuple(dict.fromkeys(call.module for call in inner[1:]))
         return Parting(
-            "backward", first.module, first.kind, first.call, _place(first.inputs, name), name,
+            "backward", first.module, first.kind, first.call, _role(first.inputs, name), name,
             maker=maker.module if maker is not None else "", readers=others, good=before,
         )  # fmt: skip
     return None
@@ -168,15 +168,15 @@ def _backward(calls: Sequence[ModuleCall], good: Good, arrivals: Sequence[str]) 
 
 def _around(call: ModuleCall, calls: Sequence[ModuleCall]) -> ModuleCall:
     """Return the innermost call in which another ran; the outermost is in none but itself."""
-    return max((each for each in calls if call.within(each)), key=lambda each: each.entered, default=call)
+    return max((outer for outer in calls if call.within(outer)), key=lambda outer: outer.entered, default=call)
 
 
-def _share(call: ModuleCall, place: str) -> str:
-    return f"{call.module}/{call.call}/{place}/{SHARE}"
+def _share(call: ModuleCall, role: str) -> str:
+    return f"{call.module}/{call.call}/{role}/{SHARE}"
 
 
-def _place(tensors: Mapping[str, str], name: str) -> str:
-    return next(place for place, each in tensors.items() if each == name)
+def _role(tensors: Mapping[str, str], name: str) -> str:
+    return next(role for role, tensor in tensors.items() if tensor == name)
 
 
 def _of_parameters(calls: Sequence[ModuleCall], good: Good, parameters: Iterable[str]) -> Parting | None:

@@ -46,9 +46,9 @@ def summary(names: dict[str, RunFiles | Unreadable], comparisons: dict[str, RunC
     runs = {label: run for label, run in names.items() if not isinstance(run, tuple)}
     yield ""
     yield from _table(runs, comparisons)
-    for label, found in comparisons.items():
+    for label, comparison in comparisons.items():
         yield ""
-        yield from _pair(f"{label} against {next(iter(names))}", found)
+        yield from _pair(f"{label} against {next(iter(names))}", comparison)
 
 
 def about(run: RunFiles) -> str:
@@ -64,44 +64,44 @@ def _table(runs: dict[str, RunFiles], comparisons: dict[str, RunComparison]) -> 
     """Yield speeds and memory, a line each, and their ratios over the first run's."""
     first = next(iter(runs))
     figures = {label: run.figures() for label, run in runs.items()}
-    ratios = {f"{label} / {first}": found.ratios() for label, found in comparisons.items()}
+    ratios = {f"{label} / {first}": comparison.ratios() for label, comparison in comparisons.items()}
     yield " " * WIDTH + "".join(f"  {head:>12}" for head in (*figures, *ratios))
     for key, name in FIGURES.items():
-        values = [each[key] for each in (*figures.values(), *ratios.values())]
+        values = [column[key] for column in (*figures.values(), *ratios.values())]
         if any(value is not None for value in values):
             yield f"{name:<{WIDTH}}" + "".join(f"  {shown(value):>12}" for value in values)
 
 
-def _pair(title: str, found: RunComparison) -> Iterator[str]:
-    errors = found.errors
+def _pair(title: str, comparison: RunComparison) -> Iterator[str]:
+    errors = comparison.errors
     if errors is None:
         yield f"{title}: not comparable step by step"
-        yield from (f"  {reason}" for reason in found.reasons)
+        yield from (f"  {reason}" for reason in comparison.reasons)
     else:
         steps = errors.steps
         yield f"{title}: {len(steps)} common steps, {steps[0]} to {steps[-1]}"
-    for check in found.checks:
+    for check in comparison.checks:
         sign = ">=" if check.at_least else "<="
         yield f"  {'kept  ' if check.met else 'MISSED'} {check.name} {shown(check.value)} {sign} {shown(check.limit)}"
     if errors is not None:
         yield f"  mean signed error {shown(errors.signed)}"
-    for letter, run in (("the first run", found.a), ("the other", found.b)):
+    for letter, run in (("the first run", comparison.a), ("the other", comparison.b)):
         if (step := first_without_loss(run)) is not None:
             yield f"  the loss of {letter} is not finite at step {step}"
-    yield from (f"  {line}" for line in _differences(found.differences))
-    yield f"  verdict: {verdict(found)}"
+    yield from (f"  {line}" for line in _differences(comparison.differences))
+    yield f"  verdict: {verdict(comparison)}"
 
 
 def _differences(differences: Sequence[RunDifference]) -> Iterator[str]:
     """Yield what bears on the losses and what the runs ran on; of settings of no effect on them the names."""
-    quiet = [each.name for each in differences if each.group == "configuration" and each.effect == "none"]
-    for each in differences:
-        if each.group == "configuration" and each.effect == "none":
+    quiet = [row.name for row in differences if row.group == "configuration" and row.effect == "none"]
+    for row in differences:
+        if row.group == "configuration" and row.effect == "none":
             continue
-        group = "" if each.group in ("configuration", "run") else f"{each.group} "
-        effect = f" ({EFFECTS[each.effect]})" if EFFECTS[each.effect] else ""
-        nothing = "unset" if each.group == "configuration" else "none"
-        yield f"differs: {group}{each.name}: {brief(each.a, nothing)} | {brief(each.b, nothing)}{effect}"
+        group = "" if row.group in ("configuration", "run") else f"{row.group} "
+        effect = f" ({EFFECTS[row.effect]})" if EFFECTS[row.effect] else ""
+        nothing = "unset" if row.group == "configuration" else "none"
+        yield f"differs: {group}{row.name}: {brief(row.a, nothing)} | {brief(row.b, nothing)}{effect}"
     if quiet:
         yield f"differs, of no effect on a step's loss but rounding: {', '.join(quiet)}"
 
@@ -112,13 +112,13 @@ def brief(value: Any, nothing: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def verdict(found: RunComparison) -> str:
+def verdict(comparison: RunComparison) -> str:
     """Say in a line whether two runs agree, and where they part."""
-    if found.reasons:
-        return f"not comparable: {found.reasons[0]}"
-    if found.divergence is not None:
-        return f"part at step {found.divergence.step}: {parting(found.divergence)}"
-    missed = ", ".join(check.name for check in found.checks if not check.met)
+    if comparison.reasons:
+        return f"not comparable: {comparison.reasons[0]}"
+    if comparison.divergence is not None:
+        return f"part at step {comparison.divergence.step}: {parting(comparison.divergence)}"
+    missed = ", ".join(check.name for check in comparison.checks if not check.met)
     return f"missed: {missed}" if missed else "agree"
 
 
@@ -143,7 +143,7 @@ def document(
             "exit_code": exit_code,
             "runs": {label: _run(run) for label, run in names.items()},
             "comparisons": [
-                {"run": label, "against": first, **_comparison(found)} for label, found in comparisons.items()
+                {"run": label, "against": first, **_comparison(comparison)} for label, comparison in comparisons.items()
             ],
             "published_baselines": {"label": LABEL, "rows": [row._asdict() for row in baselines(names)]},
         }
@@ -179,17 +179,17 @@ def _run(run: RunFiles | Unreadable) -> dict[str, Any]:
     }
 
 
-def _comparison(found: RunComparison) -> dict[str, Any]:
+def _comparison(comparison: RunComparison) -> dict[str, Any]:
     return {
-        "verdict": found.verdict,
-        "reasons": list(found.reasons),
-        "first_divergence": asdict(found.divergence) if found.divergence else None,
-        "thresholds": found.thresholds.model_dump(),
-        "checks": [check.record() for check in found.checks],
-        "ratios": found.ratios(),
-        "mean_relative_error": found.errors.mean if found.errors else None,
-        "errors": asdict(found.errors) if found.errors else None,
-        "differences": [asdict(each) for each in found.differences],
+        "verdict": comparison.verdict,
+        "reasons": list(comparison.reasons),
+        "first_divergence": asdict(comparison.divergence) if comparison.divergence else None,
+        "thresholds": comparison.thresholds.model_dump(),
+        "checks": [check.record() for check in comparison.checks],
+        "ratios": comparison.ratios(),
+        "mean_relative_error": comparison.errors.mean if comparison.errors else None,
+        "errors": asdict(comparison.errors) if comparison.errors else None,
+        "differences": [asdict(difference) for difference in comparison.differences],
     }
 
 

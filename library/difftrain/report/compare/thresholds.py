@@ -34,8 +34,8 @@ class Thresholds(Section):
 
     def for_precision(self, half: bool) -> Thresholds:
         """Return them with what was not given filled in. half: either run computes in bf16 or fp16."""
-        given = self.model_dump(exclude_none=True)
-        return (HALF if half else FULL).model_copy(update=given)
+        explicit = self.model_dump(exclude_none=True)
+        return (HALF if half else FULL).model_copy(update=explicit)
 
 
 # Twenty steps, the same work on two devices: the loss of a step as re-split over ranks and engines it is held to 1e-6,

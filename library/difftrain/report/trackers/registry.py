@@ -117,8 +117,8 @@ def tracker_options(file: str | None, tracker: str) -> dict[str, Any]:
 def tracker_class(name: str) -> Callable[[TrackerRequest], Tracker]:
     """Return the class of a tracker; its package is imported when it is made."""
     module, _, attribute = TRACKERS[name].partition(":")
-    found: Callable[[TrackerRequest], Tracker] = getattr(import_module(module), attribute)
-    return found
+    make_tracker: Callable[[TrackerRequest], Tracker] = getattr(import_module(module), attribute)
+    return make_tracker
 
 
 def open_trackers(
@@ -137,14 +137,14 @@ def open_trackers(
     project = section.tracker_name or DEFAULT_NAME
 
     # --- which
-    wanted = list(ALL) if section.log_with == "all" else [section.log_with] if section.log_with else []
-    if (own or (section.logging_dir and not wanted)) and "tensorboard" not in wanted:
-        wanted.insert(0, "tensorboard")
+    chosen = list(ALL) if section.log_with == "all" else [section.log_with] if section.log_with else []
+    if (own or (section.logging_dir and not chosen)) and "tensorboard" not in chosen:
+        chosen.insert(0, "tensorboard")
 
     # --- each with what it needs
     opened: list[Tracker] = []
     try:
-        for name in wanted:
+        for name in chosen:
             is_board = name == "tensorboard"
             request = TrackerRequest(
                 folder=(out / BOARDS if own else folder / project) if is_board else folder,

@@ -73,7 +73,7 @@ class ModuleCalls(Generic[T]):
         self._open.clear()
         self.terms.append({name: self._measure(value.detach()) for name, value in terms.items()})
         compared = {"target": inputs.target, "weight": inputs.weight, "mask": inputs.mask, **inputs.aux_targets}
-        self.targets.append({name: self._measure(each) for name, each in compared.items() if each is not None})
+        self.targets.append({name: self._measure(tensor) for name, tensor in compared.items() if tensor is not None})
 
     def after_backward(self, gradients: Iterator[tuple[str, Tensor]], scale: float) -> None:
         """Take the gradients of parameters, and look away."""
@@ -100,10 +100,10 @@ class ModuleCalls(Generic[T]):
         call = ModuleCall(name, f"{self._micro}.{number}", type(module).__name__, self._tick())
         nodes: dict[str, Any] = {}
         self._open.append((call, nodes))
-        for place, tensor in tensors_in({**self._by_name(module, args), **kwargs}, "input"):
-            call.inputs[place] = self._name(tensor, call, place)
+        for role, tensor in tensors_in({**self._by_name(module, args), **kwargs}, "input"):
+            call.inputs[role] = self._name(tensor, call, role)
             if tensor.grad_fn is not None:
-                nodes[place] = tensor.grad_fn
+                nodes[role] = tensor.grad_fn
 
     @torch.no_grad()
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -114,11 +114,11 @@ class ModuleCalls(Generic[T]):
             self._open.pop()
         call, nodes = self._open.pop()
         made = list(tensors_in((output,) if isinstance(output, Tensor) else output, "output"))
-        for place, tensor in made:
-            call.outputs[place] = self._name(tensor, call, place)
+        for role, tensor in made:
+            call.outputs[role] = self._name(tensor, call, role)
         if nodes and next(module.children(), None) is None:
-            for place, node, number in _edges([tensor.grad_fn for _, tensor in made], nodes):
-                node.register_hook(partial(self._take_share, f"{call.module}/{call.call}/{place}/{SHARE}", number))
+            for role, node, number in _edges([tensor.grad_fn for _, tensor in made], nodes):
+                node.register_hook(partial(self._take_share, f"{call.module}/{call.call}/{role}/{SHARE}", number))
         call.exited = self._tick()
         self.calls.append(call)
 
@@ -134,12 +134,12 @@ class ModuleCalls(Generic[T]):
 
     # ------------------------------------------------------------------ tensors
 
-    def _name(self, tensor: Tensor, call: ModuleCall, place: str) -> str:
+    def _name(self, tensor: Tensor, call: ModuleCall, role: str) -> str:
         """Return the name of a tensor; one that is new is measured, and its gradient waited for."""
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
-        name = f"{call.module}/{call.call}/{place}"
+        name = f"{call.module}/{call.call}/{role}"
         self._known[id(tensor)] = (weakref.ref(tensor), tensor._version, name)
         self.values[name] = self._measure(tensor.detach())
         if tensor.requires_grad and not tensor.is_leaf:
@@ -152,8 +152,8 @@ class ModuleCalls(Generic[T]):
             self.gradients[name] = self._measure(gradient.detach())
 
     @torch.no_grad()
-    def _take_share(self, name: str, number: int, given: tuple[Tensor | None, ...], _: Any) -> None:
-        if (gradient := given[number]) is not None:
+    def _take_share(self, name: str, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> None:
+        if (gradient := gradients[number]) is not None:
             self.gradients[name] = self._measure(gradient.detach())
 
 
@@ -161,32 +161,32 @@ def _edges(made: list[Any], read: Mapping[str, Any]) -> Iterator[tuple[str, Any,
     """Yield, by place, the node between a module's outputs and what made an input that hands its gradient to that, and
     the number of that gradient among the node's; nothing where there are several such nodes, whose sum it would be.
     """
-    found: dict[str, list[tuple[Any, int]]] = {place: [] for place in read}
+    edges_of: dict[str, list[tuple[Any, int]]] = {role: [] for role in read}
     seen: set[Any] = set()
-    waiting = [node for node in made if node is not None and not any(node is each for each in read.values())]
+    waiting = [node for node in made if node is not None and not any(node is producer for producer in read.values())]
     while waiting and len(seen) < _NODES:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
         for number, (before, _) in enumerate(node.next_functions):
-            places = [place for place, each in read.items() if each is before]
-            for place in places:
-                found[place].append((node, number))
+            places = [role for role, producer in read.items() if producer is before]
+            for role in places:
+                edges_of[role].append((node, number))
             if before is not None and not places:
                 waiting.append(before)
-    for place, edges in found.items():
-        if len(edges) == 1 and sum(each is read[place] for each in read.values()) == 1:
-            yield place, *edges[0]
+    for role, edges in edges_of.items():
+        if len(edges) == 1 and sum(producer is read[role] for producer in read.values()) == 1:
+            yield role, *edges[0]
 
 
-def tensors_in(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of nested tuples, lists and tables (outputs of diffusers and transformers are tables)."""
     if isinstance(value, Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from tensors_in(each, f"{place}.{key}")
+        for key, inner in value.items():
+            yield from tensors_in(inner, f"{path}.{key}")
     elif isinstance(value, tuple | list):
-        for number, each in enumerate(value):
-            yield from tensors_in(each, f"{place}.{number}")
+        for number, inner in enumerate(value):
+            yield from tensors_in(inner, f"{path}.{number}")

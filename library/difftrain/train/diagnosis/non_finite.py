@@ -46,15 +46,15 @@ class NonFinite:
             return ""
         self._searched = step
         try:
-            found = self._search(step, skipped)
+            description = self._search(step, skipped)
         except (RuntimeError, MemoryError, OSError, DifftrainError) as error:  # the others wait for this rank's word
-            found = (
+            description = (
                 f"running it once more failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             )
-        told = self._ranks.gather(found)
-        if not any(each is not None for each in told):  # an engine that cannot
+        descriptions = self._ranks.gather(description)
+        if not any(text is not None for text in descriptions):  # an engine that cannot
             return ""
-        return _summary(told, updated)
+        return _summary(descriptions, updated)
 
     def _search(self, step: int, skipped: int) -> str | None:
         """Run this rank's micro batches until one of them has it; "": none has, None: this engine cannot repeat."""
@@ -67,9 +67,9 @@ class NonFinite:
                     return None
             finally:
                 seen.detach()
-            if found := describe(seen):
-                weights = [name for name, each in root.named_parameters() if not bool(_finite(each.detach()))]
-                return found + _of_weights(weights)
+            if description := describe(seen):
+                weights = [name for name, parameter in root.named_parameters() if not bool(_finite(parameter.detach()))]
+                return description + _of_weights(weights)
         return ""
 
 
@@ -81,13 +81,13 @@ def _finite(tensor: Tensor) -> Tensor | bool:
 def describe(seen: ModuleCalls[Tensor | bool]) -> str:
     """Say in which module the first value that is no number came up; nothing where there is none."""
 
-    def good(found: dict[str, Tensor | bool]) -> Callable[[str], bool | None]:
-        return lambda name: bool(found[name]) if name in found else None
+    def good(finite: dict[str, Tensor | bool]) -> Callable[[str], bool | None]:
+        return lambda name: bool(finite[name]) if name in finite else None
 
     # --- what the network is given
     inputs = [call for call in seen.calls if call.module == ROOT and call.exited > 0]
     for call in inputs:
-        if bad := [place.removeprefix("input.") for place, name in call.inputs.items() if not bool(seen.values[name])]:
+        if bad := [role.removeprefix("input.") for role, name in call.inputs.items() if not bool(seen.values[name])]:
             return f"not finite is what the network is given: {', '.join(bad)} (data, VAE or text encoders)"
 
     # --- forward, the loss, backward
@@ -95,9 +95,9 @@ def describe(seen: ModuleCalls[Tensor | bool]) -> str:
     if forward is not None:
         return _of_module(forward, "output", seen.calls)
     for targets, terms in zip(seen.targets, seen.terms):
-        if bad := [name for name, each in targets.items() if not bool(each)]:
+        if bad := [name for name, is_finite in targets.items() if not bool(is_finite)]:
             return f"the network's output is finite, what the loss compares it with is not: {', '.join(bad)}"
-        if bad := [name for name, each in terms.items() if not bool(each)]:
+        if bad := [name for name, is_finite in terms.items() if not bool(is_finite)]:
             return f"the network's output is finite, the loss of it is not: {', '.join(bad)}"
     backward = first_parting(
         seen.calls, lambda _: None, good(seen.gradients), seen.gradients, good(seen.parameters), seen.parameters
@@ -129,16 +129,16 @@ def _of_weights(names: list[str]) -> str:
     return f"; weights that are not finite: {names[0]}{more}"
 
 
-def _summary(told: list[str | None], updated: int) -> str:
+def _summary(descriptions: list[str | None], updated: int) -> str:
     """Put together what the ranks found; those that found nothing say nothing where another has it."""
-    found = [(rank, each) for rank, each in enumerate(told) if each]
-    if not found:
+    present = [(rank, text) for rank, text in enumerate(descriptions) if text]
+    if not present:
         since = f" with the weights as they are {updated} updates later" if updated else ""
         return f"run once more{since}, all its values are finite"
-    if len(told) == 1:
-        return found[0][1]
-    first = found[0][1]
-    same = [rank for rank, each in found if each == first]
+    if len(descriptions) == 1:
+        return present[0][1]
+    first = present[0][1]
+    same = [rank for rank, text in present if text == first]
     ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
-    others = [f"rank {rank}: {each}" for rank, each in found if each != first]
+    others = [f"rank {rank}: {text}" for rank, text in present if text != first]
     return "; ".join([f"{ranks}: {first}", *others[:3]])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, TrainingFault
-from difftrain.device.memory import CACHING, EVALUATING, SAMPLING, OutOfMemory, during, ran_out, wanted
+from difftrain.device.memory import CACHING, EVALUATING, SAMPLING, OutOfMemory, during, ran_out, requested_memory
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -31,24 +31,24 @@ def explained(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, OutOfMemory):
-            found = error
+            shortage = error
         elif (where := ran_out(error)) is not None:
-            found = OutOfMemory("putting model and optimizer together", wanted(error), where == "host")
+            shortage = OutOfMemory("putting model and optimizer together", requested_memory(error), where == "host")
         else:
             raise
-        raise TrainingFault(sentence(found, cfg, device, launch)) from error
+        raise TrainingFault(sentence(shortage, cfg, device, launch)) from error
 
 
-def sentence(found: OutOfMemory, cfg: TrainConfig, device: Device, launch: Launch) -> str:
+def sentence(shortage: OutOfMemory, cfg: TrainConfig, device: Device, launch: Launch) -> str:
     """Say who ran out of memory, doing what, what is in use, and what to change."""
     who = f"rank {launch.rank}: " if launch.distributed else ""
-    more = f", {found.wanted} more were asked for" if found.wanted else ""
-    held = None if found.on_host else device.memory()
-    use = f" ({held.sentence()})" if held is not None else ""
-    whose = "this machine" if found.on_host or held is None else str(device.torch_device)
-    ways = host_remedies(cfg) if found.on_host else remedies(cfg, launch, found.doing)
+    more = f", {shortage.requested_memory} more were asked for" if shortage.requested_memory else ""
+    memory = None if shortage.on_host else device.memory()
+    use = f" ({memory.sentence()})" if memory is not None else ""
+    whose = "this machine" if shortage.on_host or memory is None else str(device.torch_device)
+    ways = host_remedies(cfg) if shortage.on_host else remedies(cfg, launch, shortage.doing)
     return (
-        f"{who}{whose} is out of memory while {found.doing}{more}{use}. What needs less, the cheapest first: "
+        f"{who}{whose} is out of memory while {shortage.doing}{more}{use}. What needs less, the cheapest first: "
         f"{'; '.join(ways)}. Checkpoints that were whole stay so: {option('save.resume')}=FOLDER goes on from one with other flags"
     )
 
@@ -86,7 +86,7 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
     ways = []
     if doing == SAMPLING:
         ways.append(f"smaller or fewer pictures in {option('sample.prompts')}")
-    at_once = [cfg.eval.batch_size or each.batch_size for held in cfg.eval.sets for each in held.datasets]
+    at_once = [cfg.eval.batch_size or dataset.batch_size for eval_set in cfg.eval.sets for dataset in eval_set.datasets]
     if doing in (EVALUATING, SAMPLING) and max(at_once, default=1) > 1:
         ways.append(f"--eval.batch_size={max(at_once) // 2} (of evaluation sets)")
 

@@ -52,7 +52,7 @@ class Tracing:
     def before_training(self, at: Position) -> None:
         """Look at the first step of the session, where it is to be traced; say which steps it will not reach."""
         left = range(at.step + 1, at.step + at.steps_left + 1)
-        if self._steps and not any(max(each.start, left.start) < min(each.stop, left.stop) for each in self._steps):
+        if self._steps and not any(max(trace.start, left.start) < min(trace.stop, left.stop) for trace in self._steps):
             steps = f"{left.start} to {left.stop - 1}" if left else "no step"
             log.warning(
                 f"{option('logging.trace', self._cfg.logging.trace)}: this session runs {steps}: nothing is traced"
@@ -67,7 +67,7 @@ class Tracing:
         self._arm(at.step + 1)
 
     def _arm(self, step: int) -> None:
-        traced = any(step in each for each in self._steps)
+        traced = any(step in steps for steps in self._steps)
         if traced or self._seen is not None:
             self._seen = ModuleCalls(self._model.parts.root, sample) if traced else None
             self._model.engine.observe(self._seen)
@@ -77,6 +77,8 @@ class Tracing:
         folder = self._cfg.output_dir / FOLDER
         path = folder / file_name(step, self._ranks.rank)
         tensors = named(seen, parameters=self._ranks.rank == 0)
+
+        # --- what it is a trace of
         metadata = {
             "format": str(FORMAT),
             "step": str(step),
@@ -95,11 +97,13 @@ class Tracing:
             "records": json.dumps([_records(batch) for batch in seen.batches]),
             "blocks": json.dumps([name for name, _ in self._model.family.units(self._model.parts)]),
             "calls": json.dumps([asdict(call) for call in seen.calls]),
-            "tensors": json.dumps({name: each.entry() for name, each in tensors.items()}),
+            "tensors": json.dumps({name: traced.entry() for name, traced in tensors.items()}),
         }
+
+        # --- the file
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            content = {name: each.values for name, each in tensors.items()}
+            content = {name: traced.values for name, traced in tensors.items()}
             write_bytes(path, safetensors.torch.save(content, metadata))
         except OSError as error:  # a full disk: training goes on, as behind an export
             log.error("the trace of step %d was not written: %s: %s; the run goes on", step, path, error.strerror)
@@ -156,15 +160,15 @@ def named(seen: ModuleCalls[TensorSample], *, parameters: bool) -> dict[str, Ten
     """Return everything under its name in the file. parameters: their gradients too, which all ranks have alike."""
 
     def under(prefix: str, samples: Mapping[str, TensorSample]) -> Iterator[tuple[str, TensorSample]]:
-        return ((f"{prefix}/{name}", each) for name, each in samples.items())
+        return ((f"{prefix}/{name}", traced) for name, traced in samples.items())
 
-    found = dict(under("forward", seen.values))
-    found |= {name: each.over(seen.scale) for name, each in under("backward", seen.gradients)}
+    tensors = dict(under("forward", seen.values))
+    tensors |= {name: traced.over(seen.scale) for name, traced in under("backward", seen.gradients)}
     if parameters:
-        found |= {name: each.over(seen.scale) for name, each in under("gradient", seen.parameters)}
+        tensors |= {name: traced.over(seen.scale) for name, traced in under("gradient", seen.parameters)}
     for micro, (targets, terms) in enumerate(zip(seen.targets, seen.terms)):
-        found |= dict(under(f"target/{micro}", targets)) | dict(under(f"loss/{micro}", terms))
-    return found
+        tensors |= dict(under(f"target/{micro}", targets)) | dict(under(f"loss/{micro}", terms))
+    return tensors
 
 
 # --- What two traces must have in common
@@ -172,7 +176,7 @@ def named(seen: ModuleCalls[TensorSample], *, parameters: bool) -> dict[str, Ten
 
 def outline(root: nn.Module) -> str:
     """Return a hash of the names and shapes of a network's parameters."""
-    text = json.dumps(sorted((name, list(each.shape)) for name, each in root.named_parameters()))
+    text = json.dumps(sorted((name, list(parameter.shape)) for name, parameter in root.named_parameters()))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

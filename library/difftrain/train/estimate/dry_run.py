@@ -45,7 +45,7 @@ _RUNS_LOOKED_AT = 5
 
 def dry_run(
     cfg: TrainConfig,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     coming: PendingFiles | None = None,
     *,
     full: bool = False,
@@ -63,26 +63,26 @@ def dry_run(
     family = make_family(cfg)
     parts = _checked(cfg, family, missing) if coming is None else _checked_before(cfg, family)
     fetched = [
-        f"would be fetched for {each.flag}: {each.kind} {each.id}, from {each.id.hub or endpoint()}" for each in missing
+        f"would be fetched for {file.flag}: {file.kind} {file.id}, from {file.id.hub or endpoint()}" for file in missing
     ]
-    say(f"model: {model_line(cfg, parts)}")
+    log(f"model: {model_line(cfg, parts)}")
 
     # --- what hangs on files that are not here yet is left out
     if coming or parts is None:
-        say(f"batch: {batch_arithmetic(cfg, ranks)}")
+        log(f"batch: {batch_arithmetic(cfg, ranks)}")
         for line in (*fetched, *([f"would be made before training: {coming.what}"] if coming else [])):
-            say(line)
+            log(line)
         if parts:
             parts.offloaded |= cached_parts(cfg, parts)
             memory = device_memory(cfg, family, parts, ranks, *_usual_bucket(cfg, family))
-            say(f"memory: {memory.sentence()}")
+            log(f"memory: {memory.sentence()}")
             for line in (*parameters(parts), *memory_lines(memory)) if full else ():
-                say(line)
+                log(line)
         elif not coming:
             for line in _as_shipped(cfg, ranks):
-                say(line)
+                log(line)
         done = "made or written" if coming else "fetched"
-        say(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
+        log(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
         return 0
 
     # --- output folder, prompts, data and plan, as training would find them
@@ -91,33 +91,33 @@ def dry_run(
     plan, total = plan_run(_seeded(cfg), data, ranks)
     epochs = plan.locate(total - 1)[0] + 1 if total else 0
     rows = data.tables.training
-    say(f"data: {sum(each.records for each in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}")
-    say(f"steps: {total:,} in {epochs:,} epoch{'s'[: epochs != 1]}, {total * plan.mean_batch:,.0f} samples seen")
-    say(f"batch: {batch_arithmetic(cfg, ranks)}")
+    log(f"data: {sum(row.records for row in rows):,} samples in {len(rows)} bucket{'s'[: len(rows) != 1]}")
+    log(f"steps: {total:,} in {epochs:,} epoch{'s'[: epochs != 1]}, {total * plan.mean_batch:,.0f} samples seen")
+    log(f"batch: {batch_arithmetic(cfg, ranks)}")
 
     # --- memory and disk: encoders that caches stand in for take no memory of the card
-    unread = [each.flag for each in missing]  # tokenizers, since everything else is here
+    unread = [file.flag for file in missing]  # tokenizers, since everything else is here
     caches = [] if unread else cache_requests(cfg, family, parts, data)
     parts.offloaded |= cached_parts(cfg, parts) if unread else {n for wish in caches for n in wish.encoder.modules}
     files, counts = disk(cfg, parts, total, epochs, plan.mean_batch), list(parameters(parts))
     evaluated = list(evaluation(cfg, family, parts)) if full else []
     memory = device_memory(cfg, family, parts, ranks, *_largest_bucket(cfg, data))
-    say(f"memory: {memory.sentence()}")
-    say(f"free: {free_line(cfg, memory)}")
-    say(f"disk: {files.sentence(cfg.output_dir)}")
-    say(where)
-    say(f"time: {time_line(cfg, total * plan.mean_batch, ranks)}")
+    log(f"memory: {memory.sentence()}")
+    log(f"free: {free_line(cfg, memory)}")
+    log(f"disk: {files.sentence(cfg.output_dir)}")
+    log(where)
+    log(f"time: {time_line(cfg, total * plan.mean_batch, ranks)}")
 
     # --- all the rest
     if not full:
         for line in fetched:
-            say(line)
-        say("dry run: nothing was trained and no device was touched; --dry_run=full says more")
+            log(line)
+        log("dry run: nothing was trained and no device was touched; --dry_run=full says more")
         return 0
     cached = [f"{estimate_storage(w, data).size_sentence()} {'on disk' if w.to_disk else 'of memory'}" for w in caches]
     if unread and caches_anything(cfg):
         cached.append(f"cache: its size is left out until {' and '.join(unread)} can be read")
-    say(dump(hub_cfg))
+    log(dump(hub_cfg))
     for line in (
         *fetched,
         *(f"samples: {note}" for note in notes),
@@ -128,8 +128,8 @@ def dry_run(
         *flops(family, parts, cfg, data, plan, total),
         *evaluated,
     ):
-        say(line)
-    say("dry run: nothing was trained and no device was touched")
+        log(line)
+    log("dry run: nothing was trained and no device was touched")
     return 0
 
 
@@ -140,13 +140,13 @@ def model_line(cfg: TrainConfig, parts: Parts | None) -> str:
     weights = f", weights in {training.full_precision}" if training.full_precision else ""
     if parts is None:
         return f"{row.title}, computed in {computed}{weights}"
-    total = sum(each.numel() for module in modules(parts).values() for each in module.parameters())
+    total = sum(parameter.numel() for module in modules(parts).values() for parameter in module.parameters())
     return f"{row.title}, {trained(parts.root):,} of {total:,} parameters trained, computed in {computed}{weights}"
 
 
 def _usual_bucket(cfg: TrainConfig, family: Family) -> tuple[Bucket, int]:
     """Return the size and micro batch that the configuration names, where no data tell."""
-    named = [each.resolution for each in datasets_of(cfg.data, cfg.captions) if each.resolution]
+    named = [dataset.resolution for dataset in datasets_of(cfg.data, cfg.captions) if dataset.resolution]
     width, height = max(named, key=math.prod, default=cfg.data.resolution or (512, 512))
     unit = family.features.size_multiple
     return Bucket(max(unit, height // unit * unit), max(unit, width // unit * unit)), cfg.training.batch_size
@@ -164,12 +164,12 @@ def _largest_bucket(cfg: TrainConfig, data: Data) -> tuple[Bucket, int]:
 
 def free_line(cfg: TrainConfig, memory: DeviceMemory) -> str:
     """Say what is free, and whether the run fits."""
-    found = free_memory(cfg.training.device)
-    if found.free is None:
-        return f"not known for {found.what}: {found.why}"
-    of = f" of {found.total / GIB:.4g}" if found.total else ""
-    room = f"with {RESERVE / GIB:g} GiB for driver and libraries it {memory.verdict(found.free)}"
-    return f"{found.free / GIB:.4g}{of} GiB on {found.what}: {room}"
+    free = free_memory(cfg.training.device)
+    if free.free is None:
+        return f"not known for {free.what}: {free.why}"
+    of = f" of {free.total / GIB:.4g}" if free.total else ""
+    room = f"with {RESERVE / GIB:g} GiB for driver and libraries it {memory.verdict(free.free)}"
+    return f"{free.free / GIB:.4g}{of} GiB on {free.what}: {room}"
 
 
 def time_line(cfg: TrainConfig, samples: float, ranks: int) -> str:
@@ -193,15 +193,15 @@ def time_line(cfg: TrainConfig, samples: float, ranks: int) -> str:
 def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
     """Open every evaluation set, and say what looking at it takes. Raises DataFault where nothing can be made of one."""
     for section in cfg.eval.sets:
-        name, said = f"evaluation set {section.name}", list[str]()
-        each = open_set(cfg, section, said.append)
-        yield from (f"{name}: {line}" for line in said)
-        check_sizes(each.data.tables, family.features)
-        records, weights = sum(rows.records for rows in each.data.tables.training), 1 + cfg.ema.enable
+        name, notes = f"evaluation set {section.name}", list[str]()
+        eval_set = open_set(cfg, section, notes.append)
+        yield from (f"{name}: {line}" for line in notes)
+        check_sizes(eval_set.data.tables, family.features)
+        records, weights = sum(rows.records for rows in eval_set.data.tables.training), 1 + cfg.ema.enable
         looks = f"{records:,} pictures x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
         yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} images forward each time"
-        for wish in cache_requests(each.cfg, family, parts, each.data, trains=False):
-            yield f"{name}: {estimate_storage(wish, each.data).size_sentence()}"
+        for wish in cache_requests(eval_set.cfg, family, parts, eval_set.data, trains=False):
+            yield f"{name}: {estimate_storage(wish, eval_set.data).size_sentence()}"
     if cfg.eval.kid and (lacking := packages_missing()):
         yield f"{NAME}: {' and '.join(lacking)} not installed, so it would not be measured; {INSTALL}"
 
@@ -230,10 +230,10 @@ def _checked(cfg: TrainConfig, family: Family, missing: list[HubRequest]) -> Par
     try:
         return check(cfg, family)
     except ConfigFault as error:
-        others = [fault for fault in error.faults if fault.where not in {each.flag for each in missing}]
+        others = [fault for fault in error.faults if fault.where not in {file.flag for file in missing}]
         if others or not missing:
             raise ConfigFault(others or error.faults) from None
-    return None if any(each.field not in TOKENIZERS for each in missing) else family.load(meta=True)
+    return None if any(file.field not in TOKENIZERS for file in missing) else family.load(meta=True)
 
 
 def _checked_before(cfg: TrainConfig, family: Family) -> Parts | None:
@@ -278,7 +278,7 @@ def parameters(parts: Parts) -> Iterator[str]:
     """Count parameters by part."""
     total = 0
     for name, module in modules(parts).items():
-        count, moving = sum(each.numel() for each in module.parameters()), trained(module)
+        count, moving = sum(parameter.numel() for parameter in module.parameters()), trained(module)
         total += count
         how = "frozen" if not moving else "trained" if moving == count else f"{moving:,} of them trained"
         yield f"parameters of {name}: {count:,}, {how}"
@@ -300,8 +300,8 @@ def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: Epoc
     main = family.flops_per_sample(parts, Bucket(height, width))
     yield f"FLOPs of an image at {width}x{height}: {scaled(main)}, forward and backward, recomputation not counted"
     rows = data.tables.training
-    uses = sum(each.uses for each in rows)
-    step = sum(family.flops_per_sample(parts, each.bucket) * each.uses for each in rows) / uses * plan.mean_batch
+    uses = sum(row.uses for row in rows)
+    step = sum(family.flops_per_sample(parts, row.bucket) * row.uses for row in rows) / uses * plan.mean_batch
     yield f"FLOPs of a step, the mean over the buckets: {scaled(step)}; of the run: {scaled(step * total)}"
 
 

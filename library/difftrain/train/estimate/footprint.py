@@ -33,7 +33,7 @@ KEPT_BYTES = {"fp32": 4, "kahan": 2}  # beside a weight in half precision
 
 def trained(module: nn.Module) -> int:
     """Count the parameters that are trained."""
-    return sum(each.numel() for each in module.parameters() if each.requires_grad)
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     wide = HALF if training.full_precision else FP32  # of a weight that is computed with, and of a gradient
 
     # weights, trained and frozen, with what low precision keeps beside them
-    weights = sum(each.numel() * min(each.element_size(), wide) for each in parts.root.parameters())
-    held = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
-    frozen = sum(each.numel() * each.element_size() for part in held for each in part.parameters())
-    found = [
+    weights = sum(parameter.numel() * min(parameter.element_size(), wide) for parameter in parts.root.parameters())
+    resident = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
+    frozen = sum(parameter.numel() * parameter.element_size() for part in resident for parameter in part.parameters())
+    items = [
         MemoryItem(
             f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"
         ),
@@ -63,44 +63,44 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     ]
     kept = weights_kept(training)
     if training.full_precision and kept in KEPT_BYTES:
-        found.append(
+        items.append(
             MemoryItem(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
         )
 
     # of each step: gradients and copies
     alive, formula = gradients_alive(cfg, parts)
-    found.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}", in_step=True))
+    items.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}", in_step=True))
     if training.mixed_precision != "no" and not training.full_precision:
-        found.append(MemoryItem("casts of autocast", 2 * moving, "2 B a trained parameter", in_step=True))
+        items.append(MemoryItem("casts of autocast", 2 * moving, "2 B a trained parameter", in_step=True))
     if ranks > 1 and not training.ddp_bucket_view and alive == moving:
-        found.append(
+        items.append(
             MemoryItem("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views")
         )
 
     # optimizer state, of which sharding leaves each rank its part
-    each = state_bytes(cfg, matrix_share(parts))
+    state = state_bytes(cfg, matrix_share(parts))
     shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
-    formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
-    found.append(MemoryItem("optimizer state", each * moving / shards, formula))
+    formula = f"{state:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
+    items.append(MemoryItem("optimizer state", state * moving / shards, formula))
 
     # averages, always in fp32
     if cfg.ema.enable:
-        found.append(MemoryItem("averaged weights", FP32 * moving, "4 B a trained parameter"))
+        items.append(MemoryItem("averaged weights", FP32 * moving, "4 B a trained parameter"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
-        found.append(
+        items.append(
             MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width")
         )
-    return found
+    return items
 
 
 def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
     """Count the gradients that are in memory at once, and say of what; updates during the backward pass free them."""
-    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
+    named = [(name, parameter) for name, parameter in parts.root.named_parameters() if parameter.requires_grad]
     section = cfg.optimizer
     if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
-        return sum(each.numel() for _, each in named), "a trained parameter"
-    sizes = {name: each.numel() for name, each in named}
+        return sum(parameter.numel() for _, parameter in named), "a trained parameter"
+    sizes = {name: parameter.numel() for name, parameter in named}
     together = parts_of([Group("all", named, 0.0)], section.fused_groups)
     what = "a parameter of the largest group" if section.fused_groups else "for each number of the largest parameter"
     return max(sum(sizes[name] for name in names) for names in together), what
@@ -108,8 +108,10 @@ def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
 
 def matrix_share(parts: Parts) -> float:
     """Return the share of the trained numbers that are in matrices, as Muon takes them."""
-    named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
-    return sum(each.numel() for name, each in named if is_matrix(name, each)) / sum(each.numel() for _, each in named)
+    named = [(name, weight) for name, weight in parts.root.named_parameters() if weight.requires_grad]
+    return sum(weight.numel() for name, weight in named if is_matrix(name, weight)) / sum(
+        weight.numel() for _, weight in named
+    )
 
 
 def state_bytes(cfg: TrainConfig, matrices: float = 1.0) -> float:
@@ -130,8 +132,8 @@ def state_bytes(cfg: TrainConfig, matrices: float = 1.0) -> float:
 
 
 def _state_of(state: dict[str, Any], probe: torch.Tensor) -> float:
-    kept = (each for each in state.values() if torch.is_tensor(each) and each.numel() > 1)
-    return sum(each.numel() * each.element_size() for each in kept) / probe.numel()
+    kept = (tensor for tensor in state.values() if torch.is_tensor(tensor) and tensor.numel() > 1)
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept) / probe.numel()
 
 
 def cached_parts(cfg: TrainConfig, parts: Parts) -> set[str]:
@@ -197,15 +199,15 @@ def _free_gradients(cfg: TrainConfig, root: nn.Module) -> None:
     section = cfg.optimizer
     if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
         return
-    named = {name: each for name, each in root.named_parameters() if each.requires_grad}
+    named = {name: parameter for name, parameter in root.named_parameters() if parameter.requires_grad}
     for names in parts_of([Group("all", list(named.items()), 0.0)], section.fused_groups):
         together, waiting = [named[name] for name in names], set(names)
 
         def arrived(_: Any, name: str, waiting: set[str], together: list[nn.Parameter]) -> None:
             waiting.discard(name)
             if not waiting:
-                for each in together:
-                    each.grad = None
+                for parameter in together:
+                    parameter.grad = None
 
         for name in names:
             named[name].register_post_accumulate_grad_hook(
@@ -258,9 +260,9 @@ def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_bat
     half = save.precision in ("fp16", "bf16")
     # a family that writes folders by itself links what is frozen into them
     links = "save.model_as" in row_of(cfg).defaults and not is_one_file(layout_of(cfg))
-    whole = [parts.root] if links else [parts.root, *parts.frozen.values()]
-    numbers = [each for part in whole for each in part.parameters()]
-    export = sum(each.numel() * (HALF if half else each.element_size()) for each in numbers)
+    exported = [parts.root] if links else [parts.root, *parts.frozen.values()]
+    numbers = [parameter for part in exported for parameter in part.parameters()]
+    export = sum(parameter.numel() * (HALF if half else parameter.element_size()) for parameter in numbers)
     averages = cfg.ema.enable + len(cfg.ema.profiles or ())
     checkpoint = moving * (FP32 + state_bytes(cfg, matrix_share(parts)) + FP32 * averages)
 

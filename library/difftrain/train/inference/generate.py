@@ -46,7 +46,7 @@ _SAID_BY_WEIGHTS = ("model.prediction_type", "noise.zero_terminal_snr", "model.c
 class GenerateRequest:
     """What is to be drawn, from what, and where to.
 
-    fields: of every prompt that does not say them itself, by flag: (kohya's name, value). given: fields of the
+    fields: of every prompt that does not say them itself, by flag: (kohya's name, value). explicit: fields of the
     configuration that somebody gave. count: pictures of each prompt, with seeds that follow one another.
     """
 
@@ -61,7 +61,7 @@ class GenerateRequest:
     strength: float = 0.75
     adapters: tuple[AdapterChoice, ...] = ()
     ema: str = AS_SAMPLES
-    given: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
     overwrite: bool = False
 
 
@@ -143,18 +143,18 @@ def prompts_of(cfg: TrainConfig, request: GenerateRequest) -> PromptFile:
         "option": {"sample.prompts": "--prompts", "sample.sampler": "--sampler"}.__getitem__,
         "defaults": defaults,
     }
-    found = PromptFile()
+    prompts = PromptFile()
     try:
         if request.file is not None:
-            found = read_prompts(request.file, sampler_of(cfg), **how)
+            prompts = read_prompts(request.file, sampler_of(cfg), **how)
         if request.lines:
             lines = prompts_of_lines(request.lines, "--prompt", sampler_of(cfg), **how)
-            found = PromptFile((*lines.prompts, *found.prompts), (*lines.notes, *found.notes))
+            prompts = PromptFile((*lines.prompts, *prompts.prompts), (*lines.notes, *prompts.notes))
     except ConfigFault as error:
         raise ConfigFault([*faults, *error.faults]) from None
     if faults:
         raise ConfigFault(faults)
-    return found
+    return prompts
 
 
 def _with_seeds(prompts: Sequence[Prompt], count: int, seed: int | None) -> Iterator[Prompt]:
@@ -173,15 +173,19 @@ def _sized(drawer: Drawer, prompt: Prompt, source: SourcePicture | None) -> Prom
 
 def _of_sizes(drawer: Drawer, prompts: Sequence[Prompt], source: SourcePicture | None) -> Iterator[str]:
     """Say which size is drawn in place of one that is asked for, and to which a picture is brought."""
-    said = set()
+    notes = set()
     for prompt in prompts:
         height, width = drawn_size(drawer, prompt)
-        asked = (prompt.width or width, prompt.height or height)
-        if asked != (width, height):
-            said.add(f"{asked[0]} x {asked[1]} px is drawn as {width} x {height}: sides are multiples of {drawer.unit}")
+        requested = (prompt.width or width, prompt.height or height)
+        if requested != (width, height):
+            notes.add(
+                f"{requested[0]} x {requested[1]} px is drawn as {width} x {height}: sides are multiples of {drawer.unit}"
+            )
         elif source is not None and source.image.size != (width, height):
-            said.add(f"the picture of {source.image.width} x {source.image.height} px is brought to {width} x {height}")
-    yield from sorted(said)
+            notes.add(
+                f"the picture of {source.image.width} x {source.image.height} px is brought to {width} x {height}"
+            )
+    yield from sorted(notes)
 
 
 # --- files
@@ -197,13 +201,13 @@ def planned(request: GenerateRequest, prompts: Sequence[Prompt], seed: int | Non
         paths = [request.output]
     else:
         seeded = _with_seeds(repeated, request.count, seed)
-        paths = [request.output / f"{number:03d}_{each.seed}{PNG}" for number, each in enumerate(seeded)]
+        paths = [request.output / f"{number:03d}_{image.seed}{PNG}" for number, image in enumerate(seeded)]
         paths += [request.output / GRID] if len(repeated) > 1 else []
-    there = [path for path in paths if path.exists()]
-    if there and not request.overwrite:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise ConfigFault([Fault("--output", f"'{there[0]}'{more} is there already", "another name, or --overwrite")])
-    if folders := [path for path in there if path.is_dir()]:
+    taken = [path for path in paths if path.exists()]
+    if taken and not request.overwrite:
+        more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
+        raise ConfigFault([Fault("--output", f"'{taken[0]}'{more} is there already", "another name, or --overwrite")])
+    if folders := [path for path in taken if path.is_dir()]:
         raise ConfigFault([Fault("--output", f"'{folders[0]}' is a folder", "give another name")])
     return paths
 
@@ -239,7 +243,7 @@ def _picture(path: Path, flag: str) -> Image:
 
 def _of_run(cfg: TrainConfig, request: GenerateRequest) -> TrainConfig:
     """Take the seed that a run drew; its device, its engine and its prompts are not this command's."""
-    training: dict[str, Any] = {} if "training.device" in request.given else {"device": "auto"}
+    training: dict[str, Any] = {} if "training.device" in request.explicit else {"device": "auto"}
     if request.weights.kind == "checkpoint" and cfg.training.seed is None:
         from difftrain.checkpoint import load_meta
 
@@ -264,7 +268,7 @@ def _as_weights_say(cfg: TrainConfig, request: GenerateRequest) -> TrainConfig:
     family: Any = make_family(cfg)
     for path, value in family.stored_fields().items():
         section, _, name = path.partition(".")
-        if path in request.given or getattr(getattr(cfg, section), name) == value or path not in _SAID_BY_WEIGHTS:
+        if path in request.explicit or getattr(getattr(cfg, section), name) == value or path not in _SAID_BY_WEIGHTS:
             continue
         log.info("%s: %s, as the weights say of themselves", option(path), json.dumps(value))
         cfg = cfg.model_copy(update={section: getattr(cfg, section).model_copy(update={name: value})})

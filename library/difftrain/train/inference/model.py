@@ -100,7 +100,7 @@ def load_model(
     for choice in adapters:
         model.notes.append(merge_adapter(choice, family.row.pipeline, modules, family.folder(family.denoiser)))
     if adapters:
-        model.about["adapters"] = [{"file": each.path.name, "scale": each.scale} for each in adapters]
+        model.about["adapters"] = [{"file": adapter.path.name, "scale": adapter.scale} for adapter in adapters]
 
     # --- precision, faults, device
     half = cfg.training.full_precision
@@ -131,7 +131,7 @@ def _restore(model: Inference, folder: Path, ema: str) -> None:
         )
         what = f"{folder} is of another model than its configuration says: {', '.join(differing[:3])} first"
         raise ConfigFault([Fault(FLAG, what, "give the config.toml of the run that wrote it as --config")])
-    averaged, told = _averages(model, folder, ema, ranks)
+    averaged, description = _averages(model, folder, ema, ranks)
     weights = dict(stored.tensors(lambda name: True)) | averaged
 
     # --- a root without weights is filled; of one that has its source's, what was trained is replaced
@@ -149,10 +149,10 @@ def _restore(model: Inference, folder: Path, ema: str) -> None:
             tensors[name].copy_(weights[name])
 
     if not averaged and ema != TRAINED:
-        told = _put_free_averages(model, folder, ranks) or told
+        description = _put_free_averages(model, folder, ranks) or description
     step = int(meta["step"])
-    model.about |= {"step": step, "drawn_from": told}
-    model.notes.append(f"{folder} at step {step}: {told}")
+    model.about |= {"step": step, "drawn_from": description}
+    model.notes.append(f"{folder} at step {step}: {description}")
 
 
 def _averages(model: Inference, folder: Path, ema: str, ranks: Ranks) -> tuple[dict[str, Tensor], str]:
@@ -173,8 +173,8 @@ def _averages(model: Inference, folder: Path, ema: str, ranks: Ranks) -> tuple[d
         share = model.cfg.ema.decay ** int(reader.metadata[0].get(UPDATES, 0))
         if share > HALF:
             return {}, f"trained weights, as the average is still {percent(share)} its start"
-    told = "averaged weights" if kind == PLAIN else f"weights averaged with relative width {_width(ema)}"
-    return dict(reader.tensors(lambda name: True)), told
+    description = "averaged weights" if kind == PLAIN else f"weights averaged with relative width {_width(ema)}"
+    return dict(reader.tensors(lambda name: True)), description
 
 
 def _width(text: str) -> float:

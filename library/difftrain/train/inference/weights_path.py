@@ -41,15 +41,15 @@ def locate(text: str, flag: str, config: str | None = None) -> WeightsPath:
         return _checkpoint(newest_of_run(path, flag), flag, config)
     if len(files := [*path.glob(f"{ONE_FILE}.safetensors"), *path.glob(f"{ONE_FILE}.ckpt")]) == 1:
         return WeightsPath("file", files[0])  # an export of a run whose saves are folders by step
-    inside = [each.path.name for each in candidates(path)]
-    runs = sorted(each.parent.name for each in path.glob(f"*/{CONFIG}"))
+    inside = [candidate.path.name for candidate in candidates(path)]
+    runs = sorted(config_file.parent.name for config_file in path.glob(f"*/{CONFIG}"))
     what = f"'{path}' is neither a checkpoint nor a diffusers folder"
     if inside:
         what, remedy = f"'{path}' holds checkpoints and no {CONFIG}", f"{inside[0]} is the newest"
     elif runs:
         remedy = f"it holds runs: {runs[-1]} is the newest"
     else:
-        names = sorted(each.name for each in path.iterdir())[:5]
+        names = sorted(entry.name for entry in path.iterdir())[:5]
         remedy = f"{_REMEDY}; it holds {', '.join(names) or 'nothing'}"
     raise ConfigFault([Fault(flag, what, remedy)])
 
@@ -61,14 +61,14 @@ def newest_of_run(folder: Path, flag: str) -> Path:
     if record is not None and isinstance(record.names, Own):
         from difftrain.train.run_dir import checkpoints
 
-        found = [each.path for each in checkpoints(folder)]
+        paths = [candidate.path for candidate in checkpoints(folder)]
     else:
-        found = [each.path for each in candidates(folder, record.names if record else None, torn.append)]
-    for path in found:
+        paths = [candidate.path for candidate in candidates(folder, record.names if record else None, torn.append)]
+    for path in paths:
         if not (fault := fault_of(path)):
             return path
         torn.append(f"{path.name}: {fault}")
-    exports = sorted({each.name for each in folder.iterdir() if _is_export(each)})
+    exports = sorted({entry.name for entry in folder.iterdir() if _is_export(entry)})
     what = f"'{folder}' holds no whole checkpoint" + (f" ({'; '.join(torn[:3])})" if torn else "")
     remedy = f"give one of its exports: {', '.join(exports[:3])}" if exports else "a run with --save_state leaves some"
     raise ConfigFault([Fault(flag, what, remedy)])

@@ -97,8 +97,8 @@ def settings(recipe: Recipe) -> str:
         value = getattr(recipe, one.name)
         if one.name not in ("buckets", "captions") and (one.default is MISSING or value != one.default):
             spelled.append(_spelled(one.name, value))
-    asked = recipe.captions.model_dump(exclude_defaults=True)
-    return ", ".join([*spelled, *(_spelled(f"captions.{name}", value) for name, value in asked.items())])
+    requested = recipe.captions.model_dump(exclude_defaults=True)
+    return ", ".join([*spelled, *(_spelled(f"captions.{name}", value) for name, value in requested.items())])
 
 
 def _spelled(name: str, value: object) -> str:

@@ -28,18 +28,18 @@ from difftrain.train.inspect.facts import Look, buckets, captions, copies, rejec
 from difftrain.train.inspect.findings import findings
 from difftrain.train.inspect.similar import similar
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 PAGE = "dataset.html"
 
 
 def inspect(
-    cfg: TrainConfig, output: Path, *, epochs: int = 3, pictures: int = 48, facts: Path | None = None, say: Say = print
+    cfg: TrainConfig, output: Path, *, epochs: int = 3, pictures: int = 48, facts: Path | None = None, log: Log = print
 ) -> Path:
     """Write the page; return its path. facts: also write what it says as JSON.
 
     No device is touched and no weights are read. Raises: ConfigFault; DataFault where there is nothing to look at.
     """
-    gathered = gather(look_at(cfg, epochs, pictures, say))
+    gathered = gather(look_at(cfg, epochs, pictures, log))
     page = write_text(output, dataset_page(gathered))
     if facts is not None:
         cards = [{key: value for key, value in card.items() if key != "images"} for card in gathered.pop("cards")]
@@ -49,10 +49,10 @@ def inspect(
     return page
 
 
-def debug_dataset(cfg: TrainConfig, say: Say = print) -> None:
+def debug_dataset(cfg: TrainConfig, log: Log = print) -> None:
     """Write dataset.html into the output folder and say where; of several ranks, one does."""
     if Launch.from_environment().rank == 0:
-        say(str(inspect(cfg, cfg.output_dir / PAGE, say=say)))
+        log(str(inspect(cfg, cfg.output_dir / PAGE, log=log)))
 
 
 def gather(look: Look) -> dict[str, Any]:
@@ -82,16 +82,16 @@ def gather(look: Look) -> dict[str, Any]:
     return made | {"findings": findings(look, sizes, made)}
 
 
-def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
+def look_at(cfg: TrainConfig, epochs: int, pictures: int, log: Log) -> Look:
     """Open the data set as training would; what would only stop a training is said on the page instead."""
     # --- data that is named by a hub id is fetched; weights are only taken where they are
     here, missing = looked_up(cfg)
-    weights = [each for each in missing if each.field.startswith("model.")]
+    weights = [file for file in missing if file.field.startswith("model.")]
     if len(weights) < len(missing):
         fetched, _ = fetch(cfg.model_copy(update={"model": TrainConfig().model}), Ranks(), {})
         here = here.model_copy(update={"data": fetched.data})
-    for each in weights:
-        say(f"{each.flag}: {each.id} is not here yet, so tokens are not counted; a run fetches it")
+    for file in weights:
+        log(f"{file.flag}: {file.id} is not here yet, so tokens are not counted; a run fetches it")
     has_model = bool(cfg.model.pretrained or cfg.model.init_from_config) and not weights
     cfg = here
     seeded = cfg.training.seed is not None
@@ -100,7 +100,7 @@ def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
 
     # --- rejects are what one wants to look at, so that too many of them are no reason to stop here
     lenient = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_rejected_share": 1.0})})
-    data = open_data(cfg, prepare(lenient, log=say))
+    data = open_data(cfg, prepare(lenient, log=log))
     ranks = Launch.from_environment().size
     plan = make_plan(data, cfg, global_batches(cfg, ranks))
 
