@@ -92,7 +92,11 @@ def serve(folder: Path, host: str, port: int | None, token: str) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     count = len(find_runs(folder))
     sought = f"{count} run{'s'[: count != 1]} in {folder}"
-    sought += f" or up to {DEPTH} folders below it yet; each is shown as soon as it writes its first file" if not count else ""
+    sought += (
+        f" or up to {DEPTH} folders below it yet; each is shown as soon as it writes its first file"
+        if not count
+        else ""
+    )
     print(f"{sought}; open\n  {server.url}\nCtrl-C ends this; runs go on", flush=True)
     if host not in (HOST, "localhost", "::1"):
         print(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import secrets
 import socket
@@ -92,7 +91,16 @@ class Reports:
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(scratch) / (folder.resolve().name or "run")
             copy.mkdir()
-            for name in (METRICS, VALIDATION, EVALUATION, SESSIONS, runs.RECORD, runs.CONFIG, runs.REPORT, runs.SAMPLES):
+            for name in (
+                METRICS,
+                VALIDATION,
+                EVALUATION,
+                SESSIONS,
+                runs.RECORD,
+                runs.CONFIG,
+                runs.REPORT,
+                runs.SAMPLES,
+            ):
                 path = folder / name
                 if path.exists() and not path.is_symlink():
                     (copy / name).symlink_to(path.absolute())

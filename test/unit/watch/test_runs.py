@@ -27,7 +27,7 @@ def test_runs_are_found_down_to_six_folders_the_newest_first(tmp_path: Path) -> 
 
 def test_a_run_is_called_by_its_folder_even_where_that_is_watched_itself(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(run_folder(tmp_path / "mine"))
-    assert status_of(".", Path(".")).title == "mine" and status_of("x/y", tmp_path / "mine").title == "x/y"
+    assert status_of(".", Path()).title == "mine" and status_of("x/y", tmp_path / "mine").title == "x/y"
 
 
 def test_a_link_is_no_run_and_shows_no_file(tmp_path: Path) -> None:
