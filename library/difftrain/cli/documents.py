@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from difftrain.cli.words import asks_for_help, exactly, writing
+from difftrain.cli.words import alive, asks_for_help, exactly, writing
 from difftrain.config.door import guard
 from difftrain.config.render.schema import DEFAULT, SCHEMAS, schema
 from difftrain.config.schema.names import did_you_mean
@@ -154,4 +154,4 @@ def build_report(argv: list[str]) -> int:
             print(rebuild(run))
         return 0
 
-    return guard("difftrain report", work)
+    return guard("difftrain report", alive("difftrain report", work, "reading the run"))
