@@ -111,6 +111,7 @@ def test_it_trains_in_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
                 assert f"output/sd3_light/tiny/runs/{run.name}" in answer.read().decode()
         finally:
             process.terminate()
+            process.communicate(timeout=60)
     assert process.returncode == 0
 
 
@@ -119,6 +120,8 @@ def test_it_trains_sdxl_with_flags(scripts: Path, tmp_path: Path) -> None:
     call(scripts / "difftrain", "sdxl", *door.flags(tmp_path / "out", steps=2), cwd=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+    (checkpoint,) = (tmp_path / "out").glob("NAME-state*")
+    assert f"--resume={checkpoint}" in (tmp_path / "out" / "console.log").read_text()
     assert {"NAME.safetensors", "report.html", "report.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
