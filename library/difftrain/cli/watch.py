@@ -97,13 +97,13 @@ def serve(folder: Path, host: str, port: int | None, token: str) -> int:
         if not count
         else ""
     )
-    print(f"{sought}; open\n  {server.url}\nCtrl-C ends this; runs go on", flush=True)
-    if host not in (HOST, "localhost", "::1"):
-        print(
-            f"{PROG}: whoever reaches {host} and knows the token can stop runs, and nothing is encrypted",
-            file=sys.stderr,
-        )
-    try:
+    try:  # from the first word on: who reads the address may stop it at once
+        print(f"{sought}; open\n  {server.url}\nCtrl-C ends this; runs go on", flush=True)
+        if host not in (HOST, "localhost", "::1"):
+            print(
+                f"{PROG}: whoever reaches {host} and knows the token can stop runs, and nothing is encrypted",
+                file=sys.stderr,
+            )
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         print("no longer served", flush=True)
