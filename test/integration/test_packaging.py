@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from doors import Door, write_pictures
 
 ROOT = Path(__file__).parents[2]
 IN_THE_WHEEL = {
@@ -35,11 +37,15 @@ def shipped() -> list[str]:
     ]
 
 
+def clean(cwd: Path) -> dict[str, str]:
+    """Return the variables of a process that has nothing of this checkout on its path."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return kept | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cwd / "user_cache")}
+
+
 def call(*words: str | Path, cwd: Path) -> str:
     """Run a command that must succeed, with nothing of this checkout on its path."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    clean |= {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cwd / "user_cache")}
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, cwd=cwd, env=clean)
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, cwd=cwd, env=clean(cwd))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -90,6 +96,33 @@ def test_it_trains_in_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2] and (run / "report.json").is_file()
     assert f"{difftrain} train --config" in json.loads((run / "report.json").read_text())["command"]
+
+    # --- its report anew, and the page of runs, from the folder where training was begun
+    (run / "report.html").unlink()
+    assert call(difftrain, "report", run, cwd=tmp_path).strip() == str(run / "report.html")
+    assert "2 of 2 steps" in (run / "report.html").read_text()
+    words = [difftrain, "watch", ".", "--port=0", "--token=T"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=clean(tmp_path)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("1 run ")
+        address = process.stdout.readline().strip()
+        try:
+            with urllib.request.urlopen(address, timeout=30) as answer:
+                assert f"output/sd3_light/tiny/runs/{run.name}" in answer.read().decode()
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_it_trains_sdxl_with_flags(scripts: Path, tmp_path: Path) -> None:
+    door = Door(write_pictures(tmp_path / "images", 4), tmp_path)
+    call(scripts / "difftrain", "sdxl", *door.flags(tmp_path / "out", steps=2), cwd=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    (checkpoint,) = (tmp_path / "out").glob("NAME-state*")
+    assert f"--resume={checkpoint}" in (tmp_path / "out" / "console.log").read_text()
+    assert {"NAME.safetensors", "report.html", "report.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
 def test_what_it_brings_is_inside_it(scripts: Path, tmp_path: Path) -> None:

@@ -23,6 +23,16 @@ from difftrain.watch.server import WatchServer
 HOSTILE = '"><img src=x onerror=alert(1)>'
 OUTSIDE = """[...document.querySelectorAll("body *")].filter(e =>
     e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".wide")).length"""
+# figures of the list that begin before their own label, which is drawn in front of them, has ended
+OVERLAPS = """[...document.querySelectorAll(".runs td[data-head]")].filter(cell => {
+    const text = document.createRange(), pen = document.createElement("canvas").getContext("2d");
+    text.selectNodeContents(cell);
+    const before = getComputedStyle(cell, "::before"), style = getComputedStyle(cell);
+    if (before.content === "none" || !cell.checkVisibility()) return false;
+    pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+    const label = pen.measureText(cell.dataset.head).width, at = text.getBoundingClientRect();
+    return at.left < cell.getBoundingClientRect().left + label - 1 || at.right > cell.getBoundingClientRect().right + 1;
+}).length"""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +59,7 @@ def test_a_run_is_followed_and_saved(opened: Browser, server: WatchServer, tmp_p
     for width in (1280, 390):
         page.resize(width)
         assert page.ask("document.documentElement.scrollWidth") <= width and page.ask(OUTSIDE) == 0, width
+        assert page.ask(OVERLAPS) == 0, width
     assert HOSTILE in page.ask("document.body.innerText")
 
     # --- one run, its report in a frame that can reach nothing of the page

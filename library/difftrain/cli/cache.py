@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.cli import cache_build
-from difftrain.cli.words import positional
+from difftrain.cli.words import alive, positional
 from difftrain.config.door import guard
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded, is_url, shown_url, user_cache
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         cache, words = read(name, argv[1:])
         return COMMANDS[name].work(cache, words)
 
-    return guard(f"{PROG} {name}", work)
+    return guard(f"{PROG} {name}", alive(f"{PROG} {name}", work))
 
 
 def usage() -> str:

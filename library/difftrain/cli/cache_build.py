@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from difftrain.cli.words import LOADING, alive
 from difftrain.config import parse_flags
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
@@ -16,6 +17,7 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts.errors import ConfigFault
 from difftrain.device.choice import KINDS
+from difftrain.report.progress import SIGNS
 
 SAYS = "encode what a training command would cache, and stop"
 PROG = "difftrain cache build"
@@ -24,7 +26,7 @@ _SHOWN = ("cache", "data", "captions")
 
 def main(argv: list[str]) -> int:
     """Build what is missing; return the exit code. Every rank of a launcher calls it."""
-    return enter(PROG, argv, lambda: read(argv), work, _help)
+    return enter(PROG, argv, lambda: read(argv), alive(PROG, work, LOADING), _help)
 
 
 def read(argv: list[str]) -> Parsed:
@@ -71,6 +73,7 @@ def work(parsed: Parsed) -> int:
     hide_unusable_npu(parsed.config.training.device)
     from difftrain.train.run import run
 
+    SIGNS.now("starting")
     return run(parsed.config, list(parsed.argv))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.cli import compare_trace
-from difftrain.cli.words import asks_for_help, positional, writing
+from difftrain.cli.words import alive, asks_for_help, positional, writing
 from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     if asks_for_help(argv):
         print(USAGE + entries(FLAGS.values()))
         return 0
-    return guard(PROG, lambda: work(*read(argv)))
+    return guard(PROG, alive(PROG, lambda: work(*read(argv)), "reading the runs"))
 
 
 def read(argv: list[str]) -> tuple[list[Path], dict[str, list[str]]]:

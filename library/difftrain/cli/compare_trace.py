@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from difftrain.cli.words import alive
 from difftrain.config.door import guard
 from difftrain.contracts.errors import ConfigFault, Fault
 
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
             print(line)
         return comparison.code
 
-    return guard(PROG, work)
+    return guard(PROG, alive(PROG, work, "reading the traces"))
 
 
 def read(argv: list[str]) -> TraceWords:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from difftrain.cli.words import writing
+from difftrain.cli.words import LOADING, alive, writing
 from difftrain.config import parse_flags
 from difftrain.config.door import enter, guard
 from difftrain.config.parse_flags import Parsed, resolve
@@ -17,6 +17,7 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.row import Row, convert
 from difftrain.contracts.errors import ConfigFault, Fault
+from difftrain.report.progress import SIGNS
 
 OWN: dict[str, Row] = {
     "output": Row("output", "str", "", "the page to write, such as dataset.html"),
@@ -33,9 +34,9 @@ def main(argv: list[str]) -> int:
     """Run a command about data sets; there is one."""
     prog = "difftrain dataset inspect"
     if argv[:1] == ["inspect"]:
-        return enter(prog, argv[1:], lambda: read(argv[1:]), work, lambda: _help(prog))
+        return enter(prog, argv[1:], lambda: read(argv[1:]), alive(prog, work, LOADING), lambda: _help(prog))
     if argv[:1] in (["-h"], ["--help"]):
-        return enter(prog, argv, lambda: read(argv), work, lambda: _help(prog))
+        return enter(prog, argv, lambda: read(argv), alive(prog, work, LOADING), lambda: _help(prog))
     return guard("difftrain dataset", lambda: _refuse(argv))
 
 
@@ -99,6 +100,7 @@ def work(parsed: Parsed) -> int:
     hide_unusable_npu("cpu")
     from difftrain.train.inspect import inspect
 
+    SIGNS.now("reading the dataset")
     output, facts = Path(parsed.bare["output"]), parsed.bare.get("json")
     epochs, pictures = number(parsed, "epochs"), number(parsed, "max_pictures")
     with writing(output, Path(facts or output)):

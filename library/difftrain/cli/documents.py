@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from difftrain.cli.words import asks_for_help, exactly, run_folder, writing
+from difftrain.cli.words import alive, asks_for_help, exactly, writing
 from difftrain.config.door import guard
 from difftrain.config.render.schema import DEFAULT, SCHEMAS, schema
 from difftrain.config.schema.names import did_you_mean
@@ -121,6 +121,7 @@ def schema_text(name: str) -> str:
 # --- `difftrain report RUN_DIR`: report.html, from whatever a run has left so far
 
 
+MOST_NAMED = 5  # runs of a folder that is none
 REPORT_USAGE = """usage: difftrain report RUN_DIR
 
 Write RUN_DIR/report.html from the files of a run, and name it. The run may be going on, or have been stopped, killed
@@ -140,12 +141,17 @@ def build_report(argv: list[str]) -> int:
         from difftrain.report.rebuild import rebuild
         from difftrain.report.report import REPORT
         from difftrain.report.sessions import FILE as SESSIONS
+        from difftrain.watch.runs import find_runs
 
         run = Path(folder)
-        if not any((run / name).is_file() for name in (METRICS, SESSIONS)):
-            run = run_folder(folder, REPORT)
+        if not any((run / name).is_file() for name in (METRICS, SESSIONS, REPORT)):
+            names = [name for name in find_runs(run) if name != "."]
+            if names:
+                shown = [str(run / name) for name in names[:MOST_NAMED]] + ["..."] * (len(names) > MOST_NAMED)
+                what = f"{folder!r} is no run; {len(names)} run{'s'[: len(names) != 1]} lie below it"
+                raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, the newest first: {', '.join(shown)}")])
         with writing(run):
             print(rebuild(run))
         return 0
 
-    return guard("difftrain report", work)
+    return guard("difftrain report", alive("difftrain report", work, "reading the run"))

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from difftrain.cli.words import LOADING, alive, writing
 from difftrain.cli.words import run_folder as run_folder_of
-from difftrain.cli.words import writing
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
@@ -24,6 +24,7 @@ from difftrain.config.schema.validate import build_section
 from difftrain.config.spellings.flags import FLAGS, KOHYA
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
+from difftrain.report.progress import SIGNS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ TABLE: dict[str, Row] = {
 def main(argv: list[str]) -> int:
     """Write what is asked for and print its path."""
     prog = "difftrain export"
-    return enter(prog, argv, lambda: read(argv), work, lambda: _help(prog))
+    return enter(prog, argv, lambda: read(argv), alive(prog, work, LOADING), lambda: _help(prog))
 
 
 def read(argv: list[str]) -> Parsed:
@@ -171,6 +172,7 @@ def work(parsed: Parsed) -> int:
 
     from difftrain.models.registry import make_family
 
+    SIGNS.now("writing weights")
     cfg = _fetched(parsed)
     dtypes = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     family = make_family(cfg)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.cli.export import T5
-from difftrain.cli.words import writing
+from difftrain.cli.words import LOADING, alive, writing
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
@@ -23,6 +23,7 @@ from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.device.choice import KINDS
+from difftrain.report.progress import SIGNS
 
 if TYPE_CHECKING:
     from difftrain.train.inference.generate import GenerateRequest
@@ -79,7 +80,7 @@ RULES = (objective.other_family, engine.full_precision, paths.weights, one_of("t
 def main(argv: list[str]) -> int:
     """Draw what is asked for and print the files."""
     argv = ["--ema=yes" if word == "--ema" and _stands_alone(argv, at) else word for at, word in enumerate(argv)]
-    return enter(PROG, argv, lambda: read(argv), lambda parsed: work(parsed, argv), _help)
+    return enter(PROG, argv, lambda: read(argv), alive(PROG, lambda parsed: work(parsed, argv), LOADING), _help)
 
 
 def _stands_alone(argv: list[str], at: int) -> bool:
@@ -143,6 +144,7 @@ def work(parsed: Parsed, argv: list[str]) -> int:
 
     from difftrain.train.inference.generate import generate
 
+    SIGNS.now("loading the weights and drawing")
     request = request_of(parsed, resolved, source)
     with writing(request.output):
         for path in generate(resolved.config, request):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftrain.cli.export import T5
-from difftrain.cli.words import writing
+from difftrain.cli.words import LOADING, alive, writing
 from difftrain.config.door import enter
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
@@ -22,6 +22,7 @@ from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.models.registry import FAMILIES
+from difftrain.report.progress import SIGNS
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -56,7 +57,7 @@ TABLE: dict[str, Row] = {
 def main(argv: list[str]) -> int:
     """Write the folder and print its path."""
     prog = "difftrain init"
-    return enter(prog, argv, lambda: read(argv), work, lambda: _help(prog))
+    return enter(prog, argv, lambda: read(argv), alive(prog, work, LOADING), lambda: _help(prog))
 
 
 def read(argv: list[str]) -> Parsed:
@@ -146,6 +147,7 @@ def _export(family: Any, cfg: TrainConfig, path: Path) -> Path:
     import torch
 
     dtypes: dict[Any, torch.dtype | None] = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    SIGNS.now("writing weights")
     parts = family.load(meta=True)
     for note in parts.notes:
         print(f"difftrain init: {note}", file=sys.stderr)

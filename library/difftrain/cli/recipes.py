@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.io.files import write_text
 
 PROG = "difftrain recipes"
-FLAGS: dict[str, Row] = {"overwrite": Row("overwrite", "switch", "", "replace files that are there")}
+FLAGS: dict[str, Row] = {
+    "overwrite": Row("overwrite", "switch", "", "replace files that are there"),
+    "schema": Row("schema", "switch", "", "write schemas/ too, by which an editor completes and checks keys"),
+}
 _DATA_TABLES = {"directory", "datasets"}  # what makes a TOML file one of a dataset
 # How a recipe's comment starts a run in a checkout -> how an installed package does it; a launcher names a module.
 _AS_INSTALLED = (
@@ -34,6 +37,7 @@ _AS_INSTALLED = (
 )
 _STARTS_WITH = re.compile(r"difftrain (train|sdxl|sd3_light|text_to_image)\b")
 _SCHEMA = re.compile(r"\A#:schema (?!\w+://)(\S+)[^\n]*\n+")
+SCHEMAS_DIR = "schemas"  # as `difftrain schema --write schemas` has it
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,19 @@ def _list(argv: list[str]) -> int:
 
 
 def _copy(argv: list[str]) -> int:
-    recipe, folder, overwrite = read(argv)
-    texts = {file.name: installed_text(file, folder) for file in (recipe.path, *recipe.beside)}
+    recipe, folder, switches = read(argv)
+    schemas: dict[str, str] = {}
+    if "schema" in switches:
+        from difftrain.cli.documents import schema_text
+        from difftrain.config.render.schema import SCHEMAS
+
+        named = (_SCHEMA.match(file.read_text(encoding="utf-8")) for file in (recipe.path, *recipe.beside))
+        names = dict.fromkeys(Path(match[1]).stem for match in named if match)
+        schemas = {f"{SCHEMAS_DIR}/{name}.json": schema_text(name) for name in names if name in SCHEMAS}
+    texts = {file.name: installed_text(file, folder, schemas) for file in (recipe.path, *recipe.beside)} | schemas
 
     # --- everything that stands in the way is said before anything is written
-    if not overwrite:
+    if "overwrite" not in switches:
         differs = [name for name, text in texts.items() if not _is_free(folder / name, text)]
         remedy = f"give another folder, or {FLAGS['overwrite'].option} to replace it"
         if differs:
@@ -125,14 +137,15 @@ def _copy(argv: list[str]) -> int:
         with writing(folder / name):
             print(write_text(folder / name, text))
     starts = _STARTS_WITH.search(texts[recipe.path.name])
-    print_notes(
-        PROG, [f"train with: difftrain {starts[1] if starts else 'train'} --config {folder / recipe.path.name}"]
-    )
+    notes = [f"train with: difftrain {starts[1] if starts else 'train'} --config {folder / recipe.path.name}"]
+    if not _SCHEMA.match(texts[recipe.path.name]):
+        notes.append(f"for an editor that completes and checks keys, copy with {FLAGS['schema'].option}")
+    print_notes(PROG, notes)
     return 0
 
 
-def read(argv: list[str]) -> tuple[ShippedRecipe, Path, bool]:
-    """Read the words after `copy`: recipe, folder, whether files are replaced. Raises: ConfigFault with every fault."""
+def read(argv: list[str]) -> tuple[ShippedRecipe, Path, set[str]]:
+    """Read the words after `copy`: recipe, folder, switches. Raises: ConfigFault with every fault."""
     words, remaining = positional(argv, FLAGS)
     scanned = scan(remaining, FLAGS)
     faults = list(scanned.faults)
@@ -148,7 +161,7 @@ def read(argv: list[str]) -> tuple[ShippedRecipe, Path, bool]:
     faults += [Fault(repr(word), f"is a word too many for {PROG} copy") for word in words[2:]]
     if faults:
         raise ConfigFault(faults)
-    return recipes[name], folder, "overwrite" in scanned.words
+    return recipes[name], folder, set(scanned.words)
 
 
 def _suggestion(name: str, recipes: Mapping[str, ShippedRecipe]) -> str:
@@ -161,14 +174,19 @@ def _suggestion(name: str, recipes: Mapping[str, ShippedRecipe]) -> str:
     return did_you_mean(name, recipes) or f"{PROG} lists the names"
 
 
-def installed_text(file: Path, folder: Path) -> str:
-    """Return a recipe as it is copied to a folder: its comments name the commands of an installed package."""
+def installed_text(file: Path, folder: Path, schemas: Collection[str] = ()) -> str:
+    """Return a recipe as it is copied to a folder: its comments name the commands of an installed package.
+
+    schemas: files that are written beside it.
+    """
     text = file.read_text(encoding="utf-8", errors="replace")
     for pattern, command in _AS_INSTALLED:
         text = pattern.sub(command, text)
     schema = _SCHEMA.match(text)  # a path from where the recipe was; editors report one that leads nowhere
     if schema and not (folder / schema[1]).is_file():
-        text = text[schema.end() :]
+        beside = f"{SCHEMAS_DIR}/{Path(schema[1]).name}"
+        is_there = beside in schemas or (folder / beside).is_file()
+        text = (f"#:schema {beside}\n" if is_there else "") + text[schema.end() :]
     return text
 
 
@@ -184,7 +202,7 @@ def _is_free(path: Path, text: str) -> bool:
 
 def _help() -> str:
     return (
-        f"usage: {PROG}\n       {PROG} copy NAME [DIR] [--overwrite]\n\n"
+        f"usage: {PROG}\n       {PROG} copy NAME [DIR] [--schema] [--overwrite]\n\n"
         "List the recipes: name, family, one line of each. copy: write one into DIR [the current folder], with the dataset\n"
         "file that it names, and print what was written. Paths in a recipe count from the folder in which you train, then\n"
         "from the recipe's own.\n\n" + entries(FLAGS.values())

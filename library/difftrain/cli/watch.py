@@ -33,7 +33,7 @@ FLAGS: dict[str, Row] = {
 }
 USAGE = f"""usage: {PROG} [RUN | FOLDER] [--port=N] [--host=ADDRESS] [--token=TEXT]
 
-Serve a page of the runs in a folder (unset: this one) or up to three folders below it: state, progress, time left, newest
+Serve a page of the runs in a folder (unset: this one) or up to six folders below it: state, progress, time left, newest
 samples, log, report, and buttons that save, sample and stop. The address that is printed holds a token; without it
 nothing is shown. It serves until it is stopped (Ctrl-C). docs/watch.md says more.
 
@@ -83,20 +83,27 @@ def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
 
 def serve(folder: Path, host: str, port: int | None, token: str) -> int:
     """Serve until Ctrl-C or a SIGTERM, which both end it well."""
-    from difftrain.watch.runs import find_runs
+    from difftrain.watch.runs import DEPTH, find_runs
 
     server = open_server(folder, host, port, token)
     log = logging.getLogger("difftrain")
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel("INFO")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(f"{len(find_runs(folder))} runs in {folder}; open\n  {server.url}\nCtrl-C ends this; runs go on", flush=True)
-    if host not in (HOST, "localhost", "::1"):
-        print(
-            f"{PROG}: whoever reaches {host} and knows the token can stop runs, and nothing is encrypted",
-            file=sys.stderr,
-        )
-    try:
+    count = len(find_runs(folder))
+    sought = f"{count} run{'s'[: count != 1]} in {folder}"
+    sought += (
+        f" or up to {DEPTH} folders below it yet; each is shown as soon as it writes its first file"
+        if not count
+        else ""
+    )
+    try:  # from the first word on: who reads the address may stop it at once
+        print(f"{sought}; open\n  {server.url}\nCtrl-C ends this; runs go on", flush=True)
+        if host not in (HOST, "localhost", "::1"):
+            print(
+                f"{PROG}: whoever reaches {host} and knows the token can stop runs, and nothing is encrypted",
+                file=sys.stderr,
+            )
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         print("no longer served", flush=True)

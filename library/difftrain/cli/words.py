@@ -1,14 +1,18 @@
-"""Command lines of commands that take words, and what they say where a file cannot be written."""
+"""Command lines of commands that take words, their signs of life, and what they say where a file cannot be written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ParamSpec
 
+from difftrain.config.door import print_notes
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, DifftrainError, Fault
 from difftrain.io.files import DISK_ERRORS
+from difftrain.report.progress import SIGNS
 
 
 def asks_for_help(argv: list[str]) -> bool:
@@ -59,6 +63,40 @@ def run_folder(path: str | Path, expected: str) -> Path:
         what = f"{str(folder)!r} holds run directories and is none"
         raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, {folder / runs[0]} is the newest")])
     return folder
+
+
+# --- What a command says where it is at work for long
+
+
+P = ParamSpec("P")
+
+
+class _Heard(logging.Handler):
+    """Take note of what is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        SIGNS.heard()
+
+
+def alive(prog: str, work: Callable[P, int], what: str = "working") -> Callable[P, int]:
+    """Return the work of a command with signs of life where it prints nothing for a while, as training has them.
+
+    what: is done at first; SIGNS.now() names what comes then.
+    """
+
+    def inner(*args: P.args, **kwargs: P.kwargs) -> int:
+        log, heard = logging.getLogger("difftrain"), _Heard()
+        log.addHandler(heard)
+        try:
+            with SIGNS.printed_by(lambda text: print_notes(prog, [text])), SIGNS.doing(what):
+                return work(*args, **kwargs)
+        finally:
+            log.removeHandler(heard)
+
+    return inner
+
+
+LOADING = "loading PyTorch and the model libraries"
 
 
 # --- What a command says where its output cannot be written: a full disk, a folder that is closed or cannot be made

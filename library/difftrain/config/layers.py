@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from difftrain.config.constructors import NPU_FUSED_ADAMW
 from difftrain.config.paths import recipes_named, resolve_path
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
@@ -209,8 +210,16 @@ def _unknown(item: KeyValue) -> tuple[str, str]:
         return "no such table", did_you_mean(item.table, TABLES) or f"known are {', '.join(sorted(TABLES))}"
     own = keys_of(item.table)
     anywhere = {key.name for key in KEYS} | set(KNOWN)
-    guess = meant_key(item.name) or did_you_mean(item.name, own) or did_you_mean(item.name, anywhere)
+    if not (meant := meant_key(item.name)) and len(homes := _sections_with(item.name)) == 1:
+        return f"has no place {_in(item.table)}", f"it belongs in [{homes[0]}]"
+    guess = meant or did_you_mean(item.name, own) or did_you_mean(item.name, anywhere)
     return "no such key", guess or (f"known are {', '.join(sorted(own))}" if item.table else "see --help for every key")
+
+
+def _sections_with(name: str) -> list[str]:
+    """Return the sections of our own that have a field of this name, or hand it to what they build."""
+    found = [section for section in TrainConfig.model_fields if name in section_class(section).model_fields]
+    return [*found, CONSTRUCTOR] if name in NPU_FUSED_ADAMW and CONSTRUCTOR not in found else found
 
 
 def keys_of(table: str) -> set[str]:

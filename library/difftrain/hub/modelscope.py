@@ -51,7 +51,9 @@ class ModelScopeRepository(Repository):
                     raise
             else:
                 repository = cls(repo, kind, _hash(listing), name)
-                write_text(repository.folder / _LISTING, "".join(f"{size} {path}\n" for path, (size, _) in listing.items()))
+                write_text(
+                    repository.folder / _LISTING, "".join(f"{size} {path}\n" for path, (size, _) in listing.items())
+                )
                 write_text(known, repository.commit)
                 return repository
         try:

@@ -93,8 +93,9 @@ def decide(
     output = folder / f"node{where.node_rank}" if layout == "nm_np" else folder
     words = recipe.line(flags, output)
     faults = [*flags.faults, *where.faults, *recipe.faults]
-    if not recipe.faults:
-        faults += recipe.door_faults(recipe.checkable(words))
+    lacks = any(": is missing" in fault for fault in recipe.faults)  # the training script would name it once more
+    found = recipe.door_faults(recipe.checkable(words))
+    faults += [fault for fault in found if not (lacks and fault.startswith(recipes.MISSING))]
     if faults:
         raise LaunchRefused(faults)
     return LaunchPlan(where, recipe, folder, output, index, words)

@@ -20,6 +20,8 @@ EPOCHS, EPOCHS_OF_A_SPEED_RUN = 120, 13
 # Flags that say by themselves where data and weights come from.
 SELF_CONTAINED = {"config"}
 WEIGHTS = {"pretrained_model_name_or_path", "init_from_config"}
+# How the training scripts begin what they say of data and weights that are not there.
+MISSING = tuple(f"--{name}: is missing" for name in ("train_data_dir", "dataset_name", "pretrained_model_name_or_path"))
 
 
 @dataclass(frozen=True)

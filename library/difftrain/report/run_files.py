@@ -26,7 +26,7 @@ from difftrain.report.clock import Interval, warmup_steps
 from difftrain.report.metrics import METRICS, is_step, number
 from difftrain.report.report import REPORT
 from difftrain.report.sessions import FILE as SESSIONS
-from difftrain.report.sessions import status_of
+from difftrain.report.sessions import KILLED, as_killed, status_of
 
 RECORD, CONFIG, MANIFEST = "run.json", "config.toml", "manifest.json"  # as checkpoint/ and train/ name them
 LONGEST_LINE = 1 << 20  # bytes; a line of metrics.jsonl has some hundred
@@ -66,6 +66,7 @@ class LoggedStep:
     epoch: int = -1
     session: int = 1
     skipped: int = 0
+    elapsed_s: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class RunFiles:
 
     @property
     def state(self) -> str:
-        """Return how the last session ended: finished, stopped, failed, or running, of which nobody has seen the end."""
+        """Return how the last session ended: finished, stopped, failed, killed; running where it goes on."""
         outcome = self.sessions[-1].get("outcome") if self.sessions else None
         if isinstance(outcome, str):
             return outcome
@@ -110,7 +111,7 @@ class RunFiles:
 
     @property
     def status(self) -> tuple[str, str]:
-        """Return running, stopped, failed, finished or unknown, and the last error."""
+        """Return running, stopped, failed, finished, killed or unknown, and the last error."""
         status, error = status_of(self.sessions, _silent_s(self.folder))
         return ("finished" if status == "unknown" and self.report.get("finished") is True else status), error
 
@@ -246,6 +247,9 @@ def read_run(folder: Path, *, begun: bool = False) -> RunFiles:
     notes += [fault] if fault else []
     listed = stored.get("sessions")
     sessions = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    if sessions and status_of(sessions, _silent_s(folder))[0] == KILLED:
+        lines = ({"session": line.session, "step": line.step, "elapsed_s": line.elapsed_s} for line in steps.values())
+        sessions[-1] = as_killed(sessions[-1], lines)  # it wrote no end: nobody did
     if not steps and not report and not (begun and (sessions or record)):
         raise DataFault(_no_run(folder, notes))
 
@@ -257,7 +261,9 @@ def read_run(folder: Path, *, begun: bool = False) -> RunFiles:
     # --- what there is to know of the run as a whole
     remarks = []
     if run.state == "running":
-        remarks.append(f"its last session has no end: it goes on, or was killed; the last line is {_age(folder)} old")
+        remarks.append(f"its last session goes on; the last line is {_age(folder)} old")
+    elif run.state == KILLED:
+        remarks.append("its last session was killed")
     elif run.state != "finished":
         remarks.append(f"its last session {run.state}" if run.state != "unknown" else "how it ended is not known")
     if run.report and not run.is_report_current:
@@ -332,6 +338,7 @@ def _logged(raw: bytes) -> LoggedStep | None:
         epoch=_integer(record.get("epoch"), -1),
         session=_integer(record.get("session"), 1),
         skipped=_integer(record.get("skipped")),
+        elapsed_s=get("elapsed_s"),
     )
 
 

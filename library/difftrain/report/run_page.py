@@ -37,7 +37,7 @@ from difftrain.report.samples import SampleImages, sample_images, samples_sectio
 PAGE = "report.html"
 REFRESH_S = 60  # of a page of a run that is going on
 AXIS_POINTS = 400  # of the step's time and images; between them a chart interpolates
-BADGES = {"finished": "good", "running": "busy", "stopped": "plain", "failed": "bad"}
+BADGES = {"finished": "good", "running": "busy", "stopped": "plain", "failed": "bad", "killed": "bad"}
 DEFAULT_NAME = "last"  # kohya's output name of a run that was given none
 
 
@@ -111,7 +111,7 @@ def run_page(report: dict[str, Any], lines: list[dict[str, Any]], images: Sample
 
 
 def _status(report: dict[str, Any]) -> str:
-    """Return running, stopped, failed or finished."""
+    """Return running, stopped, failed, finished or killed."""
     status = str(report.get("status"))
     return status if status in BADGES else "finished" if report.get("finished", True) else "stopped"
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from difftrain.io.files import write_text
 from difftrain.io.process import is_gone, this_process
-from difftrain.report.metrics import METRICS, read_lines
+from difftrain.report.metrics import METRICS, number, read_lines
 
 FILE = "sessions.json"
-RUNNING, STOPPED, FAILED, FINISHED = "running", "stopped", "failed", "finished"  # the status of a run
+# the status of a run
+RUNNING, STOPPED, FAILED, FINISHED, KILLED = "running", "stopped", "failed", "finished", "killed"
 SILENT_S = 1800.0  # a session on another machine that has written nothing for so long is over
-KILLED = "the process ended without recording why: it was killed, or its machine stopped"
+NO_END = "the process ended without recording why: it was killed, or its machine stopped"
 _OWN = ("process",)  # of a session, for this program alone
 
 
@@ -61,12 +63,8 @@ class Sessions:
 
     def _settle_killed(self, run_dir: Path) -> None:
         for session in self.history:
-            if session["outcome"] != RUNNING:
-                continue
-            lines = [r for r in read_lines(run_dir / METRICS) if r.get("session") == session["session"]]
-            session["outcome"] = "killed"
-            session["steps_done"] = max([session["steps_done"], *(r["step"] for r in lines)])
-            session["elapsed_s"] = max([session["elapsed_s"], *(r.get("elapsed_s", 0.0) for r in lines)])
+            if session["outcome"] == RUNNING:
+                session |= as_killed(session, read_lines(run_dir / METRICS))
 
     @property
     def started(self) -> str:
@@ -104,8 +102,8 @@ def read_sessions(run_dir: Path) -> dict[str, Any]:
 def status_of(sessions: list[dict[str, Any]], silent_s: float = 0.0) -> tuple[str, str]:
     """Return the status of a run and its last error, "" where there is none.
 
-    status: running, stopped, failed or finished; "unknown" where no session says it. A session without an end whose
-    process has ended is stopped. silent_s: for how long nothing has been written, which decides where the process is
+    status: running, stopped, failed, finished or killed; "unknown" where no session says it. A session without an end
+    whose process has ended was killed. silent_s: for how long nothing has been written, which decides where the process is
     on another machine.
     """
     last = sessions[-1] if sessions else {}
@@ -114,8 +112,16 @@ def status_of(sessions: list[dict[str, Any]], silent_s: float = 0.0) -> tuple[st
         return str(outcome), error
     if outcome == RUNNING:
         gone = is_gone(str(last.get("process") or ""))
-        return (STOPPED, KILLED) if gone or (gone is None and silent_s > SILENT_S) else (RUNNING, "")
-    return (STOPPED, KILLED) if outcome == "killed" else ("unknown", error)
+        return (KILLED, NO_END) if gone or (gone is None and silent_s > SILENT_S) else (RUNNING, "")
+    return (KILLED, NO_END) if outcome == KILLED else ("unknown", error)
+
+
+def as_killed(session: dict[str, Any], lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return a session that has no end as one that was killed: it came as far as its last line of metrics.jsonl."""
+    own = [line for line in lines if line.get("session") == session.get("session")]
+    steps = [number(value) or 0.0 for value in (session.get("steps_done"), *(line.get("step") for line in own))]
+    times = [number(value) or 0.0 for value in (session.get("elapsed_s"), *(line.get("elapsed_s") for line in own))]
+    return {**session, "outcome": KILLED, "steps_done": int(max(steps)), "elapsed_s": max(times)}
 
 
 def history(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:

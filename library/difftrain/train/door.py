@@ -30,7 +30,7 @@ def look(parsed: Parsed) -> int:
                 lambda text: print(text, flush=True),
                 parsed.coming,
                 full=parsed.bare["dry_run"] == "full",
-                progress=lambda text: print(text, file=sys.stderr, flush=True),
+                progress=_heard,
             )
         if parsed.coming:  # the rest looks at what is not made yet
             return 0
@@ -45,6 +45,11 @@ def look(parsed: Parsed) -> int:
     return 0
 
 
+def _heard(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+    SIGNS.heard()
+
+
 def work(parsed: Parsed, prog: str, apply_for: Callable[[str, str], list[str]]) -> int:
     """Train, or say what would be trained; torch is imported here, where the configuration is known to be sound.
 
@@ -54,13 +59,14 @@ def work(parsed: Parsed, prog: str, apply_for: Callable[[str, str], list[str]]) 
     calm_threads()
     end_with_launcher()
     hide_unusable_npu(parsed.config.training.device)
+    is_first = os.environ.get("RANK", "0") == "0"
+    printed = SIGNS.printed_by(lambda text: print_notes(prog, [text])) if is_first else nullcontext()
     if parsed.dry_run or parsed.debug_dataset or "dump_dataset" in parsed.bare:
-        return look(parsed)
+        with printed, SIGNS.doing("looking at the run"):
+            return look(parsed)
     print_notes(prog, apply_for(parsed.config.training.engine, parsed.config.optimizer.type))
 
     # on a slow disk the imports alone take a minute
-    is_first = os.environ.get("RANK", "0") == "0"
-    printed = SIGNS.printed_by(lambda text: print_notes(prog, [text])) if is_first else nullcontext()
     with printed, SIGNS.doing("loading PyTorch and the model libraries"):
         from difftrain.train.run import run
 

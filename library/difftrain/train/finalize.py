@@ -26,6 +26,7 @@ from difftrain.report.report import (
 from difftrain.report.run_page import PAGE, build_html
 from difftrain.report.sessions import RUNNING
 from difftrain.train.evaluating import Evaluating
+from difftrain.train.run_dir import how_to_train_longer
 from difftrain.train.run_log import CONSOLE_LOG
 from difftrain.train.state import Run
 
@@ -53,6 +54,8 @@ def finish(
     report = write_reports(run, meter, saving, scores=scores, targets=targets, quantile_losses=quantiles)
     record.ended(run.progress.step).write(run.out)
     say_where(run, saving)
+    if saving.newest is not None:
+        log.info(how_to_train_longer(run.cfg, saving.newest))
     for line in final_lines(report):
         outputs.print(line)
 
@@ -178,13 +181,13 @@ def _listed(numbers: Sequence[int]) -> str:
 def say_what_runs(run: Run) -> None:
     """Print once, at the start, what is trained on what, the batch arithmetic, and each automatic choice."""
     cfg, size = run.cfg, run.model.engine.dp_size
-    counts = run.parameters
+    counts, batches = run.parameters, run.plan.global_batches
     lines = [
-        f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} ranks, "
+        f"device: {run.device.torch_device} ({run.device.reason}), {run.ranks.size} rank{'s'[: run.ranks.size != 1]}, "
         f"precision {precision_of(cfg.training)}",
         f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
-        f"batch: {_listed(cfg.batch_sizes)} a rank x {cfg.training.accumulation} accumulated x {size} ranks = "
-        f"{_listed(run.plan.global_batches)} images a step{', by data set' if len(cfg.batch_sizes) > 1 else ''}",
+        f"batch: {_listed(cfg.batch_sizes)} a rank x {cfg.training.accumulation} accumulated x {size} rank{'s'[: size != 1]} "
+        f"= {_listed(batches)} image{'s'[: batches != (1,)]} a step{', by data set' if len(cfg.batch_sizes) > 1 else ''}",
         *run.plan.lines(),
         f"length: {run.total_steps} steps"
         + (f" ({why(cfg.training, run.plan)})" if cfg.training.max_epochs else "")

@@ -80,6 +80,12 @@ def how_to_go_on(save: SaveSection) -> str:
     return f"the same command with {flag} goes on"
 
 
+def how_to_train_longer(cfg: TrainConfig, checkpoint: Path) -> str:
+    """Say how a run that has done all its steps goes on."""
+    length = option("training.max_steps" if cfg.training.max_epochs is None else "training.max_epochs")
+    return f"to train longer: the same command with a larger {length} and {resume_option(cfg.save)}={checkpoint}"
+
+
 def resolve_run_directory(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Return cfg with the run's own folder for output_dir, and what it resumes from as a folder. Every rank calls it.
 

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from difftrain.report.line import fixed
 from difftrain.report.page import escape, missing, note, panel
-from difftrain.watch.runs import MOST_RUNS, RunStatus
+from difftrain.watch.runs import DEPTH, MOST_RUNS, RunStatus
 
 REFRESH_S = 5
 # of a state: how its badge looks
@@ -48,7 +48,10 @@ def runs_page(statuses: Sequence[RunStatus], *, folder: str, more: int, token: s
     """Return the list of runs. more: how many older ones are left out."""
     if not statuses:
         body = panel(
-            missing(f"there is no run in {folder} yet; this page shows one as soon as it writes its first file")
+            missing(
+                f"there is no run in {folder} or up to {DEPTH} folders below it yet; this page shows one as soon as it "
+                "writes its first file"
+            )
         )
     else:
         head = "".join(f"<th>{escape(text)}</th>" for text in ("Run", "State", *HEADS))
@@ -57,8 +60,8 @@ def runs_page(statuses: Sequence[RunStatus], *, folder: str, more: int, token: s
             f'<div class="wide"><table class="rows runs"><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>'
         )
         body += note(f"the {MOST_RUNS} newest runs; {more} older ones are left out") if more else ""
-    running = sum(status.state == "running" for status in statuses)
-    about = f"{escape(folder)} · {len(statuses) + more} runs, {running} running"
+    count, running = len(statuses) + more, sum(status.state == "running" for status in statuses)
+    about = f"{escape(folder)} · {count} run{'s'[: count != 1]}, {running} running"
     return _shell("Runs", about, f'<div id="live" data-state="" data-refresh="{1000 * REFRESH_S}">{body}</div>', nonce)
 
 
@@ -112,7 +115,7 @@ def run_page(
         f"<section><h2>Report</h2>{frame}</section>"
     )
     about = f'<a href="{link("/", token=token)}">all runs</a> · {escape(STATES[status.state])}'
-    return _shell(status.name, about, body, nonce, badge=_badge(status.state))
+    return _shell(status.title, about, body, nonce, badge=_badge(status.state))
 
 
 def message_page(title: str, text: str, *, form: bool = False) -> str:
@@ -147,7 +150,7 @@ def _badge(state: str) -> str:
 
 def _row(status: RunStatus, token: str) -> str:
     share = f" ({100 * status.share:.0f} %)" if status.share is not None else ""
-    name = f'<a href="{link("/run", name=status.name, token=token)}">{escape(_text(status.name))}</a>'
+    name = f'<a href="{link("/run", name=status.name, token=token)}">{escape(_text(status.title))}</a>'
     cells = (
         escape(f"{status.step}{f' of {status.total_steps}' if status.total_steps else ''}{share}"),
         escape(_figure(status.loss, 4)),
@@ -168,14 +171,12 @@ def _sample(run: str, name: str, token: str) -> str:
 
 
 def _actions(status: RunStatus, token: str, requested: str) -> str:
-    """Write the buttons of a run that is there to heed them."""
+    """Write the buttons of a run that is going on."""
     notice = ""
     if requested in ACTIONS and requested not in status.requested:
         notice = f'<p class="said">{escape(ACTIONS[requested][0])}: the run has seen it, and acts after a step</p>'
     if status.state != "running":
         return notice
-    if not status.heeds:
-        return notice + note("this run looks for no control files: those of difftrain train do")
     forms = ""
     for action, (title, meaning) in ACTIONS.items():
         kind = ' class="bad"' if action == "stop" else ""

@@ -13,7 +13,6 @@ import os
 import re
 import stat
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ RECORD, CLAIMS, CONFIG, SAMPLES = "run.json", ".claim", "config.toml", "sample" 
 REPORT, PAGE = "report.json", "report.html"
 # action -> the file that train/triggers.py looks for; sample/ is the folder of a run's pictures, so that it has two names
 CONTROLS = {"save": ("save",), "sample": ("sample", "sample_now"), "stop": ("save_quit",)}
-DEPTH = 3  # folders below the one that is watched
+DEPTH = 6  # folders below the one that is watched: a run of train.py is five below where it was begun
 MOST_FOLDERS, MOST_RUNS = 5000, 200
 TAIL_BYTES, DOCUMENT_BYTES, PICTURE_BYTES = 1 << 16, 16 << 20, 64 << 20
 LOG_LINES = 200
@@ -42,7 +41,7 @@ class RunStatus:
 
     name: its folder below the one that is watched, "." for that itself. state: running, finished, stopped, failed,
     killed or unknown. step_s, left_s: seconds. changed: time of the last metrics line, since the epoch; 0 without one.
-    heeds: whether the run looks for control files. requested: control files that it has not seen yet.
+    requested: control files that it has not seen yet.
     """
 
     name: str
@@ -58,8 +57,12 @@ class RunStatus:
     skipped: int = 0
     changed: float = 0.0
     error: str = ""
-    heeds: bool = False
     requested: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Return what people call the run: its folder below the one that is watched, or that one's own name."""
+        return self.name if self.name != "." else self.folder.resolve().name or str(self.folder)
 
     @property
     def share(self) -> float | None:
@@ -187,7 +190,6 @@ def status_of(name: str, folder: Path) -> RunStatus:
         skipped=_count(last.get("skipped")),
         changed=modified(folder / METRICS),
         error=str(error) if state in ("failed", "killed", "stopped") else "",
-        heeds=_heeds(folder, record),
         requested=tuple(action for action, files in CONTROLS.items() if any(modified(folder / file) for file in files)),
     )
 
@@ -222,18 +224,6 @@ def _is_alive(folder: Path) -> bool:
     if holder.get("boot") == boot_id() and type(pid) is int and pid > 0 and isinstance(begun, str):
         return not has_ended(pid, begun)
     return time.time() - modified(path) < SILENT_S
-
-
-def _heeds(folder: Path, record: dict[str, Any]) -> bool:
-    """Tell whether the run looks for control files: those of train.py do."""
-    if record.get("naming") == "steps":
-        return True
-    try:
-        config = tomllib.loads(read_end(folder / CONFIG, DOCUMENT_BYTES).decode())
-    except (ValueError, RecursionError):
-        return False
-    save = config.get("save")
-    return isinstance(save, dict) and save.get("naming") == "steps"
 
 
 def _count(value: Any) -> int:

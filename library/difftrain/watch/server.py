@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import secrets
 import socket
@@ -24,7 +23,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from difftrain.report.metrics import METRICS
+from difftrain.contracts import DataFault
+from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION
+from difftrain.report.sessions import FILE as SESSIONS
 from difftrain.watch import pages, runs
 
 log = logging.getLogger("difftrain")
@@ -57,38 +58,58 @@ class Reports:
     """
 
     def __init__(self) -> None:
-        self._made: dict[Path, tuple[float, bytes]] = {}  # folder -> time of what it was made from, page
+        # folder -> time of what it was made from, state of the run, page
+        self._made: dict[Path, tuple[float, str, bytes]] = {}
         self._lock = threading.Lock()  # making one takes a core for a second
 
     def page(self, folder: Path) -> bytes | None:
         """Return the report of a run; nothing where there is nothing to report yet."""
         newest = max(runs.modified(folder / METRICS), runs.modified(folder / runs.REPORT))
-        written = runs.modified(folder / runs.PAGE)
-        if written and newest - written < STALE_S and (content := runs.read_end(folder / runs.PAGE, MOST_PAGE)):
+        written, state = runs.modified(folder / runs.PAGE), runs.status_of("", folder).state
+        # who was killed has left a page of a run that goes on
+        outdated = state == "killed" and runs.read_table(folder / runs.REPORT).get("status") != state
+        is_new = written and newest - written < STALE_S and not outdated
+        if is_new and (content := runs.read_end(folder / runs.PAGE, MOST_PAGE)):
             return content
         with self._lock:
-            before, content = self._made.get(folder, (0.0, b""))
-            if not content or newest - before >= STALE_S:
-                content = self._make(folder)
-                self._made[folder] = newest, content
+            before, state_before, content = self._made.get(folder, (0.0, "", b""))
+            if not content or newest - before >= STALE_S or state != state_before:
+                content = self._make(folder, state)
+                self._made[folder] = newest, state, content
         return content or None
 
     @staticmethod
-    def _make(folder: Path) -> bytes:
+    def _make(folder: Path, state: str) -> bytes:
         """Build the page in a folder of our own that has the run's name and shows its files."""
+        from difftrain.report.rebuild import report_of_files
+        from difftrain.report.run_files import read_run
         from difftrain.report.run_page import build_html
 
         report = runs.read_table(folder / runs.REPORT)
         if not report and not runs.last_lines(folder):
             return b""
         with tempfile.TemporaryDirectory() as scratch:
-            copy = Path(scratch) / (folder.name or "run")
+            copy = Path(scratch) / (folder.resolve().name or "run")
             copy.mkdir()
-            (copy / runs.REPORT).write_text(json.dumps(report), encoding="utf-8")
-            for path in (folder / METRICS, folder / runs.SAMPLES):
+            for name in (
+                METRICS,
+                VALIDATION,
+                EVALUATION,
+                SESSIONS,
+                runs.RECORD,
+                runs.CONFIG,
+                runs.REPORT,
+                runs.SAMPLES,
+            ):
+                path = folder / name
                 if path.exists() and not path.is_symlink():
-                    (copy / path.name).symlink_to(path.absolute())
-            return build_html(copy).read_bytes()
+                    (copy / name).symlink_to(path.absolute())
+            try:
+                known = report_of_files(read_run(copy, begun=True))
+            except DataFault:  # lines that are none of a run
+                return b""
+            known |= {"status": state} if state in ("running", "killed") else {}
+            return build_html(copy, known).read_bytes()
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -161,6 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
             "/": self._runs, "/run": self._run, "/report": self._report, "/sample": self._sample,
         }  # fmt: skip
         self._answer(path, lambda: shows[path](query), shows)
+
+    do_HEAD = do_GET  # _send leaves the body out
 
     def do_POST(self) -> None:
         """Do something to a run."""
@@ -278,8 +301,6 @@ class _Handler(BaseHTTPRequestHandler):
         status = runs.status_of(name, folder)
         if status.state != "running":
             raise Refusal(HTTPStatus.CONFLICT, f"this run is not running ({status.state}): nothing was asked of it")
-        if not status.heeds:
-            raise Refusal(HTTPStatus.CONFLICT, "this run looks for no control files: nothing was asked of it")
         try:
             runs.ask(folder, action)
         except OSError as error:
@@ -322,7 +343,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Referrer-Policy", "same-origin")  # with none a browser hides where a form is from
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write nothing: addresses hold the token."""

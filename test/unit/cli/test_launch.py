@@ -83,3 +83,20 @@ def test_an_installed_package_runs_its_own_commands(monkeypatch: pytest.MonkeyPa
 
     for door, command in main.recipes.COMMANDS.items():
         assert main.entry_point(door) == ["-m", "difftrain", command] and command in COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("recipe", "unknown"),
+    [("sdxl", "--batchsize"), ("sd3_light", "--training.epoch"), ("text_to_image", "--batchsize")],
+)
+def test_faults_of_launcher_and_training_come_together(
+    recipe: str, unknown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for flag, lacks in (("--model_name", "--dataset_name"), ("--dataset_name", "--model_name")):
+        assert launch.main(["1p", recipe, f"{unknown}=4", f"{flag}=nope"]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert any(is_about(line, lacks, "missing") for line in lines)
+        assert any(is_about(line, unknown) for line in lines) and any("nope" in line for line in lines)
+        assert sum("is missing" in line for line in lines) == 1, lines

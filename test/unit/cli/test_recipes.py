@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -97,6 +99,23 @@ def test_recipes_that_were_edited_badly_hide_no_other(tmp_path: Path, monkeypatc
     assert main(["recipes"]) == 0
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert rows == [["x/broken", "x"], ["x/good", "flux"], ["x/odd", "x"]]
+
+
+def test_a_copy_may_have_its_schemas_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "copy", "sdxl/24gb", str(tmp_path), "--schema"]) == 0
+    printed = capsys.readouterr()
+    assert set(printed.out.split()) >= {str(tmp_path / "schemas" / name) for name in ("run.json", "dataset.json")}
+    assert "--schema" not in printed.err
+    for file in tmp_path.glob("*.toml"):
+        (named,) = re.findall(r"\A#:schema (\S+)\n", file.read_text())
+        assert json.loads((tmp_path / named).read_text())["properties"]
+
+    # --- a later copy finds them, one elsewhere says how to have them
+    assert main(["recipes", "copy", "sd3_light/tiny", str(tmp_path)]) == 0
+    assert (tmp_path / "tiny.toml").read_text().startswith("#:schema schemas/run.json\n")
+    capsys.readouterr()
+    assert main(["recipes", "copy", "sd3_light/tiny", str(tmp_path / "x")]) == 0
+    assert "--schema" in capsys.readouterr().err and "#:schema" not in (tmp_path / "x" / "tiny.toml").read_text()
 
 
 def test_a_copy_refers_to_no_schema_that_is_not_there(tmp_path: Path) -> None:

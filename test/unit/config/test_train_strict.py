@@ -61,6 +61,21 @@ def test_an_unknown_key_is_no_secret(text: str, argv: tuple[str, ...], flat: str
     assert is_about(said, *facts) and "SECRET" not in said and dict(os.environ) == before
 
 
+# a key of one other table
+
+
+@pytest.mark.parametrize(
+    ("key", "home"),
+    [("weight_decay", "[optimizer]"), ("betas", "[optimizer]"), ("prompts", "[sample]"), ("every_n_epochs", "")],
+)
+def test_a_key_that_one_other_table_has_is_named_with_it(key: str, home: str) -> None:
+    (in_file,) = faults(f"[training]\n{key} = 1\n")
+    (on_line,) = faults("", f"--training.{key}=1")
+    assert names(in_file, f"[training] {key}") and names(on_line, f"--training.{key}")
+    if home:
+        assert all(home in each and "known are" not in each for each in (in_file, on_line))
+
+
 # arguments of the optimizer's constructor
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import names
 from reports import config, facts
 
 from difftrain.cli import main
@@ -16,7 +17,7 @@ from difftrain.io import process
 from difftrain.report.metrics import JsonLines, step_records
 from difftrain.report.rebuild import rebuild
 from difftrain.report.report import make_report, write_report
-from difftrain.report.sessions import KILLED, SILENT_S, Sessions, status_of
+from difftrain.report.sessions import NO_END, SILENT_S, Sessions, status_of
 
 GONE = process.this_process().rsplit(":", 1)[0] + ":1"  # this number, begun at another time
 
@@ -72,9 +73,12 @@ def test_a_killed_run_keeps_what_its_last_report_knew(tmp_path: Path) -> None:
     sessions = begun(tmp_path, 5, is_gone=True)
     write_report(tmp_path, make_report(config(), facts(tmp_path, steps=2)))
     report = reported(tmp_path)
-    assert (report["status"], report["last_error"]) == ("stopped", KILLED)
+    assert (report["status"], report["last_error"]) == ("killed", NO_END)
     assert report["steps"] == 5 and report["device"]["name"] == "Ascend910B3"
-    assert all("process" not in session for session in report["sessions"])
+    (session,) = report["sessions"]
+    assert (session["outcome"], session["steps_done"], session["elapsed_s"]) == ("killed", 5, 40.0)
+    assert "process" not in session and report["e2e_training_time_s"] == 40.0
+    assert "running" not in " ".join(report["notes"]["report"]) and "goes on" not in " ".join(report["notes"]["report"])
     assert sessions.number == 1
 
 
@@ -113,7 +117,7 @@ def test_whatever_is_left_of_the_lines(tmp_path: Path, kind: str) -> None:
         (tmp_path / "validation.jsonl").write_text('{"loss": 1}\n{"step": 4, "loss": 0.5}\n')
         steps = 9
     report = reported(tmp_path)
-    assert report["status"] == "stopped"
+    assert report["status"] == "killed"
     assert report["steps"] == (0 if kind in ("no file", "empty") else steps)
     if path.exists():
         found = [record["step"] for record in step_records(path)]
@@ -136,14 +140,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert str(tmp_path / "none") in capsys.readouterr().err
 
 
+def test_a_folder_of_runs_names_those_below_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "output" / "sd3" / "runs" / "now"
+    run.mkdir(parents=True)
+    begun(run, 3)
+    for folder in (tmp_path, tmp_path / "output", run.parent):
+        assert main(["report", str(folder)]) == 2
+        refused = capsys.readouterr().err
+        assert names(refused, str(run)) and "RUN_DIR" in refused
+
+
 def test_status_by_session() -> None:
     def of(silent_s: float = 0.0, **session: Any) -> str:
         return status_of([session], silent_s)[0]
 
     assert of(outcome="running", process=process.this_process(), silent_s=10 * SILENT_S) == "running"
-    assert of(outcome="running", process=GONE) == "stopped"
+    assert of(outcome="running", process=GONE) == "killed"
     elsewhere = f"elsewhere:{os.getpid()}:1"
     assert of(outcome="running", process=elsewhere) == "running"
-    assert of(outcome="running", process=elsewhere, silent_s=SILENT_S + 1) == "stopped"
-    assert of(outcome="killed") == "stopped" and of(outcome="failed", error="x") == "failed"
+    assert of(outcome="running", process=elsewhere, silent_s=SILENT_S + 1) == "killed"
+    assert of(outcome="killed") == "killed" and of(outcome="failed", error="x") == "failed"
     assert status_of([]) == ("unknown", "")

@@ -84,6 +84,12 @@ def test_ten_lines_say_whether_it_fits(line: list[str], tmp_path: Path, monkeypa
     assert values["time"].startswith("12 s at 2 ")  # 24 images
     assert described([*ten, "--device=cpu"], full=False).splitlines()[5].endswith(" fits")
 
+    # --- the smallest model is no row of zeros, and one is one
+    numbers = re.findall(r"([\d.]+) (GiB|MiB)", values["memory"] + values["disk"])
+    assert numbers and all(float(number) >= 0.1 or unit == "MiB" for number, unit in numbers)
+    assert " images" not in described([*ten, "--train_batch_size=1"], full=False).splitlines()[3]
+    assert not re.search(r"(?<![\d.])0\.0\d* GiB", described(ten))
+
 
 def test_time_is_known_of_a_run_on_as_many_devices(line: list[str], tmp_path: Path) -> None:
     cfg = parse(line).config

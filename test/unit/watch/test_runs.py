@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from watched import line, older, run_folder
@@ -12,16 +13,21 @@ from watched import line, older, run_folder
 from difftrain.watch.runs import ask, find_runs, log_end, newest_samples, sample_picture, status_of
 
 
-def test_runs_are_found_down_to_three_folders_the_newest_first(tmp_path: Path) -> None:
+def test_runs_are_found_down_to_six_folders_the_newest_first(tmp_path: Path) -> None:
     run_folder(tmp_path / "a")
-    old = run_folder(tmp_path / "x" / "y" / "b")
+    old = run_folder(tmp_path / "output" / "sd3_light" / "tiny" / "runs" / "20260101_000000")  # as train.py lays it
     for name in ("metrics.jsonl", "sessions.json", "run.json"):
         older(old / name, 100)
-    run_folder(tmp_path / "1" / "2" / "3" / "too_deep")
+    run_folder(tmp_path / "1/2/3/4/5/6/too_deep")
     run_folder(tmp_path / ".hidden" / "c")
     run_folder(tmp_path / "a" / "inside")  # what a run holds is its own
-    assert list(find_runs(tmp_path)) == ["a", "x/y/b"]
+    assert list(find_runs(tmp_path)) == ["a", "output/sd3_light/tiny/runs/20260101_000000"]
     assert set(find_runs(tmp_path / "a")) == {".", "inside"}
+
+
+def test_a_run_is_called_by_its_folder_even_where_that_is_watched_itself(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(run_folder(tmp_path / "mine"))
+    assert status_of(".", Path()).title == "mine" and status_of("x/y", tmp_path / "mine").title == "x/y"
 
 
 def test_a_link_is_no_run_and_shows_no_file(tmp_path: Path) -> None:
@@ -59,7 +65,7 @@ def test_progress_and_time_left(tmp_path: Path) -> None:
     status = status_of("r", run_folder(tmp_path))
     assert (status.state, status.step, status.total_steps, status.share) == ("running", 30, 100, 0.3)
     assert (status.loss, status.fps, status.step_s, status.left_s) == (0.25, 8.5, 2.0, 140.0)
-    assert status.heeds and status.requested == () and status.epoch == 1
+    assert status.requested == () and status.epoch == 1
     ask(tmp_path, "stop")
     ask(tmp_path, "stop")  # asked for twice is asked for
     assert (tmp_path / "save_quit").is_file() and status_of("r", tmp_path).requested == ("stop",)
@@ -91,10 +97,6 @@ def test_a_run_of_another_machine_lives_as_long_as_its_heartbeat(tmp_path: Path)
     assert status_of("r", run).state == "killed"
 
 
-def test_a_run_under_kohyas_names_looks_for_no_control_file(tmp_path: Path) -> None:
-    assert not status_of("r", run_folder(tmp_path, naming="kohya")).heeds
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"\xff\xfe", b"[" * 20_000, b"[1, 2]", b'{"sessions": 7}', b"null", b'{"step": 4']
 )
@@ -107,7 +109,7 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path: Path, content: bytes
     )
     status = status_of("r", run)
     assert status.step == 9 and status.loss is None and status.total_steps is None
-    assert status.state in ("running", "unknown") and not status.heeds
+    assert status.state in ("running", "unknown")
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:

@@ -117,13 +117,45 @@ def test_an_action_needs_a_page_of_this_server(server: WatchServer, root: Path) 
     assert do(server, Origin=f"http://{own}", Sec_Fetch_Site="same-origin") == 303
 
 
-def test_an_action_needs_a_run_that_heeds_it(server: WatchServer, root: Path) -> None:
+def test_an_action_needs_a_run_that_goes_on(server: WatchServer, root: Path) -> None:
     run_folder(root / "over", outcome="finished")
-    run_folder(root / "kohya", naming="kohya")
-    assert do(server, "over") == do(server, "kohya") == 409
+    assert do(server, "over") == 409
     assert do(server, action="rm") == 400
     assert do(server, "..") == do(server, "../runs/one") == do(server, str(root / "one")) == do(server, "") == 404
     assert not any(path.name.startswith("save") for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize("naming", ["kohya", "diffusers"])
+def test_a_run_under_other_names_has_buttons_too(server: WatchServer, root: Path, naming: str) -> None:
+    run_folder(root / naming, naming=naming)
+    assert re.findall(r'value="(save|sample|stop)"', get(server, "/run", name=naming)[1]) == ["save", "sample", "stop"]
+    assert do(server, naming) == 303 and (root / naming / "save").is_file()
+
+
+def test_what_is_got_may_be_asked_for_without_its_body(server: WatchServer) -> None:
+    page = f"/run?{urlencode({'name': 'one', 'token': TOKEN})}"
+    answer, text = request(server, "HEAD", page)
+    assert answer.status == 200 and text == "" and int(answer.getheader("Content-Length") or 0) > 1000
+    assert request(server, "HEAD", "/run?name=one")[0].status == 403 and request(server, "HEAD", "/x")[0].status == 404
+
+
+def test_a_run_that_is_watched_itself_has_its_name(root: Path) -> None:
+    watched = WatchServer(root / "one", "127.0.0.1", 0, TOKEN)
+    watched.start()
+    listed, text = get(watched, "/")[1], get(watched, "/run", name=".")[1]
+    watched.shutdown()
+    watched.server_close()
+    assert ">one</a>" in listed and "<title>one</title>" in text
+
+
+def test_the_report_of_a_killed_run_says_so(server: WatchServer, root: Path) -> None:
+    """Its own page was written while it ran, and is not old."""
+    run = run_folder(root / "gone", alive=False)
+    (run / "report.json").write_text(json.dumps({"status": "running", "steps": 20, "sessions": []}))
+    (run / "report.html").write_text("<title>still running</title>")
+    text = get(server, "/report", name="gone")[1]
+    assert '<span class="badge bad">killed</span>' in text and "at step 30 of 100" in text
+    assert get(server, "/report", name="gone")[1] == text
 
 
 def test_no_path_leads_out_of_the_runs(server: WatchServer, root: Path) -> None:
@@ -186,7 +218,7 @@ def test_headers_that_browsers_are_held_by(server: WatchServer) -> None:
 def test_a_folder_without_runs_and_one_that_goes_away(server: WatchServer, root: Path) -> None:
     root.rename(root.parent / "away")
     status, text = get(server, "/")
-    assert status == 200 and str(root) in text
+    assert status == 200 and str(root) in text and "6 folders" in text
     assert get(server, "/run", name="one")[0] == 404
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import difftrain
 from difftrain.cli.doctor.runner import CHECKS, DEVICES, QUICK_LEAVES_OUT, DoctorReport, examine
+from difftrain.cli.words import alive
 from difftrain.config.door import guard
 from difftrain.config.parse_flags import scan
 from difftrain.config.render.help import entries
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         )
         return _report(context, chosen(words), as_json="json" in words)
 
-    return guard(PROG, work)
+    return guard(PROG, alive(PROG, work, "checking"))
 
 
 def read(argv: list[str]) -> Mapping[str, list[str]]:

@@ -28,7 +28,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "data.flip": ("random_flip",),
     "captions.dropout_rate": ("caption_dropout", "caption_dropout_probability", "proportion_empty_prompts"),
     "training.batch_size": (
-        "batch", "batch_size", "bs", "micro_batch_size", "micro_batch_size_per_gpu", "per_device_train_batch_size",
+        "batch", "batch_size", "batchsize", "bs", "micro_batch_size", "micro_batch_size_per_gpu", "per_device_train_batch_size",
         "train_batch_size", "train_micro_batch_size_per_gpu",
     ),
     "training.accumulation": (

@@ -32,7 +32,16 @@ from difftrain.models.registry import make_family
 from difftrain.report.run_files import read_run
 from difftrain.train.check import check
 from difftrain.train.drawing import prompts_of
-from difftrain.train.estimate.footprint import GIB, RESERVE, DeviceMemory, cached_parts, device_memory, disk, trained
+from difftrain.train.estimate.footprint import (
+    GIB,
+    RESERVE,
+    DeviceMemory,
+    cached_parts,
+    device_memory,
+    disk,
+    gib_text,
+    trained,
+)
 from difftrain.train.run_dir import describe_run_directory, run_dirs
 from difftrain.train.session import open_run_data, plan_run
 
@@ -256,8 +265,8 @@ def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
     """Spell how micro batches make a global one."""
     sizes, images = (", ".join(map(str, numbers)) for numbers in (cfg.batch_sizes, global_batches(cfg, ranks)))
     return (
-        f"{sizes} images a micro batch x {cfg.training.accumulation} accumulated x {ranks} "
-        f"rank{'s' if ranks > 1 else ''} = {images} images a step"
+        f"{sizes} image{'s'[: sizes != '1']} a micro batch x {cfg.training.accumulation} accumulated x {ranks} "
+        f"rank{'s' if ranks > 1 else ''} = {images} image{'s'[: images != '1']} a step"
         + (", by data set" if len(cfg.batch_sizes) > 1 else "")
     )
 
@@ -266,7 +275,7 @@ def length(cfg: TrainConfig, plan: EpochPlan, total: int) -> Iterator[str]:
     """Say how steps, epochs and repeats hang together here."""
     yield from plan.lines()
     epochs = plan.locate(total - 1)[0] + 1 if total else 0
-    yield f"length: {total} steps in {epochs} epochs ({why(cfg.training, plan)}), {total * plan.mean_batch:.0f} images seen"
+    yield f"length: {total} step{'s'[: total != 1]} in {epochs} epoch{'s'[: epochs != 1]} ({why(cfg.training, plan)}), {total * plan.mean_batch:.0f} images seen"
 
 
 def modules(parts: Parts) -> dict[str, nn.Module]:
@@ -288,10 +297,10 @@ def parameters(parts: Parts) -> Iterator[str]:
 def memory_lines(memory: DeviceMemory) -> Iterator[str]:
     """Spell the estimate item by item."""
     for item in memory.items:
-        yield f"memory of a card: {item.what} {item.size / GIB:.4g} GiB ({item.formula})"
+        yield f"memory of a card: {item.what} {gib_text(item.size)} ({item.formula})"
     images = f"{memory.batch} x {memory.bucket}"
-    yield f"memory of a card: a step of {images} {memory.step / GIB:.4g} GiB (gradients, casts and activations at its peak)"
-    yield f"memory of a card: {memory.total / GIB:.4g} GiB in all, without driver and libraries"
+    yield f"memory of a card: a step of {images} {gib_text(memory.step)} (gradients, casts and activations at its peak)"
+    yield f"memory of a card: {gib_text(memory.total)} in all, without driver and libraries"
 
 
 def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: EpochPlan, total: int) -> Iterator[str]:

@@ -145,6 +145,11 @@ def cached_parts(cfg: TrainConfig, parts: Parts) -> set[str]:
 # --- a step, and all together
 
 
+def gib_text(size: float) -> str:
+    """Write a size in GiB, which devices are compared in; a small one, which would be all zeros, in MiB."""
+    return f"{size / GIB:.3g} GiB" if size >= 0.1 * GIB or not size else f"{size / 2**20:.3g} MiB"
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """The estimate for one device. items: what stands at all times, and of a step by formula. step: the peak of one."""
@@ -167,10 +172,10 @@ class DeviceMemory:
 
     def sentence(self) -> str:
         """Say it in one line."""
-        parts = [f"{item.what} {item.size / GIB:.3g}" for item in self.items if not item.in_step and item.size]
+        parts = [f"{item.what} {gib_text(item.size)}" for item in self.items if not item.in_step and item.size]
         images = f"{self.batch} image{'s'[: self.batch != 1]} at {self.bucket.width}x{self.bucket.height}"
-        parts.append(f"a step of {images} {self.step / GIB:.3g}")
-        return f"{self.total / GIB:.3g} GiB a device, estimated: {', '.join(parts)}"
+        parts.append(f"a step of {images} {gib_text(self.step)}")
+        return f"{gib_text(self.total)} a device, estimated: {', '.join(parts)}"
 
     def verdict(self, free: float) -> str:
         """Say whether it fits."""
@@ -238,7 +243,7 @@ class Disk:
     def sentence(self, folder: Path) -> str:
         """Say it in one line, with what is free where it goes to."""
         made = [
-            f"{count} {what}{'s'[: count != 1]} of {size / GIB:.3g} GiB" + (f", {kept} kept" if kept < count else "")
+            f"{count} {what}{'s'[: count != 1]} of {gib_text(size)}" + (f", {kept} kept" if kept < count else "")
             for what, count, kept, size in (
                 ("export", self.exports, self.kept_exports, self.export_bytes),
                 ("checkpoint", self.checkpoints, self.kept_checkpoints, self.checkpoint_bytes),
@@ -246,10 +251,10 @@ class Disk:
             if count
         ]
         if self.every_minutes:
-            made.append(f"a checkpoint of {self.checkpoint_bytes / GIB:.3g} GiB every {self.every_minutes:g} min")
+            made.append(f"a checkpoint of {gib_text(self.checkpoint_bytes)} every {self.every_minutes:g} min")
         home = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
-        free = shutil.disk_usage(home).free / GIB
-        return f"{self.total / GIB:.3g} GiB in all ({'; '.join(made) or 'nothing is saved'}); {free:.3g} GiB are free"
+        free = shutil.disk_usage(home).free
+        return f"{gib_text(self.total)} in all ({'; '.join(made) or 'nothing is saved'}); {gib_text(free)} are free"
 
 
 def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_batch: float) -> Disk:
