@@ -226,7 +226,7 @@ def test_of_several_configurations_the_last_used_is_taken(cache, tmp_path) -> No
     said: list[str] = []
     assert run(cache, tmp_path / "out", "webdataset", say=said.append).use == "use-b"
     assert any("of 2 configurations" in line and "--use=use-b" in line for line in said)
-    with pytest.raises(ConfigFault, match=r"'use-c' was .*built"):
+    with pytest.raises(ConfigFault, match=r"--use.*'use-c'"):
         run(cache, tmp_path / "c", "webdataset", use="use-c")
     with pytest.raises(ConfigFault, match=r"'use-x' is .*configuration"):
         run(cache, tmp_path / "x", "webdataset", use="use-x")
@@ -324,7 +324,7 @@ def test_a_cache_of_nothing_is_named(tmp_path) -> None:
         export(tmp_path / "none", tmp_path / "out", "webdataset")
     empty = CacheFolder.open(tmp_path / "empty", create=True)
     merge(empty)
-    with pytest.raises(DataFault, match=r"there .*nothing of any encoder to export"):
+    with pytest.raises(DataFault, match=r"empty.*any encoder"):
         run(empty, tmp_path / "out", "webdataset")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 

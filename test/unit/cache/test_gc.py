@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import raised_by
+from refusals import names, raised_by
 from small_caches import WANTED, address, assert_whole, flip, interrupted, make, partly_wanted, served, want, write
 
 from difftrain.cache.store import references
@@ -29,10 +29,10 @@ def test_what_nothing_wants_goes(tmp_path: Path) -> None:
     folder = partly_wanted(tmp_path / "c")
     before, originals = sorted(tmp_path.rglob("*")), served(folder)
     said = collected(folder, dry_run=True)
-    assert "1 segments would be deleted, 2 written anew, 27 entries would be removed; 13 stay" in said
+    assert names(said, 1, 2, 27, 13) and "would be deleted" in said
     assert sorted(tmp_path.rglob("*")) == before
     said = collected(folder)
-    assert "1 segments deleted, 2 written anew, 27 entries removed; 13 stay" in said
+    assert names(said, 1, 2, 27, 13) and "would" not in said
     assert_whole(folder, WANTED, originals)
     assert len(folder.names()) == 2 and not list(folder.tombstones_dir.iterdir())  # the new one holds those of two
     assert "0 segments deleted" in collected(folder)
@@ -68,7 +68,7 @@ def test_uses_are_forgotten_only_when_asked_for(tmp_path: Path) -> None:
 def test_a_cache_of_no_known_use_is_not_emptied(tmp_path: Path) -> None:
     folder = make(tmp_path / "c")
     references.remove(folder, "all")
-    with pytest.raises(DataFault, match=rf"^{folder.path}: no configuration "):
+    with pytest.raises(DataFault, match=rf"^{folder.path}: no .*configuration "):
         collected(folder)
     assert len(served(folder)) == 18
 
