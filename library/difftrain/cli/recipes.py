@@ -20,7 +20,7 @@ from difftrain.contracts.errors import ConfigFault, Fault
 from difftrain.io.files import write_text
 
 PROG = "difftrain recipes"
-FLAGS: dict[str, Row] = {"overwrite": Row("overwrite", "switch", "", "replace files that are there")}
+FLAGS: dict[str, Row] = {"overwrite": Row("overwrite", "switch", "", "replace existing files")}
 _DATA_TABLES = {"directory", "datasets"}  # what makes a TOML file one of a dataset
 # How a recipe's comment starts a run in a checkout -> how an installed package does it; a launcher names a module.
 _AS_INSTALLED = (
@@ -61,7 +61,7 @@ def shipped() -> dict[str, ShippedRecipe]:
             found[name] = ShippedRecipe(name, path, _family(tables, path), about, tuple(_beside(tables, path)))
     if not found:
         raise ConfigFault(
-            [Fault(str(recipes_dir()), "holds no recipe", "the installation is incomplete: install difftrain again")]
+            [Fault(str(recipes_dir()), "has no recipe", "the installation is incomplete: install difftrain again")]
         )
     return found
 
@@ -119,7 +119,7 @@ def _copy(argv: list[str]) -> int:
         differs = [name for name, text in texts.items() if not _is_free(folder / name, text)]
         remedy = f"give another folder, or {FLAGS['overwrite'].option} to replace it"
         if differs:
-            raise ConfigFault([Fault(str(folder / name), "exists, with other content", remedy) for name in differs])
+            raise ConfigFault([Fault(str(folder / name), "exists with different content", remedy) for name in differs])
 
     for name, text in texts.items():
         with writing(folder / name):
@@ -143,7 +143,7 @@ def read(argv: list[str]) -> tuple[ShippedRecipe, Path, bool]:
     folder = Path(expanded(words[1])) if len(words) > 1 else Path()
     if folder.suffix == ".toml" or folder.is_file():
         faults.append(Fault(repr(words[1]), "is the name of a file", "give a folder: a recipe may be several files"))
-    faults += [Fault(repr(word), f"is a word too many for {PROG} copy") for word in words[2:]]
+    faults += [Fault(repr(word), f"is an unexpected argument of {PROG} copy") for word in words[2:]]
     if faults:
         raise ConfigFault(faults)
     return recipes[name], folder, "overwrite" in scanned.words
@@ -184,6 +184,6 @@ def _help() -> str:
     return (
         f"usage: {PROG}\n       {PROG} copy NAME [DIR] [--overwrite]\n\n"
         "List the recipes: name, family, one line of each. copy: write one into DIR [the current folder], with the dataset\n"
-        "file that it names, and print what was written. Paths in a recipe count from the folder in which you train, then\n"
-        "from the recipe's own.\n\n" + entries(FLAGS.values())
+        "file that it names, and print what was written. Relative paths in a recipe are looked up from the current folder,\n"
+        "then from the recipe's own.\n\n" + entries(FLAGS.values())
     )

@@ -28,14 +28,16 @@ HOST, PORT, PORTS_TRIED = "127.0.0.1", 8420, 20
 TOKEN_VARIABLE = "DIFFTRAIN_WATCH_TOKEN"
 FLAGS: dict[str, Row] = {
     "port": Row("port", "int", "", f"port to serve on; 0: any; unset: the first free one from {PORT} on"),
-    "host": Row("host", "str", "", f"address to serve on; unset: {HOST}, which only this machine reaches"),
-    "token": Row("token", "str", "", f"what the address must hold; unset: ${TOKEN_VARIABLE}, else a new one a start"),
+    "host": Row("host", "str", "", f"address to serve on; unset: {HOST}, reachable from this machine only"),
+    "token": Row(
+        "token", "str", "", f"token the address must contain; unset: ${TOKEN_VARIABLE}, else a new one at every start"
+    ),
 }
 USAGE = f"""usage: {PROG} [RUN | FOLDER] [--port=N] [--host=ADDRESS] [--token=TEXT]
 
 Serve a page of the runs in a folder (unset: this one) or up to three folders below it: state, progress, time left, newest
-samples, log, report, and buttons that save, sample and stop. The address that is printed holds a token; without it
-nothing is shown. It serves until it is stopped (Ctrl-C). docs/watch.md says more.
+samples, log, report, and buttons that save, sample and stop. The printed address contains a token; without it nothing
+is shown. Ctrl-C stops the server. docs/watch.md says more.
 
 """
 
@@ -53,7 +55,7 @@ def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
     words, rest = positional(argv, FLAGS)
     scanned = scan(rest, FLAGS)
     values = {name: given[-1] for name, given in scanned.words.items()}
-    faults = [*scanned.faults, *(Fault(repr(word), f"is a word too many for {PROG}") for word in words[1:])]
+    faults = [*scanned.faults, *(Fault(repr(word), f"is an unexpected argument of {PROG}") for word in words[1:])]
 
     folder = Path(expanded(words[0] if words else ".")).absolute()
     if not folder.is_dir():
@@ -90,10 +92,13 @@ def serve(folder: Path, host: str, port: int | None, token: str) -> int:
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel("INFO")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(f"{len(find_runs(folder))} runs in {folder}; open\n  {server.url}\nCtrl-C ends this; runs go on", flush=True)
+    print(
+        f"{len(find_runs(folder))} runs in {folder}; open\n  {server.url}\nCtrl-C stops the server; runs continue",
+        flush=True,
+    )
     if host not in (HOST, "localhost", "::1"):
         print(
-            f"{PROG}: whoever reaches {host} and knows the token can stop runs, and nothing is encrypted",
+            f"{PROG}: anyone who can reach {host} and knows the token can stop runs; nothing is encrypted",
             file=sys.stderr,
         )
     try:
@@ -118,9 +123,9 @@ def open_server(folder: Path, host: str, port: int | None, token: str) -> WatchS
             if error.errno == errno.EADDRINUSE:
                 fault = Fault(f"--port={number}", "is in use by another program", "give another one, or leave it out")
             elif error.errno == errno.EACCES:
-                fault = Fault(f"--port={number}", "may not be used by this user", "give one from 1024 on")
+                fault = Fault(f"--port={number}", "is not allowed for this user", "give one of at least 1024")
             else:
-                what = f"this machine cannot serve there: {error.strerror or error}"
-                fault = Fault(f"--host={host}", what, f"{HOST} for this machine alone, 0.0.0.0 for all its networks")
+                what = f"this machine cannot listen there: {error.strerror or error}"
+                fault = Fault(f"--host={host}", what, f"{HOST} for this machine only, 0.0.0.0 for all its networks")
             raise ConfigFault([fault]) from error
     raise AssertionError("port 0 is never in use")

@@ -24,7 +24,7 @@ def exactly(command: str, argv: list[str], *wanted: str) -> list[str]:
     faults = [Fault(repr(word), f"difftrain {command} takes no such flag") for word in argv if word.startswith("-")]
     words = [word for word in argv if not word.startswith("-")]
     faults += [Fault(name, "is missing", f"difftrain {command} {' '.join(wanted)}") for name in wanted[len(words) :]]
-    faults += [Fault(repr(word), f"is a word too many for difftrain {command}") for word in words[len(wanted) :]]
+    faults += [Fault(repr(word), f"is an unexpected argument of difftrain {command}") for word in words[len(wanted) :]]
     if faults:
         raise ConfigFault(faults)
     return words
@@ -54,7 +54,7 @@ def run_folder(path: str | Path, wanted: str) -> Path:
 
     runs = [run.name for run in run_dirs(folder) if (run / wanted).is_file()]
     if runs:
-        what = f"{str(folder)!r} holds run directories and is none"
+        what = f"{str(folder)!r} contains run directories and is not one itself"
         raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, {folder / runs[0]} is the newest")])
     return folder
 

@@ -184,7 +184,7 @@ def test_findings_are_printed_with_their_remedies(
     text = capsys.readouterr().out
     assert "     ok  2 cores\n" in text and "  WRONG  it saturates\n         -> unset it\n" in text
     assert max(len(line) for line in text.splitlines()) <= 120
-    assert text.endswith("1 thing to mend\n")
+    assert text.splitlines()[-1].startswith("1 ")
     del examined[2]
     assert doctor.main([]) == 0 and "mend" not in capsys.readouterr().out
 

@@ -40,7 +40,9 @@ class KohyaReader(TomlReader):
         for name in sorted(tables.keys() - {"general", "datasets"}):
             if name == "directory":
                 self.fault(
-                    name, "is of diffusion-pipe's data set TOML", f"{toml_entry_point()} takes such files: --dataset"
+                    name,
+                    "belongs to diffusion-pipe's dataset TOML",
+                    f"{toml_entry_point()} takes that format: --dataset",
                 )
                 continue
             self.fault(name, "no such table", did_you_mean(name, ("general", "datasets")) or "[general], [[datasets]]")
@@ -56,7 +58,9 @@ class KohyaReader(TomlReader):
         if not out.datasets and not out.faults:
             self.fault("[[datasets]]", "every subset is left out, since num_repeats = 0", "give one at least 1")
         if len(self.seeds) > 1:
-            self.fault("validation_seed", "differs between data sets", "one seed decides for all what is held out")
+            self.fault(
+                "validation_seed", "differs between datasets", "one seed decides what is held out of all datasets"
+            )
         elif self.seeds:
             out.validation_seed = self.seeds.pop()
         seed = set() if out.validation_seed is None else {"validation.seed"}
@@ -106,11 +110,11 @@ class KohyaReader(TomlReader):
             if subset is not None and (subset.image_dir, subset.metadata_file) in [
                 (one.image_dir, one.metadata_file) for one in made
             ]:
-                self.note(place, f"{subset.metadata_file or subset.image_dir} stands there twice: the first counts")
+                self.note(place, f"{subset.metadata_file or subset.image_dir} appears twice: the first counts")
             elif subset is not None:
                 made.append(subset)
         if made and all(subset.is_reg for subset in made):
-            self.fault(place, "has nothing but regularisation pictures", "add a subset to train on")
+            self.fault(place, "has only regularisation images", "add a subset to train on")
         return DatasetSection(**values, subsets=tuple(made))
 
     def subset(self, table: Table, place: str, levels: tuple[Table, ...]) -> SubsetSection | None:
@@ -124,7 +128,7 @@ class KohyaReader(TomlReader):
             self.fault(place, "has both metadata_file and conditioning_data_dir", "a subset is of one kind")
         for name in sorted(own.keys() - set(_NAMED)):
             if kind not in KOHYA[name].subsets:
-                self.fault(f"{place} {name}", f"means nothing beside {_MARK[kind]}", "leave it out")
+                self.fault(f"{place} {name}", f"has no effect together with {_MARK[kind]}", "leave it out")
 
         # its own settings; masks, where it names none, are those of the command line
         fields = self.fields("subset", kind, (own, *levels))
