@@ -37,7 +37,7 @@ _PLACE = {
     **dict.fromkeys(_CLIP, "a folder with CLIP's vocab.json and merges.txt"),
     "model.tokenizer3": "a folder with T5's tokenizer.json or spiece.model",
 }
-_PICTURES = "a folder of pictures, tars or parquet"
+_PICTURES = "a folder of images, tars or parquet"
 _IN_TABLES, _REGULAR, _TRAINED = "data.dataset_config", "data.reg_dirs", "data.dirs"
 
 
@@ -73,14 +73,14 @@ class HubRequest:
 
     def fault(self, trouble: client.Trouble) -> Fault:
         """Say what is wrong, and what to place where."""
-        what = f"the weights come without it; {self.text}" if self.unasked else self.text
+        what = f"the weights do not include it; {self.text}" if self.unasked else self.text
         if not self.unasked and not self.id.explicit:
             what += ", which is no path here"
         remedy = trouble.remedy
         if trouble.away:
             kind = " --repo-type dataset" if self.kind == "dataset" else ""
             remedy = (
-                f"give the path of {_PLACE.get(self.field, _PICTURES)}; or where there is a network: "
+                f"give the path of {_PLACE.get(self.field, _PICTURES)}; or on a machine with network access: "
                 f"hf download {self.id.repo}{kind}, and copy its folder to {client.cache_folder()}"
             )
         return Fault(self.flag, f"{what}: {trouble.what}", remedy)
