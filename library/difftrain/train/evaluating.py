@@ -1,7 +1,7 @@
 """Evaluation sets during training: the held-out part of the training set as training draws timesteps, others at quantiles.
 
 The held-out set is measured under averaged weights, a line each time in validation.jsonl, and at quantiles for the report.
-Sets with data of their own are measured at nine quantiles of the noise, under the weights as trained and averaged, and by
+Sets with data of their own are measured at nine quantiles of the noise, under the raw weights and averaged, and by
 pictures drawn for their captions: a line each time in evaluation.jsonl.
 """
 
@@ -67,7 +67,7 @@ def warn_of_trained(sets: tuple[EvaluationSet, ...], index: Index) -> None:
     """Warn where a set with data of its own shows pictures that are trained on. index: of the training set."""
     for each in sets:
         if not each.held_out and (common := common_records(index, each.data.index)):
-            what = "evaluation set %s: %d of its %d records show pictures that are trained on, too"
+            what = "evaluation set %s: %d of its %d records have images that are also trained on"
             log.warning(what, each.name, common, each.data.index.count)
 
 
@@ -141,7 +141,7 @@ class Evaluating:
         return found.record()
 
     def _compared(self, each: EvaluationSet, step: int) -> dict[str, Any]:
-        """Return the losses at each quantile, and their mean, under the weights as trained and averaged."""
+        """Return the losses at each quantile, and their mean, under the raw weights and averaged."""
         found: dict[str, Any] = {}
         for prefix, weights in self._model.averages.looks():
             with weights:
@@ -151,7 +151,7 @@ class Evaluating:
                 "evaluation of %s at step %d, %s: loss %.6f over %d records; at 0.1 ... 0.9: %s",
                 each.name,
                 step,
-                "averaged weights" if prefix else "weights as trained",
+                "averaged weights" if prefix else "raw weights",
                 found[f"{each.name}/{prefix}loss"],
                 rows[0]["samples"],
                 " ".join(f"{row['loss']:.4f}" for row in rows),

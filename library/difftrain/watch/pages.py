@@ -27,11 +27,11 @@ STATES = {
     "unknown": "nothing says how it ended",
 }
 ACTIONS = {
-    "save": ("Save now", "checkpoint and export; training goes on"),
-    "sample": ("Sample now", "draw the sample prompts; training goes on"),
+    "save": ("Save now", "checkpoint and export; training continues"),
+    "sample": ("Sample now", "generate samples; training continues"),
     "stop": ("Save and stop", "checkpoint and export, then the run ends; it can be resumed"),
 }
-HEADS = ("Step", "Loss", "Images a second", "Time left", "Last step, ago")
+HEADS = ("Step", "Loss", "Images per second", "Time left", "Last step, ago")
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -45,7 +45,7 @@ def link(path: str, **query: str) -> str:
 
 
 def runs_page(statuses: Sequence[RunStatus], *, folder: str, more: int, token: str, nonce: str) -> str:
-    """Return the list of runs. more: how many older ones are left out."""
+    """Return the list of runs. more: how many older ones are not shown."""
     if not statuses:
         body = panel(
             missing(f"there is no run in {folder} yet; this page shows one as soon as it writes its first file")
@@ -56,7 +56,7 @@ def runs_page(statuses: Sequence[RunStatus], *, folder: str, more: int, token: s
         body = panel(
             f'<div class="wide"><table class="rows runs"><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>'
         )
-        body += note(f"the {MOST_RUNS} newest runs; {more} older ones are left out") if more else ""
+        body += note(f"the {MOST_RUNS} newest runs; {more} older ones are not shown") if more else ""
     running = sum(status.state == "running" for status in statuses)
     about = f"{escape(folder)} · {len(statuses) + more} runs, {running} running"
     return _shell("Runs", about, f'<div id="live" data-state="" data-refresh="{1000 * REFRESH_S}">{body}</div>', nonce)
@@ -74,8 +74,8 @@ def run_page(
         ("step", f"{status.step}{f' of {status.total_steps}' if status.total_steps else ''}"),
         ("time left, about", duration(status.left_s)),
         ("loss", _figure(status.loss, 4)),
-        ("images a second", _figure(status.fps, 3)),
-        ("seconds a step", _figure(status.step_s, 3)),
+        ("images per second", _figure(status.fps, 3)),
+        ("seconds per step", _figure(status.step_s, 3)),
         ("since the last step", ago(status.changed)),
     ]
     figures = "".join(f'<div class="card"><b>{escape(value)}</b><span>{text}</span></div>' for text, value in cards)
@@ -168,7 +168,7 @@ def _actions(status: RunStatus, token: str, asked: str) -> str:
     if status.state != "running":
         return said
     if not status.heeds:
-        return said + note("this run looks for no control files: those of difftrain train do")
+        return said + note("this run does not use control files: only runs of difftrain train do")
     forms = ""
     for action, (title, meaning) in ACTIONS.items():
         kind = ' class="bad"' if action == "stop" else ""
@@ -184,8 +184,8 @@ def _actions(status: RunStatus, token: str, asked: str) -> str:
 
 def _waiting(action: str, status: RunStatus) -> str:
     if status.state == "running":
-        return f"{ACTIONS[action][0]}: asked for, the run has not come to it yet"
-    return f"{ACTIONS[action][0]}: asked for, and not seen; a resumed run will act on it after its first step"
+        return f"{ACTIONS[action][0]}: requested, the run has not reached it yet"
+    return f"{ACTIONS[action][0]}: requested, and not yet seen; a resumed run acts on it after its first step"
 
 
 def _figure(value: float | None, significant: int) -> str:

@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "lora": (lambda t: {"lora_unet_down_blocks_0.lora_up.weight": torch.ones(1)}, "looks like a LoRA"),
     "refiner": (lambda t: {"conditioner.embedders.0.model.transformer.x": torch.ones(1)}, "the SDXL refiner"),
     "unet": (_only("model.diffusion_model"), "looks like a UNet of"),
-    "vae": (_only("first_stage_model"), "looks like a VAE alone"),
+    "vae": (_only("first_stage_model"), "a VAE"),
     "nothing": (lambda t: {"weight": torch.ones(1)}, "keys are weight"),
     "missing": (
         lambda t: {n: v for n, v in t.items() if "time_embed.0" not in n},

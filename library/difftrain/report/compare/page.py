@@ -22,6 +22,7 @@ from difftrain.report.page import bullets, details, escape, grid, missing, note,
 from difftrain.report.run_files import FIGURES, RunFiles
 
 BADGES = {"agree": "good", "part": "bad", "missed": "bad", "not comparable": "plain"}
+VERDICTS = {"agree": "agree", "part": "differ", "missed": "limit missed", "not comparable": "not comparable"}
 GOLDEN_ANGLE = 137.508  # degrees: hues of any number of curves lie apart
 
 # what there is a chart of: the line's attribute, its title, whether the axis begins at zero
@@ -29,7 +30,7 @@ CHARTS = (
     ("loss", "Loss", False),
     ("grad_norm", "Gradient norm, before clipping", True),
     ("fps", "FPS of each line", True),
-    ("memory_gib", "Peak memory, GiB a card", True),
+    ("memory_gib", "Peak memory, GiB a device", True),
 )
 
 
@@ -37,14 +38,17 @@ def comparison_page(names: dict[str, RunFiles | Unreadable], comparisons: dict[s
     """Return the whole page. names: by label, the first is what others are compared with."""
     runs = {label: run for label, run in names.items() if not isinstance(run, tuple)}
     first = next(iter(names))
-    badges = [(BADGES[found.verdict], f"{label} and {first}: {found.verdict}") for label, found in comparisons.items()]
+    badges = [
+        (BADGES[found.verdict], f"{label} and {first}: {VERDICTS[found.verdict]}")
+        for label, found in comparisons.items()
+    ]
     badges += [("bad", f"{label}: not readable") for label in names.keys() - runs.keys()]
     sections = (
         ("verdict", "Verdict", _verdicts(first, comparisons)),
         ("curves", "Curves", _curves(runs)),
-        ("errors", "How far they are apart", _errors(first, comparisons)),
+        ("errors", "How far they differ", _errors(first, comparisons)),
         ("speed", "Speed and memory", panel(rows(_speed(first, runs, comparisons)))),
-        ("differences", "In what they differ", _differences(first, comparisons)),
+        ("differences", "What differs", _differences(first, comparisons)),
         ("runs", "The runs", _runs(names)),
         ("comparison", "For comparison", _published(names, runs)),
     )
@@ -66,7 +70,9 @@ def _cards(first: str, comparisons: dict[str, RunComparison]) -> list[tuple[str,
         ]
         if found.errors is not None:
             cards.append((f"mean relative error, {label}", shown(found.errors.mean, 2)))
-            cards.append((f"first step apart, {label}", str(found.divergence.step) if found.divergence else "none"))
+            cards.append(
+                (f"first step beyond its limit, {label}", str(found.divergence.step) if found.divergence else "none")
+            )
     return cards
 
 
@@ -77,7 +83,9 @@ def _verdicts(first: str, comparisons: dict[str, RunComparison]) -> str:
         if found.reasons:
             body += bullets(found.reasons)
         checks = [{**check.record(), "met": "yes" if check.met else "NO"} for check in found.checks]
-        panels.append(panel(body + (rows(checks) if checks else ""), f"{label} against {first}: {found.verdict}"))
+        panels.append(
+            panel(body + (rows(checks) if checks else ""), f"{label} against {first}: {VERDICTS[found.verdict]}")
+        )
     return grid(*panels)
 
 
@@ -126,7 +134,7 @@ def _errors(first: str, comparisons: dict[str, RunComparison]) -> str:
 
         loss = [
             Curve("each step", errors.steps, errors.loss, "faint"),
-            Curve("mean up to it", errors.steps, errors.running_mean),
+            Curve("running mean", errors.steps, errors.running_mean),
             limit(found.thresholds.step_relative_error),
         ]
         norm = [
@@ -145,9 +153,9 @@ def _equal(curve: Curve) -> str:
     """Say what a logarithmic axis has no place for."""
     equal = sum(y == 0 for y in curve.ys)
     beyond = sum(y is not None and not math.isfinite(y) for y in curve.ys)
-    said = [f"{equal} steps are equal to the bit"] if equal else []
+    said = [f"{equal} steps are bit-identical"] if equal else []
     said += [f"{beyond} steps have no finite error"] if beyond else []
-    return note(f"Not drawn: {', '.join(said)}.") if said else ""
+    return note(f"Not plotted: {', '.join(said)}.") if said else ""
 
 
 # ---------------------------------------------------------------------- tables
@@ -175,7 +183,7 @@ def _differences(first: str, comparisons: dict[str, RunComparison]) -> str:
             }
             for each in found.differences
         ]
-        body = rows(records) if records else missing("nothing that is recorded")
+        body = rows(records) if records else missing("nothing recorded")
         panels.append(panel(body, f"{label} against {first}"))
     return f'<div class="stack">{"".join(panels)}</div>' if panels else ""
 
@@ -187,7 +195,7 @@ def _runs(names: dict[str, RunFiles | Unreadable]) -> str:
             panels.append(panel(f"<p>{escape(run[1])}</p>", f"{label}: not readable"))
             continue
         command = f"<pre>{escape(run.report.get('command') or 'not known')}</pre>"
-        notes = bullets(run.notes, otherwise="all its files are there, and whole")
+        notes = bullets(run.notes, otherwise="all its files are present and complete")
         sessions = details(f"{len(run.sessions)} sessions", rows(_sessions(run.sessions)))
         panels.append(panel(f"<p>{escape(about(run))}</p>{notes}{command}{sessions}", f"{label}: {run.folder}"))
     return grid(*panels)

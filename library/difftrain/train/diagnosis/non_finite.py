@@ -48,9 +48,7 @@ class NonFinite:
         try:
             found = self._search(step, skipped)
         except (RuntimeError, MemoryError, OSError, DifftrainError) as error:  # the others wait for this rank's word
-            found = (
-                f"running it once more failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-            )
+            found = f"running it again failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         told = self._ranks.gather(found)
         if not any(each is not None for each in told):  # an engine that cannot
             return ""
@@ -88,7 +86,7 @@ def describe(seen: ModuleCalls[Tensor | bool]) -> str:
     inputs = [call for call in seen.calls if call.module == ROOT and call.exited > 0]
     for call in inputs:
         if bad := [place.removeprefix("input.") for place, name in call.inputs.items() if not bool(seen.values[name])]:
-            return f"not finite is what the network is given: {', '.join(bad)} (data, VAE or text encoders)"
+            return f"the inputs of the network are not finite: {', '.join(bad)} (data, VAE or text encoders)"
 
     # --- forward, the loss, backward
     forward = first_parting(seen.calls, good(seen.values), lambda _: None, (), lambda _: None, ())
@@ -96,7 +94,7 @@ def describe(seen: ModuleCalls[Tensor | bool]) -> str:
         return _of_module(forward, "output", seen.calls)
     for targets, terms in zip(seen.targets, seen.terms):
         if bad := [name for name, each in targets.items() if not bool(each)]:
-            return f"the network's output is finite, what the loss compares it with is not: {', '.join(bad)}"
+            return f"the network's output is finite, the target of the loss is not: {', '.join(bad)}"
         if bad := [name for name, each in terms.items() if not bool(each)]:
             return f"the network's output is finite, the loss of it is not: {', '.join(bad)}"
     backward = first_parting(
@@ -109,11 +107,11 @@ def describe(seen: ModuleCalls[Tensor | bool]) -> str:
 def _of_module(parting: Parting, what: str, calls: list[ModuleCall]) -> str:
     beside = ""
     if parting.between:
-        beside = f", between its parts: {parting.between} is the first to read it"
+        beside = f", between its parts: {parting.between} is the first to use it"
     elif parting.direction == "backward" and parting.maker not in ("", parting.module):
-        beside = f", handed back to {parting.maker}"
+        beside = f", passed back to {parting.maker}"
     elif parting.direction == "backward" and parting.module == ROOT:
-        beside = ", handed to it by the loss"
+        beside = ", passed to it by the loss"
     elif parting.direction == "parameter":
         beside = f", of {parting.tensor}"
     return (
@@ -134,7 +132,7 @@ def _summary(told: list[str | None], updated: int) -> str:
     found = [(rank, each) for rank, each in enumerate(told) if each]
     if not found:
         since = f" with the weights as they are {updated} updates later" if updated else ""
-        return f"run once more{since}, all its values are finite"
+        return f"run again{since}, all its values are finite"
     if len(told) == 1:
         return found[0][1]
     first = found[0][1]

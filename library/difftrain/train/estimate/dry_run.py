@@ -76,7 +76,7 @@ def dry_run(
             for line in (*parameters(parts), *memory_lines(memory)) if full else ():
                 say(line)
         done = "made or written" if coming else "fetched"
-        say(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
+        say(f"dry run: figures for what is not present are left out; nothing was {done}, and no device was touched")
         return 0
 
     # --- output folder, prompts, data and plan, as training would find them
@@ -180,7 +180,7 @@ def time_line(cfg: TrainConfig, samples: float, ranks: int) -> str:
         if run.config.get("model.family", cfg.model.family) != cfg.model.family:
             continue
         return f"{duration_text(samples / speed)} at {speed:.4g} images/s, the speed of {folder.name} there"
-    return "not known: no earlier run in the output folder says how fast this is"
+    return "not known: no earlier run in the output folder shows the speed"
 
 
 def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
@@ -191,8 +191,8 @@ def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
         yield from (f"{name}: {line}" for line in said)
         check_sizes(each.data.tables, family.features)
         records, weights = sum(rows.records for rows in each.data.tables.training), 1 + cfg.ema.enable
-        looks = f"{records:,} pictures x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
-        yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} images forward each time"
+        looks = f"{records:,} images x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
+        yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} forward passes of an image per evaluation"
         for wish in cache_requests(each.cfg, family, parts, each.data, trains=False):
             yield f"{name}: {estimate_storage(wish, each.data).size_sentence()}"
     if cfg.eval.kid and (lacking := packages_missing()):
@@ -231,8 +231,8 @@ def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
     sizes, images = (", ".join(map(str, numbers)) for numbers in (cfg.batch_sizes, global_batches(cfg, ranks)))
     return (
         f"{sizes} images a micro batch x {cfg.training.accumulation} accumulated x {ranks} "
-        f"rank{'s' if ranks > 1 else ''} = {images} images a step"
-        + (", by data set" if len(cfg.batch_sizes) > 1 else "")
+        f"rank{'s' if ranks > 1 else ''} = {images} images per step"
+        + (", by dataset" if len(cfg.batch_sizes) > 1 else "")
     )
 
 
@@ -262,10 +262,10 @@ def parameters(parts: Parts) -> Iterator[str]:
 def memory_lines(memory: DeviceMemory) -> Iterator[str]:
     """Spell the estimate item by item."""
     for item in memory.items:
-        yield f"memory of a card: {item.what} {item.size / GIB:.4g} GiB ({item.formula})"
+        yield f"device memory: {item.what} {item.size / GIB:.4g} GiB ({item.formula})"
     images = f"{memory.batch} x {memory.bucket}"
-    yield f"memory of a card: a step of {images} {memory.step / GIB:.4g} GiB (gradients, casts and activations at its peak)"
-    yield f"memory of a card: {memory.total / GIB:.4g} GiB in all, without driver and libraries"
+    yield f"device memory: a step of {images} {memory.step / GIB:.4g} GiB (gradients, casts and activations at its peak)"
+    yield f"device memory, estimated: {memory.total / GIB:.4g} GiB in all, without driver and libraries"
 
 
 def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: EpochPlan, total: int) -> Iterator[str]:

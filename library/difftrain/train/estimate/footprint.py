@@ -56,40 +56,40 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     held = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
     frozen = sum(each.numel() * each.element_size() for part in held for each in part.parameters())
     found = [
-        MemoryItem(
-            f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"
-        ),
-        MemoryItem("frozen weights", frozen, "in the precision that they are kept in"),
+        MemoryItem(f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B per trained parameter"),
+        MemoryItem("frozen weights", frozen, "in the precision they are kept in"),
     ]
     kept = weights_kept(training)
     if training.full_precision and kept in KEPT_BYTES:
         found.append(
-            MemoryItem(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
+            MemoryItem(
+                f"master weights ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B per trained parameter"
+            )
         )
 
     # of each step: gradients and copies
     alive, formula = gradients_alive(cfg, parts)
     found.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}", in_step=True))
     if training.mixed_precision != "no" and not training.full_precision:
-        found.append(MemoryItem("casts of autocast", 2 * moving, "2 B a trained parameter", in_step=True))
+        found.append(MemoryItem("casts of autocast", 2 * moving, "2 B per trained parameter", in_step=True))
     if ranks > 1 and not training.ddp_bucket_view and alive == moving:
         found.append(
-            MemoryItem("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views")
+            MemoryItem("gradient buckets", wide * moving, f"{wide} B per trained parameter; none with bucket views")
         )
 
     # optimizer state, of which sharding leaves each rank its part
     each = state_bytes(cfg, matrix_share(parts))
     shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
-    formula = f"{each:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
+    formula = f"{each:g} B per trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
     found.append(MemoryItem("optimizer state", each * moving / shards, formula))
 
     # averages, always in fp32
     if cfg.ema.enable:
-        found.append(MemoryItem("averaged weights", FP32 * moving, "4 B a trained parameter"))
+        found.append(MemoryItem("averaged weights", FP32 * moving, "4 B per trained parameter"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
         found.append(
-            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width")
+            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B per trained parameter and width")
         )
     return found
 
@@ -99,10 +99,10 @@ def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
     named = [(name, each) for name, each in parts.root.named_parameters() if each.requires_grad]
     section = cfg.optimizer
     if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
-        return sum(each.numel() for _, each in named), "a trained parameter"
+        return sum(each.numel() for _, each in named), "per trained parameter"
     sizes = {name: each.numel() for name, each in named}
     together = parts_of([Group("all", named, 0.0)], section.fused_groups)
-    what = "a parameter of the largest group" if section.fused_groups else "for each number of the largest parameter"
+    what = "per parameter of the largest group" if section.fused_groups else "per element of the largest parameter"
     return max(sum(sizes[name] for name in names) for names in together), what
 
 
@@ -168,7 +168,7 @@ class DeviceMemory:
         parts = [f"{item.what} {item.size / GIB:.3g}" for item in self.items if not item.in_step and item.size]
         images = f"{self.batch} image{'s'[: self.batch != 1]} at {self.bucket.width}x{self.bucket.height}"
         parts.append(f"a step of {images} {self.step / GIB:.3g}")
-        return f"{self.total / GIB:.3g} GiB a device, estimated: {', '.join(parts)}"
+        return f"{self.total / GIB:.3g} GiB per device, estimated: {', '.join(parts)}"
 
     def verdict(self, free: float) -> str:
         """Say whether it fits."""
@@ -247,7 +247,7 @@ class Disk:
             made.append(f"a checkpoint of {self.checkpoint_bytes / GIB:.3g} GiB every {self.every_minutes:g} min")
         home = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
         free = shutil.disk_usage(home).free / GIB
-        return f"{self.total / GIB:.3g} GiB in all ({'; '.join(made) or 'nothing is saved'}); {free:.3g} GiB are free"
+        return f"{self.total / GIB:.3g} GiB in total ({'; '.join(made) or 'nothing is saved'}); {free:.3g} GiB are free"
 
 
 def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_batch: float) -> Disk:

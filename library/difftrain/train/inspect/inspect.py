@@ -91,7 +91,7 @@ def look_at(cfg: TrainConfig, epochs: int, pictures: int, say: Say) -> Look:
         fetched, _ = fetch(cfg.model_copy(update={"model": TrainConfig().model}), Ranks(), {})
         here = here.model_copy(update={"data": fetched.data})
     for each in weights:
-        say(f"{each.flag}: {each.id} is not here yet, so tokens are not counted; a run fetches it")
+        say(f"{each.flag}: {each.id} is not available locally, so tokens are not counted; a run fetches it")
     has_model = bool(cfg.model.pretrained or cfg.model.init_from_config) and not weights
     cfg = here
     seeded = cfg.training.seed is not None
