@@ -320,7 +320,7 @@ def decoded_batches(decoding: DecodingDataset, batch_queue: BatchQueue, workers:
             decoding.pass_over(bad)
             what = str(lost).partition(". ")[0]
             log.warning(
-                "%s; %d image%s named as too slow or crashed, the others continue", what, len(bad), _s(len(bad))
+                "%s; %d image%s rejected as too slow or crashed, the others continue", what, len(bad), _s(len(bad))
             )
 
 

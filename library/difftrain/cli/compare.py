@@ -79,7 +79,7 @@ def _output_faults(folders: list[Path], words: Mapping[str, list[str]]) -> Itera
             yield Fault(f"--{name}", f"{str(path)!r} is a file of a run", "give another name: it would be replaced")
     named = [*targets.values(), *(Path(expanded(words["thresholds"][-1])) for _ in words.get("thresholds", [])[:1])]
     if len({path.resolve() for path in named}) < len(named):
-        yield Fault("--json, --html, --thresholds", "name the same file twice", "give each a name of its own")
+        yield Fault("--json, --html, --thresholds", "name the same file twice", "give each its own name")
 
 
 def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:

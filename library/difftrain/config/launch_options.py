@@ -118,7 +118,7 @@ def _take(path: Path, told: dict[str, Any], line: Layer, lower: Mapping[str, Any
         else:
             known = (*_SHARED, *_SAID_ELSEWHERE, "zero_optimization")
             remedy = did_you_mean(key, known) or f"known are {', '.join(known)}"
-            line.faults.append(Fault(f"{path} {key}", "is no key that is known here", remedy))
+            line.faults.append(Fault(f"{path} {key}", "is not a known key", remedy))
     if sharded:
         origin = f"{path} zero_optimization.stage"
         line.set("deepspeed.enable", True, origin)
@@ -137,14 +137,12 @@ def _take(path: Path, told: dict[str, Any], line: Layer, lower: Mapping[str, Any
                 if target and one != "none":
                     say(f"{place}.{inner}", target, one)
                 elif target is None and inner != "pin_memory":
-                    line.faults.append(
-                        Fault(f"{path} {place}.{inner}", "is no key that is known here", "device, nvme_path")
-                    )
+                    line.faults.append(Fault(f"{path} {place}.{inner}", "is not a known key", "device, nvme_path"))
         elif key in _TUNING:
             line.notes.append(f"{path} {place}: no effect: accelerate's plugin chooses it")
         else:
             known = (*_ZERO_KEYS, "offload_optimizer", "offload_param", *sorted(_TUNING))
-            line.faults.append(Fault(f"{path} {place}", "is no key that is known here", did_you_mean(key, known)))
+            line.faults.append(Fault(f"{path} {place}", "is not a known key", did_you_mean(key, known)))
 
 
 def _precision(path: Path, key: str, value: Any, line: Layer, lower: Mapping[str, Any]) -> None:

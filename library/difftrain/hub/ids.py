@@ -75,7 +75,7 @@ class HubRequest:
         """Say what is wrong, and what to place where."""
         what = f"the weights do not include it; {self.text}" if self.unasked else self.text
         if not self.unasked and not self.id.explicit:
-            what += ", which is no path here"
+            what += ", which is not a local path"
         remedy = trouble.remedy
         if trouble.away:
             kind = " --repo-type dataset" if self.kind == "dataset" else ""

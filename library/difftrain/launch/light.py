@@ -174,9 +174,7 @@ def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]
     if "model_name" in flags_given.values:
         faults.append(f"{flags_given.origins['model_name']}: the demo {dataset} has its own model (leave it out)")
     if "resolution" in flags_given.values:
-        faults.append(
-            f"{flags_given.origins['resolution']}: the demo {dataset} has images of its own size (leave it out)"
-        )
+        faults.append(f"{flags_given.origins['resolution']}: the demo {dataset} has a fixed image size (leave it out)")
     try:
         scale = float(flags_given.text("demo_scale") or 1)
     except ValueError:

@@ -246,7 +246,7 @@ def _contradictions(name: str, environ: Mapping[str, str], given: Collection[str
         return []
     if not _get(environ, "SLURM_STEP_ID") and not _get(environ, "SLURM_STEP_NODELIST"):
         return [
-            "SLURM_STEP_ID: is missing: a batch script runs on the first machine alone "
+            "SLURM_STEP_ID: is missing: a batch script runs on the first machine only "
             "(start the launcher with srun --ntasks-per-node=1, as examples/slurm does)"
         ]
     nodes, tasks = _get(environ, "SLURM_STEP_NUM_NODES"), _get(environ, "SLURM_STEP_NUM_TASKS")

@@ -198,7 +198,7 @@ def _words(captions: dict[str, Any]) -> str:
 
 def _tokens(tokens: dict[str, Any] | None, counts: str) -> str:
     if tokens is None:
-        why = f"Tokens are counted where a model is named: {option('model.pretrained')} or {option('model.init_from_config')}."
+        why = f"Tokens are counted if a model is given: {option('model.pretrained')} or {option('model.init_from_config')}."
         return panel(note(f"{counts}. {why}"), "Tokens")
     chart = bar_chart(
         [str(one["from"]) for one in tokens["bins"]],

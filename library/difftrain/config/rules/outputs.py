@@ -43,7 +43,7 @@ def names(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
     count = Counter(each.name for each in cfg.eval.sets)
     for name, times in count.items():
         if times > 1:
-            yield Finding(("eval.sets",), f"{times} evaluation sets are named {name!r}", "give each a name of its own")
+            yield Finding(("eval.sets",), f"{times} evaluation sets are named {name!r}", "give each its own name")
         elif not name.strip():
             yield Finding(("eval.sets",), "an evaluation set has no name", "its metrics are logged as NAME/loss")
         elif name.split("/")[0] in _TAKEN:

@@ -112,7 +112,9 @@ class BucketTable:
         high, notes = -(-data.max_bucket_reso // steps) * steps, []
         for name, asked, used in (("min", data.min_bucket_reso, low), ("max", data.max_bucket_reso, high)):
             if asked != used:
-                notes.append(f"{name}_bucket_reso {asked} is no multiple of bucket_reso_steps {steps}: {used} is used")
+                notes.append(
+                    f"{name}_bucket_reso {asked} is not a multiple of bucket_reso_steps {steps}: {used} is used"
+                )
         _check_limits(data.resolution, low, high, steps)
         return cls(
             tuple(make_resolutions((width, height), low, high, steps)), width * height, steps, False, tuple(notes)

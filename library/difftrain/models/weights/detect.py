@@ -77,9 +77,7 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
         what, remedy = f"{file} looks like {looks}", "give it as --adapter, with its model as --weights"
     else:
         what = f"{file} looks like {looks}"
-        remedy = (
-            f"complete models of {', '.join(TRAINED)} are read, or with --base a denoiser alone (--family names it)"
-        )
+        remedy = f"complete models of {', '.join(TRAINED)} are read, or with --base only a denoiser (--family names it)"
     raise ConfigFault([Fault(flag, what, remedy)])
 
 
