@@ -277,7 +277,7 @@ def test_an_index_that_breaks_off_while_it_is_fetched_is_asked_for_again(cache, 
 
 def test_an_index_that_changes_while_it_is_fetched_is_named(cache, monkeypatch) -> None:
     disturb(monkeypatch, lambda call: cache.database.touch(), "metadata.db")
-    with pytest.raises(TrainingFault, match=r"metadata\.db was .*while it was fetched"):
+    with pytest.raises(TrainingFault, match=r"metadata\.db .*while it was fetched"):
         fetch()
     assert not list((cache.path.parent / "home").rglob("metadata.db*"))
 

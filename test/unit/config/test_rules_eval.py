@@ -44,7 +44,7 @@ def test_a_distance_needs_a_set_and_its_settings_need_it() -> None:
     ("names", "facts"),
     [
         (("a", "b", "a"), ["2", "'a'"]),
-        ((" ",), ["no name"]),
+        ((" ",), ["name"]),
         (("train",), ["'train'", "metrics"]),
         (("loss/x",), ["'loss/x'", "metrics"]),
     ],

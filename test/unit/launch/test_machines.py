@@ -70,7 +70,7 @@ def test_impossible_counts(argv: list[str], facts: list[str]) -> None:
 
 def test_one_machine_scripts_refuse_several() -> None:
     assert is_about(place("1m_8p", CPU, "--nnodes=2").faults[0], "--nnodes", "one machine", "2")
-    assert is_about(place("1m_1p", CPU, "--nproc_per_node=2").faults[0], "--nproc_per_node", "one card", "2")
+    assert is_about(place("1m_1p", CPU, "--nproc_per_node=2").faults[0], "--nproc_per_node", "one device", "2")
 
 
 def test_torchrun_words() -> None:
