@@ -134,8 +134,8 @@ class OptimizerSection(Section):
     # which, and how fast each part learns
     type: str = Field(
         "AdamW",
-        description=f"{', '.join(OPTIMIZERS)} (oss: AdamW with its state sharded over ranks; Muon: with AdamW for what is"
-        f" no matrix); of torch.optim {', '.join(TORCH_OPTIMIZERS)}; in any case; or package.module.Class",
+        description=f"{', '.join(OPTIMIZERS)} (oss: AdamW with its state sharded over ranks; Muon: with AdamW for non-matrix"
+        f" parameters); of torch.optim {', '.join(TORCH_OPTIMIZERS)}; in any case; or package.module.Class",
     )
     learning_rate: NonNegative = Field(2e-6, description="learning rate")
     learning_rate_te1: NonNegative | None = Field(
