@@ -18,11 +18,11 @@ sys.path.insert(0, str(ROOT / "library"))
 PAGE, CONFIGS = ROOT / "docs" / "memory.md", ROOT / "configs"
 BEGINS, ENDS = "<!-- table: python benchmarks/fit.py --write -->", "<!-- end of the table -->"
 HEAD = (
-    "| recipe | device | images a step | weights, GiB | optimizer and averages, GiB | a step, GiB | in all, GiB | with driver and libraries |\n"
+    "| recipe | device | images per step | weights, GiB | optimizer and EMA, GiB | one step, GiB | total, GiB | with driver and libraries |\n"
     "|---|---|---|---|---|---|---|---|"
 )
-# READMEs, and the head of the table between their markers: recipe, images a step, GiB with driver and libraries
-SHORT = {"README.md": "| recipe | images a step | GiB |", "README.zh.md": "| 配方 | 每步图片数 | GiB |"}
+# READMEs, and the head of the table between their markers: recipe, images per step, GiB with driver and libraries
+SHORT = {"README.md": "| recipe | images per step | GiB |", "README.zh.md": "| 配方 | 每步图片数 | GiB |"}
 SHORT_BEGINS, SHORT_ENDS = "<!-- fit -->", "<!-- /fit -->"
 SIZES = {"sdxl": "base", "sd3_light": "light"}  # folder of recipes -> the size that stands for their weights
 

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# SD3-Light's cache stage on every card of one machine: encodes pictures and captions once, and trains nothing.
+# SD3-Light's cache stage on every device of one machine: encodes images and captions once, and trains nothing.
 # --help lists the flags.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh" sd3_light_cache 1m_np "$@"

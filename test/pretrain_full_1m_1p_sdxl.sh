@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# SDXL pretraining on one machine, one card; with no model and no data, the embedded demo. --help lists the flags.
+# SDXL pretraining on one machine, one device; with no model and no data, the embedded demo. --help lists the flags.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh" sdxl 1m_1p "$@"

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# SDXL pretraining on one machine, eight cards (--nproc_per_node overrides); with no model and no data, the embedded demo. --help lists the flags.
+# SDXL pretraining on one machine, eight devices (--nproc_per_node overrides); with no model and no data, the embedded demo. --help lists the flags.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh" sdxl 1m_8p "$@"

@@ -42,10 +42,10 @@ def test_the_page_has_every_sentence_as_it_is(golden_dir: Path, update_golden: b
 def test_the_page_shows_every_door() -> None:
     """One sentence of a literal table, one that is made when it is needed."""
     lines = page().splitlines()
-    needed = lines.index("- needs --save_state or --save_state_on_train_end: there are no states to send")
+    needed = lines.index("- needs --save_state or --save_state_on_train_end: there are no states to upload")
     assert (
         lines[needed + 1]
-        == "  train.py: needs --save.state=true or --save.state_on_train_end=true: there are no states to send"
+        == "  train.py: needs --save.state=true or --save.state_on_train_end=true: there are no states to upload"
     )
     made = lines.index("- has no effect: --max_train_epochs wins")
     assert lines[made + 1] == "  train.py: has no effect: --training.epochs wins"

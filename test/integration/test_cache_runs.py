@@ -120,7 +120,7 @@ def test_builds_killed_under_torchrun_go_on_where_they_were(door: Door, many: Pa
         was = entries(cache)
     output = door.run(flags, ranks=2)
     assert "--cache_only: " in output and entries(cache) == 120 + 2 * 121  # nothing was written twice
-    found = int(re.search(r"cache of latents: .*; (\d+) are there", output)[1])
+    found = int(re.search(r"cache of latents: .*; (\d+) are present", output)[1])
     assert found >= min(was, 120) - 2
 
 

@@ -99,7 +99,7 @@ def test_what_the_browser_shows_is_the_data(opened: Browser, written: tuple[Path
     cards = dict(
         page.ask("[...document.querySelectorAll('.card')].map(c => [c.children[1].innerText, c.children[0].innerText])")
     )
-    wanted = {"images with": str(COUNT), "not trained": "1", "copies, ": "1", "captions longer": "2"}
+    wanted = {"images with": str(COUNT), "not trained": "1", "exact duplicates": "1", "captions longer": "2"}
     for start, number in wanted.items():
         assert [cards[title] for title in cards if title.startswith(start)] == [number], start
     shots = page.ask("document.querySelectorAll('.shot').length")

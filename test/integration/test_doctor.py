@@ -80,7 +80,7 @@ def test_ranks_that_cannot_meet_are_a_finding(tmp_path: Path) -> None:
         and found["found"].startswith("2 cpu processes (gloo) ")
         and ": rank " in found["found"]
     )
-    assert "not meet" in found["found"]  # at once, and so it is said
+    assert "not connect" in found["found"]  # at once, and so it is said
     assert "GLOO_SOCKET_IFNAME" in found["remedy"]
 
 

@@ -36,7 +36,7 @@ def said(output: str, *parts: str) -> None:
 
 def test_the_wheel_without_cann(door: Door, tmp_path: Path) -> None:
     output = door.run(door.flags(tmp_path / "out", "--device=npu"), expect=2, **bare())
-    said(output, "--device: npu asked for, but torch_npu cannot ", ": libhccl.so, of CANN", "set_env.sh")
+    said(output, "--device: npu ", "torch_npu cannot ", ": libhccl.so, of CANN", "set_env.sh")
     assert not (tmp_path / "out").exists()
 
 
@@ -55,14 +55,14 @@ def test_a_wheel_of_another_torch(door: Door, tmp_path: Path) -> None:
 
 def test_no_device(door: Door, tmp_path: Path) -> None:
     output = door.run(door.flags(tmp_path / "out", "--device=npu"), expect=2, SIMULATED_NPU_DEVICES="0")
-    said(output, "--device: npu asked for, but torch_npu sees ", "npu-smi info")
+    said(output, "--device: npu ", "torch_npu sees ", "npu-smi info")
 
 
 def test_fewer_devices_than_processes(door: Door, tmp_path: Path) -> None:
     flags = door.flags(tmp_path / "out", "--device=npu", batch=1)
     env = place(0, free_port())
     output = door.run(flags, expect=2, SIMULATED_NPU_DEVICES="1", **env)  # as torchrun starts the first of two
-    said(output, "2 npu devices wanted on this machine, 1 found", "--nproc_per_node=1")
+    said(output, "2 npu devices", "1 found", "--nproc_per_node=1")
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 

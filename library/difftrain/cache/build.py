@@ -104,9 +104,9 @@ def encoding_device(cfg: TrainConfig, device: Device, ranks: Ranks) -> Device:
     try:
         chosen = choose(kind, ranks.local_rank, ranks.local_size)
     except ConfigFault as fault:
-        remedy = "leave it out: the device of training encodes"
+        remedy = "leave it out: the training device encodes"
         raise ConfigFault([Fault("--cache.device", problem.what, remedy) for problem in fault.faults]) from None
-    log.info("what is cached is encoded on %s, training is on %s", chosen.kind, device.kind)
+    log.info("features are encoded on %s, training runs on %s", chosen.kind, device.kind)
     return chosen
 
 
@@ -239,7 +239,7 @@ class _Build:
             except BaseException as error:
                 events.failed.set()
                 if isinstance(error, SystemExit):
-                    log.info("stopped by a signal; what was encoded stays, and the same command goes on from there")
+                    log.info("stopped by a signal; what was encoded stays, and the same command continues from there")
                 raise
 
         run_on(ranks, bool(len(job.todo)), encode_here, events)
@@ -271,7 +271,7 @@ def _rejects(
                         "",
                     )
                     raise DataFault(
-                        f"{count:,} of {of:,} pictures cannot be encoded "
+                        f"{count:,} of {of:,} images cannot be encoded "
                         f"({option('data.max_rejected_share')}={cfg.data.max_rejected_share:g}){such}"
                     )
         # one rank of a machine says it; all get the list

@@ -223,7 +223,7 @@ class DecodingDataset(Dataset[Any]):
         if pictures:
             actual = [joined_address(pair) for pair in zip(pictures, actual, strict=True)]  # type: ignore[arg-type]
         if actual != list(addresses):
-            raise DataFault(f"{manifest.folder}: a list of captions that were made otherwise; remove this folder")
+            raise DataFault(f"{manifest.folder}: a list of captions made with other settings; remove this folder")
         return tokens
 
     def _drawn(self, entries: np.ndarray) -> list[str]:
@@ -319,7 +319,9 @@ def decoded_batches(decoding: DecodingDataset, batch_queue: BatchQueue, workers:
                 raise
             decoding.pass_over(bad)
             what = str(lost).partition(". ")[0]
-            log.warning("%s; %d picture%s named as too slow or crashed, all else goes on", what, len(bad), _s(len(bad)))
+            log.warning(
+                "%s; %d image%s rejected as too slow or crashed, the others continue", what, len(bad), _s(len(bad))
+            )
 
 
 def _s(count: int) -> str:

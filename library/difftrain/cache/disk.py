@@ -79,7 +79,7 @@ class DiskCache:
         use = self._known()
         if self.section.trust and use is not None and use.complete and self.database.exists():
             log.info(
-                f"{option('cache.trust', True)}: everything was there when this cache was built; it is not looked through"
+                f"{option('cache.trust', True)}: this cache was complete when it was built; it is not checked again"
             )
             references.touch(self.folder, self.use)
             return self.database, {
@@ -144,7 +144,7 @@ class DiskCache:
             target.parent.mkdir(parents=True, exist_ok=True)
         merged = merge(self.folder, target)
         if merged.rebuilt:
-            log.warning("%s is built again from the segments: %s", self.folder.database, merged.rebuilt)
+            log.warning("%s is rebuilt from the segments: %s", self.folder.database, merged.rebuilt)
         for note in merged.notes:
             log.warning("%s: %s", self.folder.path, note)
         self.database = merged.path
@@ -153,7 +153,7 @@ class DiskCache:
     def _forget(self, use: Reference | None) -> None:
         """Let all wanted entries count no longer; once, if a build that began with it was interrupted."""
         if not self.writable:
-            what = f"{self.name} cannot be written to, so nothing in it can be encoded anew"
+            what = f"{self.name} cannot be written to, so nothing in it can be encoded again"
             raise ConfigFault(
                 [
                     Fault(
@@ -164,7 +164,7 @@ class DiskCache:
                 ]
             )
         if use is not None and not use.complete and use.facts.get(REGENERATING):
-            log.info(f"{option('cache.regenerate', True)}: the build that was interrupted goes on")
+            log.info(f"{option('cache.regenerate', True)}: the interrupted build continues")
             return
         metadata, count = Metadata(self.database), 0
         for manifest in self.manifests:
@@ -174,7 +174,7 @@ class DiskCache:
                 references.add(self.folder, places)
                 count += len(places)
         self._write_use({**self.facts, REGENERATING: True})
-        log.info(f"{option('cache.regenerate', True)}: %s entries are encoded anew", f"{count:,}")
+        log.info(f"{option('cache.regenerate', True)}: %s entries are encoded again", f"{count:,}")
         self._merge()
 
     def _check_segments(self, metadata: Metadata) -> None:
@@ -203,8 +203,8 @@ class DiskCache:
                 f"{self.folder.file(name, BIN)} {bad[name]}" for name in list(filter(hit.get, hit))[:_DAMAGED_NAMED]
             )
             raise TrainingFault(
-                f"{sum(hit.values()):,} entries that this run wants are damaged: {named}. "
-                f"`difftrain cache repair {self.folder.path}` lets them count no longer, and the next build encodes them anew"
+                f"{sum(hit.values()):,} entries that this run needs are damaged: {named}. "
+                f"`difftrain cache repair {self.folder.path}` drops them, and the next build encodes them again"
             )
 
     def _say_why(self, encoder_manifest: EncoderManifest) -> None:
@@ -212,7 +212,7 @@ class DiskCache:
         if (use := self._of_another(encoder_manifest)) is not None:
             log.info(
                 "cache of %s: it was built for the same data by an encoder with other weights or settings "
-                "(fingerprint %s, now %s); entries of that one are left alone and not used",
+                "(fingerprint %s, now %s); those entries are kept and not used",
                 encoder_manifest.request.name,
                 use.facts["encoders"][encoder_manifest.request.name]["fingerprint"][:12],
                 encoder_manifest.fingerprint[:12],
@@ -248,12 +248,12 @@ class DiskCache:
                 name, now = rival.request.name, self.facts.get("model")
                 then, model = use.facts["encoders"][name]["fingerprint"], use.facts.get("model")
                 what = (
-                    f"{self.name} has {name} of these data by another encoder (fingerprint {then[:12]}"
-                    f"{f' of {model}' if model else ''}) and nothing by the one that is asked for "
+                    f"{self.name} has {name} of this data by another encoder (fingerprint {then[:12]}"
+                    f"{f' of {model}' if model else ''}) and nothing by the one configured "
                     f"(fingerprint {rival.fingerprint[:12]}{f' of {now}' if now else ''})"
                 )
                 remedy = (
-                    "name the model that it was built with, or leave this out to encode anew beside the old entries"
+                    "name the model that it was built with, or leave this out to encode again and keep the old entries"
                 )
                 faults.append(Fault(option("cache.trust", True), what, remedy))
         if faults:
@@ -268,7 +268,7 @@ class DiskCache:
             total = {manifest.request.name: manifest.manifest.count for manifest in self.manifests}
             shortages = ", ".join(f"{count:,} of {total[name]:,} of {name}" for name, count in counts.items() if count)
             why = "is read only, on an object store" if self.remote else "cannot be written to"
-            what = f"{self.name} {why}, and entries that this run wants are missing: {shortages}"
+            what = f"{self.name} {why}, and entries that this run needs are missing: {shortages}"
             remedy = f"build it where it can be written, with the same settings and {option('cache.only', True)}, or name another folder"
             raise ConfigFault([Fault(option("data.cache_dir"), what, remedy)])
 
@@ -300,8 +300,8 @@ class DiskCache:
                 lacking += sum(address.tobytes() not in passed for address in absent)
             if lacking:
                 raise TrainingFault(
-                    f"{self.folder.path}: {lacking:,} entries of {manifest.request.name} were just encoded and do not "
-                    "count: was the cache cleaned or repaired meanwhile? Start again"
+                    f"{self.folder.path}: {lacking:,} entries of {manifest.request.name} were just encoded and are gone: "
+                    "was the cache cleaned or repaired meanwhile? Start again"
                 )
         if (use := self._known()) is not None and use.facts.get(REGENERATING):
             self._write_use(self.facts)  # it is over: the next --regenerate_cache is another wish

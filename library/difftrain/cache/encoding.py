@@ -261,9 +261,9 @@ class BuildProgress:
         """Sum up."""
         took = max(time.monotonic() - self._began, 1e-9)
         done = self._tally(0)
-        waited = f", {self._waited / took:.0%} of this rank's time waiting for what is decoded" if self.done else ""
+        waited = f", {self._waited / took:.0%} of this rank's time waiting for decoding" if self.done else ""
         if self.passed:
-            waited += f"; {self.passed:,} of this rank's could not be read, and are tried again by the next start"
+            waited += f"; {self.passed:,} of this rank could not be read; the next start tries again"
         log.info(
             "cache of %s: %s entries %s in %s, %.1f a second%s",
             self._name,

@@ -206,7 +206,7 @@ class DiskLocation:
             )
             self._entries, self._source = MemoryEntries(where), SegmentFiles(None)
             log.info(
-                f"{option('cache.preload', True)}: %s entries of the cache lie in memory, once for this machine",
+                f"{option('cache.preload', True)}: %s entries of the cache are in memory, one copy for all processes of this machine",
                 f"{self._entries.count:,}",
             )
         elif not self._section.skip_check:

@@ -171,8 +171,8 @@ class LocalCopies:
                 return
             _REPORTED.add(mark)
         say_to_all(
-            f"cache: {self.folder} takes no more copies of what is read from the store ({error.strerror or error}): "
-            f"entries are read from it directly, each time anew. Make room there, or lower {option('cache.copy_gib')}"
+            f"cache: {self.folder} has no room for more copies from the store ({error.strerror or error}): "
+            f"entries are read from the store every time. Free some space there, or lower {option('cache.copy_gib')}"
         )
 
 
@@ -248,7 +248,7 @@ class ObjectStore:
             if len(content) > needed:
                 raise TrainingFault(
                     f"{shown_url(self.url)}/{name}: asked for bytes {start:,} to {stop:,}, the answer has {len(content):,} "
-                    "bytes: this server does not serve ranges of a file. Use one that does, or copy the cache to a folder"
+                    "bytes: this server does not support range requests. Use one that does, or copy the cache to a folder"
                 )
             return bytes(content)
 
@@ -315,7 +315,7 @@ class ObjectStore:
                 time.sleep(self.patience.wait_s(attempt))
         raise TrainingFault(
             f"{shown_url(self.url)}/{what}: given up after {attempts} attempts in {time.monotonic() - started:.0f} s. "
-            f"The last one: {last}. Start again once the store answers (a run goes on from its last checkpoint with "
+            f"The last one: {last}. Start again once the store answers (a run continues from its last checkpoint with "
             f"{option('save.resume')}), or copy the cache to a folder and name that with {option('data.cache_dir')}"
         )
 

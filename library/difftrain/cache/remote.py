@@ -138,7 +138,7 @@ class RemoteSegments:
                 self._names[piece.segment] = name
                 return content
         raise TrainingFault(
-            f"{shown_url(self._store.url)}/{sealed} is gone, bytes {piece.start:,} to {stop:,} of it are wanted. Copy the "
+            f"{shown_url(self._store.url)}/{sealed} is gone, bytes {piece.start:,} to {stop:,} of it are needed. Copy the "
             "cache to the store again, with all its segments"
         )
 
@@ -242,8 +242,8 @@ def fetch_cache(
         _remove_old(home, {folder, cache.copies.folder})
     except OSError as error:
         raise TrainingFault(
-            f"{home}: what is fetched from {shown_url(url)} cannot be kept ({error.strerror or error}). Make room there, or "
-            "let XDG_CACHE_HOME name another folder"
+            f"{home}: files fetched from {shown_url(url)} cannot be stored ({error.strerror or error}). Free some space "
+            "there, or set XDG_CACHE_HOME to another folder"
         ) from error
     return cache
 

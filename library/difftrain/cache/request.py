@@ -149,7 +149,9 @@ def _refuse_random_crops(name: str, field: str, data: Data) -> None:
         option("data.color_aug", True): any(recipe.color_aug for recipe in data.recipes),
         option("data.face_crop_range"): any(recipe.face_crop_range for recipe in data.recipes),
     }
-    what = f"contradicts {option(field, True)}: {name} sees the picture beside its caption, and each use has another"
+    what = (
+        f"contradicts {option(field, True)}: {name} reads the image with its caption, and every use has another image"
+    )
     if faults := [Fault(flag, what, "give one of them") for flag, is_on in each_use.items() if is_on]:
         raise ConfigFault(faults)
 
@@ -191,7 +193,7 @@ class StorageEstimate:
 
     def sentence(self) -> str:
         """Say how large it is and what of it is missing."""
-        todo = "all are there"
+        todo = "all are present"
         if self.missing:
             present = self.entries - self.missing
             todo = (
@@ -246,7 +248,7 @@ def disk_shortage(estimates: Sequence[StorageEstimate], folder: Path, log: Calla
             )
         )
         what = f"needs {bytes_text(size)} more below {folder}, where {bytes_text(free)} are free"
-        remedy = f"make room, name another {option('data.cache_dir')}, or store less: {option('cache.latents_dtype')}, {option('cache.text_dtype')}"
+        remedy = f"free some space, name another {option('data.cache_dir')}, or store less: {option('cache.latents_dtype')}, {option('cache.text_dtype')}"
         yield Fault(flags, what, remedy)
 
 

@@ -101,7 +101,7 @@ class Claim:
             if number and not _may_be_taken(folder, number, holder):
                 raise ConfigFault([_in_use(output_dir, holder or _read(folder, number))])
             if holder is not None and not holder.released and log is not None:
-                log(f"taking over {output_dir}: {holder} held it and is gone")
+                log(f"taking over {output_dir}: {holder} used it and is gone")
             if _create(folder, number + 1, me):
                 for lower in _numbers(folder):
                     if lower <= number:

@@ -128,7 +128,7 @@ def _one_list(lists: list[dict[str, FileEntry]]) -> dict[str, FileEntry]:
     files: dict[str, FileEntry] = {}
     for rank, its in enumerate(lists):
         twice = sorted(files.keys() & its.keys())
-        assert not twice, f"rank {rank} wrote {twice}, which another rank has written too"
+        assert not twice, f"rank {rank} wrote {twice}, which another rank wrote as well"
         files |= its
     return files
 
@@ -148,7 +148,7 @@ def _claim(work: Path, owner: bool, files: Mapping[str, FileEntry], ranks: Ranks
     names = {name for _, names in names_by_rank for name in names}
     lost = sorted(files.keys() - names)
     if lost:
-        raise SaveFault(f"files were written and are not there: {', '.join(lost[:5])}")
+        raise SaveFault(f"files were written and are missing: {', '.join(lost[:5])}")
     return names_by_rank
 
 
@@ -228,12 +228,12 @@ class Manifest:
         try:
             content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise Torn(f"no {MANIFEST}: it was not written to its end") from None
+            raise Torn(f"no {MANIFEST}: it was not written completely") from None
         except (OSError, ValueError) as error:
             raise Torn(f"{MANIFEST} cannot be read: {error}") from None
         try:
             if content["format"] > FORMAT:
-                raise Torn(f"written by a later version: format {content['format']}, known are those up to {FORMAT}")
+                raise Torn(f"written by a newer version: format {content['format']}, this version reads up to {FORMAT}")
             digest = content.pop("digest")
             files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
             manifest = cls(**content, files=files)

@@ -52,7 +52,7 @@ def candidates(parent: Path, output_name: Naming | None = None, log: Log | None 
             checkpoints.append(Candidate(path, Manifest.read(path)))
         except Torn as torn:
             if log is not None:
-                log(f"checkpoint {path.name} is passed over: {torn}")
+                log(f"checkpoint {path.name} is skipped: {torn}")
     return sorted(
         checkpoints,
         key=lambda checkpoint: (checkpoint.manifest.step, checkpoint.manifest.created, checkpoint.path.name),
@@ -72,7 +72,7 @@ def newest(
         if not fault:
             return path
         if log is not None:
-            log(f"checkpoint {path.name} is passed over: {fault}")
+            log(f"checkpoint {path.name} is skipped: {fault}")
     return None
 
 
@@ -102,8 +102,8 @@ def open_given(path: Path, flag: str = "", fault: Callable[[Path], str] = fault_
         )
     if problem := fault(path):
         siblings = [candidate.path.name for candidate in candidates(path.parent) if candidate.path.name != path.name]
-        remedy = f"others beside it: {', '.join(siblings[:3])}" if siblings else "there is no other beside it"
-        raise ConfigFault([Fault(flag or option("save.resume"), f"{path} is not whole: {problem}", remedy)])
+        remedy = f"others in that folder: {', '.join(siblings[:3])}" if siblings else "there is no other in that folder"
+        raise ConfigFault([Fault(flag or option("save.resume"), f"{path} is not complete: {problem}", remedy)])
     return path
 
 
@@ -146,7 +146,7 @@ def _put_away(path: Path) -> str:
     if manifest is not None and not (path.parent / manifest.name).exists():
         path.rename(path.parent / manifest.name)
         fsync_folder(path.parent)
-        return f"checkpoint {manifest.name} was complete but for its name, and is kept"
+        return f"checkpoint {manifest.name} was complete except for its name, and is kept"
     remove(path)
     return f"{path.name}, left by a run that ended while it was saving, is removed"
 
@@ -158,7 +158,7 @@ def _put_away_export(path: Path) -> str:
     if match["kind"] == "old" and not final.exists():
         path.rename(final)
         fsync_folder(path.parent)
-        return f"export {final.name}, pushed aside by one that was never finished, is put back"
+        return f"export {final.name}, moved aside for one that was never finished, is restored"
     remove(path)
     return f"{path.name}, left by a run that ended while it was exporting, is removed"
 

@@ -73,7 +73,7 @@ class RunRecord:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             what = f"{path} cannot be read: {error}"
             raise ConfigFault(
-                [Fault(option("save.output_dir"), what, "move the folder away, or mend that file")]
+                [Fault(option("save.output_dir"), what, "move the folder away, or repair that file")]
             ) from None
         return replace(record, sessions=tuple(record.sessions))
 
@@ -171,13 +171,13 @@ def _another_run(state: Unfinished | Finished, output_dir: Path, is_same: bool) 
     if isinstance(state, Finished):
         what = f"finished at step {state.record.finished_step} on {state.record.finished}"
     elif state.newest is not None:
-        what = f"begun {state.record.started}, its newest checkpoint is {state.newest.name}"
+        what = f"started {state.record.started}, its newest checkpoint is {state.newest.name}"
     else:
-        what = f"begun {state.record.started}, without a checkpoint yet"
+        what = f"started {state.record.started}, without a checkpoint yet"
     # only what would not be refused in its turn
     remedy = "give another folder"
     if is_same and isinstance(state, Unfinished):
         remedy = f"{option('save.resume', 'auto')} continues it; or {remedy}"
     elif state.newest is not None:
-        remedy += f", in which {option('save.resume', str(state.newest))} trains on from there"
+        remedy += f", where {option('save.resume', str(state.newest))} continues from there"
     return Fault(option("save.output_dir"), f"{output_dir} holds another run ({what})", remedy)

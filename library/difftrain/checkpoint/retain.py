@@ -135,14 +135,14 @@ def _retain(
     if not gone:
         return []
 
-    # the newest saves that can be shown to be whole stay, whatever the window says
+    # the newest saves that are verified as complete stay, whatever the window says
     good: list[SaveName] = []
     for name in sorted(saves, key=age, reverse=True):
         if len(good) < ALWAYS_KEPT and is_whole(name):
             good.append(name)
     if not good or (len(good) < ALWAYS_KEPT and len(saves) > len(good)):
         if log is not None:
-            log(f"nothing is deleted: of {len(saves)} saves only {len(good)} can be shown to be whole")
+            log(f"nothing is deleted: of {len(saves)} saves only {len(good)} are verified as complete")
         return []
 
     # of what lies outside the window the rest goes, and what is in use goes later
@@ -154,7 +154,7 @@ def _retain(
             _delete(path)
             deleted.append(path.name)
     if deleted and log is not None:
-        log(f"deleted, as the limits on saves ask: {', '.join(deleted)}")
+        log(f"deleted, by the limits on saves: {', '.join(deleted)}")
     return deleted
 
 

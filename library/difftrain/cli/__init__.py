@@ -17,7 +17,7 @@ import difftrain
 
 # name -> ("module:function" of argv, what it does), in the order of --help
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("difftrain.cli.train:train", "train what a TOML file names: --config FILE.toml"),
+    "train": ("difftrain.cli.train:train", "train from a TOML file: --config FILE.toml"),
     "sdxl": ("difftrain.cli.train:train_sdxl", "train SDXL with the flags of kohya's sdxl_train.py"),
     "sd3_light": ("difftrain.cli.train:train_sd3_light", "pretrain SD3-Light: train, with the type set"),
     "text_to_image": (
@@ -26,16 +26,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "launch": ("difftrain.cli.launch:main", "1p | np | nm RECIPE: train on one device, all of them, several machines"),
     "recipes": ("difftrain.cli.recipes:main", "list recipes; copy NAME [DIR]: one to train with or to edit"),
-    "init": ("difftrain.cli.init:main", "sd3_light: a folder to begin SD3-Light with, its transformer random"),
+    "init": ("difftrain.cli.init:main", "sd3_light: a folder to start SD3-Light from, its transformer random"),
     "dataset": ("difftrain.cli.dataset:main", "inspect: a page of a dataset as training will see it"),
-    "cache": ("difftrain.cli.cache:main", "build, info, verify, repair, gc, export: what was encoded once"),
-    "report": ("difftrain.cli.documents:build_report", "RUN_DIR: build report.html anew from the files of a run"),
+    "cache": ("difftrain.cli.cache:main", "build, info, verify, repair, gc, export: the feature cache"),
+    "report": ("difftrain.cli.documents:build_report", "RUN_DIR: rebuild report.html from the files of a run"),
     "compare": (
         "difftrain.cli.compare:main",
-        "RUN_A RUN_B ...: do runs agree step by step, and which was faster",
+        "RUN_A RUN_B ...: do runs agree step by step, and which is faster",
     ),
     "watch": ("difftrain.cli.watch:main", "[RUN | FOLDER]: serve a page of runs with buttons: save, sample, stop"),
-    "generate": ("difftrain.cli.generate:main", "draw images from a checkpoint, an export or others' weights"),
+    "generate": ("difftrain.cli.generate:main", "generate images from a checkpoint, an export or other weights"),
     "export": ("difftrain.cli.export:main", "write weights in another layout or precision, or random ones"),
     "doctor": ("difftrain.cli.doctor:main", "check what is installed, and the devices of this machine"),
     "families": (
@@ -49,9 +49,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 _HEADINGS = {
     "train": "train",
     "recipes": "prepare",
-    "report": "look at runs",
-    "generate": "use what was trained",
-    "doctor": "about this installation",
+    "report": "follow and compare runs",
+    "generate": "use trained weights",
+    "doctor": "this installation",
 }
 # names of our scripts, and words that other trainers have -> the command
 _MEANT = {
@@ -85,9 +85,9 @@ def usage() -> str:
     """Return the help of the command."""
     width = max(map(len, COMMANDS))
     lines = [
-        "usage: difftrain COMMAND ...        difftrain COMMAND --help says what a command takes",
+        "usage: difftrain COMMAND ...        difftrain COMMAND --help lists the flags of a command",
         "",
-        "Train diffusion models on Ascend NPU, CUDA and CPU. A first run, on any machine and from nothing:",
+        "Train diffusion models on Ascend NPU, CUDA and CPU. A first run, on any machine, with no data and no download:",
         "  difftrain recipes copy sd3_light/tiny .",
         "  difftrain train --config tiny.toml --training.max_steps=4",
         "On several devices: torchrun --nproc_per_node 8 -m difftrain train --config FILE.toml",

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 PROG = "difftrain cache"
 JSON = Row("json", "switch", "", "print one JSON document and nothing else")
-WORKERS = Row("workers", "int", "", "processes that read at a time [one a core, at most 8]")
-DRY_RUN = Row("dry_run", "switch", "", "say what would be done, and do nothing")
-UNUSED_DAYS = Row("unused_days", "int", "", "forget what no run has asked for in so many days [nothing is forgotten]")
+WORKERS = Row("workers", "int", "", "processes that read in parallel [one per core, at most 8]")
+DRY_RUN = Row("dry_run", "switch", "", "print what would be done, and do nothing")
+UNUSED_DAYS = Row("unused_days", "int", "", "also free what no run has used for this many days [off]")
 OUTPUT = Row("output", "str", "", "folder to write: a new one, or an empty one")
 FORMAT = Row("format", "str", "", "webdataset, or safetensors [webdataset]", choices=("webdataset", "safetensors"))
-ENCODERS = Row("encoders", "str", "", "names as difftrain cache info gives them, with commas between [all]")
-USE = Row("use", "str", "", "the configuration whose samples are written, as difftrain cache info names it")
-SHARD_GIB = Row("shard_gib", "float", "", "size at which the next file is begun [1]")
-VALUES = Row("values", "str", "", "plain numbers, or as they are in storage [plain]", choices=("plain", "storage"))
+ENCODERS = Row("encoders", "str", "", "names as in difftrain cache info, separated by commas [all]")
+USE = Row("use", "str", "", "the configuration whose samples are exported, as named by difftrain cache info")
+SHARD_GIB = Row("shard_gib", "float", "", "size at which the next file starts [1]")
+VALUES = Row("values", "str", "", "plain numbers, or the stored form [plain]", choices=("plain", "storage"))
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def read(name: str, argv: list[str]) -> tuple[Path | str, dict[str, list[str]]]:
     folders, remaining = positional(argv, table)
     scanned = scan(remaining, table)
     faults = [*scanned.faults, *_misfits(scanned.words, table)]
-    faults += [Fault(repr(word), f"is a word too many for {PROG} {name}") for word in folders[1:]]
+    faults += [Fault(repr(word), f"is an unexpected argument of {PROG} {name}") for word in folders[1:]]
     url = bool(folders) and is_url(folders[0])
     if url and not COMMANDS[name].urls:
-        what = f"{shown_url(folders[0])!r} is no folder of this machine"
-        faults.append(Fault("CACHE", what, f"run {PROG} {name} where the files lie, or on a copy"))
+        what = f"{shown_url(folders[0])!r} is not a folder of this machine"
+        faults.append(Fault("CACHE", what, f"run {PROG} {name} on the machine that has the files, or on a copy"))
     if faults:
         raise ConfigFault(faults)
     if folders:
@@ -248,25 +248,27 @@ def _word(words: Mapping[str, list[str]], flag: Row) -> Any:
 
 
 COMMANDS: dict[str, Command] = {
-    "info": Command("what a cache holds", "Entries, bytes, encoders, what wants them.", (JSON,), _info),
+    "info": Command(
+        "what a cache contains", "Entries, bytes, encoders, and the configurations that use them.", (JSON,), _info
+    ),
     "verify": Command(
         "read every entry; exit code 1 where anything is damaged",
-        "Read every entry and compare its checksum, and the files with one another. Every damage is named. Exit code 0\n"
-        "where all is whole, 1 where anything is damaged, 2 where CACHE is no cache.",
+        "Read every entry and compare its checksum, and the files with one another. All damage is listed. Exit code 0\n"
+        "if all is intact, 1 if anything is damaged, 2 if CACHE is not a cache.",
         (JSON, WORKERS),
         _verify,
     ),
     "repair": Command(
         "drop what is damaged; the next build encodes just that again",
-        "Verify, then drop damaged entries, set broken files aside and rebuild metadata.db. What is whole stays. The next\n"
+        "Verify, then drop damaged entries, set broken files aside and rebuild metadata.db. What is intact stays. The next\n"
         "build encodes again what was dropped. It can be stopped at any moment, and run again.",
         (WORKERS,),
         _repair,
     ),
     "gc": Command(
-        "free what no configuration wants any more",
-        "Remove the entries that no configuration wants which has been built or trained with this cache. Segments with\n"
-        "nothing of use are deleted, those less than half in use written again. It can be stopped at any moment.",
+        "free what no configuration uses any more",
+        "Remove the entries that no configuration built or trained with this cache uses. Unused\n"
+        "segments are deleted, those less than half in use are rewritten. It can be stopped at any moment.",
         (DRY_RUN, UNUSED_DAYS),
         _gc,
     ),

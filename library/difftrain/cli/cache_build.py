@@ -82,7 +82,7 @@ def _help() -> str:
     return (
         f"usage: {PROG} --cache_dir=CACHE --pretrained_model_name_or_path=PATH --train_data_dir=DIR --resolution=W,H\n"
         "           [--flag=value ...]\n\n"
-        "Encode what the same training command would read from its cache, and stop: as --cache_only does, with\n"
+        "Encode what the same training command would read from its cache, then stop: as --cache_only does, with\n"
         "--cache_latents_to_disk and --cache_text_encoder_outputs_to_disk where neither is given. Every flag of a training\n"
-        "command is understood; also under torchrun. What is there already is not encoded again.\n\n" + entries(shown)
+        "command is accepted; also under torchrun. What is already cached is not encoded again.\n\n" + entries(shown)
     )

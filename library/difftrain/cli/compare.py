@@ -25,14 +25,14 @@ PROG = "difftrain compare"
 FLAGS: dict[str, Row] = {
     "thresholds": Row("thresholds", "str", "", "TOML or JSON file of limits [by the precision of the runs]"),
     "json": Row("json", "str", "", "also write all of it as JSON"),
-    "html": Row("html", "str", "", "also write a page, one file that opens without a network"),
+    "html": Row("html", "str", "", "also write an HTML page: one file that opens offline"),
 }
 USAGE = f"""usage: {PROG} RUN_A RUN_B [RUN_C ...] [--thresholds=FILE] [--json=FILE] [--html=FILE]
 
-Lay runs side by side: speed, memory, losses step by step, and what else differs; each against the first. RUN: the folder
-with metrics.jsonl and report.json. Exit code 0 where all agree, 1 where any part (the first step is named) or a limit
-is missed, 2 where any is not comparable step by step (and why). docs/compare.md says more.
-{compare_trace.PROG} A B names the first module at which traced steps part: --trace --help.
+Compare runs side by side: speed, memory, losses step by step, and what else differs; each against the first. RUN: the folder
+with metrics.jsonl and report.json. Exit code 0 where all agree, 1 where any differ (the first such step is named) or miss
+a limit, 2 where any cannot be compared step by step (and why). docs/compare.md says more.
+{compare_trace.PROG} A B names the first module at which traced steps differ: --trace --help.
 
 """
 
@@ -79,7 +79,7 @@ def _output_faults(folders: list[Path], words: Mapping[str, list[str]]) -> Itera
             yield Fault(f"--{name}", f"{str(path)!r} is a file of a run", "give another name: it would be replaced")
     named = [*targets.values(), *(Path(expanded(words["thresholds"][-1])) for _ in words.get("thresholds", [])[:1])]
     if len({path.resolve() for path in named}) < len(named):
-        yield Fault("--json, --html, --thresholds", "name one file twice", "give each a name of its own")
+        yield Fault("--json, --html, --thresholds", "name the same file twice", "give each its own name")
 
 
 def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:

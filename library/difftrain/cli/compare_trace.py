@@ -16,10 +16,10 @@ FLAGS = ("tolerance", "step")
 USAGE = f"""usage: {PROG} A B [--tolerance=X] [--step=N]
 
 A, B: run folders, folders of traces, or files of one step (trained with --trace=1,3-5). A is the reference.
-  --tolerance=X   relative error up to which two tensors count as one, for all dtypes; unset: by dtype, see docs/trace.md
-  --step=N        compare this step alone; unset: every step that both have, up to the first that parts
+  --tolerance=X   relative error up to which two tensors count as equal, for all dtypes; unset: by dtype, see docs/trace.md
+  --step=N        compare this step alone; unset: every step that both have, up to the first that differs
 
-Names the first module that parts on standard output. Exit code 0: they agree, 1: they part, 2: they cannot be compared."""
+Prints the first module that differs. Exit code 0: they agree, 1: they differ, 2: they cannot be compared."""
 
 
 class TraceWords(NamedTuple):

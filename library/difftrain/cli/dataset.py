@@ -22,7 +22,7 @@ from difftrain.report.progress import SIGNS
 OWN: dict[str, Row] = {
     "output": Row("output", "str", "", "the page to write, such as dataset.html"),
     "epochs": Row("epochs", "int", "", "epochs whose captions are shown [3]"),
-    "max_pictures": Row("max_pictures", "int", "", "images that are shown; counts are of all [48]"),
+    "max_pictures": Row("max_pictures", "int", "", "images shown; counts are of all [48]"),
     "json": Row("json", "str", "", "also write the facts of the page as JSON"),
 }
 TABLE = {**OWN, **FLAGS}
@@ -113,8 +113,8 @@ def _help(prog: str) -> str:
     shown = [flag for flag in FLAGS.values() if flag.to.split(".")[0] in sections and flag.status == "offered"]
     return (
         f"usage: {prog} --output=FILE.html --train_data_dir=DIR --resolution=W,H [--flag=value ...]\n\n"
-        "A page of counts, buckets, crops, captions as they will be drawn, copies and rejects. Every flag of a training\n"
-        "command is understood; with a model's flags tokens are counted too.\n\n"
+        "A page of counts, buckets, crops, captions as they will be used, duplicates and rejected files. Every flag of a training\n"
+        "command is accepted; with a model's flags tokens are counted too.\n\n"
         + entries(OWN.values())
         + "\n"
         + entries(shown)

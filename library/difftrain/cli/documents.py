@@ -60,11 +60,11 @@ def family_text() -> str:
         lines += [
             f"{name}: {row.title}, {', '.join(row.tasks)}",
             f"  trains      {', '.join(row.trains) or 'not built yet'}",
-            f"  sizes       {', '.join(row.sizes)} (of random weights); pictures in multiples of {row.multiple} pixels",
+            f"  sizes       {', '.join(row.sizes)} (of random weights); images in multiples of {row.multiple} pixels",
             f"  parts       {parts}",
             "",
         ]
-    return "\n".join([*lines, f"known, and not built yet: {', '.join(LATER)}"])
+    return "\n".join([*lines, f"known, not built yet: {', '.join(LATER)}"])
 
 
 # --- `difftrain schema`: the JSON schema of one kind of file, their list, or all of them as files
@@ -124,8 +124,8 @@ def schema_text(name: str) -> str:
 MOST_NAMED = 5  # runs of a folder that is none
 REPORT_USAGE = """usage: difftrain report RUN_DIR
 
-Write RUN_DIR/report.html from the files of a run, and name it. The run may be going on, or have been stopped, killed
-or failed: the page says which, and the last error."""
+Write RUN_DIR/report.html from the files of a run, and name it. The run may still be running, or be stopped, killed
+or failed: the page says which, and shows the last error."""
 
 
 def build_report(argv: list[str]) -> int:

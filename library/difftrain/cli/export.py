@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from difftrain.config import TrainConfig
 
 SUFFIXES = {"safetensors": ".safetensors", "ckpt": ".ckpt", "diffusers": "", "diffusers_safetensors": ""}
-OUTPUT = Row("output", "str", "", "file or folder to write; a file's suffix is added where it lacks it")
+OUTPUT = Row("output", "str", "", "file or folder to write; a missing suffix is added")
 WIDTH = Row(
-    "ema_width", "float", "", "with RUN_FOLDER: weights averaged over this share of the run, from its snapshots"
+    "ema_width", "float", "", "with RUN_FOLDER: weights averaged over this fraction of the run, from its snapshots"
 )
 T5 = Row("tokenizer3_path", "str", "model.tokenizer3", "of sd3: T5's tokenizer.json, or a folder with it")
 RUN_CONFIG = "config.toml"
@@ -100,7 +100,9 @@ def _run_faults(folder: Path | None) -> Iterator[Fault]:
     if folder is None:
         yield Fault(WIDTH.option, "needs RUN_FOLDER", "difftrain export --ema_width=0.08 RUN_FOLDER --output=FILE")
     elif not (folder / RUN_CONFIG).is_file():
-        yield Fault("RUN_FOLDER", f"{str(folder)!r} is no run's folder: it has no {RUN_CONFIG}", _remedy(folder))
+        yield Fault(
+            "RUN_FOLDER", f"{str(folder)!r} is not the folder of a run: it has no {RUN_CONFIG}", _remedy(folder)
+        )
 
 
 def _remedy(folder: Path) -> str:
@@ -145,13 +147,13 @@ def _target_faults(parsed: Parsed) -> Iterator[Fault]:
     ]
     if endings:
         yield Fault(
-            "--output", f"{str(output)!r} is named as {endings[0]}, and would be {layout}", "see --save_model_as"
+            "--output", f"{str(output)!r} is named like {endings[0]}, and would be {layout}", "see --save_model_as"
         )
     target = _stem(parsed).with_name(_stem(parsed).name + suffix)
     if suffix and target.is_dir():
         yield Fault("--output", f"{str(target)!r} is a folder", f"{layout} is one file")
     if not suffix and _is_something_else(target):
-        what = f"{str(target)!r} is there and is no diffusers folder, so it is not replaced"
+        what = f"{str(target)!r} exists and is not a diffusers folder, so it is not replaced"
         yield Fault("--output", what, "choose another name")
 
 
@@ -217,7 +219,7 @@ def _averaged(parsed: Parsed, weights: Iterator[tuple[str, Tensor]]) -> Iterator
     stored = snapshots_of(Path(parsed.bare["config"]).parent)
     average = Reconstruction(stored, width_of(parsed))
     says = f"width {width_of(parsed):g} after {average.updates} updates from {len(stored)} snapshots"
-    print(f"{says}: its profile is met to {average.error:.2%}", file=sys.stderr)
+    print(f"{says}: its profile is matched to {average.error:.2%}", file=sys.stderr)
     return average.put_into(weights)
 
 

@@ -38,28 +38,28 @@ FIELDS = {
 }  # fmt: skip
 OWN: dict[str, Row] = {row.name: row for row in (
     Row("weights", "str", "", "a run's folder or checkpoint, a diffusers folder, or a single file"),
-    Row("base", "str", "", "of a file that holds the denoiser alone: the diffusers folder with the other parts"),
-    Row("ema", "str", "", "of a checkpoint, its averages: alone the moving one, =0.05 that of this relative width, =no"
-        " the weights as trained; not given: as training's samples choose"),
+    Row("base", "str", "", "for a file with only the denoiser: the diffusers folder with the other parts"),
+    Row("ema", "str", "", "for a checkpoint, its averaged weights: --ema the moving average, --ema=0.05 that of this relative"
+        " width, --ema=no the raw weights; not given: as for the samples during training"),
     Row("adapter", "str", "", "FILE[:SCALE], LoRA of diffusers, PEFT or kohya, merged at a scale (1); may be given several times"),
-    Row("prompt", "str", "", "what to draw, with kohya's options (--w --h --d --s --l --n --ss --fs) if need be; may be"
+    Row("prompt", "str", "", "the prompt, optionally with kohya's options (--w --h --d --s --l --n --ss --fs); may be"
         " given several times"),
-    Row("prompts", "str", "", "file of prompts: .txt, .toml or .json, as --sample_prompts takes it"),
-    Row("negative", "str", "", "what not to draw, of prompts that do not say it"),
-    Row("seed", "int", "", "seed of prompts that have none; not given: the run's, or 0"),
-    Row("count", "int", "", "images of each prompt, with seeds that follow one another"),
-    Row("steps", "int", "", "steps of the sampler; 30 where nobody says it"),
+    Row("prompts", "str", "", "file of prompts: .txt, .toml or .json, as for --sample_prompts"),
+    Row("negative", "str", "", "negative prompt, for prompts that have none"),
+    Row("seed", "int", "", "seed for prompts that have none; not given: the run's, or 0"),
+    Row("count", "int", "", "images per prompt, with consecutive seeds"),
+    Row("steps", "int", "", "sampler steps; 30 by default"),
     Row("width", "int", "", "not given: the run's, or the model's own up to 512, or that of --image"),
     Row("height", "int", "", "as the width"),
-    Row("cfg", "float", "", "classifier-free guidance; up to 1 is none, 7.5 where nobody says it"),
-    Row("guidance", "float", "", "guidance that a distilled model is told"),
-    Row("flow_shift", "float", "", "shift of a flow's times, in place of the model's"),
+    Row("cfg", "float", "", "classifier-free guidance scale; 1 or less: off; 7.5 by default"),
+    Row("guidance", "float", "", "guidance value passed to a guidance-distilled model"),
+    Row("flow_shift", "float", "", "time shift of a flow model, in place of the model's own"),
     Row("sampler", "str", "sample.sampler"),
-    Row("image", "str", "", "an image to begin at"),
-    Row("mask", "str", "", "white where --image is drawn again, black where it stays; as large as it"),
-    Row("strength", "float", "", "share of the steps that --image is drawn on for, above 0 and up to 1; 0.75"),
+    Row("image", "str", "", "image to start from (img2img)"),
+    Row("mask", "str", "", "mask for --image (inpainting): white is redrawn, black is kept; same size as the image"),
+    Row("strength", "float", "", "denoising strength for --image, above 0 and up to 1; 0.75 by default"),
     Row("output", "str", "", "a .png (of several images a grid), or a folder (each image, and a grid)"),
-    Row("overwrite", "switch", "", "replace files that are there"),
+    Row("overwrite", "switch", "", "replace existing files"),
 )}  # fmt: skip
 TABLE: dict[str, Row] = {
     **OWN,
@@ -111,22 +111,24 @@ def _faults(parsed: Parsed) -> Iterator[Fault]:
     bare = parsed.bare
     for name in ("prompts", "image", "mask"):
         if name in bare and not Path(bare[name]).expanduser().is_file():
-            yield Fault(f"--{name}", f"there is no file '{bare[name]}'", TABLE[name].help)
+            yield Fault(f"--{name}", f"no such file: '{bare[name]}'", TABLE[name].help)
     if "mask" in bare and "image" not in bare:
-        yield Fault("--mask", "needs --image", "the image of which a part is drawn again")
+        yield Fault("--mask", "needs --image", "the image of which a part is redrawn")
     if "strength" in bare and "image" not in bare:
-        yield Fault("--strength", "needs --image", "the image to begin at")
+        yield Fault("--strength", "needs --image", "the image to start from")
     if not 0 < float(bare.get("strength", 1)) <= 1:
         yield Fault("--strength", f"got {bare['strength']}", "above 0 and up to 1")
     if int(bare.get("count", 1)) < 1:
         yield Fault("--count", f"got {bare['count']}", "from 1 up")
     output = Path(bare["output"]).expanduser()
     if output.suffix.lower() in PICTURES[1:]:
-        yield Fault("--output", f"'{output}' is no .png", "images are written as PNG, which holds how they were drawn")
+        yield Fault(
+            "--output", f"'{output}' is not a .png", "images are written as PNG, which records how they were made"
+        )
     elif output.suffix.lower() == PICTURES[0] and output.is_file() and "overwrite" not in bare:
-        yield Fault("--output", f"'{output}' is there already", "another name, or --overwrite")
+        yield Fault("--output", f"'{output}' already exists", "another name, or --overwrite")
     elif output.suffix.lower() != PICTURES[0] and output.is_file():
-        yield Fault("--output", f"'{output}' is a file, and no .png", "a .png, or a folder")
+        yield Fault("--output", f"'{output}' is a file, and not a .png", "a .png, or a folder")
 
 
 def work(parsed: Parsed, argv: list[str]) -> int:
@@ -185,11 +187,11 @@ def _named(cfg: Any, parsed: Parsed, source: WeightsPath, whole_file: bool) -> A
     base = parsed.bare.get("base")
     if source.kind == "file" and not whole_file:
         if base is None:
-            what = f"{source.path} holds the denoiser of {cfg.model.family} alone"
+            what = f"{source.path} contains only the denoiser of {cfg.model.family}"
             raise ConfigFault([Fault("--weights", what, "give the diffusers folder with the other parts as --base")])
         named = {"pretrained": base, "transformer": str(source.path)}
     elif base is not None:
-        raise ConfigFault([Fault("--base", f"has no use: {source.path} holds a whole model", "leave it out")])
+        raise ConfigFault([Fault("--base", f"has no use: {source.path} contains a complete model", "leave it out")])
     else:
         named = {"pretrained": str(source.path)}
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={**named, "init_from_config": None})})

@@ -35,20 +35,20 @@ SIZE = Row(
     "size",
     "str",
     "model.init_from_config",
-    f"{', '.join(SIZES)} (what the family has), or a JSON file: how many blocks, how wide",
+    f"{', '.join(SIZES)} (the family's own sizes), or a JSON file: how many blocks, how wide",
 )
 OUTPUT = Row("output", "str", "", "the folder to write")
 FROM = Row(
     "from",
     "str",
     "model.pretrained",
-    "of sd3_light: SD3 folder of diffusers: its VAE, encoders, tokenizers, and widths",
+    "of sd3_light: SD3 folder of diffusers: source of VAE, encoders, tokenizers, and widths",
 )
 TABLE: dict[str, Row] = {
     "size": SIZE,
     "output": OUTPUT,
     "from": FROM,
-    "seed": Row("seed", "int", "training.seed", "seed of the random weights; 0 where none is given"),
+    "seed": Row("seed", "int", "training.seed", "seed of the random weights; 0 by default"),
     **{name: FLAGS[name] for name in ("save_precision", "tokenizer1_path", "tokenizer2_path")},
     "tokenizer3_path": T5,
 }
@@ -90,7 +90,9 @@ def _kind_faults(kind: str | None) -> Iterator[Fault]:
     if kind is None:
         yield Fault("KIND", "is missing", f"difftrain init {KINDS[0]} --size=tiny --output=FOLDER")
     elif kind not in KINDS:
-        yield Fault(repr(kind), "is nothing that init makes", did_you_mean(kind, KINDS) or f"known: {', '.join(KINDS)}")
+        yield Fault(
+            repr(kind), "is not something init makes", did_you_mean(kind, KINDS) or f"known: {', '.join(KINDS)}"
+        )
 
 
 def _faults(parsed: Parsed, *, begins: bool) -> Iterator[Fault]:
@@ -98,17 +100,17 @@ def _faults(parsed: Parsed, *, begins: bool) -> Iterator[Fault]:
     if size is None:
         yield Fault(SIZE.option, "is missing", SIZE.help)
     elif source and not begins:
-        what = "has no meaning here: every weight of the folder is random"
+        what = "has no effect here: all weights of the folder are random"
         yield Fault(FROM.option, what, "leave it out; difftrain init sd3_light takes parts of another folder")
     elif begins and size in SIZES and size != "tiny" and not source:
-        what = "is missing: the VAE and the text encoders of this size are pretrained ones"
+        what = "is missing: this size uses a pretrained VAE and text encoders"
         yield Fault(FROM.option, what, f"{FROM.help}; --size=tiny needs none")
     if "output" not in parsed.bare:
         yield Fault(OUTPUT.option, "is missing", OUTPUT.help)
         return
     output = Path(parsed.bare["output"])
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        yield Fault(OUTPUT.option, f"{str(output)!r} is there already", "choose another name, or remove it")
+        yield Fault(OUTPUT.option, f"{str(output)!r} already exists", "choose another name, or remove it")
 
 
 def work(parsed: Parsed) -> int:
@@ -152,7 +154,7 @@ def _export(family: Any, cfg: TrainConfig, path: Path) -> Path:
     for note in parts.notes:
         print(f"difftrain init: {note}", file=sys.stderr)
     count = sum(param.numel() for param in parts.root.parameters())
-    print(f"difftrain init: {count:,} parameters to be trained, seed {cfg.training.seed or 0}", file=sys.stderr)
+    print(f"difftrain init: {count:,} trainable parameters, seed {cfg.training.seed or 0}", file=sys.stderr)
     return Path(
         family.export(family.stream(parts), parts, "diffusers_safetensors", path, dtype=dtypes.get(cfg.save.precision))
     )

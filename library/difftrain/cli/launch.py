@@ -30,14 +30,14 @@ def usage() -> str:
     lines = [f"usage: {PROG} LAYOUT RECIPE [flags]", "", "layouts:"]
     lines += [
         "  1p   one process, on one device",
-        "  np   one process for every device of this machine, or --nproc_per_node of them",
+        "  np   one process per device of this machine, or --nproc_per_node of them",
         "  nm   several machines: the same command on each; which one it is comes from --nnodes, --node_rank and",
         "       --master_ip, or from Slurm, Kubernetes, Volcano, ModelArts or torchrun's PET_* variables",
         "",
         "recipes:",
         "  sdxl             SDXL, with the flags of kohya's sdxl_train.py",
         "  sd3_light        SD3-Light from a TOML recipe",
-        "  sd3_light_cache  its cache stage alone: encode, train nothing",
+        "  sd3_light_cache  its cache stage only: encode, train nothing",
         "  text_to_image    the Stable Diffusion 1.4 baseline",
         "",
         "With no model and no data the embedded demo runs:",
@@ -77,12 +77,12 @@ def _parts(argv: list[str]) -> tuple[str, str, list[str]]:
         known = LAYOUTS if what == "LAYOUT" else RECIPES
         remedy = f"give one of {', '.join(known)}"
         if stray:
-            faults.append(Fault(what, f"{stray!r} is none", did_you_mean(stray, known) or remedy))
+            faults.append(Fault(what, f"{stray!r} is not one", did_you_mean(stray, known) or remedy))
             stray = ""
         else:
             faults.append(Fault(what, "is missing", remedy))
     if stray and not missing:
-        faults.append(Fault(repr(stray), "is a word too many", f"{PROG} LAYOUT RECIPE [flags]"))
+        faults.append(Fault(repr(stray), "is an unexpected argument", f"{PROG} LAYOUT RECIPE [flags]"))
     if faults:
         raise ConfigFault(faults)
     return words["LAYOUT"], words["RECIPE"], remaining

@@ -21,7 +21,7 @@ from difftrain.io.files import write_text
 
 PROG = "difftrain recipes"
 FLAGS: dict[str, Row] = {
-    "overwrite": Row("overwrite", "switch", "", "replace files that are there"),
+    "overwrite": Row("overwrite", "switch", "", "replace existing files"),
     "schema": Row("schema", "switch", "", "write schemas/ too, by which an editor completes and checks keys"),
 }
 _DATA_TABLES = {"directory", "datasets"}  # what makes a TOML file one of a dataset
@@ -65,7 +65,7 @@ def shipped() -> dict[str, ShippedRecipe]:
             recipes[name] = ShippedRecipe(name, path, _family(tables, path), about, tuple(_beside(tables, path)))
     if not recipes:
         raise ConfigFault(
-            [Fault(str(recipes_dir()), "holds no recipe", "the installation is incomplete: install difftrain again")]
+            [Fault(str(recipes_dir()), "has no recipe", "the installation is incomplete: install difftrain again")]
         )
     return recipes
 
@@ -131,7 +131,7 @@ def _copy(argv: list[str]) -> int:
         differs = [name for name, text in texts.items() if not _is_free(folder / name, text)]
         remedy = f"give another folder, or {FLAGS['overwrite'].option} to replace it"
         if differs:
-            raise ConfigFault([Fault(str(folder / name), "exists, with other content", remedy) for name in differs])
+            raise ConfigFault([Fault(str(folder / name), "exists with different content", remedy) for name in differs])
 
     for name, text in texts.items():
         with writing(folder / name):
@@ -158,7 +158,7 @@ def read(argv: list[str]) -> tuple[ShippedRecipe, Path, set[str]]:
     folder = Path(expanded(words[1])) if len(words) > 1 else Path()
     if folder.suffix == ".toml" or folder.is_file():
         faults.append(Fault(repr(words[1]), "is the name of a file", "give a folder: a recipe may be several files"))
-    faults += [Fault(repr(word), f"is a word too many for {PROG} copy") for word in words[2:]]
+    faults += [Fault(repr(word), f"is an unexpected argument of {PROG} copy") for word in words[2:]]
     if faults:
         raise ConfigFault(faults)
     return recipes[name], folder, set(scanned.words)
@@ -204,6 +204,6 @@ def _help() -> str:
     return (
         f"usage: {PROG}\n       {PROG} copy NAME [DIR] [--schema] [--overwrite]\n\n"
         "List the recipes: name, family, one line of each. copy: write one into DIR [the current folder], with the dataset\n"
-        "file that it names, and print what was written. Paths in a recipe count from the folder in which you train, then\n"
-        "from the recipe's own.\n\n" + entries(FLAGS.values())
+        "file that it names, and print what was written. Relative paths in a recipe are looked up from the current folder,\n"
+        "then from the recipe's own.\n\n" + entries(FLAGS.values())
     )

@@ -28,8 +28,10 @@ HOST, PORT, PORTS_TRIED = "127.0.0.1", 8420, 20
 TOKEN_VARIABLE = "DIFFTRAIN_WATCH_TOKEN"
 FLAGS: dict[str, Row] = {
     "port": Row("port", "int", "", f"port to serve on; 0: any; unset: the first free one from {PORT} on"),
-    "host": Row("host", "str", "", f"address to serve on; unset: {HOST}, which only this machine reaches"),
-    "token": Row("token", "str", "", f"what the address must hold; unset: ${TOKEN_VARIABLE}, else a new one a start"),
+    "host": Row("host", "str", "", f"address to serve on; unset: {HOST}, reachable from this machine only"),
+    "token": Row(
+        "token", "str", "", f"token the address must contain; unset: ${TOKEN_VARIABLE}, else a new one at every start"
+    ),
 }
 USAGE = f"""usage: {PROG} [RUN | FOLDER] [--port=N] [--host=ADDRESS] [--token=TEXT]
 
@@ -125,9 +127,9 @@ def open_server(folder: Path, host: str, port: int | None, token: str) -> WatchS
             if error.errno == errno.EADDRINUSE:
                 fault = Fault(f"--port={number}", "is in use by another program", "give another one, or leave it out")
             elif error.errno == errno.EACCES:
-                fault = Fault(f"--port={number}", "may not be used by this user", "give one from 1024 on")
+                fault = Fault(f"--port={number}", "is not allowed for this user", "give one of at least 1024")
             else:
-                what = f"this machine cannot serve there: {error.strerror or error}"
-                fault = Fault(f"--host={host}", what, f"{HOST} for this machine alone, 0.0.0.0 for all its networks")
+                what = f"this machine cannot listen there: {error.strerror or error}"
+                fault = Fault(f"--host={host}", what, f"{HOST} for this machine only, 0.0.0.0 for all its networks")
             raise ConfigFault([fault]) from error
     raise AssertionError("port 0 is never in use")

@@ -30,7 +30,9 @@ def exactly(command: str, argv: list[str], *expected: str) -> list[str]:
     faults += [
         Fault(name, "is missing", f"difftrain {command} {' '.join(expected)}") for name in expected[len(words) :]
     ]
-    faults += [Fault(repr(word), f"is a word too many for difftrain {command}") for word in words[len(expected) :]]
+    faults += [
+        Fault(repr(word), f"is an unexpected argument of difftrain {command}") for word in words[len(expected) :]
+    ]
     if faults:
         raise ConfigFault(faults)
     return words
@@ -60,7 +62,7 @@ def run_folder(path: str | Path, expected: str) -> Path:
 
     runs = [run.name for run in run_dirs(folder) if (run / expected).is_file()]
     if runs:
-        what = f"{str(folder)!r} holds run directories and is none"
+        what = f"{str(folder)!r} contains run directories and is not one itself"
         raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, {folder / runs[0]} is the newest")])
     return folder
 

@@ -14,7 +14,7 @@ from difftrain.contracts.errors import Fault
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 _PRECISION, _ACCUMULATION = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _COMPILE, _MODE = "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"
-_OURS = "set distributed_type to MULTI_GPU, MULTI_NPU or NO: each card has the whole model"
+_OURS = "set distributed_type to MULTI_GPU, MULTI_NPU or NO: each device has the whole model"
 # switches that ask for what is not done -> what to use instead
 _REFUSED = {
     "ACCELERATE_USE_FSDP": _OURS,
@@ -69,7 +69,7 @@ def layer_of(environ: Mapping[str, str]) -> Layer:
     for name in _MPI:
         if variable(name) not in ("", "1") and not variable("WORLD_SIZE"):
             layer.faults.append(
-                Fault(name, f"{variable(name)}: ranks of MPI are not known here", "start them with torchrun")
+                Fault(name, f"{variable(name)}: MPI ranks are not supported", "start them with torchrun")
             )
     for name, why in _IDLE.items():
         if variable(name).lower() in _TRUE:

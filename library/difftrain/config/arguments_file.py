@@ -50,7 +50,7 @@ def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault]]:
         elif key in ITS_OWN:
             faults.append(Fault(origin, "belongs on the command line", f"give {flag.option} there"))
         elif key in words:
-            faults.append(Fault(origin, "stands in two tables", "give it once"))
+            faults.append(Fault(origin, "appears in two tables", "give it once"))
         elif (texts := _texts(flag, value)) is None:
             faults.append(Fault(origin, f"must be {_expected(flag)}, got {value!r}", meaning(flag, "kohya")))
         elif texts or value is True or (flag.takes_many and value == []):

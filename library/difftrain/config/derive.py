@@ -122,9 +122,9 @@ def _stages(out: Resolution, layers: Sequence[Layer]) -> None:
     world = os.environ.get("WORLD_SIZE", "")
     also = ""
     if world.isdecimal() and int(world) % stages:
-        also = f"; besides, {world} process{'es' if world != '1' else ''} cannot be shared out over {stages} stages"
+        also = f"; besides, {world} process{'es' if world != '1' else ''} cannot be divided into {stages} stages"
     what = f"{stages}: the pipeline engine is not built yet{also}"
-    out.fault("?stages", what, "give 1: every card holds the whole model")
+    out.fault("?stages", what, "give 1: every device has the whole model")
 
 
 def _adapter(out: Resolution, layers: Sequence[Layer]) -> None:
@@ -290,7 +290,7 @@ def _caches(out: Resolution, layers: Sequence[Layer]) -> None:
     out.set("cache.latents_to_disk", True, asks[0])
     out.set("cache.text_to_disk", not trained, asks[0])
     what = "latents" if trained else "latents and outputs of the text encoders"
-    out.note(asks[0], f"{what} are cached on disk, since [cache] says nothing else")
+    out.note(asks[0], f"{what} are cached on disk, since [cache] does not say otherwise")
 
 
 _STEPS = (

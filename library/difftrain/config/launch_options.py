@@ -13,7 +13,7 @@ from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.validate import show
 from difftrain.contracts.errors import Fault
 
-_NATIVE = "the deepspeed engine is not built yet: runs natively, every card with the whole model (DDP)"
+_NATIVE = "the deepspeed engine is not built yet: runs natively, every device with the whole model (DDP)"
 _ZERO = "[deepspeed] enable = true, or a --deepspeed_config with a zero stage, shards through accelerate's plugin"
 _OPTION = "--deepspeed_config"
 # JSON key -> field, for what both may say; "auto" says nothing
@@ -35,8 +35,8 @@ _TUNING = frozenset({
 })  # fmt: skip
 _SAID_ELSEWHERE = {
     "optimizer": "name it in [optimizer] of the TOML file", "scheduler": "name it as lr_scheduler in the TOML file",
-    "fp16": "say dtype = 'float16' in [model]", "bf16": "say dtype = 'bfloat16' in [model]",
-    "train_batch_size": "it follows from micro_batch_size_per_gpu, gradient_accumulation_steps and the cards",
+    "fp16": "set dtype = 'float16' in [model]", "bf16": "set dtype = 'bfloat16' in [model]",
+    "train_batch_size": "it is computed from micro_batch_size_per_gpu, gradient_accumulation_steps and the number of devices",
 }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def local_place(bare: Mapping[str, str], line: Layer) -> None:
             )
         elif not environment_value and started:
             os.environ[variable] = text
-            line.notes.append(f"--{name}: taken as {variable}={text}, which the launcher has not set")
+            line.notes.append(f"--{name}: taken as {variable}={text}, which the launcher did not set")
         elif not environment_value and text != "0" and name == "local_rank":
             what = f"{text}, but the environment has no RANK and no WORLD_SIZE"
             line.faults.append(Fault(f"--{name}", what, "start with torchrun, or leave it out"))
@@ -97,7 +97,7 @@ def _take(path: Path, settings: dict[str, Any], line: Layer, lower: Mapping[str,
         origin = f"{path} {key}"
         if field in lower and lower[field] != value:
             what = f"contradicts the run's configuration: {show(value)} here, {show(lower[field])} there"
-            line.faults.append(Fault(origin, what, 'say it once; "auto" here says nothing'))
+            line.faults.append(Fault(origin, what, 'set it once; "auto" here leaves it open'))
         else:
             line.put(field, value, KeyValue("", key, value, origin)) if field[0] != "?" else line.set(
                 field, value, origin
@@ -118,7 +118,7 @@ def _take(path: Path, settings: dict[str, Any], line: Layer, lower: Mapping[str,
         else:
             known = (*_SHARED, *_SAID_ELSEWHERE, "zero_optimization")
             remedy = did_you_mean(key, known) or f"known are {', '.join(known)}"
-            line.faults.append(Fault(f"{path} {key}", "is no key that is known here", remedy))
+            line.faults.append(Fault(f"{path} {key}", "is not a known key", remedy))
     if sharded:
         origin = f"{path} zero_optimization.stage"
         line.set("deepspeed.enable", True, origin)
@@ -137,14 +137,12 @@ def _take(path: Path, settings: dict[str, Any], line: Layer, lower: Mapping[str,
                 if target and one != "none":
                     set_field(f"{zero_key}.{inner}", target, one)
                 elif target is None and inner != "pin_memory":
-                    line.faults.append(
-                        Fault(f"{path} {zero_key}.{inner}", "is no key that is known here", "device, nvme_path")
-                    )
+                    line.faults.append(Fault(f"{path} {zero_key}.{inner}", "is not a known key", "device, nvme_path"))
         elif key in _TUNING:
             line.notes.append(f"{path} {zero_key}: no effect: accelerate's plugin chooses it")
         else:
             known = (*_ZERO_KEYS, "offload_optimizer", "offload_param", *sorted(_TUNING))
-            line.faults.append(Fault(f"{path} {zero_key}", "is no key that is known here", did_you_mean(key, known)))
+            line.faults.append(Fault(f"{path} {zero_key}", "is not a known key", did_you_mean(key, known)))
 
 
 def _precision(path: Path, key: str, value: Any, line: Layer, lower: Mapping[str, Any]) -> None:
@@ -155,4 +153,4 @@ def _precision(path: Path, key: str, value: Any, line: Layer, lower: Mapping[str
         what = f"is enabled, but the run computes in {'fp32' if here == 'no' else here}"
         line.faults.append(Fault(f"{path} {key}", what, _SAID_ELSEWHERE[key]))
     elif enabled is False and here == key:
-        line.faults.append(Fault(f"{path} {key}", f"is not enabled, but dtype asks for {here}", "say it once"))
+        line.faults.append(Fault(f"{path} {key}", f"is not enabled, but dtype asks for {here}", "set it once"))

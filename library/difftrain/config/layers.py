@@ -48,7 +48,7 @@ class Layer:
         """Say something of a field, and return whether that holds: a second voice that says otherwise is a fault."""
         if path in self.values and self.values[path] != value:
             what = f"contradicts {self.origins[path]}: {show(value)} here, {show(self.values[path])} there"
-            self.faults.append(Fault(origin, what, "say it once"))
+            self.faults.append(Fault(origin, what, "set it once"))
             return False
         self.values[path] = value
         self.origins.setdefault(path, origin)
@@ -142,7 +142,7 @@ class Layer:
             self.fault(item, wrong)
             return
         keep_in_environment(variable, item.value)
-        message = f"moved to the environment as {variable}; give it there, where nobody else can see it"
+        message = f"moved to the environment as {variable}; give it there, where no other user can see it"
         self.notes.append(f"{item.origin}: {message}")
 
 
@@ -205,7 +205,7 @@ def _no_such_word(key: Row, value: Any) -> tuple[str, str]:
 def _unknown(item: KeyValue) -> tuple[str, str]:
     """Say that a key is unknown, and which is most like it: in this table, else anywhere."""
     if home := home_of(item.name):
-        return f"has no place {_in(item.table)}", f"it belongs {home}"
+        return f"does not belong {_in(item.table)}", f"it belongs {home}"
     if item.table and item.table not in TABLES:
         return "no such table", did_you_mean(item.table, TABLES) or f"known are {', '.join(sorted(TABLES))}"
     own = keys_of(item.table)
@@ -267,12 +267,12 @@ def _items(path: Path, tables: Table, layer: Layer) -> Iterator[KeyValue]:
                 yield KeyValue("", name, value, f"{path} {name}", path.parent)
         else:
             remedy = (
-                f"it is one table: write [{name}]"
+                f"it is a single table: write [{name}]"
                 if name in TABLES
                 else did_you_mean(name, TABLES) or f"known are {', '.join(sorted(TABLES))}"
             )
             if name in ("datasets", "directory", "general"):
-                remedy = "a data set's file is another one: name it as dataset in [output]"
+                remedy = "datasets have a file of their own: name it as dataset in [output]"
             what = "is a list of tables" if name in TABLES else "no such table"
             layer.faults.append(Fault(f"{path} [{name}]", what, remedy))
 

@@ -239,7 +239,7 @@ def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainCon
     if not (cached and draws_captions(cfg, with_variants=False)) or cfg.cache.shuffle_num or "cache.shuffle_num" in bad:
         return cfg
     notes.append(
-        f"{option('cache.shuffle_num')}: {SHUFFLE_NUM} captions of each record are drawn and cached, and each use takes one of them"
+        f"{option('cache.shuffle_num')}: {SHUFFLE_NUM} captions of each record are sampled and cached, and each use takes one of them"
     )
     return cfg.model_copy(update={"cache": cfg.cache.model_copy(update={"shuffle_num": SHUFFLE_NUM})})
 
@@ -252,7 +252,7 @@ def _with_data_sets(out: Resolution, setters: Set[str]) -> TrainConfig:
     cfg, data = out.cfg, out.cfg.data
     if data.datasets and "data.dataset_config" not in setters:
         for path in sorted(kohya.OVERRIDABLE & setters):
-            what = f"has no effect on the data sets of {out.origins['data.datasets']}, which hold every setting"
+            what = f"has no effect on the datasets of {out.origins['data.datasets']}, which set everything"
             remedy = f"change them there, or give {option('data.dataset_config')}"
             out.faults.append(Fault(out.origins[path], what, remedy))
         return cfg
@@ -276,7 +276,9 @@ def _written(words: dict[str, list[str]], table: Mapping[str, Row], layer: Layer
         if "config_file" not in words:
             layer.faults.append(Fault("--output_config", "needs --config_file", "the name of the file to write"))
         if "config" in words:
-            layer.faults.append(Fault("--output_config", "does not go with --config", "a run keeps its config.toml"))
+            layer.faults.append(
+                Fault("--output_config", "cannot be combined with --config", "a run keeps its config.toml")
+            )
         return {}, Path()
     if "config_file" not in words:
         return {}, Path()
@@ -326,7 +328,7 @@ def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
             return
         keep_in_environment(flag.secret, value)
         layer.notes.append(
-            f"{origin}: moved to the environment as {flag.secret}; give it there, where nobody else can see it"
+            f"{origin}: moved to the environment as {flag.secret}; give it there, where no other user can see it"
         )
     elif flag.to:
         earlier = layer.rows.get(flag.to)

@@ -104,7 +104,7 @@ def required(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find what every run of this door needs and this one lacks."""
     data = cfg.data
     if not cfg.save.output_dir:
-        yield Finding(("save.output_dir",), "is missing", "give the folder in which every run makes one of its own")
+        yield Finding(("save.output_dir",), "is missing", "give the folder in which every run makes its own folder")
     if not (data.dataset_config or data.datasets or data.dirs or data.dataset_class):
         remedy = "give the TOML file of the data: [[directory]] with path, and resolutions"
         yield Finding(("data.dataset_config",), "is missing", remedy)
@@ -116,7 +116,7 @@ def dataset_exists(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find a file of data sets that is missing; of a known family it is read, which finds that too."""
     path = cfg.data.dataset_config
     if path and not is_file(expanded(path)):
-        yield Finding((_FILE,), f"no such file: {path!r}", "give a TOML file of data sets")
+        yield Finding((_FILE,), f"no such file: {path!r}", "give a TOML file of datasets")
 
 
 _ANY_FAMILY: tuple[Rule, ...] = (
@@ -184,7 +184,7 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
     out = resolve_layers([file, line], train_door(preset))
     for path in ("cache.only", "sample.test_only") if "dump_dataset" in bare else ():
         if value_of(out.cfg, path):
-            out.fault(path, "contradicts --dump_dataset, which writes the data set out and stops", "give one of them")
+            out.fault(path, "contradicts --dump_dataset, which writes the dataset out and stops", "give one of them")
     noted: set[str] = set()
     if out.other_family or "model.family" in out.bad:
         new_faults, new_notes = check(out.cfg, _ANY_FAMILY, set(), out.bad, out.origins)

@@ -112,9 +112,9 @@ def _model(out: Resolution, identify: Identify) -> None:
         out.fault("?non_ema_revision", what, "give --revision that trains on what --non_ema_revision named")
     if revision is not None:
         if not weights or hub_ids.lies_here(weights):
-            out.note("?revision", "has no effect: the weights are a folder or file of this machine")
+            out.note("?revision", "has no effect: the weights are a local folder or file")
         elif (hub_id := hub_ids.read(weights)) is None or hub_id.revision:
-            out.fault("?revision", f"does not go with {weights!r}", "give organisation/name of a hub")
+            out.fault("?revision", f"cannot be used with {weights!r}", "give organisation/name of a hub")
         else:
             weights = out.values[_MODEL] = f"{hub_id.repo}@{revision}" + (f"/{hub_id.path}" if hub_id.path else "")
 
@@ -141,7 +141,7 @@ def _family(out: Resolution) -> None:
     """A family that learns a flow is not noised as the example does it."""
     row = FAMILIES.get(str(out.values["model.family"]))
     if row is not None and row.objective != "ddpm":
-        what = f"{row.title} learns a flow, and this script trains noise over 1000 steps"
+        what = f"{row.title} is a flow-matching model, and this script trains noise prediction over 1000 steps"
         out.fault("model.family", what, f"{toml_entry_point()} trains it")
 
 
@@ -213,7 +213,7 @@ def _adam(out: Resolution) -> None:
     kind = str(out.values.get(_TYPE, default_of(_TYPE)))
     if kind.lower() not in ("adamw", "adamw8bit"):
         for name in [name for name, value in values.items() if value is not None]:
-            out.fault(f"?{name}", f"has no effect on {kind}", "its arguments stand as args in [optimizer] of --config")
+            out.fault(f"?{name}", f"has no effect on {kind}", "give its arguments as args in [optimizer] of --config")
         return
     value = {name: ADAM[name] if values[name] is None else values[name] for name in ADAM}
     for name in ("adam_beta1", "adam_beta2"):

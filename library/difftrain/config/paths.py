@@ -139,7 +139,7 @@ def shown_url(url: str) -> str:
 def unreadable_url(url: str) -> tuple[str, str] | None:
     """Say why a URL cannot be read here, and what would help: its protocol is unknown, or a package is missing."""
     if _SECRET.search(url):
-        what = f"{shown_url(url)!r} holds a password, which would be written down with the configuration"
+        what = f"{shown_url(url)!r} holds a password, which would be saved with the configuration"
         return what, "give it as fsspec or the store's own package takes it: by the environment, or a file of theirs"
     from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
 

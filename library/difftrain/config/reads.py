@@ -98,8 +98,8 @@ def refuse_unread(explicit: Mapping[str, str], reads: Collection[str]) -> None:
     """Stop a run that somebody gave what nothing has read by its first step. Raises ConfigFault that names all of it."""
     unread = [path for path in explicit if path not in reads and not is_read_later(path)]
     if unread:
-        what = "nothing in this run reads it"
-        remedy = "leave it out, or give what it belongs to"
+        what = "nothing in this run uses it"
+        remedy = "leave it out, or also give what it belongs to"
         raise ConfigFault([Fault(explicit[path] or option(path), what, remedy) for path in unread])
 
 

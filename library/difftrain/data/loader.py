@@ -198,7 +198,7 @@ def make_loader(
     """
     share = RankShare(dp_rank, dp_size, cfg.batch_sizes, cfg.training.accumulation)
     if share.global_batches != plan.global_batches:
-        raise ValueError(f"a plan of global batch {plan.global_batches} for ranks that take {share.global_batches}")
+        raise ValueError(f"a plan with global batch {plan.global_batches} for ranks that take {share.global_batches}")
     check_sizes(data.tables, features)
 
     # what makes the samples
@@ -220,7 +220,7 @@ def check_sizes(tables: PlanTables, features: FeatureSpec) -> None:
     odd = [str(size) for size in sizes if size.height % multiple or size.width % multiple]
     if odd:
         raise DataFault(
-            f"the model takes sizes that are multiples of {multiple}, the data makes {', '.join(odd[:6])}: "
+            f"the model takes sizes that are multiples of {multiple}, the data has {', '.join(odd[:6])}: "
             f"choose {option('data.resolution')} and {option('data.bucket_reso_steps')} accordingly"
         )
 
@@ -230,7 +230,7 @@ class WorkerDied(TrainingFault):
 
 
 class WorkersSilent(TrainingFault):
-    """Say that nothing came from the processes that load data for longer than is waited for."""
+    """Say that the data loader processes delivered nothing for longer than is waited for."""
 
 
 def data_loader(
@@ -330,13 +330,13 @@ def _next(iterator: Iterator[Any], loader: DataLoader[Any], patience_s: float) -
                 if time.monotonic() - began < patience_s:
                     continue
                 _end_workers(iterator)
-                what = f"nothing came from the processes that load data for {patience_s:g} s"
+                what = f"the data loader processes delivered nothing for {patience_s:g} s"
                 raise WorkersSilent(what) from error
             if not str(error).startswith("DataLoader worker"):
                 raise
             _end_workers(iterator)
             raise WorkerDied(
-                f"{error}. A process that loads data was killed, most often for memory: "
+                f"{error}. A data loader process was killed, most often for lack of memory: "
                 f"try a smaller {option('data.workers')} than {loader.num_workers}"
             ) from error
 

@@ -78,7 +78,7 @@ class Data:
 def prepare(cfg: TrainConfig, *, log: Log = print) -> Path:
     """Bring index and planning tables up to date; return the folder that `open_data` takes. One process a machine.
 
-    Raises: ConfigFault; DataFault where nothing is left to train on, or too much is rejected; TrainingFault where the
+    Raises: ConfigFault; DataFault where nothing remains to train on, or too much is rejected; TrainingFault where the
     cache folder can't be written.
     """
     index = trusted_index(cfg) if cfg.cache.trust else built_index(cfg, log)
@@ -107,8 +107,8 @@ def trusted_index(cfg: TrainConfig) -> Index:
     folders = dict.fromkeys(root / "index" / _reading_hash(cfg) for root in _roots(cfg))
     latest = next(filter(None, map(newest, folders)), None)
     if latest is None:
-        what = f"there is no index of these data that could be trusted, below {' or '.join(map(str, folders))}"
-        remedy = "leave it out of the first run: the data are looked at once, and the index is kept"
+        what = f"there is no complete index of this data below {' or '.join(map(str, folders))}"
+        remedy = "leave it out of the first run: the data is indexed once, and the index is kept"
         raise ConfigFault([Fault(option("cache.trust", True), what, remedy)])
     return Index(latest)
 
@@ -271,7 +271,7 @@ def tables_folder(cfg: TrainConfig, index: Index) -> Path:
     if any(source.is_reg for source in index.sources):
         parts.append([source.is_reg for source in index.sources])
     if held_out_by and overlaps(index.sources):
-        parts.append("one lot for a picture")
+        parts.append("one lot per image")
     return index.folder / f"tables-{_short_hash(parts)}"
 
 
@@ -305,7 +305,7 @@ def data_lines(cfg: TrainConfig, data: Data) -> list[str]:
         lines.append(f"data: rejected, {NO_BUCKET}: {data.tables.unplaced:,}")
     if data.tables.surplus:
         lines.append(
-            f"data: {data.tables.surplus:,} regularisation pictures are not used: with the others there are as many "
+            f"data: {data.tables.surplus:,} regularisation images are not used: the others already give as many "
             "samples an epoch as to train on"
         )
     if data.tables.left_out:
@@ -319,7 +319,7 @@ def data_lines(cfg: TrainConfig, data: Data) -> list[str]:
 
     if cfg.data.tar_order == "sequential":
         size = cfg.data.shard_size
-        plain = f"{size:,} plain files are one shard" if size else "a folder of plain files counts as one shard"
+        plain = f"{size:,} plain files form one shard" if size else "a folder of plain files is one shard"
         lines.append(
             f"data: shards are read in sequence: {data.tables.shards} in all, windows of {cfg.data.tar_window}, up to "
             f"{cfg.data.tar_streams} streams; {plain}"
@@ -348,16 +348,16 @@ def refuse(cfg: TrainConfig, data: Data) -> None:
         shares = ", ".join(f"{share:g}" for share in sorted({source.share for source in data.index.sources}))
         raise DataFault(
             f"{cfg.data.dataset_config or 'the data set'}: subsample_ratio = {shares} leaves out all {placed} records: "
-            "nothing is left to train on; give a larger one"
+            "nothing remains to train on; give a larger one"
         )
     if not tables.training:
         raise DataFault(
-            f"{option('validation.split')}={share} holds out all {placed} records: nothing is left to train on"
+            f"{option('validation.split')}={share} holds out all {placed} records: nothing remains to train on"
         )
     if share and not tables.validation:
         raise DataFault(
-            f"{option('validation.split')}={share} holds out none of {placed} records with seed {validation_seed(cfg)}: a record "
-            f"is chosen by the hash of its name, whatever else there is; give a larger share or another {option('validation.seed')}"
+            f"{option('validation.split')}={share} holds out none of {placed} records with seed {validation_seed(cfg)}: records "
+            f"are chosen by a hash of their names, whatever other data there is; give a larger share or another {option('validation.seed')}"
         )
 
 

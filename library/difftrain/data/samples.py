@@ -92,7 +92,7 @@ class SampleMaker:
                 tried = "; ".join(f"{reject.path} ({reject.reason})" for reject in failed)
                 raise DataFault(
                     f"bucket {bucket}: of {len(failed)} neighbours none can be read any more: {tried}. "
-                    "They could when the index was made: is the disk still there? Start again to index what is left."
+                    "They were readable when they were indexed: is the disk still mounted? Start again to index what is left."
                 )
         return samples, kept, rejects
 
@@ -237,7 +237,7 @@ def captions_of(record: Record, recipe: Recipe) -> list[str]:
             for variant in range(recipe.variants_of(record))
         ]
     if varies(recipe.captions) or recipe.captions.token_warmup_step:
-        raise ValueError("captions that are made anew at every use cannot be listed: num_variants is not set")
+        raise ValueError("captions that are remade at every use cannot be listed: num_variants is not set")
     return written(record, variant_stream(record, 0), recipe.captions)
 
 

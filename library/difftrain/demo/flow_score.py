@@ -199,7 +199,7 @@ def _pictures(run: Run, evaluation: EvaluationSet, dataset: str) -> dict[str, fl
         every = max(1, len(ours) // SHOWN)
         path = run.out / "sample" / f"{run.name}_unseen_captions.png"
         write_pairs(path, captions[::every][:SHOWN], real[::every][:SHOWN], ours[::every][:SHOWN])
-        log.info("held-out pictures beside those drawn for their captions: %s", path)
+        log.info("held-out images next to those generated for their captions: %s", path)
     return obedience(ours, captions) if dataset == "shapes" else {}
 
 

@@ -100,7 +100,7 @@ def _make(wish: DemoRequest, log: Callable[[str], None]) -> int:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return _wait(wish)
-    log(f"{wish.folder}: making {' and '.join(wish.parts)} of the demo {wish.kind!r}, which the recipe names")
+    log(f"{wish.folder}: making {' and '.join(wish.parts)} of the demo {wish.kind!r}, which the recipe uses")
     words = [
         f"--make={wish.kind}",
         f"--folder={wish.folder}",
@@ -164,7 +164,7 @@ _PARTS_OF_KEY = (
 STEPS = {"shapes": 600, "emoji": 3600}  # as their files say
 STEPS_BY_MANY = {"shapes": 400, "emoji": 2400}  # where several processes share a CPU
 _WHAT = {
-    "shapes": "coloured shapes on white, drawn here, so that nothing is downloaded",
+    "shapes": "coloured shapes on white, generated here, so nothing is downloaded",
     "emoji": "3372 emoji in all skin tones with their names, fetched through npm at first use",
 }
 
@@ -218,8 +218,8 @@ def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> DemoPla
         + (f", {scale:g} of its full length" if scale != 1 else ""),
         f"  precision {'fp32: a CPU computes best in it' if cpu else 'bf16, with fp32 weights'}",
         f"  batch {batch} x {processes} process{'es' if processes > 1 else ''} = {batch * processes}: "
-        "what the demo is tuned for"
-        + ("" if batch * processes == GLOBAL_BATCH else ", as near as the processes allow"),
-        f"  {steps} steps" + (": fewer than one process takes, since they share the cores" if crowded else ""),
+        "the batch the demo is tuned for"
+        + ("" if batch * processes == GLOBAL_BATCH else ", as close as the number of processes allows"),
+        f"  {steps} steps" + (": smaller than with one process, since they share the cores" if crowded else ""),
     )
     return DemoPlan(flags, notes, [f"--make={dataset}", f"--folder={home}", f"--scale={scale:g}"])

@@ -81,7 +81,7 @@ def fit_vae(vae: Any, pictures: Tensor, steps: int, log: Callable[[str], None]) 
         train_decoder(vae, seen, steps=steps, seed=recipe.SEED, report=lambda step, _: progress.advance(step))
     vae.to(memory_format=torch.contiguous_format)
     spent = time.monotonic() - started
-    log(f"VAE fitted to them in {spent:.0f} s: {psnr(vae, held_out):.1f} dB on pictures it has not seen")
+    log(f"VAE fitted to them in {spent:.0f} s: {psnr(vae, held_out):.1f} dB on unseen images")
 
 
 COMPONENTS, BATCH, RATE, WARM_UP, LEFT_OUT = 128, 128, 3e-3, 40, 0.15

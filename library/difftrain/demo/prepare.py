@@ -32,7 +32,7 @@ def prepare(dataset: str, scale: float, *, data_only: bool = False, log: Log = p
             make_once(recipe.model_folder(home), lambda aside: _write_model(dataset, scale, home / "data", aside, log))
     except OSError as error:
         raise DataFault(
-            f"the demo's folder cannot be written: {error} (set XDG_CACHE_HOME to a folder with room)"
+            f"the demo's folder cannot be written: {error} (set XDG_CACHE_HOME to a folder with free space)"
         ) from error
     return home
 
@@ -53,7 +53,7 @@ def _write_data(dataset: str, scale: float, folder: Path, log: Log) -> None:
     else:
         log("fetching emoji through npm")
         written = datasets.write(folder, datasets.emoji_pictures(recipe.cache_root() / "npm"))
-    log(f"{written} captioned pictures in tars, {time.monotonic() - started:.0f} s: {folder.parent / 'data'}")
+    log(f"{written} captioned images in tars, {time.monotonic() - started:.0f} s: {folder.parent / 'data'}")
 
 
 def _write_prompts(path: Path, dataset: str) -> None:
@@ -112,7 +112,7 @@ def _write_pictures(kind: str, folder: Path, scale: float, aside: Path, log: Log
     full = recipe.SIZES[kind].pictures if kind in recipe.SIZES else 0
     counts = splits.WRITERS[kind](aside, max(LEAST, round(full * scale)) if full else 0)
     text = ", ".join(f"{count} in {name}" for name, count in counts.items())
-    log(f"captioned pictures: {text}, {time.monotonic() - started:.0f} s: {folder}")
+    log(f"captioned images: {text}, {time.monotonic() - started:.0f} s: {folder}")
 
 
 def _make_model(kind: str, family: str, home: Path, scale: float, aside: Path, log: Log) -> None:

@@ -116,17 +116,17 @@ def plan(dataset: str, kind: str, processes: int, scale: float = 1.0) -> DemoPla
     notes = (
         f"the embedded demo: {_WHAT[dataset]}, a small SDXL from a seed"
         + (f", {scale:g} of its full length" if scale != 1 else ""),
-        f"  precision {precision}: " + ("a CPU computes best in fp32" if cpu else "every NPU and CUDA card has fp16"),
+        f"  precision {precision}: " + ("a CPU computes best in fp32" if cpu else "every NPU and CUDA device has fp16"),
         f"  batch {batch} x {processes} process{'es' if processes > 1 else ''} = {batch * processes}: "
-        "what the demo is tuned for"
-        + ("" if batch * processes == GLOBAL_BATCH else ", as near as the processes allow"),
-        f"  {steps} steps" + (": fewer than one process takes, since they share the cores" if crowded else ""),
+        "the batch the demo is tuned for"
+        + ("" if batch * processes == GLOBAL_BATCH else ", as close as the number of processes allows"),
+        f"  {steps} steps" + (": smaller than with one process, since they share the cores" if crowded else ""),
     )
     words = [f"--dataset={dataset}", f"--scale={scale:g}"]
     return DemoPlan(flags, notes, words)
 
 
 _WHAT = {
-    "shapes": "coloured shapes on white, drawn here, so that nothing is downloaded",
+    "shapes": "coloured shapes on white, generated here, so nothing is downloaded",
     "emoji": "1852 emoji with their names, fetched through npm at first use",
 }

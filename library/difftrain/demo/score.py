@@ -200,4 +200,4 @@ def _write_grid(run: Run, pictures: list[NDArray[np.uint8]]) -> None:
     path = run.out / "sample" / f"{run.name}_captions_grid.png"
     path.parent.mkdir(exist_ok=True)
     grid.save(path)
-    log.info("pictures of %d captions: %s", len(pictures), path)
+    log.info("images of %d captions: %s", len(pictures), path)

@@ -64,21 +64,20 @@ def why_not_loaded(error: BaseException, torch_npu: str | None, torch: str) -> W
     if match := _SYMBOL.search(str(error)):
         symbol = match.group(1)
         if symbol.startswith("_Z"):  # C++ names are torch's; what torch_npu takes of CANN is plain C
-            remedy = (
-                f"pip install torch_npu=={versions.torch_npu_for(torch)}, and nothing else of that name on PYTHONPATH"
-            )
+            remedy = f"pip install torch_npu=={versions.torch_npu_for(torch)}, and no other module of that name on PYTHONPATH"
             return Why(
                 f"torch_npu {torch_npu or ''} was built for another torch than {torch} ({symbol} is missing)", remedy
             )
         row = versions.pair_of(torch_npu or torch)
         return Why(
-            f"the CANN at hand lacks {symbol}, which torch_npu {torch_npu or ''} needs",
+            f"the CANN in use lacks {symbol}, which torch_npu {torch_npu or ''} needs",
             f"install CANN {row.cann}, and source its set_env.sh" if row else "install the CANN of this torch_npu",
         )
 
     if "wo accelerators" in text:
         return Why(
-            f"torch_npu does not load beside a torch for another accelerator: {text}", "install the CPU build of torch"
+            f"torch_npu does not load with a torch built for another accelerator: {text}",
+            "install the CPU build of torch",
         )
     return Why(f"torch_npu cannot be loaded: {text}", "difftrain doctor looks at versions, CANN and driver one by one")
 
@@ -97,13 +96,13 @@ def why_none_seen() -> Why:
         flags = " ".join(f"--device=/dev/{name}" for name in ("davinci0", *COMPANIONS))
         return Why(
             "torch_npu sees no NPU: there is no /dev/davinci* here",
-            f"see whether npu-smi info works, else install driver and firmware; in a container start it with {flags}",
+            f"see whether npu-smi info works, otherwise install driver and firmware; in a container start it with {flags}",
         )
     if closed := without_right():
-        return Why(f"torch_npu sees no NPU: no right to use {', '.join(closed)}", right_remedy())
+        return Why(f"torch_npu sees no NPU: no permission for {', '.join(closed)}", right_remedy())
     return Why(
         f"torch_npu sees no NPU, though {len(npus)} device files are there",
-        "see npu-smi info for the health of the cards, and whether another container holds them",
+        "see npu-smi info for the health of the devices, and whether another container uses them",
     )
 
 

@@ -117,7 +117,7 @@ def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}"
     if q.dtype not in _HALF and not (q.dtype == torch.float32 and takes_fp32()):
-        return f"{str(q.dtype).removeprefix('torch.')} is not taken by the fused operator of CANN {host.cann_version()}"
+        return f"{str(q.dtype).removeprefix('torch.')} is not supported by the fused operator of CANN {host.cann_version()}"
     if q.shape[-1] != k.shape[-1] or v.shape[-1] > q.shape[-1]:
         return f"head sizes {q.shape[-1]}, {k.shape[-1]}, {v.shape[-1]}: q and k must be equal, v no larger"
     if not 1 <= q.shape[-1] <= _MAX_HEAD_DIM:
@@ -271,7 +271,7 @@ class AttentionCalls:
         text = f"{number} calls, {self._share()} fused"
         if self.why:
             text += f" ({', '.join(f'{count} not: {why}' for why, count in self.why.most_common())})"
-        return f"{text}; {self.recomputed} more in the backward pass, computed again" if self.recomputed else text
+        return f"{text}; {self.recomputed} more in the backward pass, recomputed" if self.recomputed else text
 
     def _share(self) -> str:
         if not self.fused:

@@ -41,7 +41,7 @@ def backend(
     and (B, L) as well. Fewer heads of key and value than of query are found by their shapes.
     """
     if return_lse:
-        raise ValueError("this attention gives no log-sum-exp, which ring attention asks for; take Ulysses")
+        raise ValueError("this attention gives no log-sum-exp, which ring attention needs; use Ulysses")
     mask = _broadcastable(attn_mask, query, key)
     if _parallel_config is None:
         return _attend(query, key, value, mask, dropout_p, is_causal, scale)
@@ -92,7 +92,7 @@ def _forward(
 ) -> Tensor:
     """Attend inside diffusers' context parallelism, which asks for a backward of its own."""
     if return_lse:
-        raise ValueError("this attention gives no log-sum-exp, which ring attention asks for; take Ulysses")
+        raise ValueError("this attention gives no log-sum-exp, which ring attention needs; use Ulysses")
     if _save_ctx:
         ctx.save_for_backward(query, key, value)
         ctx.remaining = (attn_mask, dropout_p, is_causal, scale)

@@ -83,7 +83,7 @@ def find(kind: str) -> ProbedDevice:
     if hidden is not None:
         return ProbedDevice("cuda", 0, f"torch sees none with CUDA_VISIBLE_DEVICES={hidden!r}", "unset it")
     return ProbedDevice(
-        "cuda", 0, "torch sees no CUDA device", "see whether nvidia-smi works, and whose CUDA its driver takes"
+        "cuda", 0, "torch sees no CUDA device", "check that nvidia-smi works, and which CUDA its driver supports"
     )
 
 
@@ -124,7 +124,7 @@ def hide_unusable_npu(kind: str) -> None:
     global _hidden
     if "torch_npu" in sys.modules or importlib.util.find_spec("torch_npu") is None:  # too late, or nothing to hide
         return
-    probed = ProbedDevice("npu", 0, f"{kind} was asked for") if kind in ("cuda", "cpu") else _find_npu()
+    probed = ProbedDevice("npu", 0, f"{kind} was requested") if kind in ("cuda", "cpu") else _find_npu()
     if probed.count:
         return
     if kind == "npu":
@@ -181,14 +181,14 @@ def choose(kind: str = "auto", local_rank: int = 0, local_size: int = 1) -> Devi
         if probed.count:
             return _take(probed, local_rank, local_size, "; ".join(missed) or _nothing_better(candidate))
         missed.append(_missed(probed))
-    raise AssertionError("the CPU is always there")
+    raise AssertionError("the CPU is always available")
 
 
 def _absent(probed: ProbedDevice) -> Fault:
     remedy = f"or leave {_option()}=auto"
     if probed.remedy:
         remedy = f"{probed.remedy}; {remedy}"
-    return Fault(_option(), f"{probed.kind} asked for, but {probed.why_not}", remedy)
+    return Fault(_option(), f"{probed.kind} requested, but {probed.why_not}", remedy)
 
 
 def _option() -> str:
@@ -217,8 +217,8 @@ def _take(probed: ProbedDevice, local_rank: int, local_size: int, reason: str) -
             [
                 Fault(
                     "--nproc_per_node",
-                    f"{max(index + 1, local_size)} {probed.kind} devices wanted on this machine, {probed.count} found",
-                    f"--nproc_per_node={probed.count}, or let more be seen",
+                    f"{max(index + 1, local_size)} {probed.kind} devices requested on this machine, {probed.count} found",
+                    f"--nproc_per_node={probed.count}, or make more visible",
                 )
             ]
         )

@@ -81,7 +81,7 @@ def load() -> type[Optimizer]:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is None:
-                        assert parameter not in self._own, "a parameter that had a gradient has none"
+                        assert parameter not in self._own, "a parameter that had a gradient has none now"
                         continue
                     if parameter not in self._own:
                         self._own[parameter] = torch.empty_like(parameter, requires_grad=False)

@@ -34,7 +34,7 @@ def free_memory(kind: str = "auto") -> FreeMemory:
         if kind == vendor or (kind == "auto" and shutil.which(tool)):
             return _of_devices(vendor)
     free = host.available_bytes()
-    return FreeMemory("this machine (CPU)", free, why="" if free is not None else "the system does not say")
+    return FreeMemory("this machine (CPU)", free, why="" if free is not None else "the system does not report it")
 
 
 def _of_devices(kind: str) -> FreeMemory:
@@ -45,7 +45,7 @@ def _of_devices(kind: str) -> FreeMemory:
     try:
         done = subprocess.run([tool, *words], capture_output=True, text=True, timeout=_ANSWER_S)
     except (OSError, subprocess.SubprocessError) as error:
-        return FreeMemory(kind, why=f"{tool} does not answer ({type(error).__name__})")
+        return FreeMemory(kind, why=f"{tool} does not respond ({type(error).__name__})")
     if kind == "npu":
         devices = [(int(total) - int(used), int(total)) for used, total in _NPU_LINE.findall(done.stdout)]
     else:
@@ -55,7 +55,7 @@ def _of_devices(kind: str) -> FreeMemory:
     if re.fullmatch(r"\d+(,\d+)*", visible):
         devices = [devices[int(index)] for index in visible.split(",") if int(index) < len(devices)]
     if done.returncode or not devices:
-        return FreeMemory(kind, why=f"{tool} names no memory (exit code {done.returncode})")
+        return FreeMemory(kind, why=f"{tool} reports no memory (exit code {done.returncode})")
     free, total = min(devices)
-    several = f"{len(devices)} {kind} devices, of the fullest" if len(devices) > 1 else f"the {kind} device"
+    several = f"{len(devices)} {kind} devices, the fullest of them" if len(devices) > 1 else f"the {kind} device"
     return FreeMemory(several, free * _MIB, total * _MIB)

@@ -134,8 +134,8 @@ FUSED_ADAMW = PatchHook(_ignores_flag, _put_adamw)
 
 
 CHOICE = (
-    "optimizer: torch's fused AdamW, skipped updates decided on the device; NpuFusedAdamW, the other one here, makes the "
-    "host wait once a step and takes no bf16"
+    "optimizer: torch's fused AdamW, skipped updates decided on the device; NpuFusedAdamW, the alternative, makes the "
+    "host wait once per step and does not support bf16"
 )
 upstream: Callable[..., None] = torch._fused_adamw_
 Tensors = Sequence["Tensor"]
@@ -283,7 +283,7 @@ def _npu() -> Any:
 
 def _not_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
     if weight is None:
-        return "the operator wants a weight"
+        return "the operator needs a weight"
     if weight.dtype not in _TAKEN:
         return f"weight of {weight.dtype}"
     if not 2 <= x.ndim <= 8 or weight.shape != x.shape[-1:]:

@@ -29,13 +29,13 @@ def why_not(device: Device) -> str:
     if device.kind != "npu":
         return f"torchvision_npu decodes on an NPU, and this run is on {device.kind}"
     if not ascend.found_torchvision_npu():
-        return "torchvision_npu, in a version that decodes from memory, is not installed beside torchvision"
+        return "torchvision_npu, in a version that decodes from memory, is not installed with torchvision"
     try:
         off = difference()
     except Exception as error:  # of torchvision, its adapter, or the image processor's driver
         return f"torchvision_npu does not decode here: {type(error).__name__}: {error}"
     if off > TOLERANCE:
-        return f"torchvision_npu decodes a picture {off}/255 off the host's decoder, {TOLERANCE}/255 are borne"
+        return f"torchvision_npu decodes an image {off}/255 off the host's decoder, at most {TOLERANCE}/255 is allowed"
     return ""
 
 

@@ -91,7 +91,7 @@ class Memory:
         """Say it in one line."""
         return (
             f"{self.total:.2f} GiB in all, {self.allocated:.2f} in use by tensors here (at most {self.peak:.2f}), "
-            f"{self.reserved:.2f} held for them, {self.others:.2f} by others and the driver, {self.free:.2f} free"
+            f"{self.reserved:.2f} reserved for them, {self.others:.2f} by other processes and the driver, {self.free:.2f} free"
         )
 
 

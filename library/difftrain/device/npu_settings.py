@@ -49,8 +49,8 @@ def check_mode() -> None:
     except RuntimeError as error:
         if _ENABLE not in str(error):
             raise
-        what = f"{os.environ.get(_ENABLE)} is not taken by this NPU, in any precision"
-        remedy = f"unset it; {_DISABLE}=1 is the switch of this NPU, with which fp16 cannot be trained"
+        what = f"{os.environ.get(_ENABLE)} is not supported by this NPU, in any precision"
+        remedy = f"unset it; {_DISABLE}=1 is the switch of this NPU, and with it fp16 cannot be trained"
         raise ConfigFault([Fault(f"environment {_ENABLE}", what, remedy)]) from error
 
 

@@ -50,7 +50,7 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers",
         ("0.42.0", "0.43.0"),
         "none yet",
-        "GEGLU takes npu_geglu wherever torch_npu is importable: CPU modules crash, and its GELU is the tanh form",
+        "GEGLU uses npu_geglu wherever torch_npu is importable: CPU modules crash, and its GELU is the tanh form",
         "difftrain.device.fused_layers:GEGLU",
     ),
     Patch(
@@ -58,7 +58,7 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers",
         ("0.42.0", "0.43.0"),
         "none yet",
-        "RMSNorm takes npu_rms_norm wherever torch_npu is importable: CPU modules crash, and so do mixed dtypes",
+        "RMSNorm uses npu_rms_norm wherever torch_npu is importable: CPU modules crash, and so do mixed dtypes",
         "difftrain.device.fused_layers:RMS_NORM",
     ),
     Patch(
@@ -66,7 +66,7 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers",
         ("0.42.0", "0.43.0"),
         "none: for speed",
-        "apply_rotary_emb takes nine kernels where npu_rotary_mul is one",
+        "apply_rotary_emb needs nine kernels where npu_rotary_mul is one",
         "difftrain.device.fused_layers:ROTARY",
     ),
     Patch(
@@ -74,7 +74,7 @@ PATCHES: tuple[Patch, ...] = (
         "diffusers",
         ("0.36.0", "0.43.0"),
         "diffusers issue 14397",
-        "the dispatcher's NPU backend turns float masks round, drops is_causal, makes the host wait at every mask, and has "
+        "the dispatcher's NPU backend inverts float masks, drops is_causal, makes the host wait at every mask, and has "
         "no backward for context parallelism",
         "difftrain.device.attention_dispatch:NATIVE_NPU",
     ),

@@ -77,7 +77,7 @@ class Device:
         if self.kind != "cuda":
             return f"TF32 was allowed, and has no effect on {self.kind}"
         torch.backends.cuda.matmul.allow_tf32 = True
-        return "matrix products of fp32 round their inputs to TF32, on cards that have it"
+        return "matrix products of fp32 round their inputs to TF32, on devices that have it"
 
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
         """Return the context of mixed precision: "no", "fp16" or "bf16"."""
@@ -236,15 +236,13 @@ def why_not(backend: str, kind: str) -> str:
         return ""
     from torch.utils._triton import has_triton
 
-    return "" if has_triton() else f"on {kind} it needs Triton, which is not there"
+    return "" if has_triton() else f"on {kind} it needs Triton, which is not installed"
 
 
 def why_off(backend: str, kind: str) -> str:
     """Say why a compile backend is left out on a kind of device though it was asked for; empty where it is used."""
     if kind == "npu" and backend == "inductor":
-        return (
-            "what inductor makes for an NPU has not been shown to be right, nor fast; blocks run operator by operator"
-        )
+        return "what inductor makes for an NPU is not verified, neither its results nor its speed; blocks run operator by operator"
     return ""
 
 
@@ -252,7 +250,7 @@ def cost(backend: str, kind: str) -> str:
     """Say what compiling takes, as measured with torch 2.13 on blocks of SDXL."""
     if backend == "inductor" and kind == "cpu":
         return (
-            "a graph has about 7 kernels, each about 2 s of a C++ compiler on one core: minutes before the first step, "
+            "a graph has about 7 kernels, each about 2 s of C++ compilation on one core: minutes before the first step, "
             "less where they are cached from an earlier run"
         )
     if backend == "inductor":

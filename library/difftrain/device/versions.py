@@ -116,7 +116,7 @@ def pair_of(torch_npu: str) -> Pair | None:
 def judge_torch(torch_npu: str, torch: str) -> Judgement:
     """Judge a torch_npu beside a torch. It is compiled against one torch; beside another it cannot be loaded."""
     if same_torch(torch_npu, torch):
-        return Judgement(True, f"torch_npu {torch_npu} is that of torch {torch}")
+        return Judgement(True, f"torch_npu {torch_npu} matches torch {torch}")
     base = ".".join(map(str, (*numbers(torch_npu), 0, 0, 0)[:3]))
     remedy = f"pip install torch_npu=={torch_npu_for(torch)}, or torch=={base}"
     return Judgement(False, f"torch_npu {torch_npu} needs torch {base}, found torch {torch}", remedy)
@@ -136,7 +136,9 @@ def judge_cann(torch_npu: str, cann: str | None) -> Judgement:
     if series(cann) == series(pair.cann):
         return Judgement(True, f"CANN {cann} is what torch_npu {torch_npu} is published for")
     if series(cann) in fitting:
-        return Judgement(True, f"CANN {cann} is called compatible with torch_npu {torch_npu}, published for {release}")
+        return Judgement(
+            True, f"CANN {cann} is listed as compatible with torch_npu {torch_npu}, published for {release}"
+        )
     older = numbers(series(cann)) < numbers(fitting[0])
     what = f"CANN {cann} is {'older' if older else 'newer'} than {fitting[0 if older else -1]}, "
     what += f"the {'oldest' if older else 'newest'} called compatible with torch_npu {torch_npu}"
@@ -152,7 +154,7 @@ def judge_driver(cann: str | None, driver: str | None) -> Judgement:
     if known is None:
         return Judgement(None, f"driver {driver}; no table here has the drivers of CANN {cann or 'of this machine'}")
     if series(driver) in known[0]:
-        return Judgement(True, f"driver {driver} is called compatible with CANN {cann}")
+        return Judgement(True, f"driver {driver} is listed as compatible with CANN {cann}")
     remedy = f"published for CANN {series(str(cann))}: Ascend HDK {', '.join(known[0])}"
     if numbers(series(driver)) < numbers(known[0][0]):
         return Judgement(False, f"driver {driver} is older than those for CANN {cann}", remedy)

@@ -45,7 +45,7 @@ def _table() -> np.ndarray:
     if digest != _TABLE_SHA256:
         raise RuntimeError(
             f"the normal quantile table hashes to {digest} on this machine, not to {_TABLE_SHA256}: "
-            "its mathematics library is off by more than 1e-10, and its noise would not be that of other machines"
+            "its math library is off by more than 1e-10, and its noise would differ from other machines"
         )
     return table.astype(np.float32)
 
@@ -120,7 +120,7 @@ def choice(seed: int, key: bytes, occurrence: int, purpose: str, places: int, ke
     The places with the lowest of as many 64-bit words of a Philox stream stay.
     """
     if not 0 <= kept <= places:
-        raise ValueError(f"{kept} of {places} places cannot be chosen")
+        raise ValueError(f"{kept} of {places} positions cannot be chosen")
     bits = np.random.Philox(key=np.frombuffer(key_of(seed, key, occurrence, purpose), dtype="<u8").astype(np.uint64))
     # stable, so that equal words keep the order of their places everywhere
     order = np.argsort(bits.random_raw(places), kind="stable")

@@ -60,7 +60,7 @@ class Ema(Average):
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], decay: float, *, ramp: bool = False) -> None:
         if not 0.0 < decay < 1.0:
-            raise ValueError(f"the decay of an average lies between 0 and 1, got {decay}")
+            raise ValueError(f"the decay of an average must lie in 0 to 1, got {decay}")
         super().__init__(named)
         self.decay, self.ramp = decay, ramp
         self.updates = 0
@@ -158,7 +158,7 @@ def exponent(width: float) -> float:
     x^3 + p x + q, which has three real ones, so they are cosines.
     """
     if not 0.0 < width <= WIDEST:
-        raise ValueError(f"a relative width lies above 0 and is at most {WIDEST:.4f}, got {width}")
+        raise ValueError(f"a relative width must be above 0 and at most {WIDEST:.4f}, got {width}")
     # the cubic with its square term removed, solved by Viete: three real roots are three cosines of one angle
     s = width**-2
     p, q = -(s + 1.0 / 3.0), 2.0 / 27.0 + 4.0 * s / 3.0

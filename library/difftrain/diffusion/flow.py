@@ -75,7 +75,7 @@ class FlowTime:
                 return mode(u, self.mode_scale)
             case "cosmap":
                 return cosmap(u)
-        raise ValueError(f"a time is drawn by one of {', '.join(METHODS)}, got {self.method!r}")
+        raise ValueError(f"a time is sampled by one of {', '.join(METHODS)}, got {self.method!r}")
 
     def share_below(self, t: float, s: float) -> float:
         """Return the distribution function at t, after a shift by s and before the cut."""

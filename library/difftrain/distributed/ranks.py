@@ -84,7 +84,7 @@ class Ranks:
             dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":
-            with _meeting(launch.rank, f"{at} met, but their devices %s; {_LINK}", timeout):
+            with _meeting(launch.rank, f"{at} are connected, but their devices %s; {_LINK}", timeout):
                 _connect(device, launch.size)
         return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control)
 
@@ -202,13 +202,13 @@ class _Sum:
         return self._sum
 
 
-_ENDED = "another rank has ended or did not come in time; its own error says why"
+_ENDED = "another rank has ended or did not arrive in time; its own error says why"
 _TO_CHECK = (
     "check that every machine was started, with the same number of machines and the same master address, that this "
-    "address leads to the first machine from here, and that its firewall lets the port through"
+    "address reaches the first machine from here, and that its firewall lets the port through"
 )
 _LINK = (
-    "see what `difftrain doctor` says on each machine; for NPU check the links with hccn_tool, that HCCL_IF_IP (where it "
+    "run `difftrain doctor` on each machine; for NPU check the links with hccn_tool, that HCCL_IF_IP (where it "
     "is set) is an address of this machine that the others reach, and that all have the same CANN"
 )
 
@@ -226,7 +226,7 @@ def _connect(device: _Device, size: int) -> None:
     dist.all_reduce(box, dist.ReduceOp.SUM)
     device.synchronise()
     if int(box.item()) != size:
-        raise RuntimeError(f"{size} devices that each add 1 summed up to {box.item():g}")
+        raise RuntimeError(f"{size} devices that each add 1 gave the sum {box.item():g}")
 
 
 @contextlib.contextmanager
@@ -237,7 +237,7 @@ def _meeting(rank: int, what: str, timeout: timedelta) -> Iterator[None]:
         yield
     except RuntimeError as error:
         late = time.monotonic() - start > 0.9 * timeout.total_seconds()
-        how = f"did not meet within {_minutes(timeout)}" if late else "could not meet"
+        how = f"did not connect within {_minutes(timeout)}" if late else "could not connect"
         raise TrainingFault(f"rank {rank}: {what % how} ({_first_line(error)})") from error
 
 

@@ -51,10 +51,10 @@ class AccelerateEngine(CheckpointedEngine):
         for name, what in _ELSEWHERE.items():
             if _is_on(name):
                 problems.append(
-                    f"{name} asks accelerate for {what}, which this engine does not run: use another launcher"
+                    f"{name} asks accelerate for {what}, which this engine does not support: use another launcher"
                 )
         if _is_on(_DEEPSPEED) and not self.cfg.deepspeed.enable:
-            problems.append(f"{_DEEPSPEED} is set: give --deepspeed and its flags, accelerate's own file is not read")
+            problems.append(f"{_DEEPSPEED} is set: give --deepspeed and its flags, accelerate's own file is not used")
         return problems
 
     def _assemble(self, groups: list[Group], make_optimizer: MakeOptimizer, warm: list[Batch]) -> Any:

@@ -158,7 +158,7 @@ class BaseEngine:
         if closure is not None and closure.default is inspect.Parameter.empty:
             what = f"{type(optimizer).__name__} evaluates the loss several times a step"
             raise ConfigFault(
-                [Fault(option("optimizer.type"), what, "use an optimizer that takes gradients as they are")]
+                [Fault(option("optimizer.type"), what, "use an optimizer that evaluates the loss once per step")]
             )
         return optimizer
 
@@ -368,7 +368,7 @@ class BaseEngine:
             self._trained[name].copy_(tensor)
 
     def _must_not_be_swapped(self) -> None:
-        assert not self._swapped, "other weights are in place of the trained ones"
+        assert not self._swapped, "other weights are swapped in for the trained ones"
 
     def _own_state(self) -> dict[str, Tensor]:
         """Return the root's weights but those that are held as their source has them."""
@@ -435,8 +435,8 @@ def compile_blocks(
     kinds = len({_kind(block) for block in blocks})
     graphs = f"{kinds} graph{'s' if kinds > 1 else ''}"
     if spares:
-        graphs = f"up to {2 * kinds} graphs (some blocks are spared tokens)"
-    often = f"{graphs} at the first step and about as many at the next shapes" if buckets else graphs
+        graphs = f"up to {2 * kinds} graphs (some blocks see fewer tokens)"
+    often = f"{graphs} at the first step and about as many for every new shape" if buckets else graphs
     return (
         f"compile: {len(blocks)} blocks with {section.compile_backend}, {often}; "
         f"{device.compile_cost(section.compile_backend)}"

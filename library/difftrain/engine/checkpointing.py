@@ -182,7 +182,7 @@ def check_compatibility(
     own: the shapes of this model's weights. states: None where the optimizer begins anew.
     """
     if about["format"] > FORMAT:
-        raise ConfigFault([Fault(option("save.resume"), f"{path} is of a later version (format {about['format']})")])
+        raise ConfigFault([Fault(option("save.resume"), f"{path} is of a newer version (format {about['format']})")])
 
     # states are compared only where weights and optimizer agree: else they differ anyway
     parted = _parted("weights", own, weights.shapes)
@@ -202,7 +202,7 @@ def check_compatibility(
             Fault(
                 option("save.resume"),
                 what,
-                f"take that one; {toml_entry_point()} --reset_optimizer goes on with a new one",
+                f"use that one; {toml_entry_point()} --reset_optimizer continues with a new one",
             )
         )
     if faults:
@@ -214,7 +214,7 @@ def _parted(what: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list
     differences = []
     for word, names in (
         (f"{what} missing from it", sorted(own.keys() - saved.keys())),
-        (f"{what} that this model has not", sorted(saved.keys() - own.keys())),
+        (f"{what} that this model does not have", sorted(saved.keys() - own.keys())),
         (f"{what} of another shape", sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])),
     ):
         if names:

@@ -43,9 +43,9 @@ class DuringBackward:
     ) -> None:
         if inner(optimizer) is not optimizer or not steps_apart(optimizer):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-            what = f"{name} looks at all gradients at once, and cannot update during the backward pass"
+            what = f"{name} needs all gradients at once, and cannot update during the backward pass"
             raise ConfigFault(
-                [Fault(option("optimizer.type"), what, "AdamW or Adafactor, or an update after the backward")]
+                [Fault(option("optimizer.type"), what, "AdamW or Adafactor, or an update after the backward pass")]
             )
         self._master_weights, self._optimizer, self._parts, self._ranks = master_weights, optimizer, parts, ranks
         self._max_norm = max_grad_norm  # 0 does not clip

@@ -22,7 +22,7 @@ def check_gradients(left: list[str]) -> None:
     """Name parameters that a backward left out; other ranks would wait for them for ever. Raises ConfigFault."""
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-        what = f"parameters take no part in the loss: {', '.join(left[:5])}{more}"
+        what = f"parameters do not contribute to the loss: {', '.join(left[:5])}{more}"
         raise ConfigFault([Fault("model", what, "the family must freeze them")])
 
 
@@ -51,7 +51,7 @@ def check_zeros(
     """
     if not largest:
         if speaks:
-            log.info("which gradients are zeros is not looked at: this engine holds them in pieces")
+            log.info("gradients of zeros are not looked for: this engine shards them")
         return []
     shown_of = (loss.detach().reshape(()), *largest.values(), *weights.values())
     values = torch.stack([value.float().abs() for value in shown_of]).tolist()
@@ -70,14 +70,14 @@ def check_zeros(
     if values[0] == 0.0:
         _log(logging.WARNING, f"{what}; the loss of this step is 0", speaks)
     elif dead := [part for part in without if without[part] == every[part] and not begin]:
-        remedy = "nothing of the loss depends on it: leave it out of what is trained"
+        remedy = "the loss does not depend on it: exclude it from training"
         raise ConfigFault([Fault("model", f"no gradient reaches {', '.join(dead)}; {what}", remedy)])
     elif set(zeros) <= set(silent):
         _log(logging.INFO, f"{what}; no output depends on them", speaks)
     elif begin:
-        _log(logging.INFO, f"{what}; as is to be expected behind the {begin} tensors that begin as zeros", speaks)
+        _log(logging.INFO, f"{what}; as expected after the {begin} tensors that are initialised to zero", speaks)
     else:
-        _log(logging.WARNING, f"{what}; nothing that begins as zeros explains it: does the loss read them?", speaks)
+        _log(logging.WARNING, f"{what}; no zero-initialised tensor explains it: does the loss use them?", speaks)
     return zeros
 
 

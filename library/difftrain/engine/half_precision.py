@@ -25,7 +25,7 @@ def precision_of(section: TrainingSection) -> str:
     if section.full_precision is None:
         return section.mixed_precision
     return (
-        f"{section.full_precision} with weights in {section.full_precision} (kept beside them: {weights_kept(section)})"
+        f"{section.full_precision} with weights in {section.full_precision} (kept in addition: {weights_kept(section)})"
     )
 
 

@@ -34,7 +34,7 @@ class NativeEngine(CheckpointedEngine):
         if not self._fused:
             return super()._make_update(groups)
         if self.dp_size > 1 and ddp.has_statistics(self.root):
-            what = "has running statistics, which ranks share with updates after the backward pass alone"
+            what = "has running statistics, which ranks can only share when updates follow the backward pass"
             raise ConfigFault(
                 [
                     Fault(

@@ -37,7 +37,7 @@ def encode(value: Any, where: str, keep: Callable[[str, Tensor], None]) -> Any:
     if isinstance(value, dict):
         pairs = [[encode(key, "", keep), encode(item, f"{where}/{key}", keep)] for key, item in value.items()]
         return {"dict": pairs}
-    raise TrainingFault(f"the optimizer keeps {where} as a {type(value).__name__}, which a checkpoint cannot hold")
+    raise TrainingFault(f"the optimizer keeps {where} as a {type(value).__name__}, which a checkpoint cannot store")
 
 
 def decode(value: Any, find: Callable[[str], Tensor]) -> Any:

@@ -50,9 +50,9 @@ def mmd2(x: Tensor, y: Tensor, *, paired: bool = False) -> float:
     """
     m, n = len(x), len(y)
     if min(m, n) < LEAST:
-        raise ValueError(f"an unbiased estimate needs {LEAST} pictures of either side, not {m} and {n}")
+        raise ValueError(f"an unbiased estimate needs {LEAST} images on each side, not {m} and {n}")
     if paired and m != n:
-        raise ValueError(f"{m} and {n} pictures are no pairs")
+        raise ValueError(f"{m} and {n} images do not form pairs")
     xx, yy, xy = kernel(x, x), kernel(y, y), kernel(x, y)
     across = _others(xy) / (m * (m - 1)) if paired else float(xy.sum()) / (m * n)
     return _others(xx) / (m * (m - 1)) + _others(yy) / (n * (n - 1)) - 2 * across

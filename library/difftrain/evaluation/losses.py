@@ -167,7 +167,7 @@ def value_at(spec: DrawSpec, tenth: int, bucket: Bucket | None = None) -> float 
         return spec.through(tenth / 10, bucket)
     if spec.kind == "uniform":
         return tenth / 10
-    raise ValueError(f"a draw of kind {spec.kind!r} has no place along the noise")
+    raise ValueError(f"a draw of kind {spec.kind!r} has no noise level")
 
 
 def with_draw(batch: Batch, name: str, value: float) -> Batch:

@@ -89,14 +89,14 @@ def trouble(error: BaseException, name: str) -> Trouble | None:
         if isinstance(cause, errors.LocalEntryNotFoundError):  # what led to it tells more
             continue
         if isinstance(cause, errors.OfflineModeIsEnabled):
-            return Trouble("HF_HUB_OFFLINE forbids to fetch it", away=True)
+            return Trouble("HF_HUB_OFFLINE is set, so it cannot be fetched", away=True)
         if isinstance(cause, errors.HfHubHTTPError):
             return _answered(cause, name)
         if isinstance(cause, errors.HTTPError | ConnectionError | TimeoutError):
             text = f": {cause}" if str(cause) else ""
             return Trouble(
                 f"{endpoint()} cannot be reached ({type(cause).__name__}{text})",
-                "see the network, HF_ENDPOINT and proxies",
+                "check the network, HF_ENDPOINT and proxies",
                 passing=True,
                 away=True,
                 silent="Timeout" in type(cause).__name__,
@@ -106,11 +106,11 @@ def trouble(error: BaseException, name: str) -> Trouble | None:
             remedy = "HF_HOME names another folder" if path.startswith(cache_folder()) else ""
             return Trouble(f"{path}: {cause.strerror}", remedy)
         if isinstance(cause, errors.FileMetadataError):
-            return Trouble(f"{endpoint()} does not answer as a hub does", "see HF_ENDPOINT")
+            return Trouble(f"{endpoint()} does not respond like a hub", "see HF_ENDPOINT")
     if isinstance(error, errors.LocalEntryNotFoundError):
         return Trouble("it is not in the cache", away=True)
     if isinstance(error, OSError) and "onsistency check" in str(error):
-        return Trouble(f"{endpoint()} broke off in the middle", passing=True)
+        return Trouble(f"{endpoint()} closed the connection midway", passing=True)
     return None
 
 
@@ -131,19 +131,19 @@ def _answered(error: Any, name: str) -> Trouble:
     token = "the token in HF_TOKEN" if has_token() else "no token is given, HF_TOKEN holds one"
     status = getattr(error.response, "status_code", 0)
     if isinstance(error, errors.GatedRepoError):
-        return Trouble(f"{name} is gated, and {token} does not open it", "ask for access on its page of the hub")
+        return Trouble(f"{name} is gated, and {token} gives no access", "ask for access on its page of the hub")
     if isinstance(error, errors.RevisionNotFoundError):
-        return Trouble(f"{name} has no such revision", "a branch, a tag or a commit behind @")
+        return Trouble(f"{name} has no such revision", "a branch, a tag or a commit after @")
     if isinstance(error, errors.EntryNotFoundError):
         return Trouble(f"{name} has no such file")
     if isinstance(error, errors.DisabledRepoError):
         return Trouble(f"{name} is disabled by the hub")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return Trouble(f"{endpoint()} has no {name}, or hides it from you ({token})", "see how it is spelt")
+        return Trouble(f"{endpoint()} has no {name}, or hides it from you ({token})", "check the spelling")
     if status == 401:
         return Trouble(f"{endpoint()} refuses {token}", "make a new one on the hub")
     if status == 403:
-        return Trouble(f"{endpoint()} forbids it to {token}", _first_line(error))
+        return Trouble(f"{endpoint()} forbids access with {token}", _first_line(error))
     return Trouble(f"{endpoint()} answers {status}: {_first_line(error)}", passing=status in _TRANSIENT)
 
 

@@ -43,7 +43,7 @@ def fetch(
         return here, taken
     remaining = named(run_on(ranks, ranks.is_logger, lambda: unasked(here)), unasked=True)
     if remaining:
-        log.info("the weights come without a tokenizer: taken are %s", ", ".join(request.text for request in remaining))
+        log.info("the weights have no tokenizer: using %s", ", ".join(request.text for request in remaining))
         more, commits = _fetch_all(cfg, remaining, ranks, pins)
         here, taken = localised(here, more), taken | commits
     return here, taken
@@ -142,7 +142,7 @@ def _fetch_one(cfg: TrainConfig, request: HubRequest, commit: str | None, pinned
     )
     if not files:
         raise repo_files.Unfit(
-            f"holds no pictures, tars or parquet files{f' in {request.id.path}' if request.id.path else ''}"
+            f"holds no images, tars or parquet files{f' in {request.id.path}' if request.id.path else ''}"
         )
     path = repository.fetch(files, sum(sizes[file] for file in files)) / target
     kept = _kept_tokenizer(cfg, request)

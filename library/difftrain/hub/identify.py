@@ -37,7 +37,9 @@ def identify(text: str) -> WeightsIdentity:
         folder = repository.fetch(present, sum(files[name] for name in present)) if present else None
     except NotFetched as error:
         trouble = error.trouble
-        return WeightsIdentity(faults=((f"{text}, which is no path here: {trouble.what}", trouble.remedy or _WEIGHTS),))
+        return WeightsIdentity(
+            faults=((f"{text}, which is not a local path: {trouble.what}", trouble.remedy or _WEIGHTS),)
+        )
 
     def read(name: str) -> Mapping[str, Any] | None:
         path = folder / prefix / name if folder is not None else None

@@ -37,7 +37,7 @@ _PATHS = {
     **dict.fromkeys(_CLIP, "a folder with CLIP's vocab.json and merges.txt"),
     "model.tokenizer3": "a folder with T5's tokenizer.json or spiece.model",
 }
-_PICTURES = "a folder of pictures, tars or parquet"
+_PICTURES = "a folder of images, tars or parquet"
 _IN_TABLES, _REGULAR, _TRAINED = "data.dataset_config", "data.reg_dirs", "data.dirs"
 
 
@@ -73,9 +73,9 @@ class HubRequest:
 
     def fault(self, trouble: client.Trouble) -> Fault:
         """Say what is wrong, and what to place where."""
-        what = f"the weights come without it; {self.text}" if self.unasked else self.text
+        what = f"the weights do not include it; {self.text}" if self.unasked else self.text
         if not self.unasked and not self.id.explicit:
-            what += ", which is no path here"
+            what += ", which is not a local path"
         remedy = trouble.remedy
         if trouble.away:
             kind = " --repo-type dataset" if self.kind == "dataset" else ""

@@ -79,9 +79,7 @@ class Repository:
             raise NotFetched(trouble or _trouble(error, repo)) from error
         repository = cls(repo, kind, Path(folder).name)
         if trouble is not None:
-            log.warning(
-                "%s: %s; the cache has it as of commit %s, which is taken", repo, trouble.what, repository.commit[:8]
-            )
+            log.warning("%s: %s; using commit %s from the cache", repo, trouble.what, repository.commit[:8])
         return repository
 
     @cached_property
@@ -105,7 +103,7 @@ class Repository:
             folder = Path(_snapshot(self.repo, allow_patterns=[], local_files_only=True, **self._key))
         except Exception as error:
             raise NotFetched(_trouble(error, self.repo)) from error
-        log.warning("%s: the cache does not know all its files; those that are there are taken", self)
+        log.warning("%s: the cache does not list all its files; those present are used", self)
         paths = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
@@ -144,7 +142,7 @@ class Repository:
         log.info("%s: fetched in %.0f s", self, time.monotonic() - started)
         missing = [file for file in files if not (Path(made) / file).is_file()]
         if missing:
-            raise NotFetched(client.Trouble(f"{self}: {missing[0]} is not among what was fetched"))
+            raise NotFetched(client.Trouble(f"{self}: {missing[0]} is not among the fetched files"))
         self._note_name(Path(made))
         return Path(made)
 

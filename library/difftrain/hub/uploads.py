@@ -86,7 +86,7 @@ class Uploads:
                     )
                     self._done.wait_for(lambda: not self._pending, min(left, SAY_EVERY_S))
         finally:
-            self._give_up("the run ended before it was sent")
+            self._give_up("the run ended before it was uploaded")
 
     def _give_up(self, why: str) -> None:
         self._given_up.set()
@@ -142,7 +142,7 @@ class Uploads:
             return
         with self._done:
             self.sent.append(path.name)
-        log.info("sent %s to %s in %.0f s", path.name, self.target.repo, time.monotonic() - started)
+        log.info("uploaded %s to %s in %.0f s", path.name, self.target.repo, time.monotonic() - started)
 
     def _fail(self, path: Path, trouble: client.Trouble) -> None:
         if not self._given_up.is_set():  # else it is named already
@@ -153,7 +153,7 @@ class Uploads:
         with self._done:
             self.failed.append(path.name)
         log.warning(
-            "%s was not sent to the hub: %s; send it by hand: %s",
+            "%s was not uploaded to the hub: %s; upload it by hand: %s",
             path.name,
             redact_text(why),
             self.target.by_hand(path),
@@ -219,17 +219,19 @@ def open_target(hub: HubSection, run: str = "") -> UploadTarget | None:
     # what is wrong without asking the hub
     if client.is_offline():
         raise _fault(
-            option("hub.repo_id"), "HF_HUB_OFFLINE forbids to send anything", "unset it, or leave the flag out"
+            option("hub.repo_id"),
+            "HF_HUB_OFFLINE is set, so nothing can be uploaded",
+            "unset it, or leave the flag out",
         )
     if not client.has_token():
-        what = "needs a token that may write, and none is given"
+        what = "needs a token with write access, and none is given"
         raise _fault(option("hub.repo_id"), what, "export HF_TOKEN=…, or hf auth login")
 
     # whose token it is, and whether it may write at all
-    who = _call_hub("--huggingface_token", "your account", lambda api: api.whoami())
+    who = _call_hub(option("hub.token"), "your account", lambda api: api.whoami())
     role = who.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
-        raise _fault("--huggingface_token", "the token may only read", "make one on the hub that may write")
+        raise _fault(option("hub.token"), "the token has read access only", "create one with write access on the hub")
 
     # the repository, made where it is missing, and whether this account may write to it
     repo = hub.repo_id if "/" in hub.repo_id else f"{who['name']}/{hub.repo_id}"
@@ -239,7 +241,7 @@ def open_target(hub: HubSection, run: str = "") -> UploadTarget | None:
     # where saves will lie, said before training
     target = UploadTarget(repo, hub.repo_type, "/".join(filter(None, ((hub.path_in_repo or "").strip("/"), run))))
     log.info(
-        "exports%s go to the %s %s %s as %s%s",
+        "exports%s are uploaded to the %s %s %s as %s%s",
         " and states" if hub.save_state else "",
         "private" if private else "public",
         hub.repo_type,
@@ -272,7 +274,7 @@ def _visibility(hub: HubSection, repo: str) -> bool:
         )
         return private
     if hub.visibility and bool(visibility.private) != (hub.visibility == "private"):
-        what = f"{repo} is {'private' if visibility.private else 'public'} already, {hub.visibility} is asked for"
+        what = f"{repo} is {'private' if visibility.private else 'public'} already, {hub.visibility} is requested"
         raise _fault(option("hub.visibility"), what, "change it on the hub, or leave the flag out")
     return bool(visibility.private)
 

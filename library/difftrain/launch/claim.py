@@ -131,8 +131,8 @@ def turn(folder: Path, log: Callable[[str], None], *, fails_whole: type[Exceptio
         elif not announced:
             announced = True
             log(
-                f"waiting for process {pid or '?'} on {host.split('/')[0] or '?'}, which makes the environment "
-                f"(where nobody does, remove {folder})"
+                f"waiting for process {pid or '?'} on {host.split('/')[0] or '?'}, which creates the environment "
+                f"(if no such process exists, remove {folder})"
             )
         time.sleep(0.5)
     try:

@@ -120,7 +120,7 @@ def missing(needed: list[Requirement]) -> list[Requirement]:
             if numbers(version)[:2] < TORCH_NEEDED:
                 raise EnvironmentUnusable(
                     f"needs Python 3.11 / torch {_dotted(TORCH_NEEDED)}, found torch {version} in {sys.prefix}; "
-                    "it is left as it is: install a newer one, or give another Python as PYTHON=…"
+                    "it is not changed: install a newer one, or give another Python as PYTHON=…"
                 )
         elif version is None or not satisfied(version, requirement.allowed):
             lacking.append(requirement)
@@ -148,7 +148,7 @@ def name_untested(needed: list[Requirement]) -> None:
         if version is not None and not satisfied(version, requirement.tested):
             untested.append(f"{requirement.name} {version} (tested {requirement.tested})")
     if untested:
-        log(f"here and kept, in a version that is not tested: {', '.join(untested)}")
+        log(f"installed and kept, in an untested version: {', '.join(untested)}")
 
 
 def make_venv(folder: Path) -> Path:

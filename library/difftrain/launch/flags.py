@@ -46,7 +46,7 @@ class Owned:
 
 
 OWNED: tuple[Owned, ...] = (
-    Owned(("batch_size",), "train_batch_size", "images a device takes at once", "int"),
+    Owned(("batch_size",), "train_batch_size", "images per device and micro batch", "int"),
     Owned(("max_train_epoch", "max_train_epochs"), "max_train_epochs", "epochs; below 120 it is a speed run", "int"),
     Owned(("mixed_precision",), "mixed_precision", "no, fp16 or bf16"),
     Owned(("resolution",), "resolution", "WIDTH,HEIGHT or one number"),
@@ -59,17 +59,17 @@ OWNED: tuple[Owned, ...] = (
     Owned(("tokenizer1_path",), "tokenizer1_path", "folder of the first tokenizer"),
     Owned(("tokenizer2_path",), "tokenizer2_path", "folder of the second tokenizer"),
     Owned(("dataset_name",), "train_data_dir", "folder of the data; shapes or emoji: the embedded demo"),
-    Owned(("device_id",), "", "the device of a one-device run; names the output folder", "int"),
-    Owned(("performance",), "performance", "a speed run: 13 epochs unless told otherwise", "switch"),
+    Owned(("device_id",), "", "the device of a single-device run; also names the output folder", "int"),
+    Owned(("performance",), "performance", "a speed run: 13 epochs by default", "switch"),
     Owned(("nnodes",), "", "number of machines", "int"),
     Owned(("nproc_per_node",), "", "devices of each machine", "int"),
-    Owned(("node_rank",), "", "which machine this is, from 0", "int"),
+    Owned(("node_rank",), "", "number of this machine, from 0", "int"),
     Owned(("master_ip",), "", "address of machine 0"),
-    Owned(("master_port",), "", "a port of it that is free (8989)", "int"),
-    Owned(("ddp_timeout",), "ddp_timeout", "minutes that machines and processes wait for one another (30)", "int"),
-    Owned(("output_dir",), "", "folder of the run's files, instead of one named after the device_id"),
-    Owned(("demo_scale",), "", "share of the demo's images and steps: 0.1 is a quick look"),
-    Owned(("dry_run",), "dry_run", "print what would be done, touch no device", "switch"),
+    Owned(("master_port",), "", "a free port of machine 0 (8989)", "int"),
+    Owned(("ddp_timeout",), "ddp_timeout", "minutes that machines and processes wait for each other (30)", "int"),
+    Owned(("output_dir",), "", "folder for the run's files, instead of one named after device_id"),
+    Owned(("demo_scale",), "", "fraction of the demo's images and steps: 0.1 is a quick look"),
+    Owned(("dry_run",), "dry_run", "print what would be done; touches no device", "switch"),
 )
 _DOOR_NAMES = {flag.names[0]: flag.door for flag in OWNED if flag.door}
 _BY_NAME = {name: flag for flag in OWNED for name in flag.names}
@@ -182,7 +182,7 @@ def usage(command: str, door: str, caller: Caller = SCRIPTS) -> str:
         "",
         f"Each of these names works as a shell variable too. Every other flag goes to {caller.door % door}",
         "(its --help lists them). With no model and no data the embedded demo runs.",
-        f"Files go to {caller.output}/DEVICE_ID. With several machines, what no flag says of them is read from Slurm,",
+        f"Files go to {caller.output}/DEVICE_ID. With several machines, settings not given as flags are read from Slurm,",
         "Kubernetes, Volcano, ModelArts or torchrun's PET_* variables: docs/multi_machine.md.",
     ]
     return "\n".join(lines)

@@ -109,7 +109,7 @@ def choose(name: str, flags: LaunchFlags, where: Where) -> LightRecipe:
     has_model = "model_name" in flags.values or bool(own & WEIGHTS)
     has_data = bool(requested) or bool(own & DATA)
     if "config" in own:
-        return LightRecipe(DOOR, stage, ["--config says what is trained: the recipe's own file is left out"])
+        return LightRecipe(DOOR, stage, ["--config sets what is trained: the recipe's own file is not used"])
     # with nothing of the user's own, the embedded demo
     if requested in DEMOS or not (has_model or has_data):
         return _demo(requested or "shapes", flags, where, stage)
@@ -118,11 +118,11 @@ def choose(name: str, flags: LaunchFlags, where: Where) -> LightRecipe:
         what = "the folder that `difftrain init sd3_light --size=light --from=SD3_FOLDER --output=DIR` writes"
         faults.append(f"--model_name: is missing ({what})")
     if not has_data:
-        faults.append("--dataset_name: is missing (a folder of pictures or tars, or a TOML file of data sets)")
+        faults.append("--dataset_name: is missing (a folder of images or tars, or a TOML file of datasets)")
     if "demo_scale" in flags.values:
-        faults.append(f"{flags.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
+        faults.append(f"{flags.origins['demo_scale']}: is only for the embedded demo, and this is a run on your data")
     if requested.endswith(".toml") and "resolution" in flags.values:
-        faults.append(f"{flags.origins['resolution']}: the data set file {requested} has its own (resolutions in it)")
+        faults.append(f"{flags.origins['resolution']}: the dataset file {requested} sets its own (its resolutions)")
     words, notes = _real(name, flags, where, faults)
     return LightRecipe(DOOR, [*stage, *words], notes, faults)
 
@@ -133,7 +133,7 @@ def _real(name: str, flags: LaunchFlags, where: Where, faults: list[str]) -> tup
     words.append(f"--training.epochs={EPOCHS_OF_A_SPEED_RUN if speed else EPOCHS}")
     if speed:
         words += [f"--save.save_every_n_steps={NEVER}", f"--save.checkpoint_every_n_minutes={NEVER}"]
-        notes.append("a speed run: nothing is saved on the way")
+        notes.append("a speed run: nothing is saved before the end")
     if where.devices.kind == "cpu":
         words.append(f"--data.num_dataloader_workers={max(1, min(8, cores() // where.processes))}")
         words.append("--model.dtype=float32")
@@ -143,7 +143,7 @@ def _real(name: str, flags: LaunchFlags, where: Where, faults: list[str]) -> tup
     if requested:
         file = requested if requested.endswith(".toml") else _file_for(requested, flags, faults)
         words.append(f"--dataset={file}")
-        notes += [] if file == requested else [f"data set file: {file}"]
+        notes += [] if file == requested else [f"dataset file: {file}"]
     return words, notes
 
 
@@ -172,11 +172,9 @@ def _demo(dataset: str, flags_given: LaunchFlags, where: Where, stage: list[str]
 
     faults = []
     if "model_name" in flags_given.values:
-        faults.append(f"{flags_given.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
+        faults.append(f"{flags_given.origins['model_name']}: the demo {dataset} has its own model (leave it out)")
     if "resolution" in flags_given.values:
-        faults.append(
-            f"{flags_given.origins['resolution']}: the demo {dataset} has pictures of its own size (leave it out)"
-        )
+        faults.append(f"{flags_given.origins['resolution']}: the demo {dataset} has a fixed image size (leave it out)")
     scale = demo_scale(flags_given, faults)
     flags_given.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
     plan = make.plan(dataset, where.devices.kind, where.world_size, scale)

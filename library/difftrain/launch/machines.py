@@ -123,7 +123,7 @@ def find_devices() -> Devices:
     done = subprocess.run([sys.executable, "-m", "difftrain.device"], capture_output=True, text=True, env=environ)
     words = done.stdout.split()
     if done.returncode or len(words) < 2:
-        raise SystemExit(f"looking for devices failed:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"detecting devices failed:\n{done.stdout}{done.stderr}")
     return Devices("cpu", cores()) if words[-2] == "cpu" else Devices(words[-2], int(words[-1]))
 
 
@@ -161,7 +161,7 @@ def where(
         if int(around.values.get("nnodes", 1)) > 1:
             notes.append(
                 f"{around.origins['nnodes']}={around.values['nnodes']}: {around.scheduler} gave this job several "
-                f"machines, and this {caller.noun} trains on this one alone ({caller.layout('nm_np')} is for several)"
+                f"machines, and this {caller.noun} trains on this one only ({caller.layout('nm_np')} is for several)"
             )
 
     # processes: as many as the script or the user says, on an accelerator at most one a card
@@ -171,13 +171,13 @@ def where(
         faults.append(f"{flags.origins['nproc_per_node']}: must be at least 1, got {processes}")
     if layout == "1m_1p" and processes != 1:
         faults.append(
-            f"{flags.origins['nproc_per_node']}: this {caller.noun} runs one card, got {processes} "
+            f"{flags.origins['nproc_per_node']}: this {caller.noun} runs one device, got {processes} "
             f"({caller.layout('1m_8p')} is for several)"
         )
     if accelerator and processes > device.count:
         origin = flags.origins.get("nproc_per_node", f"this {caller.noun}")
         faults.append(
-            f"{origin}: {processes} {device.kind} devices are asked for, {device.count} found "
+            f"{origin}: {processes} {device.kind} devices are requested, {device.count} found "
             f"(--nproc_per_node={device.count})"
         )
 
@@ -251,7 +251,9 @@ def _device_id(
     allowed = visible or [str(number) for number in range(device.count)]
     if str(device_id) not in allowed:
         beside = f" with {variable}={environ[variable]}" if visible else ""
-        faults.append(f"{flags.origins['device_id']}: {device_id} is not among the cards {', '.join(allowed)}{beside}")
+        faults.append(
+            f"{flags.origins['device_id']}: {device_id} is not among the devices {', '.join(allowed)}{beside}"
+        )
     return device_id
 
 

@@ -151,7 +151,7 @@ def clear_the_way(launch: LaunchPlan, cfg: TrainConfig) -> None:
     aside = launch.folder.with_name(f"{launch.folder.name}.{stamp}") / launch.output.relative_to(launch.folder)
     aside.parent.mkdir(parents=True, exist_ok=True)
     launch.output.rename(aside)
-    print(f"{launch.output} {occupied.sentence}: moved aside to {aside}", flush=True)
+    print(f"{launch.output} {occupied.sentence}: moved to {aside}", flush=True)
 
 
 def launch(recipe_name: str, layout: str, argv: list[str], command: str, caller: Caller = SCRIPTS) -> int:

@@ -40,23 +40,23 @@ def look(output: Path, cfg: TrainConfig, world_size: int) -> Occupant:
     try:
         state = checkpoint.inspect(output, checkpoint.naming_of(cfg.save))
     except ConfigFault as fault:  # a record that cannot be read
-        return Occupant(f"holds a run that cannot be continued ({fault.faults[0].what})", in_the_way=True)
+        return Occupant(f"has a run that cannot be resumed ({fault.faults[0].what})", in_the_way=True)
     if isinstance(state, checkpoint.Finished | checkpoint.Unfinished):
         return _judge(state.record.config_digest == ours, isinstance(state, checkpoint.Finished))
     noted = read_note(output)
     if noted is not None:
         return _judge(noted.get("config_digest") == ours, bool(noted.get("finished")))
     if isinstance(state, checkpoint.Foreign):
-        return Occupant("holds files of another run", in_the_way=True)
+        return Occupant("has files of another run", in_the_way=True)
     return Occupant()
 
 
 def _judge(same: bool, finished: bool) -> Occupant:
     if finished:
-        return Occupant("holds a finished run" + ("" if same else " of another configuration"), in_the_way=True)
+        return Occupant("has a finished run" + ("" if same else " of another configuration"), in_the_way=True)
     if not same:
-        return Occupant("holds a run of another configuration", in_the_way=True)
-    return Occupant("holds an unfinished run of this configuration, which goes on")
+        return Occupant("has a run of another configuration", in_the_way=True)
+    return Occupant("has an unfinished run of this configuration, which is resumed")
 
 
 def read_note(output: Path) -> dict[str, object] | None:

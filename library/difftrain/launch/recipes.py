@@ -122,9 +122,9 @@ def choose(name: str, flags: LaunchFlags, where: Where) -> LaunchRecipe:
                 "--model_name: is missing (weights to start from, or --init_from_config=base for random ones)"
             )
         if not has_data:
-            faults.append("--dataset_name: is missing (a folder of pictures, tars or parquet)")
+            faults.append("--dataset_name: is missing (a folder of images, tars or parquet)")
     if "demo_scale" in flags.values:
-        faults.append(f"{flags.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
+        faults.append(f"{flags.origins['demo_scale']}: is only for the embedded demo, and this is a run on your data")
     words, notes = _real(defaults, flags, where)
     return LaunchRecipe(door, words, notes, faults)
 
@@ -133,14 +133,14 @@ def _real(defaults: dict[str, object], flags_given: LaunchFlags, where: Where) -
     own = flags_given.names_rest()
     common = _own_or({"resume": "auto"}, own)
     if own & SELF_CONTAINED:
-        return common, ["--config says what is trained: the recipe's own flags are left out"]
+        return common, ["--config sets what is trained: the recipe's own flags are not used"]
     flags, notes = dict(defaults), []
     speed = bool(flags_given.values.get("performance")) or flags_given.number("max_train_epoch", EPOCHS) < EPOCHS
     if speed:
         flags["max_train_epochs"] = EPOCHS_OF_A_SPEED_RUN
         for key in ("save_every_n_epochs", "save_last_n_epochs", "save_state"):
             del flags[key]
-        notes.append("a speed run: nothing is saved on the way")
+        notes.append("a speed run: nothing is saved before the end")
     if "max_train_steps" in own:
         del flags["max_train_epochs"]
     if where.devices.kind == "cpu":
@@ -166,7 +166,7 @@ def _demo(door: str, dataset: str, flags: LaunchFlags, where: Where) -> LaunchRe
 
     faults = []
     if "model_name" in flags.values:
-        faults.append(f"{flags.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
+        faults.append(f"{flags.origins['model_name']}: the demo {dataset} has its own model (leave it out)")
     scale = demo_scale(flags, faults)
     plan = demo.plan(dataset, where.devices.kind, where.world_size, scale)
     own, taken = flags.names_rest(), {flag.split("=")[0][2:] for flag in to_door(flags)}

@@ -30,7 +30,7 @@ LINGER_S = 3 * POLL_S  # as long as the others take to read why it is over
 _PREFIX = "difftrain/machines"
 _CHECK = (
     "check that every machine was started, with the same --nnodes and --master_ip and a --node_rank of its own, that the "
-    "address leads to machine 0 from everywhere, and that no firewall closes the port; --ddp_timeout is the limit, in "
+    "address reaches machine 0 from every machine, and that no firewall blocks the port; --ddp_timeout is the limit, in "
     "minutes"
 )
 
@@ -64,7 +64,7 @@ class Machine:
         """Return what is odd about machine 0: the address of machine 0 is not its own."""
         if self.rank or is_own(self.address):
             return ""
-        return f" ({self.address} is no address of this machine: is --node_rank=0 right here?)"
+        return f" ({self.address} is not an address of this machine: is --node_rank=0 right here?)"
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Waiting:
         because = f" ({why})" if why else self.machine.doubt
         if self.left_s() <= 0:
             raise RendezvousFailed(
-                f"{names} did not come to {self.machine.meeting} within {_duration(self.machine.wait_s)}{because}: {_CHECK}"
+                f"{names} did not reach {self.machine.meeting} within {_duration(self.machine.wait_s)}{because}: {_CHECK}"
             )
         if missing and time.monotonic() - self.noticed_at >= self.notice_s:
             self.noticed_at = time.monotonic()
@@ -166,10 +166,10 @@ def _look(machine: Machine, table: Any, rank: int, guests: dict[int, Guest], log
         guests[rank] = Guest(token, host, beat, time.monotonic())
     elif beat != guest.beat:
         if not guest.alive:
-            log(f"machine {rank} of {machine.count} is here: {host}")
+            log(f"machine {rank} of {machine.count} has joined: {host}")
         guest.beat, guest.seen, guest.alive = beat, time.monotonic(), True
     elif time.monotonic() - guest.seen > GONE_S:
-        log(f"machine {rank} of {machine.count} is gone: {host}")
+        log(f"machine {rank} of {machine.count} has left: {host}")
         del guests[rank]
         table.delete_key(f"here/{rank}")
 
@@ -227,7 +227,7 @@ def _sign_in(machine: Machine, store: Any, waiting: Waiting) -> str:
     table = PrefixStore(_PREFIX, store)
     key = f"here/{machine.rank}"
     if table.check(["begun"]):
-        return "a job that has begun without this machine is still there"
+        return "a job that started without this machine is still running there"
     if table.check(["count"]) and int(table.get("count")) != machine.count:
         named = f"--nnodes: {machine.count} on machine {machine.rank}, {table.get('count').decode()} on machine 0"
         raise RendezvousFailed(named, 2)
@@ -239,13 +239,13 @@ def _sign_in(machine: Machine, store: Any, waiting: Waiting) -> str:
             raise RendezvousFailed(f"machine 0 gave up: {text}", int(code))
         if table.check(["begun"]):
             let_in = machine.token in table.get("begun").decode().split(" ")
-            return "" if let_in else "the job has begun without this machine"
+            return "" if let_in else "the job has started without this machine"
         token, host = table.get(key).decode().split(" ") if table.check([key]) else ("", "")
         if not token:  # machine 0 took this one for gone
             table.set(key, f"{machine.token} {socket.gethostname()}")
         elif token != machine.token:
             raise RendezvousFailed(
-                f"--node_rank: {host} was started as machine {machine.rank} too (each machine has a number of its own)",
+                f"--node_rank: {host} was started as machine {machine.rank} too (every machine needs its own number)",
                 2,
             )
         missing = table.get("missing").decode() if table.check(["missing"]) else ""
@@ -269,10 +269,10 @@ def is_own(address: str) -> bool:
 def _reason(error: OSError) -> str:
     """Return why nobody could be reached, in a few words."""
     if isinstance(error, socket.gaierror):
-        return "its name is not known here"
+        return "its name cannot be resolved"
     if isinstance(error, TimeoutError):
         return "no answer"
-    known = {errno.ECONNREFUSED: "nobody listens there yet", errno.EHOSTUNREACH: "no route to it"}
+    known = {errno.ECONNREFUSED: "nothing listens there yet", errno.EHOSTUNREACH: "no route to it"}
     return known.get(error.errno or 0, error.strerror or str(error))
 
 

@@ -239,20 +239,20 @@ def _contradictions(name: str, environ: Mapping[str, str], explicit: Collection[
     """Name what is complete and yet would not work: a launcher on one machine only, or several on each."""
     if name == "Volcano" and _get(environ, "VC_MASTER_HOSTS"):
         return [
-            "VC_MASTER_HOSTS: VC_TASK_INDEX counts anew within each kind of task, and this job has masters and workers; "
+            "VC_MASTER_HOSTS: VC_TASK_INDEX restarts from 0 for each kind of task, and this job has masters and workers; "
             "give it one kind, `worker`, or Volcano's pytorch plugin, which sets RANK and WORLD_SIZE (or give --node_rank)"
         ]
     if name != "Slurm" or not _get(environ, "SLURM_NODEID"):
         return []
     if not _get(environ, "SLURM_STEP_ID") and not _get(environ, "SLURM_STEP_NODELIST"):
         return [
-            "SLURM_STEP_ID: is missing: a batch script runs on the first machine alone "
+            "SLURM_STEP_ID: is missing: a batch script runs on the first machine only "
             "(start the launcher with srun --ntasks-per-node=1, as examples/slurm does)"
         ]
     nodes, tasks = _get(environ, "SLURM_STEP_NUM_NODES"), _get(environ, "SLURM_STEP_NUM_TASKS")
     if nodes.isdecimal() and tasks.isdecimal() and int(tasks) > int(nodes):
         return [
-            f"SLURM_STEP_NUM_TASKS: {tasks} tasks on {nodes} machines, and each would start a process for every device "
+            f"SLURM_STEP_NUM_TASKS: {tasks} tasks on {nodes} machines, and each of them would start one process per device "
             "(srun --ntasks-per-node=1: the launcher starts the processes itself)"
         ]
     return []

@@ -104,9 +104,9 @@ def choose(flags: LaunchFlags, where: Where) -> TextToImageRecipe:
         if not has_model:
             faults.append("--model_name: is missing (a folder or hub id of Stable Diffusion 1.4)")
         if not has_data:
-            faults.append("--dataset_name: is missing (a folder or hub id of pictures with captions)")
+            faults.append("--dataset_name: is missing (a folder or hub id of images with captions)")
     if "demo_scale" in flags.values:
-        faults.append(f"{flags.origins['demo_scale']}: belongs to the embedded demo, and this is a run on your data")
+        faults.append(f"{flags.origins['demo_scale']}: is only for the embedded demo, and this is a run on your data")
     words, notes = _real(flags, where)
     return TextToImageRecipe(DOOR, words, notes, faults)
 
@@ -115,7 +115,7 @@ def _real(flags: LaunchFlags, where: Where) -> tuple[list[str], list[str]]:
     own = flags.names_rest()
     common: dict[str, object] = {"resume_from_checkpoint": "latest"}
     if own & SELF_CONTAINED:
-        return _own_or(common, flags), ["--config says what is trained: the baseline's own flags are left out"]
+        return _own_or(common, flags), ["--config sets what is trained: the baseline's own flags are not used"]
     recipe, notes = dict(BASELINE), []
     if "max_train_epoch" in flags.values or "num_train_epochs" in own:
         del recipe["max_train_steps"]
@@ -123,12 +123,12 @@ def _real(flags: LaunchFlags, where: Where) -> tuple[list[str], list[str]]:
     # the published figures are of the baseline's own length, from its weights
     changed = recipe.keys() & own or {"batch_size", "resolution", "max_train_epoch"} & flags.values.keys()
     if changed or own & {"init_from_config", "num_train_epochs"}:
-        notes.append("no loss is aimed at: that of the baseline belongs to its own flags and weights")
+        notes.append("no target loss: the baseline's target belongs to its own flags and weights")
     else:
         recipe["loss_target"] = LOSS_TARGET
         notes.append(
             f"the Stable Diffusion 1.4 baseline: the time of step {TIMED_STEP} of {STEPS}, and the last loss below "
-            f"{LOSS_TARGET}; of one global batch that says little, so the report has the mean of all steps too"
+            f"{LOSS_TARGET}; a single global batch says little, so the report also has the mean of all steps"
         )
     recipe["timed_step"] = TIMED_STEP
 
@@ -145,7 +145,7 @@ def _demo(dataset: str, flags: LaunchFlags, where: Where, faults: list[str]) -> 
     from difftrain.demo import recipe as demo
 
     if "model_name" in flags.values:
-        faults.append(f"{flags.origins['model_name']}: the demo {dataset} brings its own model (leave it out)")
+        faults.append(f"{flags.origins['model_name']}: the demo {dataset} has its own model (leave it out)")
     scale = demo_scale(flags, faults)
     flags.values.pop("dataset_name", None)  # --dataset_name=shapes names no folder
 
@@ -173,7 +173,7 @@ def _demo(dataset: str, flags: LaunchFlags, where: Where, faults: list[str]) -> 
         f"the embedded demo: the smallest Stable Diffusion 1 from a seed, on {dataset} at {demo.SIDE} px, {steps} steps"
         + (f", {scale:g} of its full length" if scale != 1 else ""),
         f"  batch {batch} x {where.processes} process{'es' if where.processes > 1 else ''}, precision "
-        f"{recipe['mixed_precision']}; random weights: no loss is aimed at",
+        f"{recipe['mixed_precision']}; random weights, so no target loss",
     ]
     preparation = [f"--dataset={dataset}", f"--scale={scale:g}", "--data_only"]
     return TextToImageRecipe(DOOR, [*prompts, *_own_or(recipe, flags)], notes, faults, preparation)

@@ -95,7 +95,7 @@ class Wishes:
         if number == signal.SIGUSR1:
             listening = [pid for pid in ranks if listens(pid)]
             if not listening:
-                _log("SIGUSR1: nothing to save, training has not begun")
+                _log("SIGUSR1: nothing to save, training has not started")
             _send(listening, number)
             return
         now = time.monotonic()
@@ -168,7 +168,7 @@ def run(words: list[str]) -> int:
         _print(str(failed))
         return failed.code
     except DistError as error:
-        _print(f"the machines lost one another before training began: {rendezvous.first_line(error)}")
+        _print(f"the machines lost contact before training started: {rendezvous.first_line(error)}")
         return 1
     except ChildFailedError as error:
         return _verdict(error)

@@ -327,7 +327,7 @@ def faults(family: Description, net: nn.Module) -> list[Fault]:
     layer, depth = family.cfg.loss.text_recon_target_layer, sum(1 for _ in passes.blocks_of(family, net))
     if layer and layer >= depth:  # its own tokens would be no target
         what = f"is {layer}, the {family.denoiser} has {depth} blocks"
-        what += ": the last one's text would be compared with itself" if layer == depth else ""
+        what += ": the text of the last block would be compared with itself" if layer == depth else ""
         remedy = f"0 for what enters the first block, or 1 to {depth - 1} for what leaves one before the last"
         problems.append(Fault(option("loss.text_recon_target_layer"), what, remedy))
     side, largest = max(_longest_sides(family.cfg), default=0), family.largest_side()
@@ -368,7 +368,7 @@ def freeze(family: Description, parts: Parts, root: DenoiserRoot) -> list[str]:
             parts.silent.add(f"{family.denoiser}.{name}")
     if parts.base:
         frozen = sum(net.get_parameter(name.partition(".")[2]).numel() for name in parts.base)
-        notes.append(f"held as their source has them, in no checkpoint: {frozen:,} weights of the {family.denoiser}")
+        notes.append(f"kept as in their source, and in no checkpoint: {frozen:,} weights of the {family.denoiser}")
     if family.denoiser not in family.rates:
         net.requires_grad_(False)
         notes.append(f"the {_TITLES.get(family.denoiser, family.denoiser)} is frozen: its learning rate is 0")
@@ -402,6 +402,6 @@ def _freeze_unread(text: Text, encoder: Any, reader: str) -> list[str]:
     first, last = layers + text.hidden + 1, layers - 1
     which = "" if first == layers else f"layer {first} and " if first == last else f"layers {first} to {last} and "
     return [
-        f"{text.part}: {which}final_layer_norm ({len(names)} tensors) stay as they are, "
+        f"{text.part}: {which}final_layer_norm ({len(names)} tensors) are not trained, "
         f"because {reader} reads the hidden states before them"
     ]

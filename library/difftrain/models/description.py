@@ -231,10 +231,7 @@ class Description:
         lacks = [
             t for t in self.texts if t.part in self.source.readers and t.tokenizer not in self.source.tokenizer_dirs
         ]
-        return [
-            f"{t.tokenizer}: none is there; the small vocabulary that comes with difftrain reads for {t.part}"
-            for t in lacks
-        ]
+        return [f"{t.tokenizer}: not found; difftrain's small built-in vocabulary is used for {t.part}" for t in lacks]
 
     def tokenizer(self, parts: Parts) -> Tokenize:
         """Return the picklable function from captions to token ids. Raises ConfigFault."""

@@ -108,7 +108,7 @@ def write_single_file(
                 if key in copies:
                     writer.write(copies[key], joined)
                 if key in facts.identity and not torch.equal(joined.float(), torch.eye(len(joined))):
-                    _tell_once(family, f"{key} is not the identity, which other readers of single files take it for")
+                    _tell_once(family, f"{key} is not the identity, as other readers of single files assume")
     return path
 
 
@@ -118,8 +118,8 @@ def _said_in_header(family: BaseFamily) -> dict[str, Any]:
     shift, readers_shift = scheduler.get("shift"), family.one_file.shift if family.one_file else None
     if readers_shift is not None and (scheduler.get("use_dynamic_shifting") or shift != readers_shift):
         own = "follows the size" if scheduler.get("use_dynamic_shifting") else f"is {shift:g}"
-        what = f"readers of a single file shift the times by {readers_shift:g}, and this model's shift {own}"
-        _tell_once(family, f"{what}: set it where you draw")
+        what = f"readers of a single file shift the timesteps by {readers_shift:g}, and this model's shift {own}"
+        _tell_once(family, f"{what}: set it when you sample")
     return family.facts() | {"scheduler": scheduler}
 
 

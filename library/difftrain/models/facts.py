@@ -154,7 +154,7 @@ def clip_bounds(part: str) -> tuple[Bound, ...]:
         number = sizes[part]["max_position_embeddings"]
         return "" if number >= 3 else f"is {number}"
 
-    why = "a sequence has two marks and at least one token between them"
+    why = "a sequence has a start token, an end token and at least one token between them"
     multiple = f"a multiple of num_attention_heads {{{part}[num_attention_heads]}}"
     return Bound(f"{part}.hidden_size", heads, multiple), Bound(f"{part}.max_position_embeddings", positions, why)
 

@@ -302,8 +302,8 @@ def _in_8_bits(family: BaseFamily, parts: Parts) -> list[str]:
     notes = to_8_bits(chosen)
     if not notes:
         flag = option("model.fp8_frozen", "all") if which == "all" else option("model.fp8_frozen", "unet")
-        return [f"{flag} has no effect: it is for frozen layers, and here all that it is about are trained"]
-    return [f"in 8 bits, because they are frozen: {notes}; exports and checkpoints hold them as they were"]
+        return [f"{flag} has no effect: it is for frozen layers, and all of those layers are trained here"]
+    return [f"in 8 bits, because they are frozen: {notes}; exports and checkpoints keep their original precision"]
 
 
 def _recompute(encoder: Any) -> None:

@@ -39,13 +39,13 @@ class Flux(ModelFamily):
     shift = Shift(dynamic=(256, 4096, 0.5, 1.15))
     zero = r"(norm1|norm1_context|norm_out|\.norm)\.linear\.|^proj_out\."
     vae_scales = MappingProxyType({"scaling_factor": 0.3611, "shift_factor": 0.1159, "norm_num_groups": 32})
-    options = (FamilyOption("model.guidance", "what a guidance-distilled model is told that it is guided by"),)
+    options = (FamilyOption("model.guidance", "the guidance value of a guidance-distilled model"),)
     lora = Lora((
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.0.proj",
         "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out",
     ))  # fmt: skip
     agree = (
-        Agree("transformer.in_channels", lambda s: 4 * s["vae"]["latent_channels"], "two by two latent pixels are a token"),
+        Agree("transformer.in_channels", lambda s: 4 * s["vae"]["latent_channels"], "a token is 2x2 latent pixels"),
         Agree("transformer.joint_attention_dim", lambda s: s["text_encoder_2"]["d_model"], "text_encoder_2's d_model"),
         Agree("transformer.pooled_projection_dim", lambda s: s["text_encoder"]["hidden_size"], "text_encoder's hidden_size"),
         Agree("transformer.patch_size", lambda s: 1, "its tokens are packed before they enter"),
@@ -88,7 +88,7 @@ class Flux(ModelFamily):
         return (
             []
             if embeds or self.cfg.model.guidance == 1.0
-            else ["guidance has no effect: this transformer is told none"]
+            else ["guidance has no effect: this transformer has no guidance input"]
         )
 
     def rope(self, net: Any, size: tuple[int, int], length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ def thumbnail(value: str | None) -> str | None:
     try:
         content = Path(value).expanduser().read_bytes()
     except OSError as error:
-        remedy = "give a picture file or a data: URL"
+        remedy = "give an image file or a data: URL"
         raise ConfigFault(
             [Fault(option("metadata.thumbnail"), f"{value} cannot be read: {error.strerror}", remedy)]
         ) from None

@@ -46,9 +46,9 @@ class QwenImage(ModelFamily):
         "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "txt_mod.1",
     ))  # fmt: skip
     agree = (
-        Agree("transformer.in_channels", lambda s: 4 * s["vae"]["z_dim"], "two by two latent pixels are a token"),
+        Agree("transformer.in_channels", lambda s: 4 * s["vae"]["z_dim"], "a token is 2x2 latent pixels"),
         Agree("transformer.out_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
-        Agree("transformer.patch_size", lambda s: 2, "two by two latent pixels are a token"),
+        Agree("transformer.patch_size", lambda s: 2, "a token is 2x2 latent pixels"),
         Agree(
             "transformer.joint_attention_dim", lambda s: s["text_encoder"]["text_config"]["hidden_size"],
             "the language model's hidden_size",

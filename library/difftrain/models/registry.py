@@ -79,8 +79,8 @@ _UNET_FIELDS = (
     "optimizer.learning_rate_te1", "optimizer.text_encoder_lr", "optimizer.unet_lr", "captions.weighted",
 )  # fmt: skip
 _ONE_ENCODER = {
-    "optimizer.learning_rate_te2": "there is one text encoder",
-    "optimizer.block_lr": "counts the 23 blocks of another UNet",
+    "optimizer.learning_rate_te2": "the model has one text encoder",
+    "optimizer.block_lr": "is for the 23 blocks of SDXL's UNet",
 }
 _FLOW_DEFAULTS: dict[str, Any] = {
     "cache.latents_to_disk": True,

@@ -177,7 +177,7 @@ def block_faults(unet: Any, rates: tuple[float, ...]) -> list[Fault]:
     if not rates or len(rates) == num_blocks(unet):
         return []
     n = _inputs(unet)
-    remedy = f"1 for the embeddings, {n} input, {_MIDDLE} middle, {n} output, 1 for the way out"
+    remedy = f"1 for the embeddings, {n} input, {_MIDDLE} middle, {n} output, 1 for the output"
     return [
         Fault(
             option("optimizer.block_lr"),

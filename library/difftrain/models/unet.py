@@ -127,10 +127,10 @@ class UNetFamily(DdpmObjective, ModelFamily):
         """Say where weights predict something else, and how a model of other layers is used: no format carries that."""
         notes, expected = [], self.cfg.model.prediction_type
         if (prediction := self._prediction_of_source()) not in (None, expected):
-            notes.append(f"these weights say that they predict {prediction}; this run trains {expected}")
+            notes.append(f"these weights are for {prediction} prediction; this run trains {expected}")
         if self.skips:
             notes.append(
-                f"clip_skip {self.clip_skip}: draw with the same clip skip; in diffusers, which counts from "
+                f"clip_skip {self.clip_skip}: sample with the same clip skip; in diffusers, which counts from "
                 f"{self.row.title}'s own, that is clip_skip={self.clip_skip - self.own_skip}"
             )
         return notes
@@ -165,7 +165,7 @@ class UNetFamily(DdpmObjective, ModelFamily):
                 )
             ]
         if sizes["vae"].get("latents_mean") is not None:
-            what = f"latents_mean is not {self.row.title}'s: its latents are scaled by scaling_factor alone"
+            what = f"latents_mean is not {self.row.title}'s: its latents are scaled by scaling_factor only"
             return [Fault(f"{where} [vae]", what)]
         return super().misfits(sizes, where)
 

@@ -83,7 +83,9 @@ class VisionFolder:
                 Fault(FLAG, f"{self.path}/config.json does not say its {', '.join(wrong)} in whole numbers")
             )
         if wrong := [name for name in ("image_mean", "image_std") if len(self.scaling.get(name) or ()) != 3]:
-            what = f"{self.path}/preprocessor_config.json does not say {', '.join(wrong)}: how colours are scaled"
+            what = (
+                f"{self.path}/preprocessor_config.json does not say {', '.join(wrong)}: how pixel values are normalised"
+            )
             problems.append(Fault(FLAG, what, "the file that came with the weights"))
         try:
             self.files()

@@ -38,7 +38,7 @@ class Wan(ModelFamily):
         Agree("transformer.in_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
         Agree("transformer.out_channels", lambda s: s["vae"]["z_dim"], "the VAE's z_dim"),
         Agree("transformer.text_dim", lambda s: s["text_encoder"]["d_model"], "text_encoder's d_model"),
-        Agree("transformer.patch_size", lambda s: [1, 2, 2], "a token is two by two latent pixels of one frame"),
+        Agree("transformer.patch_size", lambda s: [1, 2, 2], "a token is 2x2 latent pixels of one frame"),
     )
 
     def __init__(self, cfg: TrainConfig) -> None:

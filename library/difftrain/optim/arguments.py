@@ -30,7 +30,7 @@ def parse(where: str, pairs: Iterable[str]) -> dict[str, Any]:
             arguments[name] = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError):
             faults.append(
-                Fault(where, f"{name}={text} is not a literal", "a number, True, None, (1, 2), or a text in quotes")
+                Fault(where, f"{name}={text} is not a literal", "a number, True, None, (1, 2), or text in quotes")
             )
     if faults:
         raise ConfigFault(faults)
@@ -62,5 +62,5 @@ def load(where: str, path: str, base: type[T]) -> type[T]:
     except AttributeError as error:
         raise ConfigFault([Fault(where, f"{module_name} has no {name}", "check the name")]) from error
     if not (inspect.isclass(value) and issubclass(value, base)):
-        raise ConfigFault([Fault(where, f"{path} is no {base.__name__}", f"name a subclass of {base.__name__}")])
+        raise ConfigFault([Fault(where, f"{path} is not a {base.__name__}", f"name a subclass of {base.__name__}")])
     return value

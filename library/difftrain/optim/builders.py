@@ -163,7 +163,7 @@ def make_adaptive(order: OptimizerOrder) -> Optimizer:
     """Make the named one. Raises ConfigFault where groups have rates of their own and it would stop at them."""
     rates = {table["lr"] for table in order.tables}
     if len(rates) > 1 and order.name not in FIRST_RATE:
-        what = f"{order.name} takes one rate for all groups, there are {', '.join(f'{r:g}' for r in sorted(rates))}"
+        what = f"{order.name} takes one rate for all groups, but there are {', '.join(f'{r:g}' for r in sorted(rates))}"
         raise ConfigFault([Fault(option(TYPE), what, "give one rate for everything")])
     return construct(order, _class(order.name))
 

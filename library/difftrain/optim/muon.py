@@ -43,7 +43,7 @@ def make(order: OptimizerOrder) -> Optimizer:
     """Make it, each group cut in two. Raises ConfigFault where there is no matrix, or arguments are out of range."""
     tables = [table for group in order.groups for table in _cut(group)]
     if order.trial and not any(table["matrix"] for table in tables):
-        what = f"{order.name} is for matrices within blocks, and none of what is trained is one"
+        what = f"{order.name} is for matrices inside blocks, and no trained parameter is one"
         raise ConfigFault([Fault(option(TYPE), what, f"{option('optimizer.type')}=AdamW")])
     return construct(OptimizerOrder(order.name, tables, order.lr, order.arguments), Muon, fused=order.fused_ok)
 
@@ -183,10 +183,10 @@ def _size(shape: torch.Size, adjust_lr: str) -> float:
 
 def _check(momentum: float, ns_steps: int, adjust_lr: str, weight_decay: float, adamw_lr: float | None) -> None:
     if not 0 <= momentum < 1:
-        raise ValueError(f"momentum lies in [0, 1), got {momentum}")
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     if not (isinstance(ns_steps, int) and 1 <= ns_steps < 100):
         raise ValueError(f"ns_steps is a number from 1 to 99, got {ns_steps}")
     if adjust_lr not in ADJUSTMENTS:
         raise ValueError(f"adjust_lr is {' or '.join(ADJUSTMENTS)}, got {adjust_lr!r}")
     if weight_decay < 0 or (adamw_lr is not None and adamw_lr < 0):
-        raise ValueError("weight_decay and adamw_lr are not below 0")
+        raise ValueError("weight_decay and adamw_lr must not be negative")

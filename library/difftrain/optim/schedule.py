@@ -37,7 +37,7 @@ def factor_of(section: OptimizerSection, total_steps: int) -> Factor:
     """Return the named schedule as a function of the update, without an optimizer: plots and dry runs use it."""
     name = schedule_name(section)
     if name == ADAFACTOR:
-        what = f"goes with {option('optimizer.type')}=Adafactor and its relative_step alone"
+        what = f"works only with {option('optimizer.type')}=Adafactor and its relative_step"
         raise ConfigFault([Fault(option(_NAME, ADAFACTOR), what, "another schedule")])
     if name not in SCHEDULES:
         raise ConfigFault([Fault(option(_NAME), f"got {section.scheduler!r}", f"one of {', '.join(SCHEDULES)}")])
@@ -65,9 +65,7 @@ def _dotted(section: OptimizerSection, optimizer: Optimizer) -> LRScheduler:
     settings = arguments.parse(option(_ARGS), section.scheduler_args)
     kind = arguments.load(option(_TYPE), path if "." in path else f"torch.optim.lr_scheduler.{path}", LRScheduler)
     if issubclass(kind, ReduceLROnPlateau):
-        raise ConfigFault(
-            [Fault(option(_TYPE), f"{path} waits for a metric, which no step hands it", "another schedule")]
-        )
+        raise ConfigFault([Fault(option(_TYPE), f"{path} needs a metric, which no step provides", "another schedule")])
     arguments.check(option(_ARGS), path, kind, settings, _OURS)
     try:
         return kind(optimizer, **settings)

@@ -34,7 +34,7 @@ def dataset_page(facts: dict[str, Any]) -> str:
     count = len(facts["findings"])
     badge = ("bad", "would not start") if stops else ("plain", f"{count} to look at") if count else ("good", "fine")
     about = [
-        f"seed {facts['seed']}" + ("" if facts["seeded"] else ": none is configured, a run draws one"),
+        f"seed {facts['seed']}" + ("" if facts["seeded"] else ": none is configured, a run chooses one"),
         f"global batch {', '.join(map(str, facts['global_batch']))}",
         f"{facts['ranks']} rank{'s'[: facts['ranks'] > 1]}",
         facts["written"],
@@ -49,10 +49,10 @@ def dataset_page(facts: dict[str, Any]) -> str:
         ("buckets", totals["buckets"]),
         ("held out for validation", totals["held_out"]),
         ("not trained on", facts["rejected"]["count"]),
-        ("copies, byte for byte", totals["copies"] if facts["copies"]["looked_for"] else None),
-        ("nearly the same as another", facts["similar"]["images"] or None),
+        ("exact duplicates", totals["copies"] if facts["copies"]["looked_for"] else None),
+        ("near duplicates", facts["similar"]["images"] or None),
         ("images enlarged", totals["upscaled"]),
-        ("captions longer than the model reads", tokens["cut"] or None if tokens else None),
+        ("captions longer than the model's limit", tokens["cut"] or None if tokens else None),
     ]
     return page(
         f"Dataset {facts['name']}",
@@ -61,14 +61,14 @@ def dataset_page(facts: dict[str, Any]) -> str:
         cards=[(text, cell(value)) for text, value in cards if value is not None],
         sections=(
             ("findings", "What to look at", panel(findings(facts["findings"]))),
-            ("pictures", "Images, as they will be cut", _shots(facts)),
+            ("pictures", "Images, as they will be cropped", _shots(facts)),
             ("sources", "Sources", _sources(facts["sources"])),
             ("buckets", "Buckets and resolutions", _buckets(facts["buckets"], facts["resolutions"])),
             ("captions", "Captions", _captions(facts["captions"])),
             ("words", "Words", _words(facts["captions"])),
             ("rejected", "Not trained on", _rejected(facts["rejected"])),
             ("copies", "Copies", _copies(facts["copies"])),
-            ("similar", "Nearly the same", _similar(facts["similar"])),
+            ("similar", "Near duplicates", _similar(facts["similar"])),
             ("notes", "Notes", panel(bullets(facts["notes"]))),
         ),
     )
@@ -80,7 +80,7 @@ def dataset_page(facts: dict[str, Any]) -> str:
 def _sources(sources: list[dict[str, Any]]) -> str:
     heads = {
         "source": "#", "dataset": "data set", "folder": "folder", "kind": "kind", "records": "images", "repeats": "repeats",
-        "draws_per_epoch": "uses an epoch", "held_out": "held out", "upscaled": "enlarged", "refused": "refused",
+        "draws_per_epoch": "uses per epoch", "held_out": "held out", "upscaled": "enlarged", "refused": "refused",
         "no_bucket": "no bucket", "not_used": "surplus", "settings": "settings",
     }  # fmt: skip
     always = ("source", "folder", "kind", "records", "repeats", "draws_per_epoch", "settings")
@@ -95,7 +95,7 @@ def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -
     chart = bar_chart(
         [f"{bucket['width']}×{bucket['height']}" for bucket in by_shape],
         [float(bucket["draws_per_epoch"]) for bucket in by_shape],
-        x_label="uses an epoch, from tall to wide",
+        x_label="uses per epoch, from tall to wide",
     )
 
     # --- the table, the fullest first
@@ -103,13 +103,13 @@ def _buckets(buckets: list[dict[str, Any]], resolutions: list[dict[str, Any]]) -
         {
             "bucket": bucket["bucket"],
             "images": bucket["records"],
-            "uses an epoch": bucket["draws_per_epoch"],
+            "uses per epoch": bucket["draws_per_epoch"],
             "share, %": round(100 * bucket["share"], 1),
-            "batches an epoch": round(bucket["batches_per_epoch"], 2),
+            "batches per epoch": round(bucket["batches_per_epoch"], 2),
             "held out": bucket["held_out"],
             "enlarged": bucket["upscaled"],
             "median scale": round(bucket["median_scale"], 3),
-            "cut away, %": round(100 * bucket["cut_away"], 1),
+            "cropped away, %": round(100 * bucket["cut_away"], 1),
         }
         for bucket in sorted(buckets, key=lambda bucket: -bucket["draws_per_epoch"])
     ]
@@ -129,25 +129,25 @@ def _rejected(rejected: dict[str, Any]) -> str:
         return ""
     reasons = [{**reason, "source": reason["source"] or "all"} for reason in rejected["reasons"]]
     more = rejected["count"] - len(rejected["first"])
-    footer = note(f"and {more:,} more: a run names all of them in rejected.jsonl") if more > 0 else ""
+    footer = note(f"and {more:,} more: a run lists all of them in rejected.jsonl") if more > 0 else ""
     return panel(rows(reasons) + details(f"{len(rejected['first'])} by name", rows(rejected["first"]) + footer))
 
 
 def _copies(copies: dict[str, Any]) -> str:
     if not copies["looked_for"]:
-        why = f"not looked for: images were not read whole ({option('data.verify', 'full')} reads them)"
+        why = f"not searched: images were not decoded completely ({option('data.verify', 'full')} reads them)"
         return panel(missing(why))
     if not copies["groups"]:
         return ""
     table = [{"images": group["pictures"], "names": group["names"]} for group in copies["first"]]
     more = copies["groups"] - len(table)
     footer = note(f"and {more:,} more groups") if more > 0 else ""
-    return panel(rows(table) + footer, "Images with the same bytes; all are kept")
+    return panel(rows(table) + footer, "Images with identical bytes; all are kept")
 
 
 def _similar(similar: dict[str, Any]) -> str:
     if not similar["looked_for"]:
-        return panel(missing(f"not looked for: there are more than {similar['limit']:,} images"))
+        return panel(missing(f"not searched: there are more than {similar['limit']:,} images"))
     if not similar["groups"]:
         return ""
     panels = []
@@ -164,7 +164,9 @@ def _similar(similar: dict[str, Any]) -> str:
         panels.append(f'<div class="panel"><div class="likes">{figures}</div>{footer}</div>')
     more = similar["groups"] - len(similar["first"])
     footer = note(f"and {more:,} more groups") if more > 0 else ""
-    text = note("Found by a hash of their brightness: resized, recompressed or slightly cropped copies. All are used.")
+    text = note(
+        "Found by a hash of their brightness: resized, recompressed or slightly cropped duplicates. All are used."
+    )
     return f'<div class="grid2">{"".join(panels)}</div>{footer}{text}'
 
 
@@ -173,7 +175,7 @@ def _similar(similar: dict[str, Any]) -> str:
 
 def _captions(captions: dict[str, Any]) -> str:
     counts = f"{captions['count']:,} captions"
-    counts += f", several of {captions['several']:,} pictures" if captions["several"] else ""
+    counts += f", several of {captions['several']:,} images" if captions["several"] else ""
     counts += f", {captions['empty']:,} are empty" if captions["empty"] else ""
     tokens = captions["tokens"]
     panels = [_tokens(tokens, counts)]
@@ -189,7 +191,7 @@ def _captions(captions: dict[str, Any]) -> str:
 def _words(captions: dict[str, Any]) -> str:
     """Show which words and tags are frequent: the captions that have them."""
     panels = []
-    for key, title in (("words", "Words, and the captions that have them"), ("tags", "Tags, between commas")):
+    for key, title in (("words", "Words, and how many captions have them"), ("tags", "Tags, between commas")):
         # what one caption has alone says nothing of a dataset, but where there is little else
         ranked = [(name, count) for i, (name, count) in enumerate(captions[key]) if count > 1 or i < FEW_WORDS]
         if ranked:
@@ -200,16 +202,16 @@ def _words(captions: dict[str, Any]) -> str:
 
 def _tokens(tokens: dict[str, Any] | None, counts: str) -> str:
     if tokens is None:
-        why = f"Tokens are counted where a model is named: {option('model.pretrained')} or {option('model.init_from_config')}."
+        why = f"Tokens are counted if a model is given: {option('model.pretrained')} or {option('model.init_from_config')}."
         return panel(note(f"{counts}. {why}"), "Tokens")
     chart = bar_chart(
         [str(one["from"]) for one in tokens["bins"]],
         [float(one["captions"]) for one in tokens["bins"]],
-        x_label="tokens of a caption, from",
+        x_label="tokens per caption, from",
     )
     text = (
         f"{counts}. Tokens of {tokens['counted']:,}: {tokens['mean']:.1f} on average, {tokens['most']:,} at most; the model "
-        f"reads {tokens['limit']}, so that {tokens['cut']:,} are cut. Counted with prefix and suffix, without dropout."
+        f"reads {tokens['limit']}, so {tokens['cut']:,} are cut. Counted with prefix and suffix, without dropout."
     )
     return panel(chart + note(text), "Tokens")
 
@@ -233,8 +235,8 @@ def _shots(facts: dict[str, Any]) -> str:
     if not facts["cards"]:
         return ""
     text = (
-        f"{len(facts['cards'])} of {facts['totals']['trained']:,} images, some of every bucket and source. Left the "
-        "original with the cut of its first use, right what the model gets. Below, its captions as the plan draws them"
+        f"{len(facts['cards'])} of {facts['totals']['trained']:,} images, some of every bucket and source. Left: the "
+        "original with the crop of its first use, right: what the model gets. Below: its captions as they are used"
         f" in the first {facts['epochs']} epoch{'s'[: facts['epochs'] > 1]}; steps are counted from 0."
     )
     first, footer = facts["cards"][:OPEN], facts["cards"][OPEN:]
@@ -301,6 +303,6 @@ def _uses(card: dict[str, Any]) -> str:
         lines.append((epoch, f"epoch {epoch}", f'<span class="none">{why}</span>'))
     lines.sort(key=lambda line: line[0])
     if not card["captions"]:
-        lines += [(0, "as it stands", _caption(text, LONG)) for text in card["stored"]]
+        lines += [(0, "unchanged", _caption(text, LONG)) for text in card["stored"]]
     body = "".join(f"<tr><th>{head}</th><td>{text}</td></tr>" for _, head, text in lines)
     return f'<table class="uses">{body}</table>'

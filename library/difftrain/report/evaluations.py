@@ -76,8 +76,8 @@ def panels(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = ()) -> I
     for numbers in by_set(lines):
         title = f"{numbers.name}, {numbers.last('samples') or 0:g} records"
 
-        # --- the loss, by the weights as trained and by their average
-        means = [numbers.curve("loss", "weights as trained")]
+        # --- the loss, by the raw weights and by their average
+        means = [numbers.curve("loss", "raw weights")]
         if EMA + "loss" in numbers.values:
             means.append(numbers.curve(EMA + "loss", "averaged weights", "c2"))
         if "loss" in numbers.values:
@@ -97,12 +97,12 @@ def panels(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = ()) -> I
 
         # --- the distance of drawn pictures
         if KID in numbers.values:
-            yield panel(_kid(numbers, marks), f"{title}: KID-efflite0 of drawn pictures")
+            yield panel(_kid(numbers, marks), f"{title}: KID-efflite0 of generated images")
 
 
 def _at_quantiles(numbers: SetLines, key: str, title: str, marks: Sequence[float]) -> Iterator[str]:
     """Yield panels with a curve for each quantile, of averaged weights and of those as trained."""
-    for prefix, whose in ((EMA, "averaged weights"), ("", "weights as trained")):
+    for prefix, whose in ((EMA, "averaged weights"), ("", "raw weights")):
         quantiles = numbers.quantiles(prefix + key)
         # one ramp from little noise to much, so that the order is seen; each named where it ends
         widest = max(len(quantiles) - 1, 1)
@@ -125,6 +125,6 @@ def _kid(numbers: SetLines, marks: Sequence[float]) -> str:
         bound = [mean + by * error for _, mean, error in known]
         curves.append(Curve(f"{sign} one standard error", [step for step, *_ in known], bound, "faint"))
     if VAE_ALONE in numbers.values:
-        curves.append(numbers.curve(VAE_ALONE, "held-out pictures through the VAE alone", "c2"))
+        curves.append(numbers.curve(VAE_ALONE, "held-out images through the VAE only", "c2"))
     table = rows([{"step": s, "KID": m, "standard error": "–" if e is None else fixed(e, 3)} for s, m, e in spread])
     return line_chart(curves, x_label="step", marks=marks) + details("in numbers", table)

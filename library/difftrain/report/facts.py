@@ -35,15 +35,15 @@ _MINDSPEED = 'MindSpeed-MM, 8 x Atlas 900 A2 / the GPU server "A"'
 
 PUBLISHED: tuple[Baseline, ...] = (
     Baseline(
-        "sd-scripts-xl, 2023-12", "SDXL fp16, batch 4, 8 cards", "20.2 FPS (A), 10.4 FPS (NPU-910); compute FPS", SDXL
+        "sd-scripts-xl, 2023-12", "SDXL fp16, batch 4, 8 devices", "20.2 FPS (A), 10.4 FPS (NPU-910); compute FPS", SDXL
     ),
     Baseline(_MINDSPEED, "SDXL train 1024 bf16 b4", "29.92 / 30.65 FPS", SDXL),
     Baseline(_MINDSPEED, "SDXL pretrain 1024 buckets bf16 b4", "19.79 / 21.14 FPS", SDXL),
     Baseline(_MINDSPEED, "SD3 full 512 bf16 b8", "26.24 / 28.33 FPS", SD3),
     Baseline(_MINDSPEED, "SD3 LoRA 512 fp16 b8", "47.93 / 47.95 FPS", SD3),
     Baseline(_MINDSPEED, "Flux.1 full 256 bf16 b16", "55.23 / 53.65 FPS", FLUX),
-    Baseline("Mosaic, A100, cached latents, SD2 UNet", "256 px / 512 px per card", "137.5 / 36.3 img/s", ""),
-    Baseline("Stability AI, SD3 2B MMDiT, H100", "resolution not stated", "37.2 img/s per card", SD3),
+    Baseline("Mosaic, A100, cached latents, SD2 UNet", "256 px / 512 px per device", "137.5 / 36.3 img/s", ""),
+    Baseline("Stability AI, SD3 2B MMDiT, H100", "resolution not stated", "37.2 img/s per device", SD3),
 )
 
 
@@ -54,42 +54,42 @@ def published(family: str) -> list[Baseline]:
 
 DEFINITIONS: dict[str, str] = {
     "step": "one update of the optimizer, over all ranks and accumulated micro batches",
-    "global_batch": "images of one step: images a card takes at once x accumulation x cards; of several data sets, the largest",
+    "global_batch": "images of one step: images a device takes at once x accumulation x devices; of several datasets, the largest",
     "step_loss": "loss of one step, the mean over all its images on all ranks, before the update",
     "avr_loss": "mean of step_loss over the last epoch's worth of steps (over all so far during the first epoch)",
     "final_loss": "step_loss of the last step with a finite loss",
     "loss_mean": "mean and standard deviation of step_loss over the last 100 recorded steps",
     "grad_norm": "norm of the whole gradient before clipping, after unscaling",
-    "fps": "images per second over all cards, device synchronised, waiting for data included, the warm-up and pauses "
+    "fps": "images per second over all devices, device synchronised, data wait included, warm-up and pauses "
     "(saving, sampling, evaluation) excluded",
-    "compute_fps": "the same without the time that the reporting rank's device stood still for want of data; the "
+    "compute_fps": "the same without the time that the reporting rank's device waited for data; the "
     "published Ascend figures are of this kind",
     "kernels": "what one step called (the first of the last session, on the reporting rank): attention fused or by torch's "
-    "scaled_dot_product_attention, with the reasons; recomputed: once more in the backward pass, as gradient "
+    "scaled_dot_product_attention, with the reasons; recomputed: again in the backward pass, as gradient "
     "checkpointing does; compiled blocks are not counted",
     "warm-up": "the first min(5, a third) steps of every session",
-    "ips": "images per second per card: global batch / step seconds / cards, waiting included",
+    "ips": "images per second per device: global batch / step seconds / devices, waiting included",
     "training_time_s": "seconds per step, waiting for data included",
-    "timed_step_s": "seconds of one named step, waiting for data included; timed_step_ips: images per second and card of it",
+    "timed_step_s": "seconds of one named step, waiting for data included; timed_step_ips: images per second and device of it",
     "all_steps_loss_mean": "mean and standard deviation of step_loss over all recorded steps",
     "e2e_training_time_s": "seconds from the start of the process to its report, summed over all sessions of the run: "
     "imports, loading, indexing, saving and lost work included; of a killed session up to its last metric line",
-    "data_wait_s": "seconds per step that the device stood still for want of data",
-    "peak_memory_gib": "largest memory of one card that the allocator held for tensors; on a CPU the largest resident "
+    "data_wait_s": "seconds per step that the device waited for data",
+    "peak_memory_gib": "largest memory of one device that the allocator held for tensors; on a CPU the largest resident "
     "memory of the reporting process",
     "flops_per_sample": "model FLOPs of one image, forward and backward, recomputation not counted; a multiply-add is 2",
-    "mfu": "model FLOPs per second and card / the vendor's dense peak of the dtype",
-    "matmul_utilisation": "model FLOPs per second and card / the rate of a large matmul of the dtype, measured on this "
+    "mfu": "model FLOPs per second and device / the vendor's dense peak of the dtype",
+    "matmul_utilisation": "model FLOPs per second and device / the rate of a large matmul of the dtype, measured on this "
     "device at the end of the run",
     "quantile_losses": "loss on fixed images and noise at fixed quantiles of the timestep",
-    "evaluation": "loss on evaluation sets at nine quantiles of the timestep (of a flow, of the time as it is drawn in "
-    "training), with fixed noise, no dropout, centre crops and the captions as they stand, by the weights as trained and, "
-    "as ema_..., by the averaged ones; the mean over all records, the same bits on any number of ranks",
-    "kid_efflite0": "unbiased squared kernel distance ((x.y/d + 1)^3) between features of drawn pictures and of the held-out "
-    "pictures whose captions they were drawn for; features: the pooled last layer of EfficientNet-Lite0, so it is no FID "
-    "and no KID by Inception, and compares with figures of this trainer only. Lower is better; alike sets give 0 on average, "
-    "so it may be negative. The error is a standard error over disjoint blocks of pictures; ..._vae is the distance of the held-out "
-    "pictures themselves after encoding and decoding: what the VAE costs by itself",
+    "evaluation": "loss on evaluation sets at nine quantiles of the timestep (of a flow, of the time as it is sampled in "
+    "training), with fixed noise, no dropout, centre crops and unchanged captions, by the raw weights and, "
+    "as ema_..., by the averaged ones; the mean over all records, bit-identical on any number of ranks",
+    "kid_efflite0": "unbiased squared kernel distance ((x.y/d + 1)^3) between features of generated images and of the held-out "
+    "images whose captions they were generated for; features: the pooled last layer of EfficientNet-Lite0, so it is no FID "
+    "and no KID by Inception, and compares with figures of this trainer only. Lower is better; sets of the same distribution give 0 on average, "
+    "so it may be negative. The error is a standard error over disjoint blocks of images; ..._vae is the distance of the held-out "
+    "images themselves after encoding and decoding: what the VAE alone costs",
 }
 
 

@@ -84,7 +84,7 @@ class Notices:
         try:
             self._waiting.put_nowait(json.dumps({key: _plain(value) for key, value in notice.items()}).encode())
         except queue.Full:
-            self._trouble(f"{MOST_WAITING} notices wait already")
+            self._trouble(f"{MOST_WAITING} notifications are already waiting")
 
     def line(self, metrics: StepMetrics) -> None:
         """Look at a metrics line: send what nobody should find out the next morning."""
@@ -98,7 +98,7 @@ class Notices:
             what = f"loss or gradient was not finite by step {metrics.step}; updates skipped so far: {metrics.skipped}"
             self.send("non_finite", what, skipped=metrics.skipped)
         if usual := self._pace.slowed(metrics.step_s):
-            what = f"a step takes {metrics.step_s:.3g} s at step {metrics.step}, it took {usual:.3g} s"
+            what = f"a step takes {metrics.step_s:.3g} s at step {metrics.step}; before, it took {usual:.3g} s"
             self.send("slow", what, step_s=metrics.step_s, usual_step_s=usual)
 
     def close(self, limit_s: float = AT_END_S) -> None:
@@ -112,7 +112,7 @@ class Notices:
             return
         thread.join(limit_s)
         if thread.is_alive():
-            self._trouble(f"nothing was answered for {limit_s:g} s")
+            self._trouble(f"no answer for {limit_s:g} s")
 
     def _deliver(self) -> None:
         while (body := self._waiting.get()) is not None:
@@ -133,7 +133,7 @@ class Notices:
                 return ""
         except urllib.error.HTTPError as error:
             error.close()
-            return f"it answers {error.code}"
+            return f"it answered {error.code}"
         except Exception as error:  # of the network, of TLS, of HTTP: nothing of this may reach the run
             reason = getattr(error, "reason", error)
             return str(getattr(reason, "strerror", None) or type(reason).__name__)
@@ -143,7 +143,9 @@ class Notices:
         if not self._troubled:
             self._troubled = True
             host = urlsplit(self._url).hostname
-            log.warning("the webhook at %s cannot be told: %s; training goes on, and this is said once", host, why)
+            log.warning(
+                "the webhook at %s cannot be reached: %s; training continues, and this is logged once", host, why
+            )
 
 
 class Pace:

@@ -45,7 +45,7 @@ class Progress:
         if not self._started or steps < 1 or seconds <= 0:
             return f"step {self.step}/{self.total} ({share:.1f} %){epoch}"
         rate, left = steps / seconds, (self.total - self.step) * seconds / steps
-        speed = f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s a step"
+        speed = f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"
         time_left = f", {duration(left)} left" if left > 0 else ""
         return f"step {self.step}/{self.total} ({share:.1f} %){epoch} | {speed}{time_left}"
 

@@ -34,14 +34,14 @@ MOST_NAMED = 5  # damaged lines
 
 # what is laid side by side of two runs: key of report.json -> what it is called
 FIGURES = {
-    "fps": "FPS, waiting included",
+    "fps": "FPS, data wait included",
     "compute_fps": "compute FPS",
-    "ips": "IPS, images a second and card",
-    "training_time_s": "seconds a step",
-    "data_wait_s": "seconds a step waited for data",
+    "ips": "IPS, images per second and device",
+    "training_time_s": "seconds per step",
+    "data_wait_s": "data wait per step, seconds",
     "mfu": "MFU",
     "matmul_utilisation": "matmul utilisation",
-    "peak_memory_gib": "peak memory, GiB a card",
+    "peak_memory_gib": "peak memory, GiB per device",
     "e2e_training_time_s": "seconds from end to end",
 }
 
@@ -298,7 +298,7 @@ def read_steps(path: Path) -> tuple[dict[int, LoggedStep], list[str]]:
         return {}, [f"{path.name} cannot be read: {error.strerror}"]
     notes = [f"{path.name} has no line yet"] if not logged and not damaged else []
     if torn:
-        notes.append(f"the last line of {path.name} is torn and left out")
+        notes.append(f"the last line of {path.name} is incomplete and ignored")
     if damaged:
         named = ", ".join(map(str, damaged[:MOST_NAMED])) + (", ..." if len(damaged) > MOST_NAMED else "")
         notes.append(f"damaged lines of {path.name} are left out, {len(damaged)}: {named}")
@@ -352,7 +352,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name} cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
         return {}, f"{path.name} is damaged: {error}"
-    return (content, "") if isinstance(content, dict) else ({}, f"{path.name} is damaged: it holds no table")
+    return (content, "") if isinstance(content, dict) else ({}, f"{path.name} is damaged: it contains no table")
 
 
 def _read_config(folder: Path, report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -393,8 +393,8 @@ def _no_run(folder: Path, notes: list[str]) -> str:
     """Say why a folder tells nothing; of one that holds runs, which."""
     inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
     if inside:
-        return f"{folder}: holds runs and is none; give one of them: {', '.join(inside[-MOST_NAMED:])}"
-    return f"{folder}: tells of no run: {'; '.join(notes)}, and there is no {REPORT} that can be read"
+        return f"{folder}: contains runs and is not one itself; give one of them: {', '.join(inside[-MOST_NAMED:])}"
+    return f"{folder}: does not contain a run: {'; '.join(notes)}, and there is no {REPORT} that can be read"
 
 
 def _age(folder: Path) -> str:

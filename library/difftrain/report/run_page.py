@@ -50,9 +50,9 @@ def build_html(run_dir: Path, report: dict[str, Any] | None = None) -> Path:
     try:
         report = report or json.loads(source.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataFault(f"{source}: cannot be read ({error.strerror}); a finished or stopped run leaves it") from error
+        raise DataFault(f"{source}: cannot be read ({error.strerror}); a finished or stopped run writes it") from error
     except ValueError as error:
-        raise DataFault(f"{source}: is no JSON ({error})") from error
+        raise DataFault(f"{source}: is not JSON ({error})") from error
     lines = step_records(run_dir / METRICS)
     return write_text(run_dir / PAGE, run_page(report, lines, sample_images(run_dir), name=_name(report, run_dir)))
 
@@ -94,7 +94,7 @@ def run_page(report: dict[str, Any], lines: list[dict[str, Any]], images: Sample
         ("evaluation", "Evaluation", _evaluation(report)),
         ("speed", "Speed", _speed(report)),
         ("data", "Dataset", _data(report)),
-        ("repeat", "How to repeat it", _repeat(report)),
+        ("repeat", "How to reproduce it", _repeat(report)),
         ("sessions", "Sessions", _sessions(report)),
         ("definitions", "Definitions", _definitions(report)),
         ("comparison", "Published figures", _baselines(report)),
@@ -161,7 +161,7 @@ def _cards(report: dict[str, Any]) -> list[tuple[str, str]]:
         (f"loss, mean of the last {window} lines{spread}", _short(report.get("loss_mean"))),
         ("validation loss, the last", _short(held_out[-1] if held_out else None)),
         ("images per second (FPS), data wait included", _short(report.get("fps"))),
-        ("images per second computing", _short(report.get("compute_fps"))),
+        ("images per second, computing only", _short(report.get("compute_fps"))),
         ("time per step", _seconds(report.get("training_time_s"))),
         ("peak memory per device", f"{value} GiB" if (value := _short(report.get("peak_memory_gib"), 3)) else ""),
         ("end to end", _duration(report.get("e2e_training_time_s"))),
@@ -340,7 +340,7 @@ def _speed(report: dict[str, Any]) -> str:
     peak = get("mfu_peak") or {}
     figures = {
         "images per second (FPS), data wait included": _short(get("fps")),
-        "images per second computing (compute FPS)": _short(get("compute_fps")),
+        "images per second, computing only (compute FPS)": _short(get("compute_fps")),
         "images per second and device (IPS)": _short(get("ips")),
         "time per step": _seconds(get("training_time_s")),
         "data wait per step": _seconds(get("data_wait_s")),
@@ -357,14 +357,14 @@ def _speed(report: dict[str, Any]) -> str:
         "matrix multiplication measured": _scaled(get("matmul_flops_per_s"), "FLOP/s"),
         "share of that (matmul utilisation)": _percent(get("matmul_utilisation")),
         "vendor's peak": _scaled(peak.get("flops_per_s"), "FLOP/s"),
-        "share of the peak (MFU)": _percent(get("mfu")) or "no vendor's peak is known for this device and precision",
+        "share of the peak (MFU)": _percent(get("mfu")) or "no vendor peak is known for this device and precision",
     }
     table = "".join(f"<tr><th>{escape(key)}</th><td>{value}</td></tr>" for key, value in figures.items() if value)
     body = f'<table class="pairs"><tbody>{table}</tbody></table>'
     body += note(f"Source of the peak: {peak['source']}") if peak.get("source") else ""
     beside = ""
     if pauses := report.get("pauses_s"):
-        beside += panel(pairs({key: _duration(value) for key, value in pauses.items()}), "Pauses, in no speed figure")
+        beside += panel(pairs({key: _duration(value) for key, value in pauses.items()}), "Pauses, excluded from speeds")
     if off := report.get("not_enabled"):
         beside += panel(bullets(off), "Not enabled")
     return grid(panel(body), f'<div class="stack">{beside}</div>' if beside else "")

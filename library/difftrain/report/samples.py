@@ -100,7 +100,7 @@ def samples_section(images: SampleImages) -> str:
     ]
     body = "".join(f'<div class="panel">{row}</div>' for row in rows if row) + "".join(extras)
     left_out = images.total_steps - len(images.steps)
-    footer = note(f"{left_out} steps between are left out; all images are in {FOLDER}/.") if left_out else ""
+    footer = note(f"{left_out} steps in between are not shown; all images are in {FOLDER}/.") if left_out else ""
     return f'<div class="samples">{body}</div>{footer}' if body else ""
 
 

@@ -76,7 +76,7 @@ class Trace:
             with safe_open(path, framework="numpy") as opened:
                 facts = dict(opened.metadata() or {})
                 if "calls" not in facts or "tensors" not in facts:
-                    raise NotComparable(f"{path} is no trace: its header names no calls of modules")
+                    raise NotComparable(f"{path} is not a trace: its header lists no module calls")
                 if facts.get("format") != str(FORMAT):
                     what = f"{path} is a trace of format {facts.get('format')}, this version reads {FORMAT}"
                     raise NotComparable(f"{what}: compare with the version that wrote it, {facts.get('difftrain')}")
@@ -89,7 +89,7 @@ class Trace:
         except OSError as error:
             raise NotComparable(f"{path} cannot be read: {error.strerror or error}") from error
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
-            raise NotComparable(f"{path} is torn: {error}; trace that step once more") from error
+            raise NotComparable(f"{path} is incomplete: {error}; trace that step again") from error
         return cls(path, facts, calls, tensors, values)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -123,7 +123,7 @@ def traces_of(path: Path) -> dict[tuple[int, int], Path]:
     files = {(int(match[1]), int(match[2])): path for path, match in matches}
     if not files:
         raise NotComparable(
-            f"{path} holds no trace: give a run that was trained with trace, its folder {FOLDER}, or a file"
+            f"{path} contains no trace: give a run trained with --trace, its folder {FOLDER}, or a file"
         )
     return files
 
@@ -153,7 +153,7 @@ class StepComparison:
     modules: int
     alone: tuple[str, ...]  # modules that only one of them called
     largest: Difference | None  # the nearest to its tolerance, where they agree
-    unequal: Difference | None = None  # the first that is not equal to the bit
+    unequal: Difference | None = None  # the first that is not bit-identical
     inputs: tuple[Difference, ...] = ()
     same_records: bool = True
     parting: Parting | None = None
@@ -231,7 +231,7 @@ class _Pair:
         modules = [{call.module for call in trace_calls} for trace_calls in (a.calls, b.calls)]
         self.modules, self.alone = len(modules[0] & modules[1]), tuple(sorted(modules[0] ^ modules[1]))
         if not self.calls:
-            raise NotComparable(f"{a.path} and {b.path} have no call of a module in common")
+            raise NotComparable(f"{a.path} and {b.path} have no module call in common")
 
     def compare(self, step: int, rank: int) -> StepComparison:
         """Look at what the network read, then at what it made of it."""
@@ -349,12 +349,12 @@ def sentences(comparison: TraceComparison) -> Iterator[str]:
     yield f"A: {first.a.path.parent} ({first.a.describe()})"
     yield f"B: {first.b.path.parent} ({first.b.describe()})"
     if first.a.facts["config"] != first.b.facts["config"]:
-        yield "their configurations differ: difftrain compare names the settings"
+        yield "their configurations differ: difftrain compare lists the settings"
     for step in comparison.steps:
         yield from _of_step(step)
     if comparison.left:
-        yield f"{comparison.left} more traced in both were not looked at"
-    verdict = {AGREE: "they agree", PART: "they part", NOT_COMPARABLE: "they cannot be compared"}
+        yield f"{comparison.left} more traced in both were not compared"
+    verdict = {AGREE: "they agree", PART: "they differ", NOT_COMPARABLE: "they cannot be compared"}
     yield f"verdict: {verdict[comparison.code]}"
 
 
@@ -362,22 +362,22 @@ def _of_step(step: StepComparison) -> Iterator[str]:
     where = f"step {step.step}, rank {step.rank}"
     if step.alone:
         names = ", ".join(step.alone[:4]) + (" ..." if len(step.alone) > 4 else "")
-        yield f"{where}: {len(step.alone)} modules are called in one of them only (fused, or left out): {names}"
+        yield f"{where}: {len(step.alone)} modules are called in only one of them (fused, or left out): {names}"
     if step.inputs:
         why = (
-            "the same samples, other values"
+            "the same samples, different values"
             if step.same_records
-            else "another batch: other samples, or in another order"
+            else "another batch: different samples, or another order"
         )
-        yield f"{where}: what the network reads differs, so nothing behind it can be compared ({why})"
+        yield f"{where}: the network's inputs differ, so nothing after them can be compared ({why})"
         yield from (f"  {_in_words(difference)}" for difference in step.inputs)
     elif step.parting is None:
         yield f"{where}: {step.modules} modules agree, forward and backward"
         if step.unequal is None or step.largest is None:
-            yield "  equal to the bit"
+            yield "  bit-identical"
         else:
             yield f"  the first difference of any size: {_in_words(step.unequal)}"
-            yield f"  the nearest to its tolerance: {_in_words(step.largest)}"
+            yield f"  the closest to its tolerance: {_in_words(step.largest)}"
     else:
         assert step.difference is not None
         yield from _of_parting(step, step.parting, step.difference)
@@ -385,8 +385,8 @@ def _of_step(step: StepComparison) -> Iterator[str]:
 
 def _of_parting(step: StepComparison, parting: Parting, difference: Difference) -> Iterator[str]:
     micro, _, number = parting.call.partition(".")
-    yield f"step {step.step}, rank {step.rank}: they part"
-    yield f"first module that parts: {parting.module} ({parting.kind})"
+    yield f"step {step.step}, rank {step.rank}: they differ"
+    yield f"first module that differs: {parting.module} ({parting.kind})"
     block = max(
         (name for name in json.loads(step.a.facts["blocks"]) if _holds(name, parting.module)), key=len, default=""
     )
@@ -418,19 +418,15 @@ def _in_words(difference: Difference) -> str:
 def _hint(parting: Parting) -> str:
     """Say where to look, in the code around the place that is named."""
     if parting.direction == "parameter":
-        return (
-            "the gradients of all activations agree: this module's own sum, or what reduces it over the ranks, is off"
-        )
+        return "the gradients of all activations agree: this module's own gradient sum, or its reduction over the ranks, is wrong"
     if parting.direction == "forward":
         if not parting.between:
             return ""
-        return (
-            f"its inputs and the parts called before agree: it is its own code that makes what {parting.between} reads"
-        )
+        return f"its inputs and the parts called before agree: the difference arises in its own code, which computes what {parting.between} reads"
     if parting.maker == parting.module and parting.module == ROOT:
-        return "it is the gradient that the loss hands to the network: its target, weights or scale"
+        return "it is the gradient from the loss to the network: look at its target, weights or scale"
     if parting.maker == parting.module:
-        return "it is the gradient at its output: what becomes of that in the code around it, or its own backward pass"
+        return "it is the gradient at its output: look at the code after it, or its own backward pass"
     also = f", as do {', '.join(parting.readers)}" if parting.readers else ""
     whose = f" the output of {parting.maker}" if parting.maker else " a tensor"
-    return f"the gradients at its outputs agree; it hands back the gradient of{whose}, which it reads{also}"
+    return f"the gradients at its outputs agree; it returns the gradient of{whose}, which it reads{also}"

@@ -50,7 +50,7 @@ class Edit:
             first = max(steps - min(int(steps * self.strength), steps), 0)
         times: Tensor = sampler.timesteps[first * sampler.order :]
         if not len(times):
-            what = f"{self.strength:g} of {steps} steps leaves no step to draw"
+            what = f"{self.strength:g} of {steps} steps leaves no step to sample"
             raise ConfigFault([Fault("strength", what, f"from {1 / steps:.3g} up, or more steps")])
         if hasattr(sampler, "set_begin_index"):
             sampler.set_begin_index(first * sampler.order)

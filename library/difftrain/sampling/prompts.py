@@ -76,8 +76,8 @@ class PromptEntry:
 SHIFT, GUIDANCE = "flow_shift", "guidance_scale"
 # kohya's field -> (option of a line, why it does nothing); its SDXL script reads them and draws without them too
 IDLE: dict[str, tuple[str, str]] = {
-    GUIDANCE: ("--g", "is embedded guidance, which is not there; --l (scale) is classifier-free guidance"),
-    "controlnet_image": ("--cn", "is a picture for a ControlNet, and there is none beside a full training"),
+    GUIDANCE: ("--g", "is embedded guidance, which this model does not have; --l (scale) is classifier-free guidance"),
+    "controlnet_image": ("--cn", "is an image for a ControlNet, and ControlNets are not supported"),
     "cfg_trunc_ratio": ("--ctr", "is a guidance cut-off of Lumina"),
     "renorm_cfg": ("--rcfg", "is Lumina's guidance renormalisation"),
     SHIFT: ("--fs", "is a shift of flow-matching models"),
@@ -172,7 +172,7 @@ def parse_line(line: str) -> PromptEntry:
         if name.lower() in OPTIONS:
             _take(entry, name.lower(), value)
         else:
-            entry.notes.append(f"{f'--{piece}'!r} is no option and no part of the prompt; it is left out")
+            entry.notes.append(f"{f'--{piece}'!r} is neither an option nor part of the prompt; it is ignored")
     return entry
 
 
@@ -188,7 +188,7 @@ def _take(entry: PromptEntry, name: str, value: str) -> None:
         return
     behind = value[match.end() :]
     if behind.strip():  # kohya reads the number in "512px" too
-        entry.notes.append(f"--{name} takes {match[0]!r}; {behind!r} behind it is left out")
+        entry.notes.append(f"--{name} takes {match[0]!r}; {behind!r} after it is ignored")
     set_field(entry, target, converted, f"--{name}")
 
 
@@ -201,7 +201,7 @@ def parse_table(table: Mapping[str, Any]) -> PromptEntry:
         else:
             near = get_close_matches(name, FIELDS, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
-            entry.faults.append(f"there is no key {name!r} ({remedy})")
+            entry.faults.append(f"no such key: {name!r} ({remedy})")
     return entry
 
 
@@ -219,7 +219,7 @@ def rounded(prompt: Prompt) -> str:
     if all(side % UNIT == 0 for side in sides):
         return ""
     drawn = " x ".join(str(max(UNIT, side - side % UNIT)) for side in sides)
-    return f"{' x '.join(map(str, sides))} px is drawn as {drawn}: sides are multiples of {UNIT}"
+    return f"{' x '.join(map(str, sides))} px is sampled as {drawn}: sides are multiples of {UNIT}"
 
 
 # --- Files of sample prompts, as kohya has them: .txt, a prompt a line; .toml, [prompt] and [[prompt.subset]]; .json
@@ -304,17 +304,17 @@ def _judged(
 
 _Placed = list[tuple[str, PromptEntry]]  # where a prompt stands, and the prompt
 _REMEDIES = {
-    "": "write a prompt a line",
-    ".txt": "write a prompt a line",
+    "": "write one prompt per line",
+    ".txt": "write one prompt per line",
     ".toml": "write a table [[prompt.subset]] for each prompt, and what they share in [prompt]",
-    ".json": "write a list of objects, a prompt each",
+    ".json": "write a list of objects, one per prompt",
 }
 
 
 def _entries(path: Path, where: str) -> tuple[_Placed, list[Fault]]:
     read = _READERS.get(path.suffix.lower())
     if read is None:
-        return [], [Fault(where, f"{path} is no file of prompts", "give a .txt, .toml or .json file")]
+        return [], [Fault(where, f"{path} is not a file of prompts", "give a .txt, .toml or .json file")]
     try:
         return read(path, path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:

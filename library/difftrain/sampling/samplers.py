@@ -60,7 +60,7 @@ def sampler_fault(name: str, *, flow: bool | None = None) -> str | None:
     if name not in known:
         is_known = name in SAMPLERS or name in FLOW_SAMPLERS
         learns = "learns a flow" if flow else "learns no flow"
-        what = f"{name} is no sampler of a model that {learns}" if is_known else f"there is no sampler {name!r}"
+        what = f"{name} is not a sampler for a model that {learns}" if is_known else f"no such sampler: {name!r}"
         return f"{what}; one of {', '.join(known)}"
     if SAMPLERS.get(name, ("",))[0] == "LMSDiscreteScheduler" and importlib.util.find_spec("scipy") is None:
         return f"{name} needs the package scipy, which is not installed (pip install scipy, or choose another sampler)"

@@ -72,7 +72,7 @@ class Averages:
         if self.ema is None:
             return self.engine.averaged_weights(), "trained weights"
         if self.ema.start_share > HALF:
-            description = f"trained weights, as the average is still {percent(self.ema.start_share)} its start"
+            description = f"raw weights, as the average is still {percent(self.ema.start_share)} of its start"
             return self.engine.averaged_weights(), description
         return self.engine.swapped(self.ema.weights), "averaged weights"
 
@@ -101,8 +101,8 @@ class Averages:
         size = count * SNAPSHOT_DTYPES[precision].itemsize
         widths = ", ".join(f"{ema.width} (gamma {ema.gamma:.3f})" for ema in self.profiles)
         yield (
-            f"averages of relative width {widths}: {4 * count / GIB:.4g} GiB each in memory; at every export a snapshot of "
-            f"each in {SNAPSHOTS}/, {size / GIB:.4g} GiB in {precision}, which nothing deletes"
+            f"averages of relative width {widths}: {4 * count / GIB:.4g} GiB each in memory; every export stores a snapshot of "
+            f"each in {SNAPSHOTS}/, {size / GIB:.4g} GiB in {precision}, which are never deleted"
         )
 
     def _of_the_start(self, ema: Ema, model: ModelSection, begins_at: int, done: int, end: int) -> Iterator[str]:
@@ -114,7 +114,7 @@ class Averages:
         random = since_start and not (model.pretrained or model.transformer)
         if not left and not ema.updates:
             yield (
-                f"EMA: it takes in the weights every {every} steps, and the run has {end}: it keeps the initial weights "
+                f"EMA: it is updated every {every} steps, and the run has {end}: it keeps the initial weights "
                 "([ema] update_every)"
             )
         elif random or share > SMALL:
@@ -127,7 +127,7 @@ class Averages:
             )
 
     def _step_of(self, share: float, ema: Ema, done: int) -> int:
-        """Return the step from which on no more than this share of an average is its start; this one, where that is so."""
+        """Return the step from which on no more than this share of an average is of its start; this one, where that is so."""
         every = self.section.update_every
         needed = math.ceil(math.log(share) / math.log(ema.decay))
         return done if needed <= ema.updates else (done // every + needed - ema.updates) * every
@@ -155,7 +155,7 @@ class Averages:
         if self.ema is None:
             if reader.shapes:
                 log.warning(
-                    f"%s has averaged weights, which are not carried on: {option('ema.enable', True)} is not given",
+                    f"%s has averaged weights, which are not continued: {option('ema.enable', True)} is not given",
                     folder,
                 )
         elif reader.shapes:
@@ -164,14 +164,16 @@ class Averages:
             self.ema.updates = int(known) if known else step // self.section.update_every
         else:
             self.ema = Ema([(name, shard) for name, shard, _ in self.engine.shards()], self.section.decay)
-            log.info("%s has no averaged weights: the average begins with those of step %d", folder, step)
+            log.info("%s has no averaged weights: the average starts from those of step %d", folder, step)
 
         # those by width
         left = sorted({path.name.rpartition("-")[0] for path in folder.glob("ema_*-*.safetensors")})
         left = [kind for kind in left if kind not in {POWER.format(width=ema.width) for ema in self.profiles}]
         if left:
             log.warning(
-                f"%s has averages that are not carried on, as {option('ema.profiles')} does not ask: %s", folder, left
+                f"%s has averages that are not continued, as {option('ema.profiles')} does not list them: %s",
+                folder,
+                left,
             )
         for ema in self.profiles:
             reader = CheckpointReader(folder, POWER.format(width=ema.width), ranks)
@@ -228,7 +230,7 @@ def require_profiles(cfg: TrainConfig, folder: Path | None, ranks: Ranks) -> Non
     left = [str(width) for width in cfg.ema.profiles if POWER.format(width=width) not in set().union(*here)]
     if left:
         what = f"{folder} has no average of relative width {', '.join(left)}"
-        raise ConfigFault([Fault(option("ema.profiles"), what, "continue with the widths of that run")])
+        raise ConfigFault([Fault(option("ema.profiles"), what, "resume with the widths of that run")])
 
 
 # ---------------------------------------------------------------------- averages of any width, made from snapshots
@@ -255,13 +257,13 @@ def snapshots_of(run_dir: Path) -> list[AverageSnapshot]:
     if not paths:
         what = f"{run_dir / SNAPSHOTS} holds no snapshots"
         raise ConfigFault(
-            [Fault("--ema_width", what, f"they are stored by a run with {option('ema.profiles')} at every export")]
+            [Fault("--ema_width", what, f"a run stores them with {option('ema.profiles')} at every export")]
         )
     snapshots = sorted((_head(path) for path in paths), key=lambda snapshot: snapshot.profile[::-1])
     for snapshot in snapshots[:-1]:
         if (snapshot.run, snapshot.names) != (snapshots[-1].run, snapshots[-1].names):
-            what = f"{snapshot.path} is of another run or model than {snapshots[-1].path.name}"
-            raise ConfigFault([Fault("--ema_width", what, "move aside what is not of this run")])
+            what = f"{snapshot.path} belongs to another run or model than {snapshots[-1].path.name}"
+            raise ConfigFault([Fault("--ema_width", what, "move files of other runs away")])
     return snapshots
 
 
@@ -272,8 +274,8 @@ def _head(path: Path) -> AverageSnapshot:
             profile = Profile(float(about["gamma"]), int(about[UPDATES]))
             return AverageSnapshot(path, profile, about["run"], frozenset(file.keys()))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        what = f"{path} is no snapshot: {type(error).__name__}: {error}"
-        raise ConfigFault([Fault("--ema_width", what, "move it aside")]) from None
+        what = f"{path} is not a snapshot: {type(error).__name__}: {error}"
+        raise ConfigFault([Fault("--ema_width", what, "move it away")]) from None
 
 
 class Reconstruction:

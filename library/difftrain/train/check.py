@@ -48,7 +48,7 @@ def check_sides(cfg: TrainConfig, family: Family) -> None:
         table = BucketTable.of(dataset)
         sides = {side for size in table.sizes for side in size} or {table.steps}
         if odd := sorted(side for side in sides if side % multiple):
-            what = f"makes sides of {', '.join(map(str, odd[:6]))} px, and this model takes multiples of {multiple}"
+            what = f"gives sides of {', '.join(map(str, odd[:6]))} px, and this model needs multiples of {multiple}"
             remedy = f"with buckets {option('data.bucket_reso_steps')}={multiple}, or a multiple of it"
             faults.append(Fault(option("data.resolution"), what, remedy))
     if faults:

@@ -85,7 +85,7 @@ class Drawing:
     def draw_now(self, at: Position) -> None:
         """Draw because somebody asked for it. Every rank calls it."""
         if not self._prompts and self._ranks.is_logger:
-            log.warning("samples were asked for, and there are no prompts: %s names them", option("sample.prompts"))
+            log.warning("samples were requested, and there are no prompts: %s sets them", option("sample.prompts"))
         self.draw(at)
 
     def draw(self, at: Position) -> None:

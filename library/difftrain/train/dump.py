@@ -47,7 +47,7 @@ def dump_dataset(cfg: TrainConfig, folder: str | Path) -> int:
     if launch.rank:
         return 0
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigFault([Fault("--dump_dataset", f"{folder} is there already, and not empty", "give a new folder")])
+        raise ConfigFault([Fault("--dump_dataset", f"{folder} exists and is not empty", "give a new folder")])
 
     # training would draw a seed; what is looked at should come again the next time
     set_up_logging(cfg.logging, launch.rank)
@@ -152,4 +152,4 @@ def _save(folder: Path, number: int, sample: Sample, pixels: np.ndarray, batch: 
 
 def _log(rejects: list[Reject]) -> None:
     for reject in rejects:
-        log.warning("%s: %s; another one stands in its place", reject.path, reject.reason)
+        log.warning("%s: %s; another one took its place", reject.path, reject.reason)

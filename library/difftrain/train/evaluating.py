@@ -1,7 +1,7 @@
 """Evaluation sets during training: the held-out part of the training set as training draws timesteps, others at quantiles.
 
 The held-out set is measured under averaged weights, a line each time in validation.jsonl, and at quantiles for the report.
-Sets with data of their own are measured at nine quantiles of the noise, under the weights as trained and averaged, and by
+Sets with data of their own are measured at nine quantiles of the noise, under the raw weights and averaged, and by
 pictures drawn for their captions: a line each time in evaluation.jsonl.
 """
 
@@ -67,7 +67,7 @@ def warn_of_trained(sets: tuple[EvaluationSet, ...], index: Index) -> None:
     """Warn where a set with data of its own shows pictures that are trained on. index: of the training set."""
     for eval_set in sets:
         if not eval_set.held_out and (common := common_records(index, eval_set.data.index)):
-            what = "evaluation set %s: %d of its %d records show pictures that are trained on, too"
+            what = "evaluation set %s: %d of its %d records have images that are also trained on"
             log.warning(what, eval_set.name, common, eval_set.data.index.count)
 
 
@@ -145,7 +145,7 @@ class Evaluating:
         return result.record()
 
     def _compared(self, eval_set: EvaluationSet, step: int) -> dict[str, Any]:
-        """Return the losses at each quantile, and their mean, under the weights as trained and averaged."""
+        """Return the losses at each quantile, and their mean, under the raw weights and averaged."""
         line: dict[str, Any] = {}
         for prefix, weights in self._model.averages.looks():
             with weights:
@@ -155,7 +155,7 @@ class Evaluating:
                 "evaluation of %s at step %d, %s: loss %.6f over %d records; at 0.1 ... 0.9: %s",
                 eval_set.name,
                 step,
-                "averaged weights" if prefix else "weights as trained",
+                "averaged weights" if prefix else "raw weights",
                 line[f"{eval_set.name}/{prefix}loss"],
                 rows[0]["samples"],
                 " ".join(f"{row['loss']:.4f}" for row in rows),

@@ -41,7 +41,7 @@ TAG = "kid_efflite0"
 
 @dataclass(frozen=True)
 class Lot:
-    """Some held-out records of one bucket. real: their pictures' features, (N, 1280); through: after the VAE alone."""
+    """Some held-out records of one bucket. real: their pictures' features, (N, 1280); through: after the VAE only."""
 
     bucket: Bucket
     keys: tuple[bytes, ...]
@@ -82,7 +82,7 @@ class DrawnPictures:
         count = sum(len(real) for real, *_ in pairs)
         if count < LEAST_PICTURES:
             log.warning(
-                "%s of %s is not measured: %d pictures are too few, %d the least",
+                "%s of %s is not measured: %d images are too few, at least %d are needed",
                 NAME,
                 eval_set.name,
                 count,
@@ -90,11 +90,11 @@ class DrawnPictures:
             )
             return {}
 
-        # what the VAE alone costs is the least that any model can reach
+        # what the VAE only costs is the least that any model can reach
         real, through, ours = (torch.from_numpy(np.concatenate(side)) for side in zip(*pairs, strict=True))
         drawn_kid, least = kid(ours, real, paired=True), kid(through, real, paired=True)
         log.info(
-            "%s of %s at step %d: %.6f ± %.6f over %d pictures (%s; guidance %g, %d sampler steps; the VAE alone %.6f)",
+            "%s of %s at step %d: %.6f ± %.6f over %d images (%s; guidance %g, %d sampler steps; the VAE only %.6f)",
             NAME,
             eval_set.name,
             step,

@@ -71,8 +71,10 @@ def _steps(
             draw(at)
         elif request != NOTHING and not saving.save_now(at, export=request in (EXPORT, QUIT)):
             log.error(
-                "what was asked for could not be saved; the newest checkpoint before it is where a resume goes on%s",
-                ". The run does not end without it: make room, and ask again" if request == QUIT else "",
+                "the requested save failed; a resume continues from the newest checkpoint before it%s",
+                ". The run continues without stopping: free some space, and request it again"
+                if request == QUIT
+                else "",
             )
         elif request == QUIT:
             return

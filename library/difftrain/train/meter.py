@@ -42,10 +42,10 @@ def memory_sentence(training: TrainingSection, parts: Parts, engine: Engine) -> 
     frozen = _bytes(parameter for part in parts.frozen.values() for parameter in part.parameters())
     weights, state = _bytes(trained), _bytes(_tensors(getattr(getattr(engine, "optimizer", None), "state", {})))
     beside = weights_kept(training) if training.full_precision else ""
-    kept = f", {beside} beside them" if beside not in ("", "none") else ""
+    kept = f", {beside} master weights" if beside not in ("", "none") else ""
     return (
         f"memory: trained weights {bytes_text(weights)} in {' and '.join(names)}{kept}, as much for gradients, "
-        f"optimizer state {bytes_text(state)}; frozen weights {bytes_text(frozen)}; activations come on top"
+        f"optimizer state {bytes_text(state)}; frozen weights {bytes_text(frozen)}; plus activations"
     )
 
 

@@ -249,7 +249,7 @@ class RunOutputs:
         with (self.out / REJECTED).open("a", encoding="utf-8") as file:
             file.writelines(map(_reject_line, rejects))
         for reject in rejects:
-            log.warning("%s: %s; the next record of its bucket took its place", reject.path, reject.reason)
+            log.warning("%s: %s; replaced by the next record of its bucket", reject.path, reject.reason)
 
     def session_ends(self, step: int, session_s: float, outcome: str, error: str = "") -> None:
         """Record how this session ended, and after how long: finished, stopped or failed, and why."""
@@ -284,7 +284,7 @@ def keep_dataset_file(run: Run) -> None:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:  # what it said is in the configuration too
-        log.warning("%s is not copied into the run directory: %s", path, error)
+        log.warning("%s was not copied into the run directory: %s", path, error)
         return
     write_text(run.out / DATASET_FILE, redact_text(text))
 

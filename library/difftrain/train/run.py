@@ -95,9 +95,9 @@ def run(cfg: TrainConfig, argv: list[str], explicit: Mapping[str, str] = Mapping
             raise
         kept = option("save.checkpoint_every_n_minutes") if cfg.save.run_dirs else option("save.state", True)
         raise TrainingFault(
-            f"{error.filename or cfg.output_dir}: {error.strerror}; checkpoints that were whole stay so: "
-            f"make room, then {how_to_go_on(cfg.save)} from the newest "
-            f"({kept} keeps some on the way)"
+            f"{error.filename or cfg.output_dir}: {error.strerror}; complete checkpoints remain valid: "
+            f"free some space, then {how_to_go_on(cfg.save)} from the newest "
+            f"({kept} saves some during training)"
         ) from error
 
 
@@ -144,7 +144,7 @@ def _run(
 
         if cfg.sample.test_only:
             Drawing(this.cfg, this.model, device, ranks, this.clock).draw(this.position)
-            log.info("drawn from the weights after step %d; nothing was trained", this.progress.step)
+            log.info("sampled from the weights after step %d; nothing was trained", this.progress.step)
             return 0
 
         if ranks.is_logger:
@@ -182,7 +182,7 @@ def _run(
             return 128 + number if number else 0
         finish(this, outputs, meter, saving, evaluating, session.record)
         if saving.exports.not_finite:
-            raise TrainingFault(f"the weights that were trained are no numbers: {saving.exports.not_finite}")
+            raise TrainingFault(f"the trained weights are not finite: {saving.exports.not_finite}")
         notices.send("finished", f"finished at step {this.progress.step}", step=this.progress.step)
     return 0
 
@@ -343,7 +343,7 @@ def build_caches(cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
     attend(cfg, device, parts)
     with_cache(cfg, device, ranks, family, parts, data)
     open_sets(cfg, device, ranks, family, parts)
-    log.info(f"{option('cache.only', True)}: the caches are whole, nothing was trained")
+    log.info(f"{option('cache.only', True)}: the caches are complete, nothing was trained")
 
 
 def initial_step(cfg: TrainConfig, plan: EpochPlan, total: int) -> int:
@@ -353,9 +353,9 @@ def initial_step(cfg: TrainConfig, plan: EpochPlan, total: int) -> int:
         return 0
     first = training.initial_step or plan.total_steps(training.initial_epoch - 1)
     if first >= total:
-        what = f"the run has {total} steps and is to begin at step {first}"
+        what = f"the run has {total} steps and would start at step {first}"
         raise ConfigFault(
-            [Fault(option("training.skip_until_initial_step", True), what, "begin earlier, or train for longer")]
+            [Fault(option("training.skip_until_initial_step", True), what, "start earlier, or train for longer")]
         )
     if first:
         log.info("the first %d steps of the data are skipped; the schedule of the learning rate begins at 0", first)

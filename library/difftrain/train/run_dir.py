@@ -77,7 +77,7 @@ def resume_option(save: SaveSection) -> str:
 def how_to_go_on(save: SaveSection) -> str:
     """Say how a run that was stopped goes on."""
     flag = "--resume_from_checkpoint" if save.run_dirs else option("save.resume", "auto")
-    return f"the same command with {flag} goes on"
+    return f"the same command with {flag} continues"
 
 
 def how_to_train_longer(cfg: TrainConfig, checkpoint: Path) -> str:
@@ -89,7 +89,7 @@ def how_to_train_longer(cfg: TrainConfig, checkpoint: Path) -> str:
 def resolve_run_directory(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Return cfg with the run's own folder for output_dir, and what it resumes from as a folder. Every rank calls it.
 
-    A new folder is made; two runs that start at once get two. What is resumed is whole on every machine. Raises
+    A new folder is made; two runs that start at once get two. What is resumed is complete on every machine. Raises
     ConfigFault where what is to be resumed is not there.
     """
     if not cfg.save.run_dirs:
@@ -101,7 +101,7 @@ def resolve_run_directory(cfg: TrainConfig, ranks: Ranks) -> TrainConfig:
         on_each_machine(ranks, lambda: out.mkdir(parents=True, exist_ok=True))  # machines may have disks of their own
     here = choice.step is not None  # else it is a folder elsewhere, on a hub perhaps
     resume = str(out / _name(choice.step)) if here else choice.resume
-    log.info("run directory %s%s", out, "" if choice.made else ", of the run that goes on")
+    log.info("run directory %s%s", out, "" if choice.made else ", of the resumed run")
     save = cfg.save.model_copy(update={"output_dir": str(out), "resume": resume})
     hub = cfg.hub.model_copy(update={"resume": cfg.hub.resume and not here})
     return cfg.model_copy(update={"save": save, "hub": hub})
@@ -152,7 +152,7 @@ def describe_run_directory(cfg: TrainConfig, ranks: int) -> str:
     choice = _look(cfg, cfg.output_dir, ranks, checkpoint.fault_of)
     where = f"a new one below {cfg.output_dir}" if choice.made else str(cfg.output_dir / choice.name)
     goes_on = choice.resume if choice.step is None else _name(choice.step)
-    return f"run directory: {where}" + (f", going on from {goes_on}" if goes_on else "")
+    return f"run directory: {where}" + (f", continuing from {goes_on}" if goes_on else "")
 
 
 def _choose(cfg: TrainConfig, base: Path, ranks: int, ask: Ask, launch: Torchruns) -> _Choice:
@@ -168,7 +168,7 @@ def _of_launch(base: Path, ask: Ask, launch: Torchruns) -> _Choice | None:
         step = _newest_complete([entry for entry in checkpoints(folder) if wrote(entry.manifest.meta, launch)], ask)
         if step is None:
             continue
-        log.info("torchrun has started this launch anew: it goes on from what it has saved")
+        log.info("torchrun has restarted this launch: it continues from its last save")
         return _Choice(folder.name, made=False, step=step)
     return None
 
@@ -244,10 +244,10 @@ def _latest(base: Path, ask: Ask) -> _Choice:
             return _Choice(folder.name, made=False, step=step)
         torn = torn or bool(usable)
     if torn:
-        what = f"no checkpoint of any run below {base} is whole"
-        raise ConfigFault([_fault(what, "see what was said of each; leave it out to begin a run")])
-    what = f"no run below {base} has a checkpoint to go on from"
-    raise ConfigFault([_fault(what, "leave it out to begin a run")])
+        what = f"no checkpoint of any run below {base} is complete"
+        raise ConfigFault([_fault(what, "see the messages about each; leave it out to start a new run")])
+    what = f"no run below {base} has a checkpoint to continue from"
+    raise ConfigFault([_fault(what, "leave it out to start a new run")])
 
 
 def _of_auto(base: Path, ours: str, ask: Ask) -> _Choice:
@@ -274,9 +274,9 @@ def _of_step(base: Path, step: int, ask: Ask) -> _Choice:
         if _newest_complete([entry for entry in usable if entry.path.name == _name(step)], ask) is not None:
             return _Choice(folder.name, made=False, step=step)
     listed = [f"{name}: {_numbers(steps)}" for name, steps in known.items() if steps]
-    what = f"no run below {base} has a whole checkpoint of step {step}"
+    what = f"no run below {base} has a complete checkpoint of step {step}"
     if any(step in steps for steps in known.values()):
-        what += ": see what was said of it"
+        what += ": see the messages about it"
     remedy = f"there are {'; '.join(listed[:MOST_LISTED])}" if listed else "there is none of any step; leave it out"
     raise ConfigFault([_fault(what, remedy)])
 
@@ -288,14 +288,14 @@ def _of_folder(base: Path, resume: str, ask: Ask) -> _Choice:
     if not is_state and not checkpoints(folder):
         inside = [run for run in run_dirs(folder) if checkpoints(run)]
         remedy = f"a run in it: {inside[0]}" if inside else "give a run directory or a folder global_stepN"
-        raise ConfigFault([_fault(f"{resume!r} is no checkpoint, and none is in it", remedy)])
+        raise ConfigFault([_fault(f"{resume!r} is not a checkpoint, and contains none", remedy)])
     if is_state:
         checkpoint.open_given(folder, _FLAG, ask)
         home, step = folder.parent, checkpoint.Manifest.read(folder).step
     else:
         home, newest = folder, _newest_complete(checkpoints(folder), ask)
         if newest is None:
-            raise ConfigFault([_fault(f"no checkpoint of {resume!r} is whole", "see what was said of each")])
+            raise ConfigFault([_fault(f"no checkpoint of {resume!r} is complete", "see the messages about each")])
         step = newest
     ours = home.resolve().parent == base.resolve() and _NAME.fullmatch(home.name)
     if ours and (not is_state or folder.name == _name(step)):
@@ -318,7 +318,7 @@ def _newest_complete(newest_first: list[Candidate], ask: Ask) -> int | None:
     for entry in newest_first:
         if not (fault := ask(entry.path)):
             return entry.manifest.step
-        log.warning("checkpoint %s is passed over: %s", entry.path, fault)
+        log.warning("checkpoint %s is skipped: %s", entry.path, fault)
     return None
 
 

@@ -189,7 +189,7 @@ class Saving:
                 path = checkpoint.commit(cfg.output_dir, name, write, ranks, self._meta(save.kind))
             except checkpoint.SaveFault as error:
                 if must:
-                    how = f"mend that, then {how_to_go_on(cfg.save)} from the newest that is whole"
+                    how = f"fix that, then {how_to_go_on(cfg.save)} from the newest complete one"
                     raise checkpoint.SaveFault(f"checkpoint {name} was not written: {error}; {how}") from error
                 log.error("checkpoint %s was not written: %s; earlier ones are untouched", name, error)
                 self._time_begins()  # else each step would try
@@ -256,7 +256,7 @@ class Saving:
             if not self._ranks.is_logger:
                 return
             if checkpoint.Manifest.read(path).spread:
-                log.warning("%s is not sent to the hub: its parts lie on the disks of several machines", path.name)
+                log.warning("%s is not uploaded to the hub: its parts are on the disks of several machines", path.name)
             else:
                 self.exports.uploads.add(path, f"{path.name}, step {step}")
 
@@ -365,7 +365,7 @@ class Exports:
         log.info("export %s: %s in %.1f s", what, size, time.monotonic() - began)
         self.notices.send("saved", f"export {path.name}", step=step, export=path.name)
         if broken:
-            message = f"{len(broken)} tensors of {path.name} hold values that are not finite, such as {broken[0]}"
+            message = f"{len(broken)} tensors of {path.name} contain non-finite values, such as {broken[0]}"
             log.error(f"%s; a smaller rate, or {option('training.master_weights')}=fp32 with half weights", message)
             self.not_finite = message
         # of a pipeline at the top each part goes by itself, and what names them last

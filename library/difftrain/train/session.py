@@ -91,12 +91,12 @@ def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Se
         ended_at = same.finished_step if same is not None else None
         finished = ended_at is not None and (resume == "auto" or (cfg.save.run_dirs and ended_at == at))
 
-        # the seed that is given, of the run that goes on, or drawn now
+        # the seed that is given, of the resumed run, or drawn now
         seed = cfg.training.seed
         if seed is None:
             earlier = meta.get("seed", same.seed if same else None)
             seed = ranks.broadcast(drawn_seed if earlier is None else int(earlier))
-            log.info("seed %d, %s", seed, "drawn for this run" if earlier is None else "of the run that goes on")
+            log.info("seed %d, %s", seed, "chosen for this run" if earlier is None else "of the resumed run")
         seeded = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": seed})})
 
         # a checkpoint of this very launch has begun anew what was asked to
@@ -132,11 +132,11 @@ def _chosen(
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
         parted = differences(state.record.identity, config_identity(cfg, ranks.size))
         if cfg.save.run_dirs:  # its own checkpoint was asked for; what must be equal is looked at by check_same
-            message = "the configuration is not the one that %s began with, and holds from here on: %s"
+            message = "the configuration differs from the one that %s started with, and applies from here on: %s"
             log.warning(message, cfg.output_dir, "; ".join(parted))
             return Path(str(resume))
         if cfg.save.naming == DIFFUSERS.value:  # diffusers' examples go on whatever the flags say
-            message = "the configuration is not the one that %s began with, and holds from here on: %s"
+            message = "the configuration differs from the one that %s started with, and applies from here on: %s"
             log.warning(message, cfg.output_dir, "; ".join(parted))
             return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
         raise ConfigFault(
@@ -156,7 +156,9 @@ def _without_resets(cfg: TrainConfig) -> TrainConfig:
     resets = [name for name in RESETS if getattr(cfg.save, name)]
     if not resets:
         return cfg
-    log.info("%s: has acted when this launch began, and does not again", ", ".join(f"--{name}" for name in resets))
+    log.info(
+        "%s: was applied when this launch started, and is not applied again", ", ".join(f"--{name}" for name in resets)
+    )
     return cfg.model_copy(update={"save": cfg.save.model_copy(update=dict.fromkeys(resets, False))})
 
 
@@ -193,7 +195,7 @@ def plan_run(
     plan = make_plan(data, cfg, global_batches(cfg, replicas))
     if ranks is not None and len(set(ranks.gather(plan.digest))) > 1:
         raise DataFault(
-            f"the machines see different data under {option('data.dirs')}: their plans differ; copy it anew"
+            f"the machines see different data under {option('data.dirs')}: their plans differ; copy the data again"
         )
     if session is not None:
         resume_position(plan, session)
@@ -241,7 +243,7 @@ def check_same(session: Session, now: dict[str, Any]) -> None:
         if was.get(key) != now[key]:
             faults.append(_differs(flag, word, was.get(key), now[key]))
     if (was.get("held") or {}) != (now.get("held") or {}):  # the checkpoint has what is trained alone
-        faults.append(_differs(flag, "weights that are only held (train_only)", was.get("held"), now.get("held")))
+        faults.append(_differs(flag, "weights that are not trained (train_only)", was.get("held"), now.get("held")))
 
     # another global batch is refused, other data only where exactness was promised
     if save.reset_dataloader:
@@ -255,14 +257,16 @@ def check_same(session: Session, now: dict[str, Any]) -> None:
                 f"start from the checkpoint with {option('save.resume')}=FOLDER in another {option('save.output_dir')}"
             )
             if save.run_dirs:
-                remedy = "--reset_dataloader begins the epoch anew with the data as they are"
-            remedy = f"put the data back, or {remedy}"
+                remedy = "--reset_dataloader restarts the epoch with the data as it is now"
+            remedy = f"restore the data, or {remedy}"
             faults.append(
                 Fault(option("data.dirs"), f"the data or its order changed since the checkpoint: {parted}", remedy)
             )
         else:
             log.warning(
-                "the data or its order is not that of the checkpoint: %s; step %d goes on in it", parted, session.step
+                "the data or its order differs from the checkpoint's: %s; step %d continues with it",
+                parted,
+                session.step,
             )
     if faults:
         raise ConfigFault(faults)
@@ -270,8 +274,8 @@ def check_same(session: Session, now: dict[str, Any]) -> None:
     # ranks and threads change the rounding alone
     if was.get("threads") != now["threads"] or was.get("world_size") != now["world_size"]:
         log.warning(
-            "the checkpoint was written by %s ranks with %s threads, this is %s with %s: the same samples and draws, "
-            "sums rounded otherwise",
+            "the checkpoint was written by %s ranks with %s threads, this is %s with %s: the same samples and random "
+            "numbers, sums rounded differently",
             was.get("world_size"),
             was.get("threads"),
             now["world_size"],
@@ -281,7 +285,7 @@ def check_same(session: Session, now: dict[str, Any]) -> None:
 
 def _differs(flag: str, word: str, was: Any, now: Any) -> Fault:
     if isinstance(was, dict) and isinstance(now, dict):
-        return Fault(flag, f"the checkpoint is of another {word}: {'; '.join(_parted(was, now)[:6])}")
+        return Fault(flag, f"the checkpoint has another {word}: {'; '.join(_parted(was, now)[:6])}")
     return Fault(flag, f"the checkpoint has another {word}: {was} there, {now} here", "they must be equal")
 
 
@@ -310,7 +314,7 @@ def resume_position(plan: EpochPlan, session: Session) -> None:
     if epoch is None:  # written before checkpoints said it
         epoch, _ = plan.locate(session.step)
     plan.begin_epoch_at(int(epoch), session.step)
-    log.info("--reset_dataloader: epoch %d begins anew with step %d", epoch + 1, session.step + 1)
+    log.info("--reset_dataloader: epoch %d restarts with step %d", epoch + 1, session.step + 1)
 
 
 def check_length(session: Session, total: int) -> None:
@@ -318,7 +322,7 @@ def check_length(session: Session, total: int) -> None:
     if session.checkpoint is not None and session.step > total and not session.cfg.sample.test_only:
         what = f"the checkpoint is of step {session.step}, the run has {total} step{'s'[: total > 1]}"
         raise ConfigFault(
-            [Fault(resume_option(session.cfg.save), what, "train for longer, or go on from an earlier step")]
+            [Fault(resume_option(session.cfg.save), what, "train for longer, or resume from an earlier step")]
         )
 
 
@@ -339,7 +343,7 @@ def restore(run: Run, session: Session) -> None:
         schedule_from=run.schedule_from,
     )
     if save.reset_optimizer:
-        log.info("--reset_optimizer: optimizer and schedule begin anew with step %d", session.step + 1)
+        log.info("--reset_optimizer: optimizer and schedule restart with step %d", session.step + 1)
     elif save.reset_optimizer_params:
         log.info("--reset_optimizer_params: rate, decay and betas are the configuration's, moments the checkpoint's")
     load_counters(run, session.checkpoint)

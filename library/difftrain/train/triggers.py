@@ -136,5 +136,5 @@ class ControlFiles:
             path.unlink(missing_ok=True)
         except OSError as error:  # else each step would save
             self._stuck.add(path.name)
-            log.warning("%s cannot be removed (%s): it is heeded this once", path, error.strerror or error)
+            log.warning("%s cannot be removed (%s): it is obeyed only once", path, error.strerror or error)
         return True

@@ -27,11 +27,11 @@ STATES = {
     "unknown": "nothing says how it ended",
 }
 ACTIONS = {
-    "save": ("Save now", "checkpoint and export; training goes on"),
-    "sample": ("Sample now", "draw the sample prompts; training goes on"),
+    "save": ("Save now", "checkpoint and export; training continues"),
+    "sample": ("Sample now", "generate samples; training continues"),
     "stop": ("Save and stop", "checkpoint and export, then the run ends; it can be resumed"),
 }
-HEADS = ("Step", "Loss", "Images a second", "Time left", "Last step, ago")
+HEADS = ("Step", "Loss", "Images per second", "Time left", "Last step, ago")
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -45,7 +45,7 @@ def link(path: str, **query: str) -> str:
 
 
 def runs_page(statuses: Sequence[RunStatus], *, folder: str, more: int, token: str, nonce: str) -> str:
-    """Return the list of runs. more: how many older ones are left out."""
+    """Return the list of runs. more: how many older ones are not shown."""
     if not statuses:
         body = panel(
             missing(
@@ -84,8 +84,8 @@ def run_page(
         ("step", f"{status.step}{f' of {status.total_steps}' if status.total_steps else ''}"),
         ("time left, about", duration(status.left_s)),
         ("loss", _figure(status.loss, 4)),
-        ("images a second", _figure(status.fps, 3)),
-        ("seconds a step", _figure(status.step_s, 3)),
+        ("images per second", _figure(status.fps, 3)),
+        ("seconds per step", _figure(status.step_s, 3)),
         ("since the last step", ago(status.changed)),
     ]
     figures = "".join(f'<div class="card"><b>{escape(value)}</b><span>{text}</span></div>' for text, value in cards)
@@ -192,8 +192,8 @@ def _actions(status: RunStatus, token: str, requested: str) -> str:
 
 def _waiting(action: str, status: RunStatus) -> str:
     if status.state == "running":
-        return f"{ACTIONS[action][0]}: asked for, the run has not come to it yet"
-    return f"{ACTIONS[action][0]}: asked for, and not seen; a resumed run will act on it after its first step"
+        return f"{ACTIONS[action][0]}: requested, the run has not reached it yet"
+    return f"{ACTIONS[action][0]}: requested, and not yet seen; a resumed run acts on it after its first step"
 
 
 def _figure(value: float | None, significant: int) -> str:

@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.server.knows_host(self.headers.get("Host")):
                 raise Refusal(
                     HTTPStatus.FORBIDDEN,
-                    "this address is no name of the machine that serves: open it as it was printed",
+                    "this address is not a name of the serving machine: open it as it was printed",
                 )
             if path not in known:
                 raise Refusal(HTTPStatus.NOT_FOUND, "there is no such page")
@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             text = "the address needs its token: open it as difftrain watch printed it, or type the token here"
             raise Refusal(HTTPStatus.FORBIDDEN, text, form=True)
         if not self.server.is_token(word):
-            text = "this is not the token of this server; each start has a new one unless it was given"
+            text = "wrong token for this server; every start has a new one unless it is set"
             raise Refusal(HTTPStatus.FORBIDDEN, text, form=True)
 
     def _folder(self, form: dict[str, str]) -> tuple[str, Path]:
@@ -267,7 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
         _, folder = self._folder(query)
         content = self.server.reports.page(folder)
         if content is None:
-            text = pages.message_page("No report yet", "a run that has done its first steps has one")
+            text = pages.message_page("No report yet", "it appears after the first steps")
             content = text.encode()
         self._send(HTTPStatus.OK, content, policy=_OF_REPORTS)
 
@@ -288,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
             "same-origin",
             "none",
         ):
-            raise Refusal(HTTPStatus.FORBIDDEN, "this was asked by a page of another site")
+            raise Refusal(HTTPStatus.FORBIDDEN, "this request came from a page of another site")
         form = self._form()
         self._need_token(form)
         name, folder = self._folder(form)
@@ -308,7 +308,7 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.CONFLICT,
                 f"{runs.control_file(folder, action).name} cannot be written to the run's folder: {error.strerror}",
             ) from error
-        log.info("%s was asked of %s", action, folder)
+        log.info("%s was requested of %s", action, folder)
 
         self.send_response(HTTPStatus.SEE_OTHER)
         back = urlencode({"name": name, "token": self.server.token, "asked": action})
@@ -319,7 +319,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _form(self) -> dict[str, str]:
         length = self.headers.get("Content-Length") or ""
         if not length.isascii() or not length.isdecimal():
-            raise Refusal(HTTPStatus.LENGTH_REQUIRED, "a form says how long it is")
+            raise Refusal(HTTPStatus.LENGTH_REQUIRED, "a form must state its length")
         if int(length) > MOST_BODY:
             self.close_connection = True
             raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a form has {MOST_BODY} bytes at most")

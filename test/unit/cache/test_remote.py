@@ -278,7 +278,7 @@ def test_an_index_that_breaks_off_while_it_is_fetched_is_asked_for_again(cache, 
 
 def test_an_index_that_changes_while_it_is_fetched_is_named(cache, monkeypatch) -> None:
     disturb(monkeypatch, lambda call: cache.database.touch(), "metadata.db")
-    with pytest.raises(TrainingFault, match=r"metadata\.db was .*while it was fetched"):
+    with pytest.raises(TrainingFault, match=r"metadata\.db .*while it was fetched"):
         fetch()
     assert not list((cache.path.parent / "home").rglob("metadata.db*"))
 
@@ -298,7 +298,7 @@ def test_a_segment_that_is_gone_or_cut_is_named(cache) -> None:
 def test_a_server_that_sends_whole_files_is_named_at_once(cache, monkeypatch) -> None:
     remote = fetch()
     calls = disturb(monkeypatch, lambda call: lambda content: content + b"more")
-    with pytest.raises(TrainingFault, match=r"segments/seg-.*\.bin: .* ranges "):
+    with pytest.raises(TrainingFault, match=r"segments/seg-.*\.bin: .* range requests"):
         read(remote, [1])
     assert len(calls) == 1
 
@@ -436,7 +436,7 @@ def test_a_full_disk_is_said_once_and_everything_is_read_from_the_store(cache, m
     read(remote)
     read(remote)
     said = capsys.readouterr().err
-    assert said.count(" copies") == 1 and "No space" in said and "directly" in said
+    assert said.count(" copies") == 1 and "No space" in said
 
 
 def test_a_disk_that_others_have_filled_is_left_to_them(cache, monkeypatch, capsys) -> None:

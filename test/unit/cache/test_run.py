@@ -245,7 +245,7 @@ def test_too_many_broken_pictures_stop_the_run(pictures: Path, tmp_path: Path) -
     for file in (tmp_path / "data" / "folder").glob("*.png"):
         break_picture(file)
     cfg = config(tmp_path / "data", tmp_path, {"latents": True}, data={"verify": "quick"})
-    with pytest.raises(DataFault, match=r"8 of 13 pictures .*\(--max_rejected_share=0\.5\), .*\.png: broken"):
+    with pytest.raises(DataFault, match=r"8 of 13 .*\(--max_rejected_share=0\.5\), .*\.png: broken"):
         make(cfg)
 
 

@@ -176,7 +176,7 @@ def test_a_disk_that_fills_in_the_middle_keeps_what_was_committed(folder, monkey
     assert size == 2848, "what the rooms above are chosen for: none at all, up to a byte too little"
     with monkeypatch.context() as patched:
         Full(size - less, patched)
-        with pytest.raises(TrainingFault, match=r"cache: .*No space .*on device.*stays.*Make room") as said:
+        with pytest.raises(TrainingFault, match=r"cache: .*No space .*on device.*--cache_dir") as said:
             writer.append([item(number) for number in range(2, 8)])
         assert str(folder.path) in str(said.value)
     with pytest.raises(TrainingFault, match=rf"^{folder.path}: ") as said:

@@ -104,7 +104,7 @@ def test_what_a_killed_export_left_is_removed_and_what_it_pushed_aside_is_put_ba
     assert sorted(each.name for each in tmp_path.iterdir()) == [".notes.tmp", "N-v1.0"]
     assert (path / "model_index.json").read_text() == "older"
     assert len(said) == 4 and sum(each.endswith(" removed") for each in said) == 3
-    assert any(each.startswith("export N-v1.0, ") and each.endswith(" back") for each in said)
+    assert sum(each.startswith("export N-v1.0, ") for each in said) == 1
 
 
 def test_what_a_finished_export_pushed_aside_is_removed(tmp_path, monkeypatch):
@@ -145,5 +145,5 @@ def test_a_named_folder_is_checked_and_the_error_helps(tmp_path):
         open_given(tmp_path / "missing")
     with pytest.raises(ConfigFault, match=r"no manifest.json \(the .*one in it is N-step00000008-state\)"):
         open_given(tmp_path)
-    with pytest.raises(ConfigFault, match=r"weights has 2 bytes, not 4 \(others .*it: N-step00000004-state\)"):
+    with pytest.raises(ConfigFault, match=r"weights has 2 bytes, not 4 \(.*: N-step00000004-state\)"):
         open_given(torn)

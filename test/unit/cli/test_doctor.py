@@ -188,7 +188,7 @@ def test_findings_are_printed_with_their_remedies(
     assert max(len(line) for line in text.splitlines()) <= 120
     assert text.splitlines()[-1].startswith("1 ")
     del examined[2]
-    assert doctor.main([]) == 0 and "mend" not in capsys.readouterr().out
+    assert doctor.main([]) == 0 and "fix" not in capsys.readouterr().out
 
 
 def test_one_json_document_and_nothing_else(examined: list[DoctorReport], capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,7 +208,7 @@ WRONG = [
     ("--dataset_repeats=0", ["--dataset_repeats", "at least 1", "got 0"]),
     ("--dataset_repeats=1.5", ["--dataset_repeats", "whole number"]),
     ("--optimizer_args weight_decay", ["--optimizer_args", "key=value", "weight_decay"]),
-    ("--optimizer_args weight_decay=0,,1", ["--optimizer_args", "no literal"]),
+    ("--optimizer_args weight_decay=0,,1", ["--optimizer_args", "literal"]),
     ("--optimizer_args eps=1 eps=2", ["--optimizer_args", "twice"]),
     ("--v2", ["--v2", "not offered", "Stable Diffusion 2"]),
     ("--no_half_vae --half_vae", ["--half_vae", "contradicts --no_half_vae"]),

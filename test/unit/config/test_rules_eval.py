@@ -44,9 +44,9 @@ def test_a_distance_needs_a_set_and_its_settings_need_it() -> None:
     ("names", "facts"),
     [
         (("a", "b", "a"), ["2", "'a'"]),
-        ((" ",), ["no name"]),
-        (("train",), ["'train'", "other numbers"]),
-        (("loss/x",), ["'loss/x'", "other numbers"]),
+        ((" ",), ["name"]),
+        (("train",), ["'train'", "metrics"]),
+        (("loss/x",), ["'loss/x'", "metrics"]),
     ],
 )
 def test_names_are_their_own(names: tuple[str, ...], facts: list[str]) -> None:

@@ -47,7 +47,7 @@ SAID = [
     ("--ip_noise_gamma_random_strength", "--ip_noise_gamma_random_strength --ip_noise_gamma"),
     ("--huber_c=0.2", "--huber_c --loss_type=huber smooth_l1"),
     ("--loss_type=huber --huber_scale=2", "--huber_scale --huber_schedule=snr"),
-    ("--ema_profiles=0.05 --save_every_n_steps=2", "--ema_profiles one 0.05,0.10"),
+    ("--ema_profiles=0.05 --save_every_n_steps=2", "--ema_profiles single 0.05,0.10"),
     ("--ema_profiles=0.05,0.1", "--ema_profiles --save_every_n_steps --save_every_n_epochs"),
 ]
 

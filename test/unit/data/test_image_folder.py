@@ -84,7 +84,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     index = built(folder, max_rejected_share=1.0)
     assert captions(index) == {"one.png": ("one",)}
     assert Counter(kind(reject.reason) for reject in index.rejects()) == {
-        "caption text": 1, "no caption": 2, "outside folder": 1, "no picture": 2, "same twice": 1,
+        "caption text": 1, "no caption": 2, "outside folder": 1, "no image": 2, "same twice": 1,
     }  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def test_what_cannot_be_used_is_named(folder: Path) -> None:
     )
     said = {reject.path.partition("!")[2]: reject.reason for reject in index.rejects()}
     assert set(captions(index)) == {"0000.png", "0001.png", "0002.png"}
-    assert kind(said["gone"]) == "no picture" and str(folder) in said["gone"]
+    assert kind(said["gone"]) == "no image" and str(folder) in said["gone"]
     assert kind(said["0001.png"]) == "same twice" and "'0001'" in said["0001.png"]
     assert kind(said["sub/0007"]) == "no caption"
     assert "torn" in said and len(said) == 4
@@ -124,7 +124,7 @@ def test_captions_that_are_none(folder: Path, entry: Any, reason: str) -> None:
         ("[1]", "object, .*list"),
         ("{", "no JSON in UTF-8"),
         ('{"a":' + "[" * 100_000, "no JSON in UTF-8"),
-        ("{}", "names no"),
+        ("{}", "name"),
         ('"\udcff"', "no JSON in UTF-8"),
     ],
 )
@@ -195,7 +195,7 @@ def test_pictures_that_come_change_or_go_are_noticed_though_the_file_stays(folde
 def test_a_name_that_no_disk_takes_ends_nothing(folder: Path) -> None:
     index = built(folder, {"0000": {"caption": "a"}, "q" * 400: {"caption": "b"}, "0001": {"caption": "c"}})
     assert set(captions(index)) == {"0000.png", "0001.png"}
-    assert [reject.reason[:10] for reject in index.rejects()] == ["no picture"]
+    assert [reject.reason[:8] for reject in index.rejects()] == ["no image"]
 
 
 @pytest.mark.flags("in_json", "conditioning_data_dir")

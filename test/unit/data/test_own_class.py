@@ -193,7 +193,7 @@ def test_broken_items_are_named_and_left_out(modules: Path) -> None:
     said = {Path(reject.path).name: reject.reason for reject in index.rejects()}
     assert index.count == 2 and len(said) == 6
     assert said["0"] == "broken item: KeyError: 'hole'"
-    assert re.match(r"broken item: TypeError: .* \(picture, caption\), .*ndarray", said["1"])
+    assert re.match(r"broken item: TypeError: .* \(image, caption\), .*ndarray", said["1"])
     assert re.match(r"broken item: TypeError: .*float64 .*\(32, 32, 3\) .*8 bits", said["2"])
     assert kind(said["3"]) == "caption text" and said["3"].endswith(" int")
     assert kind(said["4"]) == "no caption"

@@ -241,9 +241,9 @@ def test_members_that_are_listed_and_not_used(tmp_path):
                 setattr(info, key, value)
             made.addfile(info, io.BytesIO(data))
 
-        add("001.json", b'{"caption": "no picture"}')
-        add("001.txt", b"no picture")
-        add("002.txt", b"no picture")
+        add("001.json", b'{"caption": "no image"}')
+        add("001.txt", b"no image")
+        add("002.txt", b"no image")
         add("readme.txt", b"not ours")
         add("../../escape.png", PNG)
         add("/etc/absolute.png", PNG)
@@ -267,8 +267,8 @@ def test_members_that_are_listed_and_not_used(tmp_path):
     assert bad.pop("torn.png").startswith("broken sidecar: torn.json is not JSON")
     assert bad.pop("deep.png").startswith("broken sidecar: deep.json is not JSON")
     assert {name: kind(reason) for name, reason in bad.items()} == {
-        "001.json": "no picture",
-        "002.txt": "no picture",
+        "001.json": "no image",
+        "002.txt": "no image",
         "../../escape.png": "outside folder",
         "/etc/absolute.png": "outside folder",
         "..\\windows.png": "outside folder",
@@ -364,10 +364,10 @@ def test_pictures_as_paths(tmp_path):
     assert {name: item.path for name, item in items.items()} == {"0": "sub/pictures/a.png"}
     assert source.read(MediaRef(0, "sub/pictures/a.png")) == PNG
     reasons = {
-        "1": ("no picture", "pictures/gone.png"),
+        "1": ("no image", "pictures/gone.png"),
         "2": ("outside folder", "../../secret.png"),
         "3": ("outside folder", "/etc/passwd"),
-        "4": ("no picture", ""),
+        "4": ("no image", ""),
     }
     assert {name: kind(reason) for name, reason in bad.items()} == {name: what for name, (what, _) in reasons.items()}
     assert all(path in bad[name] for name, (_, path) in reasons.items())

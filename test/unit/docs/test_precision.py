@@ -28,5 +28,5 @@ def test_bytes_of_a_parameter(row: tuple[str, ...], tmp_path: Path) -> None:
     moving = sum(each.numel() for each in parts.root.parameters() if each.requires_grad)
     found = {need.what.split()[0]: need.size / moving for need in needs(cfg, parts, ranks=1)}
     assert found["weights"] == weight and found["gradients"] == gradient and found["optimizer"] == state
-    assert found.get("beside", 0) == beside and found.get("casts", 0) == casts
+    assert found.get("master", 0) == beside and found.get("casts", 0) == casts
     assert weight + beside + gradient + casts + state == total

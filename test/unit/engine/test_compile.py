@@ -63,7 +63,7 @@ def test_buckets_of_a_data_set_change_the_shape_too(buckets):
     sets = DataSection(datasets=(DatasetSection(), DatasetSection(enable_bucket=buckets)))
     cfg = config({"compile": True, "compile_backend": "eager"}).model_copy(update={"data": sets})
     (note,) = [note for note in built(cfg).parts.notes if note.startswith("compile: ")]
-    assert ("next shapes" in note) == buckets
+    assert ("new shape" in note) == buckets
 
 
 @pytest.mark.flags("dynamo_backend")

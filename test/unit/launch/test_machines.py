@@ -70,7 +70,7 @@ def test_impossible_counts(argv: list[str], facts: list[str]) -> None:
 
 def test_one_machine_scripts_refuse_several() -> None:
     assert is_about(place("1m_8p", CPU, "--nnodes=2").faults[0], "--nnodes", "one machine", "2")
-    assert is_about(place("1m_1p", CPU, "--nproc_per_node=2").faults[0], "--nproc_per_node", "one card", "2")
+    assert is_about(place("1m_1p", CPU, "--nproc_per_node=2").faults[0], "--nproc_per_node", "one device", "2")
 
 
 def test_torchrun_words() -> None:
@@ -91,7 +91,7 @@ def test_the_card_of_a_one_card_run() -> None:
     assert place("1m_1p", CUDA, "--device_id=3").environment({})["CUDA_VISIBLE_DEVICES"] == "3"
     assert place("1m_1p", NPU, "--device_id=5").environment({})["ASCEND_DEVICE_ID"] == "5"
     assert "CUDA_VISIBLE_DEVICES" not in place("1m_1p", CUDA).environment({})
-    assert is_about(place("1m_1p", CUDA, "--device_id=4").faults[0], "--device_id", "4", "cards 0, 1, 2, 3")
+    assert is_about(place("1m_1p", CUDA, "--device_id=4").faults[0], "--device_id", "4", "devices 0, 1, 2, 3")
     hidden = place("1m_1p", Devices("cuda", 2), "--device_id=6", CUDA_VISIBLE_DEVICES="6,7")
     assert not hidden.faults and hidden.environment({})["CUDA_VISIBLE_DEVICES"] == "6"
     assert (

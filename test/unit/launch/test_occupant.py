@@ -39,7 +39,7 @@ def test_nothing_there(output: Path) -> None:
 def test_an_unfinished_run_of_the_same_configuration_goes_on(output: Path) -> None:
     record(config(output), finished=False)
     found = occupant.look(output, config(output), 1)
-    assert not found.in_the_way and "goes on" in found.sentence
+    assert not found.in_the_way and "resumed" in found.sentence
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_torn_record(output: Path) -> None:
 def test_machines_without_rank_0_go_by_their_note(output: Path) -> None:
     output.mkdir()
     occupant.write_note(output, digest(config(output), 1), finished=False)
-    assert "goes on" in occupant.look(output, config(output), 1).sentence
+    assert "resumed" in occupant.look(output, config(output), 1).sentence
     assert occupant.look(output, config(output, 20), 1).in_the_way
     occupant.write_note(output, digest(config(output), 1), finished=True)
     assert occupant.look(output, config(output), 1).in_the_way

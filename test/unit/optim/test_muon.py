@@ -199,7 +199,7 @@ def test_a_family_may_say_which_weights_are_matrices_and_groups_keep_their_rates
         (("momentum=1.0",), r"momentum .*\[0, 1\), got 1\.0"),
         (("ns_steps=0",), r"ns_steps .* 1 to 99, got 0"),
         (("adjust_lr='mine'",), "adjust_lr is match_rms_adamw or original, got 'mine'"),
-        (("adamw_lr=-1",), "not below 0"),
+        (("adamw_lr=-1",), "negative"),
         (("betas=2,2",), "Invalid beta"),
         (("momentun=0.9",), r"\bmomentun\b"),
         (("fused=True",), r"\bfused\b"),

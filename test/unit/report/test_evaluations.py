@@ -56,8 +56,8 @@ def test_the_page_has_a_curve_for_each_quantile() -> None:
     ]
     assert len(shades) == 18 and shades[:9] == sorted(set(shades[:9])) and (shades[0], shades[8]) == (0, 1)
     assert "a/b, 5 records: KID-efflite0" in page and "c, 7 records: mean loss" in page
-    assert page.count("the VAE alone") == 3 and "kid efflite0 vae" not in page  # SVG, legend and data
-    assert "denoise loss" in page and "KID-efflite0 of drawn" not in "".join(panels([lines()[1]]))
+    assert page.count("through the VAE") == 3 and "kid efflite0 vae" not in page  # SVG, legend and data
+    assert "denoise loss" in page and "KID-efflite0 of" not in "".join(panels([lines()[1]]))
 
 
 def test_what_was_measured_beside_the_loss_has_its_quantiles_too() -> None:
@@ -104,7 +104,7 @@ def test_report_and_page_have_them(tmp_path: Path) -> None:
     page = build_html(tmp_path).read_text()
     assert "<h3>Text recon loss</h3>" in page and "text recon loss, " in page
     assert "<h3>Repa loss</h3>" in page
-    assert "KID-efflite0 of drawn" in page and "no FID" in page
+    assert "KID-efflite0 of" in page and "no FID" in page
 
 
 def test_figures_of_others_about_the_same_family_come_first() -> None:

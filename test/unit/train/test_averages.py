@@ -98,7 +98,7 @@ def test_the_step_that_is_announced_is_the_one_where_pictures_change(decay: floa
     averages.ema.updates = half - 1
     with averages.drawable()[0]:
         assert averages.engine.put == "trained"
-    assert averages.drawable()[1].startswith("trained weights, ")
+    assert averages.drawable()[1].startswith("raw weights, ")
     averages.ema.updates = half
     with averages.drawable()[0]:
         assert averages.engine.put == "averaged" and averages.drawable()[1] == "averaged weights"
@@ -114,7 +114,7 @@ def test_a_grid_says_from_which_weights_it_is(
     for name in ("on_device", "during"):
         monkeypatch.setattr(f"difftrain.train.drawing.{name}", nothing)
     monkeypatch.setattr("difftrain.train.drawing.draw_grid", lambda *_, **__: tmp_path / "grid.png")
-    said = {0: "trained weights, .* 100 % ", 200: "averaged weights: "}
+    said = {0: "raw weights, .* 100 % ", 200: "averaged weights: "}
     for averages.ema.updates, told in said.items():
         with caplog.at_level(logging.INFO, "difftrain"):
             Drawing(cfg, model, device, RANKS, clock)._draw_here(Position(0))  # type: ignore[arg-type]

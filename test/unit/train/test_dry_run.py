@@ -157,7 +157,7 @@ def test_memory_of_half_weights(line: list[str], flags: str, bytes_each: tuple[i
     parts = family.load(meta=True)
     found = {need.what.split(" (")[0]: need.size for need in needs(cfg, parts, ranks=1)}
     moving = sum(p.numel() for p in parts.root.parameters() if p.requires_grad)
-    names = ("weights in bf16", "beside them", "gradients", "optimizer state")
+    names = ("weights in bf16", "master weights", "gradients", "optimizer state")
     assert tuple(found.get(name, 0) / moving for name in names) == bytes_each
     assert not any("autocast" in name for name in found)
 

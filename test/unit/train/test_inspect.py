@@ -387,7 +387,7 @@ flip_aug = true
         ("128x128", "2"),
     }
     assert any(card["regularisation"] for card in told["cards"])
-    assert "data set" in (tmp_path / "page.html").read_text().lower()
+    assert "dataset" in (tmp_path / "page.html").read_text().lower()
 
 
 def test_masks_are_shown(own: TrainConfig, data: Path, tmp_path: Path) -> None:

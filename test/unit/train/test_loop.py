@@ -54,7 +54,7 @@ def test_a_run_ends_where_it_is_asked_and_has_what_was_asked_for(
     with caplog.at_level(logging.ERROR, "difftrain"):
         assert steps_done(monkeypatch, wish, saved=saved) == done
     assert ({record.levelno for record in caplog.records} == {logging.ERROR}) is not saved
-    assert ("not end" in caplog.text) is (wish == QUIT and not saved)
+    assert ("without stopping" in caplog.text) is (wish == QUIT and not saved)
 
 
 def test_samples_are_drawn_once_and_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,11 +119,11 @@ def test_what_cannot_be_resumed_is_told_with_what_can(tmp_path: Path) -> None:
     run = run_of(tmp_path, OLD, 4)
     assert f"runs below {tmp_path}: {OLD}" in told(config(tmp_path, "nowhere"))
     (tmp_path / "other").mkdir()
-    assert f"'{tmp_path / 'other'}' is no " in told(config(tmp_path, str(tmp_path / "other")))
+    assert f"'{tmp_path / 'other'}'" in told(config(tmp_path, str(tmp_path / "other")))
     (tmp_path / NEW).symlink_to(tmp_path / "gone")
     assert where(config(tmp_path, "latest")) == (OLD, "global_step4")
     said = told(config(tmp_path / "new", str(tmp_path)))
-    assert f"'{tmp_path}' is no " in said and f": {run}" in said
+    assert f"'{tmp_path}'" in said and f": {run}" in said
     (run / "global_step4" / "weights.bin").write_bytes(b"torn")
     assert re.search(rf"{run / 'global_step4'} .*weights\.bin", told(config(tmp_path, str(run / "global_step4"))))
     assert re.search(rf"no checkpoint .* {tmp_path} .*whole", told(config(tmp_path, "latest")))

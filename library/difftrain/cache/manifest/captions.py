@@ -150,7 +150,7 @@ class _PreviousManifests:
         self._keys, self._words = keys, _first_word(keys)
         alike = all(np.array_equal(self._caption_state, np.load(folder / CAPTION_STATE)) for folder in folders[1:])
         if not alike or len(self._starts) != len(self._caption_state):
-            raise ValueError("these lists are not of the same records")
+            raise ValueError("these lists belong to different records")
 
     @classmethod
     def of(cls, writers: Sequence[ManifestWriter], beside: Path, kinds: Sequence[str]) -> _PreviousManifests | None:

@@ -328,6 +328,6 @@ class _HashProgress:
         self._reported_at, took = now, now - self._began
         left = (self._count - self._done) * took / self._done
         self._log(
-            f"cache: {self._done:,} of {self._count:,} files are read once to know their content, "
+            f"cache: {self._done:,} of {self._count:,} files are read once to hash their content, "
             f"{self._bytes / took / 2**20:.0f} MiB a second, {left / 60:.1f} min left"
         )

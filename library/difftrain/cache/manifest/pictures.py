@@ -250,7 +250,7 @@ class _PairRows:
         if 2 * (int(self._count.max(initial=0)) + 1) > _MAX_VARIANT:
             name = data.index.record(int(self._count.argmax())).name
             raise DataFault(
-                f"{name} has {self._count.max():,} captions; with a picture at most {_MAX_VARIANT // 2 - 1:,}"
+                f"{name} has {self._count.max():,} captions; an encoder that reads the image allows at most {_MAX_VARIANT // 2 - 1:,}"
             )
         self._is_held_out = held_out(data)
         sources = np.asarray(data.index.columns().source)
@@ -327,7 +327,7 @@ def _mask_file_contents(
             saved: np.ndarray = np.load(column)
             if saved.shape == (index.count, BYTES):
                 left = needed[~saved[needed].any(axis=1)]
-                reason = "unreadable: what its mask holds is not known, and nothing is read now"
+                reason = "unreadable: the content of its mask is unknown, and nothing is read now"
                 return saved, [Reject(index.path(index.record(int(record_id))), reason) for record_id in left]
 
     # the mask file of each record, by its stamp

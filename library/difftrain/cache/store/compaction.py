@@ -128,7 +128,7 @@ def merge(folder: CacheFolder, target: Path | None = None) -> MergeResult:
         clean(path.parent)
         added, notes = base.numbers - before, tuple(news.notes)
         return MergeResult(path, base.numbers, added, base.rejects, len(base.segments), True, why, notes)
-    raise TrainingFault(f"{path} cannot be brought up to date: other processes replaced it {_TRIES} times meanwhile")
+    raise TrainingFault(f"{path} cannot be updated: other processes replaced it {_TRIES} times meanwhile")
 
 
 def _index_state(path: Path) -> tuple[_IndexState | None, str]:
@@ -155,7 +155,7 @@ def _generation(path: Path) -> str:
 def _outdated(folder: CacheFolder, state: _IndexState, dropped: str) -> str:
     """Say why a database cannot be gone on from, though it is whole."""
     if state.drops != dropped:
-        return "the list of entries that do not count has changed"
+        return "the list of dropped entries has changed"
     listed = folder.listed()
     for name, segment in state.segments.items():
         for suffix in (BIN, IDX):
@@ -193,7 +193,7 @@ def _new_rows(folder: CacheFolder, base: _IndexState, scratch: Path) -> _NewRows
         if known is not None and known.sealed:
             continue
         if name not in listed[BIN] and not folder.exists(name, BIN):
-            news.notes.append(f"segment {name}: its payloads are gone, so none of its entries count")
+            news.notes.append(f"segment {name}: its payloads are gone, so all its entries are ignored")
             continue
         try:
             journal = Journal(folder, name)
@@ -201,7 +201,7 @@ def _new_rows(folder: CacheFolder, base: _IndexState, scratch: Path) -> _NewRows
             continue  # removed meanwhile
         except Damaged as error:
             if isinstance(error, OtherFormat) or folder.sealed(name):  # else its writer was killed when it began
-                news.notes.append(f"segment {name}: {error}; none of its entries count")
+                news.notes.append(f"segment {name}: {error}; all its entries are ignored")
             continue
         segment = replace(known) if known else _SegmentState(fresh, name, json.dumps(journal.header, sort_keys=True))
         fresh += known is None
@@ -223,7 +223,7 @@ def _take_rows(news: _NewRows, journal: Journal, segment: _SegmentState, dropped
         segment.end = max(segment.end, int((rows["offset"] + rows["length"]).max(initial=0)))
         news.sorter.add(rows if dropped is None else rows[~np.isin(rows["offset"], dropped)], segment.id)
     if damaged:
-        news.notes.append(f"segment {segment.name}: {damaged} damaged rows in its journal; these entries do not count")
+        news.notes.append(f"segment {segment.name}: {damaged} damaged rows in its journal; these entries are ignored")
 
 
 def _check_ends(folder: CacheFolder, news: _NewRows, journal: Journal, segment: _SegmentState) -> None:
@@ -236,7 +236,7 @@ def _check_ends(folder: CacheFolder, news: _NewRows, journal: Journal, segment: 
         )
     elif size >= max(segment.end, journal.first) + ALIGN:
         news.notes.append(
-            f"segment {segment.name}: its journal was cut, payloads behind byte {segment.end} have no rows"
+            f"segment {segment.name}: its journal was cut, payloads after byte {segment.end} have no rows"
         )
 
 

@@ -46,7 +46,7 @@ class CacheFolder:
         try:
             version = json.loads(mark.read_bytes())["format"]
         except FileNotFoundError:
-            remedy = f"give the folder that was named with {option('data.cache_dir')} when it was built"
+            remedy = f"give the folder that was given as {option('data.cache_dir')} when it was built"
             raise DataFault(f"{folder.path}: there is no feature cache, no {_MARK} is in it; {remedy}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataFault(f"{mark} cannot be read ({error}); it should be {json.dumps({'format': FORMAT})}") from None
@@ -112,8 +112,8 @@ def disk_faults(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingFault(
-            f"{folder}: the feature cache cannot be written ({error.strerror or error}). What was committed stays and "
-            f"is used by the next start. Make room there, or name another folder with {option('data.cache_dir')}"
+            f"{folder}: the feature cache cannot be written ({error.strerror or error}). What was committed is "
+            f"kept and used by the next start. Free some space there, or name another folder with {option('data.cache_dir')}"
         ) from error
 
 

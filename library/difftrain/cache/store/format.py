@@ -80,7 +80,7 @@ def read_header(buffer: Any) -> tuple[dict[str, Any], int]:
     size, length, crc = _header(buffer)
     words = bytes(memoryview(buffer)[_HEAD.size : _HEAD.size + length])
     if len(words) != length or len(buffer) < size or crc32c(words) != crc:
-        raise Damaged("its header is torn")
+        raise Damaged("its header is incomplete")
     facts: dict[str, Any] = json.loads(words)
     return facts, size
 
@@ -90,11 +90,11 @@ def _header(start: Any) -> tuple[int, int, int]:
         raise Damaged(f"it has {len(start)} bytes, which is less than a header")
     magic, version, size, length, crc = _HEAD.unpack_from(start)
     if magic != _MAGIC:
-        raise Damaged("it does not begin as a file of the cache does")
+        raise Damaged("it is not a cache file: its first bytes differ")
     if version != FORMAT:
         raise OtherFormat(f"it is of format {version}, this version reads format {FORMAT}")
     if size % ALIGN or size < _HEAD.size + length:
-        raise Damaged("its header is torn")
+        raise Damaged("its header is incomplete")
     return size, length, crc
 
 
@@ -217,7 +217,7 @@ def table_end(head: Any) -> int:
         raise Damaged(f"a payload of {len(head)} bytes holds no features")
     magic, _, _, end, _ = _PAYLOAD.unpack_from(head)
     if magic != _PAYLOAD_MAGIC:
-        raise Damaged("a payload does not begin as features do")
+        raise Damaged("a payload does not begin with the header of features")
     return int(end)
 
 

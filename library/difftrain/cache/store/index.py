@@ -176,7 +176,7 @@ class Metadata:
 
     def _fault(self, error: Exception) -> DataFault:
         return DataFault(
-            f"{self.path}, the index of the feature cache, cannot be read: {error}. It is made anew from what is "
+            f"{self.path}, the index of the feature cache, cannot be read: {error}. The next build restores it from the segments"
             "stored when the cache is built the next time"
         )
 

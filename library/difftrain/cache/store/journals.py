@@ -139,7 +139,7 @@ class RowSorter:
 
 def cannot_build(scratch: Path, error: Exception) -> str:
     """Say where there is no room."""
-    return f"{scratch}: the index of the feature cache cannot be built there ({error}). Make room, or set TMPDIR"
+    return f"{scratch}: the index of the feature cache cannot be built there ({error}). Free some space, or set TMPDIR"
 
 
 def in_order(rows: np.ndarray) -> np.ndarray:
@@ -203,7 +203,7 @@ def check_ends(file: IO[bytes]) -> tuple[int, int]:
     file.seek(0)
     header = file.read(_HEADER)
     if not header.startswith(b"SQLite format 3\0") or len(header) < _HEADER:
-        raise Damaged("it is no SQLite database")
+        raise Damaged("it is not an SQLite database")
     version = int.from_bytes(header[60:64], "big")  # PRAGMA user_version
     if version != VERSION:
         raise OtherFormat(f"it is of version {version}, this program reads version {VERSION}")

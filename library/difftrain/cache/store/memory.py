@@ -146,7 +146,7 @@ class MemorySink:
         except OSError as error:
             raise TrainingFault(
                 f"this machine's memory cannot hold the cached features ({error.strerror or error}); "
-                f"{option('cache.latents_to_disk', True)} and {option('cache.text_to_disk', True)}, without {option('cache.preload', True)}, leave them in files"
+                f"{option('cache.latents_to_disk', True)} and {option('cache.text_to_disk', True)}, without {option('cache.preload', True)}, keep them in files"
             ) from error
 
 
@@ -282,7 +282,7 @@ def preload(
     total = int((-(-needed["length"].astype(np.int64) // ALIGN) * ALIGN).sum())
     if room_bytes is not None and total > room_bytes:
         what = f"the cache's {total / 2**30:.3g} GiB do not fit into the {room_bytes / 2**30:.3g} GiB that are free"
-        raise ConfigFault([Fault(option("cache.preload", True), what, "without it, the cache is read where it lies")])
+        raise ConfigFault([Fault(option("cache.preload", True), what, "without it, the cache is read from its files")])
 
     # in the order of the files
     segments = list(names)

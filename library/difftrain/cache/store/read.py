@@ -303,7 +303,7 @@ class Reader:
             if end <= len(head):
                 break
             if end > row.length:
-                raise Damaged("its table is longer than itself")
+                raise Damaged("its table is longer than the payload")
             size = end
         kind = self._learn(row, bytes(head[:end]))
         if kind is None or not self._straight(kind, row, out, number, check):
@@ -316,7 +316,7 @@ class Reader:
             return None
         start, size, ordered = steps
         if size > row.length:
-            raise Damaged("its features are longer than itself")
+            raise Damaged("its features are longer than the payload")
         if len(self._kinds) >= _KINDS:
             self._kinds.clear()
         kind = self._kinds[row.length] = PayloadLayout(head[TABLE_AT:], start, size, ordered)

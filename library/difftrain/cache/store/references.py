@@ -66,7 +66,7 @@ class Reference:
                 raise ValueError(f"its rows are of {rows.dtype}")
         except (OSError, ValueError, EOFError) as error:
             raise DataFault(
-                f"{path}, which lists what a configuration wants of the feature cache, cannot be used ({error}). "
+                f"{path}, which lists the cache entries that a configuration needs, cannot be used ({error}). "
                 "Build the cache again with that configuration, or remove the file to forget the configuration"
             ) from None
         return rows
@@ -147,7 +147,7 @@ def _facts(path: Path) -> dict[str, Any]:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFault(
-            f"{path}, which tells of a use of the feature cache, cannot be read ({error}). Remove it"
+            f"{path}, which records a use of the feature cache, cannot be read ({error}). Remove it"
         ) from None
     return facts
 
@@ -248,7 +248,7 @@ def _read(folder: CacheFolder, name: str) -> tuple[list[str], np.ndarray]:
         raise
     except (OSError, Damaged, ValueError, KeyError, TypeError) as error:
         raise DataFault(
-            f"{path}, which lists entries of the feature cache that do not count, cannot be used ({error}). Remove it "
+            f"{path}, which lists dropped entries of the feature cache, cannot be used ({error}). Remove it "
             "and run `difftrain cache verify` on the cache: it finds what is damaged again"
         ) from None
     return header["segments"], np.frombuffer(content, _ROW, offset=size)

@@ -129,7 +129,7 @@ def checked_payload(source: SegmentSource, row: EntryRow) -> np.ndarray:
 
 def damage(cache: str, row: EntryRow, why: Exception) -> TrainingFault:
     """Return the fault that names a damaged entry, and what to do."""
-    mend = f"`difftrain cache repair {cache}` drops what is damaged, and the next start encodes it anew"
+    mend = f"`difftrain cache repair {cache}` drops what is damaged, and the next start encodes it again"
     if is_url(cache):
         mend = (
             "Repair the cache in its folder (`difftrain cache repair`), build it there, and copy it to the store again"
@@ -176,7 +176,7 @@ class SegmentWriter:
         if not items:
             return
         if self._failed:
-            raise TrainingFault(f"{self._folder.path}: nothing more is written after a write that failed")
+            raise TrainingFault(f"{self._folder.path}: nothing is written after a failed write")
         self._failed = True
         with disk_faults(self._folder.path):
             if self._open is not None and self._open.size + sum(map(_size, items)) > self._most:

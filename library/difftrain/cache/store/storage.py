@@ -38,7 +38,7 @@ def stored(name: str, value: Tensor, dtype: str, rows: int | None = None) -> Sto
     if not 0 <= rows <= len(value):
         raise ValueError(f"{name}: {rows} of {len(value)} rows")
     if rows < len(value) and bool(value[rows:].any()):
-        raise Unstorable(f"{name}: rows behind the {rows} that are kept are not zeros, and would be lost")
+        raise Unstorable(f"{name}: rows after the {rows} that are kept are not zeros, and would be lost")
     value = value[:rows].contiguous()
 
     # whole numbers are compressed

@@ -91,7 +91,7 @@ def why_still_open(folder: CacheFolder, journal: JournalScan, header: Mapping[st
             with tempfile.TemporaryFile(dir=folder.segments) as probe:
                 gone = os.fstat(probe.fileno()).st_mtime - path.stat().st_mtime > _SILENT_S
         except OSError as error:
-            return f"whether a build is writing it cannot be told: {error.strerror}"
+            return f"cannot tell whether a build is writing it: {error.strerror}"
         return "" if gone else "a build on another machine may be writing it"
     return "" if gone else "a build is writing it"
 
@@ -200,7 +200,7 @@ def _with_all_drops(folder: CacheFolder) -> Metadata:
         if state == references.state(folder):
             return known
         time.sleep(random.random() / 10)
-    raise TrainingFault(f"{folder.path}: too many others are changing it; nothing was lost. Run this again later")
+    raise TrainingFault(f"{folder.path}: other processes keep changing it; nothing was lost. Run this again later")
 
 
 def _start(addresses: np.ndarray) -> np.ndarray:

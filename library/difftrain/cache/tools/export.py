@@ -109,7 +109,7 @@ def export(
         _write(wishes, source, shards, report, values, required=set(named) - {MASKS} if used else set(), log=log)
         if not report.samples + report.num_damaged:
             raise DataFault(
-                f"{shown_url(str(cache))}: there is nothing of {', '.join(named) or 'any encoder'} to export"
+                f"{shown_url(str(cache))}: there are no entries of {', '.join(named) or 'any encoder'} to export"
             )
         shards.close()
         report.shards, report.bytes = shards.count, shards.bytes
@@ -121,8 +121,8 @@ def export(
         aside.rename(output)
     except OSError as error:
         raise TrainingFault(
-            f"{output}: the export cannot be written ({error.strerror or error}); nothing of it is kept. Make room "
-            "there, or name another folder"
+            f"{output}: the export cannot be written ({error.strerror or error}); nothing of it is kept. Free some "
+            "space there, or name another folder"
         ) from error
     finally:
         shards.abandon()
@@ -141,7 +141,7 @@ def _output_folder(folder: Path | str, layout: str, shard_bytes: int) -> Path:
     if shard_bytes < 1:
         faults.append(Fault("--shard_gib", f"must be above 0, got {shard_bytes} bytes"))
     if is_url(str(folder)):
-        what = f"{str(folder)!r} is no folder of this machine"
+        what = f"{str(folder)!r} is not a folder of this machine"
         faults.append(Fault("--output", what, "export to a folder, and copy that"))
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         faults.append(Fault("--output", f"{str(folder)!r} is there and not empty", "name another folder"))

@@ -61,22 +61,22 @@ def choose_reference(folder: CacheFolder, use: str | None, *, dated: bool) -> tu
         reference = next((reference for reference in known if reference.id == use), None)
         if reference is None:
             remedy = did_you_mean(use, [reference.id for reference in known]) or "`difftrain cache info` lists them"
-            raise ConfigFault([Fault("--use", f"{use!r} is no configuration that this cache knows", remedy)])
+            raise ConfigFault([Fault("--use", f"{use!r} is not a configuration of this cache", remedy)])
         if not reference.complete:
-            what = f"{use!r} was not built to its end"
-            raise ConfigFault([Fault("--use", what, "build it first, or leave this out to get what others have built")])
+            what = f"{use!r} is incomplete: its build did not finish"
+            raise ConfigFault([Fault("--use", what, "build it first, or leave this out to export what was built")])
         return reference, ""
 
     # none is named: the one that was used last
     if not complete:
         return (
             None,
-            "no configuration was built to its end, so every entry is a sample of its own, named by its address",
+            "no configuration was built completely, so every entry is a sample of its own, named by its address",
         )
     if len(complete) > 1 and not dated:
         what = f"is missing: {len(complete)} configurations were built, {', '.join(reference.id for reference in complete[:20])}"
         raise ConfigFault([Fault("--use", what, "name one of them")])
-    note = f"of {len(complete)} configurations the one that was used last is taken, --use={complete[-1].id}"
+    note = f"of {len(complete)} configurations, the most recently used one is exported: --use={complete[-1].id}"
     return complete[-1], note if len(complete) > 1 else ""
 
 
@@ -86,7 +86,7 @@ def encoders_of(metadata: Metadata, use: Reference | None, requested: Sequence[s
     for name in requested or ():
         if name not in names:
             remedy = did_you_mean(name, names) or f"there are {', '.join(names) or 'none'}"
-            raise ConfigFault([Fault("--encoders", f"{name!r} has nothing in this cache", remedy)])
+            raise ConfigFault([Fault("--encoders", f"{name!r} has no entries in this cache", remedy)])
     return [name for name in names if not requested or name in requested]
 
 

@@ -79,11 +79,11 @@ def collect_garbage(folder: CacheFolder, *, unused_days: int | None = None, dry_
     known = Metadata(folder.database)
     if known.count and not kept and not forgotten:
         raise DataFault(
-            f"{folder.path}: no configuration is known that wants anything of it, so all of it would go; nothing was "
+            f"{folder.path}: no known configuration uses it, so everything would be removed; nothing was "
             "removed. Build or train with it once, or delete the folder"
         )
     if known.count > SAID_FROM:
-        yield f"looking up what {len(kept):,} configurations want of {known.count:,} entries"
+        yield f"looking up the entries of {len(kept):,} configurations want of {known.count:,} entries"
     needed = referenced_numbers(folder, known, {use.id for use in forgotten})
     sparse, notes = _sparse(folder, known, needed)
     yield from notes
@@ -101,7 +101,7 @@ def collect_garbage(folder: CacheFolder, *, unused_days: int | None = None, dry_
     would = "would be " if dry_run else ""
     yield (
         f"{folder.path}: {size_text(done.freed)} {would}freed: {done.deleted:,} segments {would}deleted, "
-        f"{done.rewritten:,} written anew, {done.entries:,} entries {would}removed; {_count_live(known, sparse):,} stay"
+        f"{done.rewritten:,} rewritten, {done.entries:,} entries {would}removed; {_count_live(known, sparse):,} stay"
     )
 
 
@@ -215,7 +215,7 @@ def _free(
             file.unlink(missing_ok=True)
             merge(folder)
     if lost:
-        yield f"{lost:,} entries of {len(going):,} segments are wanted by a build that has just begun: they stay"
+        yield f"{lost:,} entries of {len(going):,} segments are used by a build that has just begun: they stay"
         return
     for segment in group:
         if segment.info.name in going:

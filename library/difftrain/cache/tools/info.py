@@ -45,7 +45,7 @@ def describe(folder: CacheFolder) -> dict[str, Any]:
         "writable": folder.writable,
     }
     if not facts["uses"] and facts["entries"]:
-        notes.append("no configuration is known that wants anything of it")
+        notes.append("no known configuration uses it")
     return {**facts, "notes": notes}
 
 
@@ -180,9 +180,7 @@ def _unused(folder: CacheFolder, known: Metadata | None, notes: list[str]) -> di
     if known is None:
         return None
     if known.count > COUNTED:
-        notes.append(
-            "entries that nothing wants are not counted in a cache of this size: difftrain cache gc --dry_run does"
-        )
+        notes.append("unused entries are not counted in a cache of this size: difftrain cache gc --dry_run does")
         return None
     needed = referenced_numbers(folder, known)
     entries = size = 0
@@ -215,16 +213,16 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     # who wants them, and what is left to do
     for use in facts["uses"]:
         wants = ", ".join(f"{count:,} of {encoder}" for encoder, count in use["wants"].items())
-        yield f"use {use['id']}: wants {wants}; {'whole' if use['whole'] else 'not whole'}, last used {use['used_at']}"
+        yield f"use {use['id']}: needs {wants}; {'complete' if use['whole'] else 'incomplete'}, last used {use['used_at']}"
     if segments["unsealed"]:
         yield f"{segments['unsealed']:,} segments are not sealed: a build is running, or was stopped"
     if segments["entries_not_in_database"]:
-        yield f"{segments['entries_not_in_database']:,} entries came since metadata.db was made; the next build takes them in"
+        yield f"{segments['entries_not_in_database']:,} entries are newer than metadata.db; the next build adds them"
     if facts["dropped"]:
         yield f"{facts['dropped']:,} entries are dropped"
     if facts["unused"] and facts["unused"]["entries"]:
         unused = facts["unused"]
-        yield f"{unused['entries']:,} entries, {size_text(unused['bytes'])}, that nothing wants: difftrain cache gc frees them"
+        yield f"{unused['entries']:,} entries, {size_text(unused['bytes'])}, unused: difftrain cache gc frees them"
     yield from facts["notes"]
 
 

@@ -43,7 +43,7 @@ def repair(
     report = verify(folder, workers=workers, progress=progress)
     yield from (str(damage) for damage in report.damages)
     if not report.damages:
-        yield f"{folder.path}: is whole; nothing is to be repaired"
+        yield f"{folder.path}: is intact; nothing to repair"
         return
     aside = folder.path / ASIDE / uuid.uuid4().hex
     yield from _lists(folder, report, aside)
@@ -68,7 +68,7 @@ def _lists(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterator[s
     for file in (*report.foreign, *report.drops):
         yield from _set_aside(folder, folder.path / file, aside)
     for use in report.uses:
-        yield f"uses/{use}: what this configuration wants is not known any more; until it is built again, gc frees it"
+        yield f"uses/{use}: the entries of this configuration are no longer known; until it is built again, gc frees them"
         for path in (folder.references_dir / f"{use}.json", *folder.references_dir.glob(f"{use}-*.npy")):
             yield from _set_aside(folder, path, aside)
 
@@ -103,14 +103,14 @@ def _segments(folder: CacheFolder, report: VerifyReport, aside: Path) -> Iterato
         journal = read_journal(folder.segments, name)
         header = journal.header or _header(folder, name)
         if why := why_still_open(folder, journal, header):
-            yield f"segments/{name}: {why}; it stays as it is: repair again when that build has ended"
+            yield f"segments/{name}: {why}; it is left as it is: repair again when that build has ended"
             continue
         rows = _countable(journal, known, dropped.get(name))
         moved = mover.take(name, header, rows)
         lost += int((~moved).sum())
         broken.append((journal, rows))
         if moved.any():
-            yield f"segments/{name}: {int(moved.sum()):,} whole entries go to a new segment"
+            yield f"segments/{name}: {int(moved.sum()):,} intact entries go to a new segment"
     mover.close()
 
     # the broken files are set aside once nothing of them counts

@@ -120,10 +120,10 @@ def _take_headers(journal: JournalScan, content: bytes) -> int | None:
         try:
             facts, size = read_header(head)
             if head[:size] != header_block(facts):
-                raise Damaged("its header is torn")
+                raise Damaged("its header is incomplete")
             headers.append((facts, size))
         except (Damaged, ValueError, TypeError) as error:
-            torn[path] = str(error) if isinstance(error, Damaged) else "its header is torn"
+            torn[path] = str(error) if isinstance(error, Damaged) else "its header is incomplete"
 
     # nothing is wrong where a writer has just begun
     if not journal.sealed and _is_being_begun(journal, headers, len(content)):
@@ -256,7 +256,7 @@ def _deleted(journal: JournalScan, report: SegmentReport, counts: np.ndarray) ->
 def _without_journal(journal: JournalScan, report: SegmentReport, segments: Path) -> None:
     if journal.begun or find(segments, journal.name, IDX) or not find(segments, journal.name, BIN):
         return  # a writer makes its two files one after the other, and a clean-up takes them away so
-    says = "has no journal: what it holds cannot be told"
+    says = "has no journal: its content is unknown"
     report.add(SegmentDamage("deleted", f"segments/{journal.name}{IDX}", says, journal.name), rewrite=True)
 
 
@@ -284,7 +284,7 @@ class _Window:
         except OSError:  # perhaps behind what is asked for
             got = os.preadv(self.fd, [self.buffer.data[: min(stop - start, _WINDOW)]], start)
         if not got:
-            raise OSError(0, "the file ends before")
+            raise OSError(0, "the file ends before it")
         self.stop = start + got
 
 
@@ -335,7 +335,7 @@ def _tail(window: _Window, end: int, journal: JournalScan, report: SegmentReport
     assert journal.idx is not None and journal.bin is not None
     file, aligned = f"segments/{journal.bin.name}", -(-end // ALIGN) * ALIGN
     if window.size < aligned:
-        says = f"is truncated to {window.size:,} bytes, in the zeros behind its last entry"
+        says = f"is truncated to {window.size:,} bytes, in the zeros after its last entry"
         report.add(SegmentDamage("truncated", file, says, journal.name, window.size), rewrite=True)
         return
     _padding(window, end, aligned, file, report)

@@ -75,13 +75,13 @@ class VerifyReport:
         if self.unnamed:
             yield f"and {self.unnamed:,} more damaged entries in these segments"
         yield from self.notes
-        read = f"{self.entries:,} whole entries, {self.bytes / 2**30:,.2f} GiB in {self.segments:,} segments"
+        read = f"{self.entries:,} intact entries, {self.bytes / 2**30:,.2f} GiB in {self.segments:,} segments"
         if self.damages:
             count = len(self.damages) + self.unnamed
             yield f"{self.cache}: DAMAGED in {count:,} place{'s' if count > 1 else ''}; {read}"
-            yield f"difftrain cache repair {self.cache} drops what is damaged; the next build encodes just that anew"
+            yield f"difftrain cache repair {self.cache} drops what is damaged; the next build encodes only that again"
         else:
-            yield f"{self.cache}: whole; {read} read in {self.seconds:.1f} s"
+            yield f"{self.cache}: intact; {read} read in {self.seconds:.1f} s"
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -118,7 +118,7 @@ def verify(
 
 def _database(folder: CacheFolder, report: VerifyReport) -> Metadata | None:
     """Read metadata.db through."""
-    name, remedy = folder.database.name, "repair, or the next build, makes it anew"
+    name, remedy = folder.database.name, "repair, or the next build, restores it"
     try:
         journals.check(folder.database)
         known = Metadata(folder.database)
@@ -141,7 +141,7 @@ def _listed(folder: CacheFolder, part: str) -> list[str]:
 
 def _foreign(report: VerifyReport, file: str) -> None:
     report.foreign.append(file)
-    report.damages.append(SegmentDamage("foreign", file, "is no file of a cache"))
+    report.damages.append(SegmentDamage("foreign", file, "is not a file of a cache"))
 
 
 def _drops(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
@@ -160,7 +160,7 @@ def _drops(folder: CacheFolder, report: VerifyReport) -> dict[str, np.ndarray]:
             continue  # taken away meanwhile, with its segments
         except DataFault:
             report.drops.append(f"drops/{name}")
-            says = "a list of entries that do not count any more is damaged"
+            says = "a list of dropped entries is damaged"
             report.damages.append(SegmentDamage("drops", f"drops/{name}", says))
     return {segment: np.unique(np.concatenate(offsets)) for segment, offsets in offsets_by_segment.items()}
 
@@ -264,7 +264,7 @@ def _look_up(known: Metadata, name: str, rows: np.ndarray, findings: SegmentFind
         elif (row.segment, row.offset) == (name, offset):
             findings.matched += 1
             if (row.length, row.crc, row.kind) != (length, crc, kind):
-                says = "describes an entry otherwise than its journal does"
+                says = "describes an entry differently from its journal"
                 findings.wrong.append(SegmentDamage("database", "metadata.db", says, name, offset, address.hex()))
 
 
@@ -307,8 +307,8 @@ def _compare(folder: CacheFolder, known: Metadata, names: set[str], report: Veri
         report.damages.append(SegmentDamage("database", name, says, entries=nowhere))
     if report.database.behind:
         report.notes.append(
-            f"{name} does not know {report.database.behind:,} entries that were committed since it was made: a build is "
-            "running, or was stopped; the next one takes them in"
+            f"{name} lacks {report.database.behind:,} entries that were committed after it was made: a build is "
+            "running, or was stopped; the next one adds them"
         )
 
 
@@ -336,7 +336,7 @@ def _uses(folder: CacheFolder, known: Metadata | None, report: VerifyReport) -> 
             continue
         if use.complete and any(missing.values()):
             which = ", ".join(f"{count:,} of {encoder}" for encoder, count in missing.items() if count)
-            says = f"a configuration is marked as whole and lacks entries: {which}"
+            says = f"a configuration is marked as complete and lacks entries: {which}"
             report.damages.append(SegmentDamage("missing", f"uses/{file}", says, entries=sum(missing.values())))
 
 

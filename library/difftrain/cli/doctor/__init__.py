@@ -32,12 +32,12 @@ PROG = "difftrain doctor"
 FLAGS: dict[str, Row] = {
     flag.name: flag
     for flag in (
-        Row("device", "str", "", f"the kind to look at: auto, {', '.join(KINDS)} [auto]"),
-        Row("train_data_dir", "str", "", "also look whether this folder can be read"),
-        Row("cache_dir", "str", "", "also look whether this folder can be written [the user's cache folder]"),
-        Row("output_dir", "str", "", "also look whether this folder can be written, and has room for checkpoints"),
-        Row("quick", "switch", "", "leave out what takes long: the processes that sum over all devices, the speed"),
-        Row("checks", "strs", "", f"do these only: {', '.join(CHECKS)}"),
+        Row("device", "str", "", f"the kind of device to check: auto, {', '.join(KINDS)} [auto]"),
+        Row("train_data_dir", "str", "", "also check that this folder can be read"),
+        Row("cache_dir", "str", "", "also check that this folder can be written [the user's cache folder]"),
+        Row("output_dir", "str", "", "also check that this folder can be written, and has room for checkpoints"),
+        Row("quick", "switch", "", "leave out the slow checks: the all-reduce over all devices, the speed"),
+        Row("checks", "strs", "", f"only these checks: {', '.join(CHECKS)}"),
         Row("json", "switch", "", "print one JSON document and nothing else"),
     )
 }
@@ -108,7 +108,7 @@ def _report(context: Context, names: list[str], as_json: bool) -> int:
         print()
     else:
         wrong = counts["wrong"]
-        print(f"\n{wrong} thing{'s' if wrong != 1 else ''} to mend" if wrong else "\nready to train", flush=True)
+        print(f"\n{wrong} thing{'s' if wrong != 1 else ''} to fix" if wrong else "\nready to train", flush=True)
     return code
 
 
@@ -148,7 +148,7 @@ def document(context: Context, reports: list[DoctorReport], seconds: float) -> d
 def _help() -> str:
     return (
         f"usage: {PROG} [--flag=value ...]\n\n"
-        "Look at this machine: versions, devices, what they compute, the links between them, folders, variables. Every\n"
-        "finding says what to do. Exit code 1 where something that training needs is wrong, 0 elsewhere.\n\n"
+        "Check this machine: versions, devices, their numerics, the links between them, folders, variables. Every\n"
+        "finding comes with a fix. Exit code 1 if something that training needs is wrong, else 0.\n\n"
         + entries(FLAGS.values())
     )

@@ -27,7 +27,7 @@ def check(context: Context) -> Iterator[HealthFinding]:
     device = context.device
     size = device.count if device.module is not None else 2
     if size < 2:
-        yield HealthFinding("ok", f"one {device.kind} device: there is none to sum with")
+        yield HealthFinding("ok", f"one {device.kind} device: there is nothing to reduce over")
         return
 
     # the ranks meet and sum; each leaves its answer, or its last words, in a folder
@@ -44,13 +44,13 @@ def check(context: Context) -> Iterator[HealthFinding]:
         late = [rank for rank in failed if codes[rank] is None]
         first = next((rank for rank in failed if rank not in late), failed[0])
         how = f"rank {first}: {words[first]}" if first not in late else f"ranks {late} gave no answer in {LIMIT_S:g} s"
-        yield HealthFinding("wrong", f"{who} do not sum: {how}", link_remedy(device.kind))
+        yield HealthFinding("wrong", f"all-reduce over {who} fails: {how}", link_remedy(device.kind))
         return
 
     # a wrong sum is worse than none: training would go on with it, unnoticed
     wrong = sorted({name for report in reports for name, right in report["sums"].items() if not right})  # type: ignore[index]
     if wrong:
-        what = f"{who} sum up wrongly in {', '.join(wrong)}"
+        what = f"all-reduce over {who} is wrong in {', '.join(wrong)}"
         yield HealthFinding("wrong", what, f"do not train on several of them; {link_remedy(device.kind)}")
         return
 
@@ -58,7 +58,7 @@ def check(context: Context) -> Iterator[HealthFinding]:
     slowest: dict[str, Any] = max(reports, key=lambda report: report["connect_s"])  # type: ignore[index, arg-type]
     rate = min(report["gib_s"] for report in reports)  # type: ignore[index]
     right = ", ".join(slowest["sums"])
-    text = f"{who} sum up right in {right}: {slowest['connect_s']:.1f} s to meet, {rate:.2f} GiB/s"
+    text = f"all-reduce over {who} is right in {right}: {slowest['connect_s']:.1f} s to connect, {rate:.2f} GiB/s"
     yield HealthFinding("ok", f"{text}, {time.monotonic() - start:.1f} s in all")
 
 
@@ -110,4 +110,4 @@ def _report_of(folder: Path, rank: int) -> dict[str, Any] | None:
 
 def _last_words(folder: Path, rank: int) -> str:
     lines = (folder / f"{rank}.err").read_text(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -33,7 +33,7 @@ def check(context: Context) -> Iterator[HealthFinding]:
     folder = context.cache_dir
     if folder and is_url(folder):
         fault = unreadable_url(folder)
-        what, remedy = fault or (f"{shown_url(folder)} is only read, and tried when a run begins", "")
+        what, remedy = fault or (f"{shown_url(folder)} is read-only, and tested when a run starts", "")
         yield HealthFinding("wrong" if fault else "ok", f"--cache_dir: {what}", remedy, "cache_url")
         folder = None
     cache = folder or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -53,11 +53,11 @@ def _readable(folder: Path) -> Iterator[HealthFinding]:
                     file.read(1)
     except OSError as error:
         at = error.filename or folder
-        remedy = "give the folder of the pictures, and let this user read it"
+        remedy = "give the folder of the images, and make it readable for this user"
         yield HealthFinding("wrong", f"--train_data_dir: {at} cannot be read: {error.strerror}", remedy, "data")
         return
     if not first:
-        yield HealthFinding("wrong", f"--train_data_dir: {folder} is empty", "give the folder of the pictures", "data")
+        yield HealthFinding("wrong", f"--train_data_dir: {folder} is empty", "give the folder of the images", "data")
         return
     took = time.monotonic() - start
     text = (
@@ -81,20 +81,22 @@ def _writable(folder: Path, about: str, flag: str) -> Iterator[HealthFinding]:
         took = _try(nearest)
     except OSError as error:
         if free < _FULL_GIB:
-            yield HealthFinding("wrong", f"{word} cannot be written: the disk is full", f"make room; {_ANOTHER}", about)
+            yield HealthFinding(
+                "wrong", f"{word} cannot be written: the disk is full", f"free some space; {_ANOTHER}", about
+            )
         else:
-            what = f"{word} cannot be written: {error.strerror or 'what was written is not what is read'}"
-            yield HealthFinding("wrong", what, f"let this user write there; {_ANOTHER}", about)
+            what = f"{word} cannot be written: {error.strerror or 'what was read differs from what was written'}"
+            yield HealthFinding("wrong", what, f"make it writable for this user; {_ANOTHER}", about)
         return
 
     # it can be written to: is there room for what will be?
     least = _LEAST_GIB[about]
     text = f"{word} can be {'written' if nearest == folder.absolute() else 'made'}, {free:.1f} GiB free, 1 MiB synced in {took * 1e3:.0f} ms"
     if free < _FULL_GIB:
-        yield HealthFinding("wrong", f"{text}: the disk is full", f"make room; {_ANOTHER}", about)
+        yield HealthFinding("wrong", f"{text}: the disk is full", f"free some space; {_ANOTHER}", about)
     elif free < least:
         what = "checkpoints of SDXL with their optimizer" if about == "output" else "indices and caches"
-        yield HealthFinding("note", f"{text}: {what} may need {least:g} GiB", f"make room; {_ANOTHER}", about)
+        yield HealthFinding("note", f"{text}: {what} may need {least:g} GiB", f"free some space; {_ANOTHER}", about)
     else:
         yield HealthFinding("ok", text, about=about)
     yield from _disk(nearest, about)
@@ -112,7 +114,7 @@ def _try(folder: Path) -> float:
             os.fsync(file.fileno())
         Path(name).rename(renamed)
         if Path(renamed).read_bytes() != _PROBE:
-            raise OSError(f"{folder} gives back other bytes than were written")
+            raise OSError(f"{folder} returns other bytes than were written")
         return time.monotonic() - start
     finally:
         for path in (name, renamed):
@@ -123,11 +125,11 @@ def _try(folder: Path) -> float:
 def _disk(folder: Path, about: str) -> Iterator[HealthFinding]:
     kind = kind_of(folder)
     if is_network(kind):
-        what = f"{folder} is on a network disk ({kind}): nothing here relies on its locks; small files are slow on it"
+        what = f"{folder} is on a network disk ({kind}): its locks are not relied on; small files are slow there"
         remedy = {
-            "data": "pack the pictures into tars, or copy them to a local disk",
-            "cache": "a local disk is faster; with several machines each may have its own",
-            "output": "nothing, where all machines see the same folder; that is what several of them need",
+            "data": "pack the images into tars, or copy them to a local disk",
+            "cache": "a local disk is faster; each of several machines may have its own",
+            "output": "fine where all machines see the same folder, which several machines need",
         }[about]
         yield HealthFinding("note", what, remedy, f"{about}_disk")
     with contextlib.suppress(OSError):

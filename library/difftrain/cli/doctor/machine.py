@@ -40,7 +40,7 @@ def _files() -> Iterator[HealthFinding]:
         most = "unlimited" if hard == resource.RLIM_INFINITY else min(hard, 65536)
         yield HealthFinding(
             "wrong" if soft < _FEW_FILES else "note",
-            f"a process may open {soft} files: workers, tars and caches of large data sets may need more",
+            f"a process may open {soft} files: workers, tars and caches of large datasets may need more",
             f"ulimit -n {most}",
             "files",
         )
@@ -53,7 +53,7 @@ def _shared() -> Iterator[HealthFinding]:
         return
     total = shutil.disk_usage(_SHARED).total / 2**30
     if total < _LEAST_SHARED_GIB:
-        what = f"/dev/shm holds {total:.2f} GiB: workers hand batches over in it, and die of SIGBUS where it is full"
+        what = f"/dev/shm holds {total:.2f} GiB: workers pass batches through it, and die of SIGBUS when it is full"
         remedy = "docker run --shm-size=16g; until then --max_data_loader_n_workers=0"
         yield HealthFinding("note", what, remedy, "shared_memory")
     else:
@@ -63,9 +63,9 @@ def _shared() -> Iterator[HealthFinding]:
 def _threads(cores: int) -> Iterator[HealthFinding]:
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     if text and not text.split(",")[0].isdecimal():
-        yield HealthFinding("wrong", f"OMP_NUM_THREADS={text} is no number", "unset it", "threads")
+        yield HealthFinding("wrong", f"OMP_NUM_THREADS={text} is not a number", "unset it", "threads")
     elif text and int(text.split(",")[0]) > cores:
-        what = f"OMP_NUM_THREADS={text}, and this process may use {cores} cores: threads wait for one another"
+        what = f"OMP_NUM_THREADS={text}, and this process may use {cores} cores: the threads wait for each other"
         yield HealthFinding(
             "note", what, f"export OMP_NUM_THREADS={cores}, or fewer for each of several ranks", "threads"
         )
@@ -143,12 +143,12 @@ def check_packages(context: Context) -> Iterator[HealthFinding]:
             yield HealthFinding("ok", f"{name} {version}", about=name)
     for name, use in OPTIONAL.items():
         version = installed(name)
-        verdict, remedy = ("ok", "") if version else ("note", f"pip install {name}, where that is wanted")
+        verdict, remedy = ("ok", "") if version else ("note", f"pip install {name}, if you need it")
         yield HealthFinding(verdict, f"{name} {version or 'is not installed'} (for {use})", remedy, name)  # type: ignore[arg-type]
     for name, why in HARMFUL.items():
         if version := installed(name):
             yield HealthFinding(
-                "note", f"{name} {version} is installed: {why}", f"pip uninstall {name}, unless it is of use", name
+                "note", f"{name} {version} is installed: {why}", f"pip uninstall {name}, unless it is used", name
             )
 
 
@@ -185,7 +185,7 @@ def noise(context: Context) -> Iterator[HealthFinding]:
 
     draw = normal(0, key_of("doctor"), 0, "noise", (4,))
     yield HealthFinding(
-        "ok", f"noise: stream {STREAM_VERSION}, the table of quantiles is every machine's ({draw[0]:.6f} ...)"
+        "ok", f"noise: stream {STREAM_VERSION}, its quantile table is the same as on every machine ({draw[0]:.6f} ...)"
     )
 
 
@@ -194,12 +194,12 @@ def compiler(context: Context) -> Iterator[HealthFinding]:
     why = context.device.why_compile_is_off("inductor") or context.device.why_not_compiled("inductor")
     compiler_path = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if why:
-        yield HealthFinding("note", f"--torch_compile: {why}", "nothing: training goes on without it")
+        yield HealthFinding("note", f"--torch_compile: {why}", "nothing: training works without it")
     elif not compiler_path:
         remedy = "install g++, or train without it"
         yield HealthFinding("note", "--torch_compile needs a C++ compiler, and none is on PATH", remedy)
     else:
-        yield HealthFinding("ok", "--torch_compile: a C++ compiler is there")
+        yield HealthFinding("ok", "--torch_compile: a C++ compiler is available")
 
 
 def speed(context: Context) -> Iterator[HealthFinding]:

@@ -24,7 +24,7 @@ _LIBRARY = Path(difftrain.__file__).resolve().parents[1]
 _START_S = 30.0  # for Python itself, on a slow disk
 _END_S = 10.0
 _SEVERAL = 2  # hangs after which devices are not touched any more
-_MISSING_TORCH = "torch or numpy is not installed, so no device was looked at"
+_MISSING_TORCH = "torch or numpy is not installed, so no device was checked"
 
 
 class DoctorReport(NamedTuple):
@@ -73,9 +73,9 @@ def examine(checks: Mapping[str, Check], context: Context) -> Iterator[DoctorRep
             left = [name for name, check in todo.items() if check.needs == "device"]
             todo = {name: check for name, check in todo.items() if check.needs != "device"}
             if left:
-                remedy = "mend what hangs first; npu-smi info or nvidia-smi show the state of the cards"
+                remedy = "fix what hangs first; npu-smi info or nvidia-smi show the state of the devices"
                 yield DoctorReport(
-                    "devices", "note", f"not looked at, since the device hangs: {', '.join(left)}", remedy, 0.0
+                    "devices", "note", f"not checked, since the device hangs: {', '.join(left)}", remedy, 0.0
                 )
 
 
@@ -153,19 +153,19 @@ class _DoctorWorker:
             self._kill()
             what = f"{name}: no answer within {limit_s:g} s, so it was stopped{self._last_words()}"
             return DoctorReport(
-                name, "wrong", what, "see what it waits for: the driver, a network disk, another machine", seconds
+                name, "wrong", what, "find out what it waits for: the driver, a network disk, another machine", seconds
             )
         self.end()
         code = self._process.returncode
         how = f"died of {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
-        what = f"{name}: the process that looked {how}{self._last_words()}"
-        return DoctorReport(name, "wrong", what, "report it with these words; the driver's log may say more", seconds)
+        what = f"{name}: the process that checked it {how}{self._last_words()}"
+        return DoctorReport(name, "wrong", what, "report it with this text; the driver's log may say more", seconds)
 
     def _last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 4096))
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"; its last words: {lines[-1]}" if lines else ""
+        return f"; its last output: {lines[-1]}" if lines else ""
 
     def _kill(self) -> None:
         """End the process and what it started."""

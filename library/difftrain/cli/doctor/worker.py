@@ -46,12 +46,12 @@ def findings(name: str, target: str, context: Context) -> list[HealthFinding]:
             HealthFinding("wrong", f"{fault.where}: {fault.what}", fault.remedy or "mend it") for fault in error.faults
         ]
     except DifftrainError as error:
-        results.append(HealthFinding("wrong", f"{name}: {error}", "the sentence names it"))
+        results.append(HealthFinding("wrong", f"{name}: {error}", "see the message"))
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")
         results.append(
             HealthFinding(
-                "wrong", f"{name}: {type(error).__name__}: {text}", "report it, with the output of --json beside it"
+                "wrong", f"{name}: {type(error).__name__}: {text}", "report it together with the output of --json"
             )
         )
     return results

@@ -117,10 +117,10 @@ def resolve(path: Path, cfg: TrainConfig, *, multiple: int, batch_of: BatchOf | 
     # kohya's file, whose sources are subsets
     out = KohyaReader(path, cfg).take(tables)
     if batch_of is not None:
-        what = "have no effect: every data set here has batch_size"
+        what = "have no effect: every dataset of the file sets batch_size"
         if "training.batch_size" not in out.overridden:
             largest = cfg.training.batch_size
-            what = f"are not for kohya's data sets: those without batch_size take the largest, {largest}"
+            what = f"do not apply to kohya's datasets: those without batch_size take the largest, {largest}"
         out.notes.append(f"{path}: batch sizes by resolution {what}")
     return out
 
@@ -161,7 +161,7 @@ class DirectoryReader(TomlReader):
         """Check every table: what stands above all directories counts in each that says nothing else."""
         lists = [name for name in _LISTS if name in tables]
         if len(lists) != 1:
-            what = "both [[directory]] and [[datasets]] are there" if lists else "no directory is named"
+            what = "the file has both [[directory]] and [[datasets]]" if lists else "no directory is given"
             self.fault("", what, "begin each with [[directory]]")
         above, bad_above = self.spelt({name: value for name, value in tables.items() if name not in _LISTS}, "", "")
         out = []
@@ -228,7 +228,7 @@ class Directory:
         # buckets that are named need neither sides nor ratios
         if values.get("size_buckets"):
             self.least("size_buckets", [min(size_bucket[:2]) for size_bucket in values["size_buckets"]], multiple)
-            self.unused(("resolutions", "ar_buckets", *_RANGE), "size_buckets names the buckets")
+            self.unused(("resolutions", "ar_buckets", *_RANGE), "size_buckets sets the buckets")
             return sizes_of(values, multiple)
 
         # sides: the directory's own, else the run's resolution
@@ -250,7 +250,7 @@ class Directory:
         if "resolutions" not in values:
             return []
         if (count := len(values["resolutions"])) > _MANY_RESOLUTIONS:
-            many = f"every picture is used at each of {count} resolutions: an epoch is as much longer"
+            many = f"every image is used at each of {count} resolutions: an epoch is longer by that factor"
             self.note("resolutions", many)
         self.least("resolutions", sides_of(values["resolutions"]), multiple)
         return sizes_of(values, multiple)
@@ -269,7 +269,7 @@ class Directory:
             right = False
         if values.get("num_ar_buckets", 0) > _MOST_RATIOS:
             what = f"must be at most {_MOST_RATIOS}, got {values['num_ar_buckets']}"
-            self.fault("num_ar_buckets", what, "some tens are more than enough")
+            self.fault("num_ar_buckets", what, "a few dozen are plenty")
             right = False
         return right
 
@@ -277,7 +277,7 @@ class Directory:
         """Refuse a side that the family has no bucket for: rounded, it would be another size altogether."""
         if min(sides) < multiple:
             family = self.reader.cfg.model.family
-            what = f"{min(sides):g} is below {multiple}, the least side that the family {family!r} takes"
+            what = f"{min(sides):g} is below {multiple}, the smallest side of the family {family!r}"
             self.fault(name, what, f"sides in pixels, multiples of {multiple}")
 
     # --- what is read
@@ -291,7 +291,7 @@ class Directory:
         paths = {name: self.resolve_path(name) for name in _PATHS if name in values}
         if "path" not in values:
             if "path" not in self.bad:
-                self.fault("path", "is missing", "give the folder of the pictures")
+                self.fault("path", "is missing", "give the folder of the images")
             return None
         folder = paths["path"]
 
@@ -300,7 +300,7 @@ class Directory:
         if values.get("online_captions") and not json_there:
             self.fault("online_captions", f"{folder} holds no {CAPTIONS_FILE}", "write one, or leave it out")
         if values.get("shuffle_metadata") is False:
-            self.note("shuffle_metadata", "false has no effect: the order of every epoch is drawn from the seed")
+            self.note("shuffle_metadata", "false has no effect: every epoch is shuffled by the seed")
 
         # the same in the terms of this library's own subsets
         repeats = Fraction(str(values.get("num_repeats", 1)))
@@ -326,9 +326,9 @@ class Directory:
         elif name == "path" and is_file(expanded(path)) and not path.lower().endswith(SHARDS):
             self.fault(name, f"{path!r} is a file", "give a folder, or a .tar or .parquet file")
         elif name == "path" and not is_folder(expanded(path)) and (missing := hub_ids.missing(path)):
-            self.fault(name, missing.replace("file or folder", "folder"), "give a folder of pictures")
+            self.fault(name, missing.replace("file or folder", "folder"), "give a folder of images")
         elif name == "default_mask_file" and not is_file(expanded(path)):
-            self.fault(name, f"no such file: {path!r}", "give a picture: white is trained on")
+            self.fault(name, f"no such file: {path!r}", "give an image: white is trained on")
         elif name == "mask_path" and not is_folder(expanded(path)):
             self.fault(name, f"no such folder: {path!r}", "give a folder of masks")
         return path
@@ -346,7 +346,10 @@ class Directory:
             what = f"clips are not built yet for the family {family!r}: every third number must be 1"
             self.fault("size_buckets", what, "[width, height, 1]")
         if any(frames > 1 for frames in values.get("frame_buckets", ())):
-            self.note("frame_buckets", f"pictures go to 1, the others stay empty: the family {family!r} makes no clips")
+            self.note(
+                "frame_buckets",
+                f"images go to frame bucket 1, the others stay empty: the family {family!r} makes no clips",
+            )
         if not values.get("support_video"):
             self.unused(("framerate", "video_clip_mode"), "there are no clips")
 

@@ -124,7 +124,7 @@ FRAMES = _list("whole numbers, such as [1, 33]", lambda count: _is_whole(count, 
 
 Row = DatasetKey
 _RANGE = "Buckets evenly spaced in log space between the two, which are 0.01 to 100."
-_OF_CLIPS = ("Of clips. Families that make images put them into bucket 1; the run says that the others stay empty. "
+_OF_CLIPS = ("Of clips. Families that make images put them into bucket 1; the log notes that the others stay empty. "
              "`multiple_overlapping` is retired.")  # fmt: skip
 
 # fmt: off
@@ -138,9 +138,9 @@ KEYS: tuple[DatasetKey, ...] = (
     Row("bucket_reso_steps", DATASET, "dataset.bucket_reso_steps", "data.bucket_reso_steps"),
     Row("bucket_no_upscale", DATASET, "dataset.bucket_no_upscale", "data.bucket_no_upscale"),
     Row("validation_split", DATASET, "dataset.validation_split", "validation.split"),
-    Row("validation_seed", DATASET, "validation.seed", help="one for all data sets: it decides what is held out"),
+    Row("validation_seed", DATASET, "validation.seed", help="one for all datasets: it decides what is held out"),
     Row("network_multiplier", DATASET, help="1.0 only", kind=NUMBER, status="refused", passes=(1, 1.0),
-        why="it scales adapters, and what is trained here are the full weights", remedy="leave it out, or 1.0"),
+        why="it scales adapters, and full weights are trained here", remedy="leave it out, or 1.0"),
     # of a subset, or of all subsets below a table
     Row("color_aug", SUBSET, "subset.color_aug", "data.color_aug"),
     Row("face_crop_aug_range", SUBSET, "subset.face_crop_range", "data.face_crop_range", remedy="[low, high]"),
@@ -148,7 +148,7 @@ KEYS: tuple[DatasetKey, ...] = (
     Row("num_repeats", SUBSET, "subset.repeats", "data.repeats", passes=(0,)),  # 0: kohya's way to leave a subset out
     Row("random_crop", SUBSET, "subset.random_crop", "data.random_crop"),
     Row("resize_interpolation", SUBSET, "subset.resize_interpolation", "data.resize_interpolation"),
-    Row("custom_attributes", SUBSET, "subset.custom_attributes", help="words of the user's own, kept with the run"),
+    Row("custom_attributes", SUBSET, "subset.custom_attributes", help="free attributes, kept with the run"),
     Row("shuffle_caption", SUBSET, "captions.shuffle", "captions.shuffle"),
     Row("keep_tokens", SUBSET, "captions.keep_tokens", "captions.keep_tokens"),
     Row("keep_tokens_separator", SUBSET, "captions.keep_tokens_separator", "captions.keep_tokens_separator"),
@@ -164,64 +164,64 @@ KEYS: tuple[DatasetKey, ...] = (
     Row("caption_tag_dropout_rate", SUBSET, "captions.tag_dropout_rate", "captions.tag_dropout_rate"),
     Row("caption_extension", SUBSET, "captions.extension", "captions.extension", filled=True,
         subsets=("dreambooth", "controlnet")),
-    Row("class_tokens", SUBSET, "subset.class_tokens", subsets=("dreambooth",), help="caption of pictures without a caption file"),
-    Row("cache_info", SUBSET, kind=BOOL, subsets=("dreambooth", "controlnet"), status="nearest", help="without effect: sizes are always kept"),
+    Row("class_tokens", SUBSET, "subset.class_tokens", subsets=("dreambooth",), help="caption of images without a caption file"),
+    Row("cache_info", SUBSET, kind=BOOL, subsets=("dreambooth", "controlnet"), status="nearest", help="no effect: sizes are always kept"),
     # of one subset
-    Row("image_dir", OWN, "subset.image_dir", filled=True, help="the folder of the pictures, not what lies below it"),
+    Row("image_dir", OWN, "subset.image_dir", filled=True, help="the folder of the images; subfolders are not read"),
     Row("is_reg", OWN, "subset.is_reg", subsets=("dreambooth",), help="regularisation pictures"),
     Row("alpha_mask", OWN, "subset.alpha_mask", "data.alpha_mask", subsets=("dreambooth", "finetune")),
     Row("metadata_file", OWN, "subset.metadata_file", filled=True, subsets=("finetune",), help="kohya's fine-tuning metadata"),
-    Row("conditioning_data_dir", OWN, "subset.conditioning_dir", filled=True, subsets=("controlnet",), help="masks by the pictures' names"),
+    Row("conditioning_data_dir", OWN, "subset.conditioning_dir", filled=True, subsets=("controlnet",), help="masks by the images' names"),
 
     # diffusion-pipe's
     Row("path", DIRECTORY, "subset.image_dir", kind=FILLED, help=(
         "A folder of images with caption files, of `.tar` shards (LAION, WebDataset) or of `.parquet` files, or the id of a dataset on a hub. "
-        "Where the folder itself holds any, nothing below it is read, so that masks may lie there; else it is read at any depth.")),
+        "If the folder itself has any, its subfolders are not read, so masks may be there; otherwise it is read at any depth.")),
     Row("root", DIRECTORY, kind=FILLED, spells="path"),
     Row("mask_path", TOP, "subset.conditioning_dir", kind=FILLED, help=(
         "A folder of masks by the images' names, any suffix. White is trained on, grey in part, black not; only red counts. An image without "
-        "one counts in full; how many there are is said at the start (not of images in tars). Its masks count whatever `loss.masked` says.")),
+        "one counts in full; the log says at the start how many there are (not of images in tars). Its masks apply whatever `loss.masked` says.")),
     Row("default_mask_file", TOP, "subset.default_mask", kind=FILLED, help=(
-        "The mask of images that have none; it is stretched to each. One that is black everywhere is refused.")),
+        "The mask of images that have none; it is stretched to each. An entirely black one is refused.")),
     Row("control_path", TOP, kind=FILLED, status="later", needs="control", remedy="leave it out",
-        why="training on control pictures is not built yet, for the family {family!r} or any other",
-        help="Refused by name: training on control images is not built yet."),
+        why="training on control images is not built yet, for the family {family!r} or any other",
+        help="An error: training on control images is not built yet."),
     Row("num_repeats", TOP, "subset.repeats", kind=REPEATS, help=(
         "Uses of an image in an epoch, 1 by default. Fractions are exact: 0.5 uses every image in every second epoch, 1.25 once in each, "
         "and once more in every fourth.")),
     Row("subsample_ratio", TOP, "subset.share", kind=SHARE, help=(
-        "The share of the images that is used at all. They are chosen by the hash of their names: always the same ones, whatever else there is.")),
+        "The fraction of the images that is used. They are chosen by a hash of their names: always the same ones, whatever other data there is.")),
     Row("caption_prefix", TOP, "captions.prefix", "captions.prefix", kind=TEXT, help=(
-        "Put before every caption as it is, no space between. It stays in front where tags are shuffled.")),
+        "Put before every caption as is, without a space. It stays in front when tags are shuffled.")),
     Row("caption_extension", TOP, "captions.extension", "captions.extension", kind=FILLED, help=(
-        "Of caption files; by default `.caption`, then `.txt`. All lines of a file count, as one.")),
+        "Of caption files; by default `.caption`, then `.txt`. All lines of a file are one caption.")),
     Row("shuffle_tags", TOP, "captions.shuffle", kind=BOOL, help="Tags are shuffled."),
     Row("shuffle_delimiter", TOP, kind=FILLED, spells="cache_shuffle_delimiter"),
-    Row("cache_shuffle_delimiter", TOP, "captions.separator", kind=FILLED, help='What tags are cut at and joined by; `", "` by default.'),
+    Row("cache_shuffle_delimiter", TOP, "captions.separator", kind=FILLED, help='Separator of tags; `", "` by default.'),
     Row("shuffle_count", TOP, kind=COUNT, spells="cache_shuffle_num"),
     Row("cache_shuffle_num", TOP, "captions.variants", kind=COUNT, help=(
-        "So many shuffled variants of each caption are made, once, and each use takes one of them; 0 shuffles nothing.")),
+        "Number of shuffled variants made of each caption, once; each use takes one of them. 0: no shuffling.")),
     Row("shuffle_capitalization", TOP, "captions.shuffle_capitalization", "captions.shuffle_capitalization", kind=BOOL, help=(
-        "The first letter of a caption is large or small at random.")),
+        "The first letter of a caption is upper or lower case at random.")),
     Row("online_captions", TOP, "subset.captions_file", kind=BOOL, help="`captions.json` must be there (see below)."),
     Row("skip_empty_caption", TOP, "captions.allow_empty", "captions.allow_empty", kind=BOOL, help=(
         "true (the default): an image without a caption is left out, counted and named in `rejected.jsonl`. false: it is trained with an "
         "empty caption.")),
     Row("shuffle_metadata", TOP, kind=BOOL, status="nearest", help=(
-        "false has no effect, and the run says so: the order of every epoch is drawn from the seed.")),
+        "false has no effect, with a note in the log: every epoch is shuffled by the seed.")),
     Row("resolutions", TOP, "dataset.resolution", "data.resolution", kind=SIDES, help=(
-        "Side lengths up to 16384, or `[width, height]`, which stands for its area. Every image goes to every resolution, with noise and times "
-        "of its own at each; the folder is looked at once for all of them.")),
-    Row("enable_ar_bucket", TOP, "dataset.enable_bucket", kind=BOOL, help="Images keep about their aspect ratio; false (the default) cuts squares."),
-    Row("ar_buckets", TOP, "dataset.sizes", kind=RATIOS, help="Width / height of every bucket, or `[width, height]`, in place of those three."),
+        "Side lengths up to 16384, or `[width, height]`, which stands for its area. Every image is used at every resolution, each time "
+        "with its own noise and timesteps; the folder is indexed once for all of them.")),
+    Row("enable_ar_bucket", TOP, "dataset.enable_bucket", kind=BOOL, help="Images roughly keep their aspect ratio; false (the default) crops squares."),
+    Row("ar_buckets", TOP, "dataset.sizes", kind=RATIOS, help="Width / height of every bucket, or `[width, height]`, in place of these three."),
     Row("min_ar", TOP, "dataset.sizes", kind=RATIO, help=_RANGE),
     Row("max_ar", TOP, "dataset.sizes", kind=RATIO, help=_RANGE),
     Row("num_ar_buckets", TOP, "dataset.sizes", kind=POSITIVE, help=_RANGE),
     Row("size_buckets", TOP, "dataset.sizes", kind=SIZES, help="`[width, height, 1]` of every bucket, in place of resolutions and aspect ratios."),
     Row("frame_buckets", TOP, kind=FRAMES, status="nearest", help=_OF_CLIPS),
-    Row("support_video", TOP, kind=BOOL, status="later", needs="clips", passes=(False,), remedy="leave this directory out, or name one of pictures",
-        why="clips are not built yet for the family {family!r}, which makes pictures",
-        help="true is refused by name for a family that makes no clips."),
+    Row("support_video", TOP, kind=BOOL, status="later", needs="clips", passes=(False,), remedy="leave this directory out, or name one of images",
+        why="clips are not built yet for the family {family!r}, which makes images",
+        help="true is an error for a family that makes no clips."),
     Row("framerate", TOP, kind=RATE, status="nearest", help=_OF_CLIPS),
     Row("video_clip_mode", TOP, kind=CLIP_MODE, status="nearest", help=_OF_CLIPS),
 )

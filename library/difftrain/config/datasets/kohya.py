@@ -40,7 +40,9 @@ class KohyaReader(TomlReader):
         for name in sorted(tables.keys() - {"general", "datasets"}):
             if name == "directory":
                 self.fault(
-                    name, "is of diffusion-pipe's data set TOML", f"{toml_entry_point()} takes such files: --dataset"
+                    name,
+                    "belongs to diffusion-pipe's dataset TOML",
+                    f"{toml_entry_point()} takes that format: --dataset",
                 )
                 continue
             self.fault(name, "no such table", did_you_mean(name, ("general", "datasets")) or "[general], [[datasets]]")
@@ -56,7 +58,9 @@ class KohyaReader(TomlReader):
         if not out.datasets and not out.faults:
             self.fault("[[datasets]]", "every subset is left out, since num_repeats = 0", "give one at least 1")
         if len(self.seeds) > 1:
-            self.fault("validation_seed", "differs between data sets", "one seed decides for all what is held out")
+            self.fault(
+                "validation_seed", "differs between datasets", "one seed decides what is held out of all datasets"
+            )
         elif self.seeds:
             out.validation_seed = self.seeds.pop()
         seed = set() if out.validation_seed is None else {"validation.seed"}
@@ -108,11 +112,11 @@ class KohyaReader(TomlReader):
             if subset is not None and (subset.image_dir, subset.metadata_file) in [
                 (one.image_dir, one.metadata_file) for one in made
             ]:
-                self.note(location, f"{subset.metadata_file or subset.image_dir} stands there twice: the first counts")
+                self.note(location, f"{subset.metadata_file or subset.image_dir} appears twice: the first counts")
             elif subset is not None:
                 made.append(subset)
         if made and all(subset.is_reg for subset in made):
-            self.fault(location, "has nothing but regularisation pictures", "add a subset to train on")
+            self.fault(location, "has only regularisation images", "add a subset to train on")
         return DatasetSection(**values, subsets=tuple(made))
 
     def subset(self, table: Table, location: str, levels: tuple[Table, ...]) -> SubsetSection | None:
@@ -126,7 +130,7 @@ class KohyaReader(TomlReader):
             self.fault(location, "has both metadata_file and conditioning_data_dir", "a subset is of one kind")
         for name in sorted(own.keys() - set(_NAMED)):
             if kind not in KOHYA[name].subsets:
-                self.fault(f"{location} {name}", f"means nothing beside {_MARK[kind]}", "leave it out")
+                self.fault(f"{location} {name}", f"has no effect together with {_MARK[kind]}", "leave it out")
 
         # its own settings; masks, where it names none, are those of the command line
         fields = self.fields("subset", kind, (own, *levels))

@@ -35,7 +35,7 @@ class TomlReader:
         try:
             return tomllib.loads(bytes_of(self.path).decode("utf-8-sig"))
         except FileNotFoundError:
-            self.out.faults.append(Fault(where, "no such file", "give a TOML file of data sets"))
+            self.out.faults.append(Fault(where, "no such file", "give a TOML file of datasets"))
         except (OSError, ValueError) as error:
             self.out.faults.append(Fault(where, f"cannot be read as TOML: {error}"))
         return None
@@ -77,7 +77,7 @@ def misfit(file: File, table: str, name: str, value: Any) -> tuple[str, str] | N
         known = [other for other, entry in KEYS_OF[file].items() if table in entry.tables]
         return "no such key", did_you_mean(name, known) or f"known here are {', '.join(known)}"
     if table not in key.tables:
-        return "has no place here", f"put it into {key.tables[-1]}"
+        return "does not belong here", f"put it into {key.tables[-1]}"
 
     # its value: of the key's own kind, which each file's messages say in their way, else whatever the field takes
     if what := unsupported_value(value):

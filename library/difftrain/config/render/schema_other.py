@@ -120,7 +120,7 @@ def schema_of_subsets() -> dict[str, Any]:
         "title": "kohya's dataset TOML",
         "type": "object",
         "properties": {
-            "general": {"description": "What holds for all data sets that do not say it themselves.", **general},
+            "general": {"description": "What holds for all datasets that do not say it themselves.", **general},
             "datasets": {"description": "Data sets: each has sizes and a batch of its own.", **_list(dataset)},
         },
         "required": ["datasets"],

@@ -16,7 +16,7 @@ from difftrain.config.spellings.spelling import option, spelled
 
 DATA_NEEDS: tuple[Companion, ...] = (
     Companion("loss.prior_weight", lambda c: any(subset.is_reg for subset in subsets_of(c)),
-         "has no effect without regularisation pictures: {data.reg_dirs}, or is_reg in the data set TOML", note=True),
+         "has no effect without regularisation images: {data.reg_dirs}, or is_reg in the dataset TOML", note=True),
     Companion("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
 )  # fmt: skip
@@ -38,19 +38,19 @@ def one_way(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             remedy = "the file names the data; give one of them"
             yield Finding((path, "data.dataset_config"), f"contradicts {option('data.dataset_config')}", remedy)
         if len(data.repeats) > 1:
-            what = f"has {len(data.repeats)} numbers; every subset falls back to one"
+            what = f"has {len(data.repeats)} numbers; every subset uses one of them"
             yield Finding(("data.repeats", "data.dataset_config"), what, "give one, or num_repeats in the file")
         return
     if data.in_json and data.reg_dirs:
-        remedy = "for both, write a data set TOML: a subset with metadata_file, another with is_reg = true"
+        remedy = "for both, write a dataset TOML: a subset with metadata_file, another with is_reg = true"
         yield Finding(("data.reg_dirs", "data.in_json"), f"contradicts {option('data.in_json')}", remedy)
     for path in ("data.in_json", "data.reg_dirs"):
         if data.dataset_class and path in present:
             yield Finding((path, _CLASS), f"contradicts {option('data.dataset_class')}", "give one of them")
     for path in ("data.in_json", _CLASS):
         if path in present and len(data.dirs) > 1:
-            what = f"goes with one {option('data.dirs')}, {len(data.dirs)} are given"
-            yield Finding((path, "data.dirs"), what, "give one; for several, write a data set TOML")
+            what = f"needs a single {option('data.dirs')}, {len(data.dirs)} are given"
+            yield Finding((path, "data.dirs"), what, "give one; for several, write a dataset TOML")
 
 
 def sources_exist(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -135,16 +135,16 @@ def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...]
 def overridden(fields: set[str], origin: str) -> Iterator[str]:
     """Say which of the command line's fields the data sets of a file set throughout."""
     for path in sorted(fields):
-        yield f"{option(path)}: has no effect: {origin} sets it for every data set"
+        yield f"{option(path)}: has no effect: {origin} sets it for every dataset"
 
 
 DATA_RULES: tuple[Rule, ...] = (data_companions, one_way, sources_exist, sizes)
 
 
 _PICTURE = {
-    "random_crop": "cuts another part of a picture at every use",
-    "color_aug": "colours a picture anew at every use",
-    "face_crop_range": "cuts a picture anew at every use",
+    "random_crop": "crops another part of an image at every use",
+    "color_aug": "recolours an image at every use",
+    "face_crop_range": "crops an image differently at every use",
 }
 _CAPTION = {
     "token_warmup_step": "lets captions grow during training"
@@ -182,8 +182,8 @@ def latents(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         for subset_name in _places(cfg, field):
             yield _contradiction(f"data.{field}", subset_name, cache, why)
     if cfg.cache.latents_as == "sample" and not cache:
-        remedy = f"give {option('cache.latents', True)} or {option('cache.latents_to_disk', True)}, or leave it out: online each use draws its own"
-        yield Finding(("cache.latents_as",), "sample: a latent that is drawn once must be kept", remedy)
+        remedy = f"give {option('cache.latents', True)} or {option('cache.latents_to_disk', True)}, or leave it out: without a cache each use samples its own"
+        yield Finding(("cache.latents_as",), "sample: a latent sampled once must be stored", remedy)
 
 
 def text(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -192,7 +192,7 @@ def text(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if not cache:
         return
     if cfg.model.train_text_encoder:
-        what = f"contradicts {option(cache)}: the outputs of an encoder in training change"
+        what = f"contradicts {option(cache)}: the outputs of an encoder that is trained change"
         yield Finding(("model.train_text_encoder", cache), what, "give one of them")
     for field, why in _CAPTION.items():
         for subset_name in _places(cfg, field):
@@ -219,13 +219,13 @@ def only(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     cache = cfg.cache
     if cache.only and not _on_disk(cfg):
         remedy = f"give {option('cache.latents_to_disk', True)} or {option('cache.text_to_disk', True)}"
-        yield Finding(("cache.only",), "builds nothing that outlives it", remedy)
+        yield Finding(("cache.only",), "builds nothing that stays", remedy)
     for field, disk in (("latents", cache.latents_to_disk), ("text", cache.text_to_disk)):
         if cache.only and getattr(cache, field) and not disk:
-            what = f"would be gone at the end of {option('cache.only', True)}"
+            what = f"would be lost at the end of {option('cache.only', True)}"
             yield Finding((f"cache.{field}", "cache.only"), what, f"give {option(f'cache.{field}_to_disk')}")
     if cache.only and cache.preload:
-        what = f"has no effect with {option('cache.only', True)}: nothing is read that could be kept in memory"
+        what = f"has no effect with {option('cache.only', True)}: nothing is read back that could be kept in memory"
         yield Finding(("cache.preload", "cache.only"), what, note=True)
 
 
@@ -233,19 +233,19 @@ def once(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What is trusted is not made anew, and what lies on an object store is only read."""
     cache, remote = cfg.cache, is_url(cfg.data.cache_dir)
     if cache.trust and cache.regenerate:
-        what = f"contradicts {option('cache.trust', True)}: one takes what is there, the other makes it anew"
+        what = f"contradicts {option('cache.trust', True)}: one uses the cache as it is, the other rebuilds it"
         yield Finding(("cache.regenerate", "cache.trust"), what, "give one of them")
     if cache.trust and cfg.data.verify == "full":
-        what = f"contradicts {option('cache.trust', True)}, which reads no file of the data"
+        what = f"contradicts {option('cache.trust', True)}, which reads no data files"
         yield Finding(("data.verify", "cache.trust"), what, "give one of them")
     for field in ("regenerate", "only"):
         if remote and getattr(cache, field):
-            what = f"contradicts {option('data.cache_dir')}: a cache on an object store is only read"
+            what = f"contradicts {option('data.cache_dir')}: a cache on an object store is read-only"
             remedy = "build it in a folder, and copy that to the store"
             yield Finding((f"cache.{field}", "data.cache_dir"), what, remedy)
     if remote and not _on_disk(cfg):
         remedy = f"{spelled(_DISK).partition(': ')[2]}; or a folder of this machine"
-        yield Finding(("data.cache_dir",), "is the URL of a cache, and nothing is read from it", f"give {remedy}")
+        yield Finding(("data.cache_dir",), "is the URL of a cache, and nothing would be read from it", f"give {remedy}")
 
 
 def _on_disk(cfg: TrainConfig) -> bool:

@@ -48,11 +48,11 @@ def tokens(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Tokens are routed, or patches masked; the route ends behind its start. The depth is looked at by the family."""
     tread = cfg.tread
     if tread.share and cfg.patch_masking.share:
-        what = "contradicts patch_masking.share: each leaves out tokens of its own"
+        what = "contradicts patch_masking.share: each drops its own tokens"
         yield Finding(("tread.share", "patch_masking.share"), what, "give one of them")
     if tread.share and tread.end is not None and tread.end < tread.start:
-        what = f"is block {tread.end}, before tread.start, {tread.start}: no block would be passed by"
-        yield Finding(("tread.end", "tread.start"), what, "the last block that routed tokens pass by")
+        what = f"is block {tread.end}, before tread.start, {tread.start}: no block would be skipped"
+        yield Finding(("tread.end", "tread.start"), what, "the last block that routed tokens skip")
 
 
 SPEEDUP_RULES: tuple[Rule, ...] = (speedup_companions, encoder, tokens)
@@ -75,11 +75,11 @@ def full_precision(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         yield Finding(about, what, f"give {option('training.mixed_precision')}={full} too")
     kept = training.master_weights
     if kept == "none" and not full:
-        what = f"needs {option('training.full_precision', 'bf16')} or {option('training.full_precision', 'fp16')}: without them the weights are fp32 themselves"
+        what = f"needs {option('training.full_precision', 'bf16')} or {option('training.full_precision', 'fp16')}: without them the weights are already fp32"
         yield Finding(("training.master_weights",), what)
     if kept in ("kahan", "stochastic") and full != "bf16":
         what = f"{kept} needs {option('training.full_precision', 'bf16')}: " + (
-            "fp16 is no upper half of fp32" if full else "the weights are fp32"
+            "fp16 is not the upper half of fp32" if full else "the weights are fp32"
         )
         yield Finding(("training.master_weights", "training.full_precision"), what, "" if not full else "fp32 or none")
 
@@ -117,18 +117,16 @@ def fused(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         return
     if section.fused_backward and cfg.training.accumulation > 1:
         about = (named[0], "training.accumulation")
-        what = (
-            f"frees gradients at once, but {option('training.accumulation')}={cfg.training.accumulation} adds them up"
-        )
+        what = f"frees gradients immediately, but {option('training.accumulation')}={cfg.training.accumulation} adds them up"
         yield Finding(about, what, f"{option('training.accumulation')}=1, or {option('optimizer.fused_groups')}")
     if cfg.training.mixed_precision == "fp16":
-        what = "updates before the loss scale is known to have held, so it does not go with fp16"
+        what = "updates before the loss scale has been checked, so it cannot be used with fp16"
         yield Finding((named[0], "training.mixed_precision"), what, f"{option('training.mixed_precision')}=bf16")
     if is_named(section, names.ADAPTIVE) or is_schedule_free(section) or section.schedulefree_wrapper:
-        what = "updates with a few gradients at a time, but this optimizer needs all gradients of an update at once"
+        what = "updates with a few gradients at a time, but this optimizer needs all gradients at once"
         yield Finding((named[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
     if section.type.lower() == "oss":
-        what = "updates before the ranks have shared what each of them holds, so it does not go with oss"
+        what = "updates before the ranks have exchanged their parts, so it cannot be used with oss"
         yield Finding((named[0], "optimizer.type"), what, f"{option('optimizer.type')}=AdamW or Adafactor")
 
 
@@ -137,7 +135,7 @@ def offloading(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if cfg.training.cpu_offload_checkpointing and not cfg.training.gradient_checkpointing:
         about = ("training.cpu_offload_checkpointing", "training.gradient_checkpointing")
         yield Finding(
-            about, f"needs {option('training.gradient_checkpointing', True)}: there are no checkpoints to move"
+            about, f"needs {option('training.gradient_checkpointing', True)}: there are no activations to move"
         )
 
 
@@ -167,7 +165,7 @@ ENGINE_NEEDS: tuple[Companion, ...] = (
          "needs {deepspeed.offload_param_device}=nvme"),
     Companion("deepspeed.fp16_master_weights", lambda c: c.deepspeed.zero_stage == 2
          and c.deepspeed.offload_optimizer_device == "cpu" and c.training.mixed_precision == "fp16",
-         "needs {deepspeed.zero_stage}=2, {deepspeed.offload_optimizer_device}=cpu and {training.mixed_precision}=fp16: DeepSpeed has it nowhere else"),
+         "needs {deepspeed.zero_stage}=2, {deepspeed.offload_optimizer_device}=cpu and {training.mixed_precision}=fp16: DeepSpeed supports it nowhere else"),
 )  # fmt: skip
 
 
@@ -212,10 +210,10 @@ def accelerate(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         ("model.train_only", cfg.model.train_only),  # its checkpoints leave the base out: not built there
     ):
         if value:
-            yield Finding((field, _ENGINE), f"does not go with {option('training.engine')}=accelerate", remedy)
+            yield Finding((field, _ENGINE), f"cannot be used with {option('training.engine')}=accelerate", remedy)
     shards = cfg.deepspeed.enable or cfg.optimizer.type.lower() == "oss"
     if shards and cfg.model.fp8_frozen:
-        what = "does not go with --deepspeed or fairscale's oss, which send every weight and know no 8 bits"
+        what = "cannot be used with --deepspeed or fairscale's oss, which send every weight and do not support 8 bits"
         yield Finding(("model.fp8_frozen", _ENGINE), what, remedy)
     for field, value in (
         ("training.ddp_bucket_view", cfg.training.ddp_bucket_view),
@@ -236,10 +234,10 @@ def deepspeed(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if cfg.training.engine != "accelerate":
         what = f"{option('training.engine')}={cfg.training.engine} does not run DeepSpeed"
         yield Finding(
-            (_ON, _ENGINE), what, f"{option('training.engine')}=accelerate, which --deepspeed takes by itself"
+            (_ON, _ENGINE), what, f"{option('training.engine')}=accelerate, which --deepspeed selects by itself"
         )
     if section.zero_stage == 0:
-        yield Finding((_STAGE,), "0 shards nothing", "1, 2 or 3; leave --deepspeed out where nothing is to be sharded")
+        yield Finding((_STAGE,), "0 shards nothing", "1, 2 or 3; leave --deepspeed out if nothing is to be sharded")
 
     # --- offloading to a disk
     for name, device, path in (
@@ -271,13 +269,13 @@ def _zero_optimizer(cfg: TrainConfig) -> Iterator[Finding]:
             (_TYPE, _ON), "oss and --deepspeed both shard the optimizer's state", f"{option('optimizer.type')}=AdamW"
         )
     elif not name:
-        what = f"{section.type} needs whole tensors, and --deepspeed cuts them into flat pieces"
+        what = f"{section.type} needs whole tensors, and --deepspeed splits them into flat pieces"
         yield Finding((_TYPE, _ON), what, f"one of {', '.join(_ELEMENTWISE)}")
     elif cfg.deepspeed.offload_optimizer_device and name not in ("AdamW", "Adam"):
-        what = f"{section.type} has no kernel of DeepSpeed's for an optimizer on the host"
+        what = f"{section.type} has no DeepSpeed kernel for an optimizer on the host"
         yield Finding((_TYPE, _OFFLOAD), what, f"{option('optimizer.type')}=AdamW")
     if section.schedulefree_wrapper:
-        what = "cannot average weights that --deepspeed cuts into pieces"
+        what = "cannot average weights that --deepspeed shards"
         yield Finding(("optimizer.schedulefree_wrapper", _ON), what, "leave one of them out")
 
 
@@ -290,7 +288,7 @@ def _third_stage(cfg: TrainConfig) -> Iterator[Finding]:
         ("training.compile", cfg.training.compile),
     ):
         if value:
-            what = f"needs whole weights on a rank, which {option('deepspeed.zero_stage')}=3 takes apart"
+            what = f"needs complete weights on every rank, which {option('deepspeed.zero_stage')}=3 shards"
             yield Finding((field, _STAGE), what, f"{option('deepspeed.zero_stage')}=2")
 
 

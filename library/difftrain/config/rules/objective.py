@@ -23,7 +23,7 @@ DIFFUSION_NEEDS: tuple[Companion, ...] = (
          "has no effect without {noise.multires_iterations}", note=True),
     Companion("noise.ip_gamma_random_strength", lambda c: c.noise.ip_gamma, "has no effect without {noise.ip_gamma}", note=True),
     Companion("noise.zero_terminal_snr", lambda c: c.model.prediction_type == "v_prediction",
-         "is meant for {model.prediction_type=v_prediction}: where there is no signal, predicting the noise teaches nothing", note=True),
+         "is meant for {model.prediction_type=v_prediction}: without signal, predicting the noise teaches nothing", note=True),
     Companion("loss.huber_schedule", lambda c: _is_bent(c), _BENT, note=True),
     Companion("loss.huber_c", lambda c: _is_bent(c), _BENT, note=True),
     Companion("loss.huber_scale", lambda c: _is_bent(c), _BENT, note=True),
@@ -54,7 +54,7 @@ def noise(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     high = _STEPS if section.max_timestep is None else section.max_timestep
     if low >= high:
         about = ("noise.min_timestep", "noise.max_timestep")
-        remedy = f"the end is not trained itself; {option('noise.max_timestep')}={low + 1} trains {low} alone"
+        remedy = f"the upper end itself is not trained; {option('noise.max_timestep')}={low + 1} trains {low} alone"
         yield Finding(about, f"is not below {option('noise.max_timestep')}: {low} >= {high}", remedy)
 
 
@@ -73,11 +73,11 @@ def profiles(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if not widths:
         return
     if len(widths) == 1:
-        what = "is one width: others can be made from two much better, such as 0.05,0.10"
+        what = "is a single width: other widths can be reconstructed much better from two, such as 0.05,0.10"
         yield Finding(("ema.profiles",), what, note=True)
     save = cfg.save
     if not (save.every_n_steps or save.every_n_epochs or save.n_epoch_ratio):
-        what = "stores snapshots with every export, and there is only the last: other widths need some along the way"
+        what = "stores snapshots with every export, and there is only the last one: other widths need several during the run"
         yield Finding(
             ("ema.profiles",),
             what,
@@ -140,7 +140,7 @@ def _unsaid(cfg: TrainConfig, path: str) -> bool:
 def loss_type(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Two of kohya's losses bend where the noise schedule says."""
     if learns_flow(cfg) and cfg.loss.type in ("huber", "smooth_l1"):
-        what = f"{cfg.loss.type} bends where SDXL's noise schedule says, and {cfg.model.family} has none"
+        what = f"{cfg.loss.type} takes its threshold from SDXL's noise schedule, and {cfg.model.family} has none"
         yield Finding(("loss.type",), what, "pseudo_huber, with pseudo_huber_c")
 
 
@@ -162,8 +162,8 @@ def target_layer(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         return
     what = f"is {layer}, the transformer has {depth} blocks"
     if layer == depth:
-        what += ": the last one's text would be compared with itself"
-    remedy = f"0 for what enters the first block, or 1 to {depth - 1}" if depth > 1 else "0"
+        what += ": the text of the last block would be compared with itself"
+    remedy = f"0: what enters the first block, or 1 to {depth - 1}" if depth > 1 else "0"
     yield Finding(("loss.text_recon_target_layer",), what, remedy)
 
 

@@ -46,7 +46,7 @@ def schedule(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     yield from _pairs("optimizer.scheduler_args", cfg.optimizer.scheduler_args)
     kind = cfg.optimizer.scheduler_type
     if kind and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", kind):
-        yield Finding(("optimizer.scheduler_type",), f"is no class name: {kind!r}", "package.module.Class")
+        yield Finding(("optimizer.scheduler_type",), f"is not a class name: {kind!r}", "package.module.Class")
 
 
 def sampler(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def sampler(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     known, others = (names.FLOW_SAMPLERS, names.SAMPLERS) if flow else (names.SAMPLERS, names.FLOW_SAMPLERS)
     if sampler_name in others:
         if "sample.sampler" in requested:
-            what = f"{sampler_name!r} is no sampler of {family}, which learns {'a flow' if flow else 'no flow'}"
+            what = f"{sampler_name!r} is not a sampler of {family}, which learns {'a flow' if flow else 'no flow'}"
             yield Finding(("sample.sampler",), what, f"known are {', '.join(known)}")
     else:
         yield from _name("sample.sampler", sampler_name, known)
@@ -98,7 +98,7 @@ def _pairs(field: str, words: tuple[str, ...]) -> Iterator[Finding]:
             ast.literal_eval(value.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             remedy = "a number, True, False, None, a list, or text in quotes: key=\"'text'\""
-            yield Finding((field,), f"the value of {key} is no literal: {value!r}", remedy)
+            yield Finding((field,), f"the value of {key} is not a literal: {value!r}", remedy)
 
 
 def patterns(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def patterns(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         try:
             re.compile(pattern)
         except re.error as error:
-            what = f"{pattern!r} is no regular expression: {error}"
+            what = f"{pattern!r} is not a regular expression: {error}"
             yield Finding(
                 ("model.train_only",), what, r"Python's, as in '\.attn\.'; a dot or bracket itself is \. or \("
             )
@@ -145,14 +145,14 @@ def ascend(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Ascend's own optimizers: one wants its parameters to stay where they are, another a mixed precision of its own."""
     section, training = cfg.optimizer, cfg.training
     if is_named(section, ("NpuFusedAdamW",)) and training.full_precision and training.master_weights != "fp32":
-        what = f"updates weights that stay in memory, which those of full {training.full_precision} do not"
+        what = f"updates weights in place in memory, unlike those of full {training.full_precision} do not"
         yield Finding(
             (_TYPE, "training.full_precision"),
             what,
             f"{option('training.master_weights')}=fp32, or {option('optimizer.type')}=AdamW",
         )
     if section.type.startswith("apex."):
-        what = f"{section.type} steps under apex.amp alone, and precision is this program's"
+        what = f"{section.type} works only under apex.amp, and precision is handled by this program"
         yield Finding((_TYPE,), what, "AdamW, which is fused here too")
 
 
@@ -168,10 +168,10 @@ def adaptive(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if len(rates) > 1:
         rate_texts = ", ".join(f"{rate:g}" for rate in sorted(rates))
         if is_named(section, names.FIRST_RATE):
-            what = f"{section.type} goes by the first group's rate alone, there are {rate_texts}"
+            what = f"{section.type} uses only the first group's rate, there are {rate_texts}"
             yield Finding((_TYPE,), what, "give one rate for everything", note=True)
         else:
-            what = f"{section.type} takes one rate for all groups, there are {rate_texts}"
+            what = f"{section.type} takes one rate for all groups, but there are {rate_texts}"
             yield Finding((_TYPE, _RATE), what, "give one rate for everything; 0 freezes a part")
 
 
@@ -182,7 +182,7 @@ def adafactor(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if is_relative(section):
         yield from _relative_adafactor(cfg, requested, shows)
     elif shows and not section.scheduler_type:
-        what = f"goes with {option('optimizer.type')}=Adafactor and its relative_step alone"
+        what = f"works only with {option('optimizer.type')}=Adafactor and its relative_step"
         yield Finding((_SCHEDULE, _TYPE), what, "another schedule")
     elif is_named(section, ("Adafactor",)):
         yield from _manual_adafactor(cfg)
@@ -191,16 +191,19 @@ def adafactor(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
 def _relative_adafactor(cfg: TrainConfig, requested: set[str], shows: bool) -> Iterator[Finding]:
     """What a rate and a schedule of the user's mean where Adafactor has its own."""
     section = cfg.optimizer
-    own, remedy = "Adafactor computes its own rate", f"relative_step=False in {option('optimizer.args')} gives it yours"
+    own, remedy = (
+        "Adafactor computes its own rate",
+        f"relative_step=False in {option('optimizer.args')} makes it use yours",
+    )
     if argument(section.args, "warmup_init", False) and not argument(section.args, "relative_step", True):
         yield Finding((_ARGS,), "relative_step=True is set, because warmup_init=True needs it", note=True)
     if _RATE in requested:
-        yield Finding((_RATE,), f"is shown until the first update only: {own}", remedy, note=True)
+        yield Finding((_RATE,), f"is only displayed until the first update: {own}", remedy, note=True)
     for field in (_UNET, _ENCODERS, _BLOCKS, "optimizer.learning_rate_te1", "optimizer.learning_rate_te2"):
         if field in requested:
-            yield Finding((field,), f"says what is trained (0: frozen), not how fast: {own}", remedy, note=True)
+            yield Finding((field,), f"only says what is trained (0: frozen), not how fast: {own}", remedy, note=True)
     if section.scheduler_type:
-        yield Finding((_CLASS,), f"sets rates that nobody reads: {own}", remedy)
+        yield Finding((_CLASS,), f"sets rates that nothing uses: {own}", remedy)
     elif _SCHEDULE in requested and not shows:
         yield Finding((_SCHEDULE,), f"has no effect: {own}", remedy, note=True)
     if section.scheduler_args:
@@ -242,7 +245,7 @@ def schedule_free(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         )
     averages = {"ema.enable": cfg.ema.enable, "ema.profiles": cfg.ema.profiles}
     for field in (field for field, value in averages.items() if value and (own or section.schedulefree_wrapper)):
-        what = "contradicts a schedule-free optimizer, whose own average is what is exported"
+        what = "contradicts a schedule-free optimizer, which exports its own average"
         yield Finding((field, _TYPE), what, "leave one of them out")
 
 
@@ -266,7 +269,7 @@ def block_rates(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
         yield Finding(
             (_BLOCKS, _RATE),
             f"contradicts {option('optimizer.learning_rate')}=0, which freezes the UNet",
-            "any other rate, or 0s",
+            "any rate other than 0",
         )
 
 

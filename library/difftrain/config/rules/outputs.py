@@ -16,7 +16,7 @@ from difftrain.config.schema.sections import CaptionSection, PictureSection, Sav
 from difftrain.config.spellings.spelling import option
 
 _NO_SET = "has no effect: there is no evaluation set (eval_datasets)"
-_NO_KID = "needs kid = true: no pictures are drawn for a KID"
+_NO_KID = "needs kid = true: no images are generated for a KID"
 _TAKEN = frozenset({"train", "loss", "lr", "speed", "memory", "progress"})  # what other numbers' tags begin with
 
 # published files say how often to evaluate and leave the sets to be filled in: told, no fault
@@ -43,19 +43,19 @@ def names(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     count = Counter(section.name for section in cfg.eval.sets)
     for name, times in count.items():
         if times > 1:
-            yield Finding(("eval.sets",), f"{times} evaluation sets are called {name!r}", "give each a name of its own")
+            yield Finding(("eval.sets",), f"{times} evaluation sets are named {name!r}", "give each its own name")
         elif not name.strip():
-            yield Finding(("eval.sets",), "an evaluation set has no name", "its numbers are logged as NAME/loss")
+            yield Finding(("eval.sets",), "an evaluation set has no name", "its metrics are logged as NAME/loss")
         elif name.split("/")[0] in _TAKEN:
-            what = f"an evaluation set is called {name!r}, and so are other numbers of the run"
-            yield Finding(("eval.sets",), what, f"any name does that doesn't begin with {', '.join(sorted(_TAKEN))}")
+            what = f"the evaluation set name {name!r} is also the name of other metrics of the run"
+            yield Finding(("eval.sets",), what, f"use any name that does not begin with {', '.join(sorted(_TAKEN))}")
 
 
 def pictures(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A distance between two handfuls of pictures is chance."""
     if cfg.eval.kid and cfg.eval.kid_pictures < LEAST_PICTURES:
         what = f"must be at least {LEAST_PICTURES}, got {cfg.eval.kid_pictures}"
-        yield Finding(("eval.kid_pictures",), what, "fewer say nothing; some hundreds are better")
+        yield Finding(("eval.kid_pictures",), what, "fewer are meaningless; some hundreds are better")
 
 
 LEAST_PICTURES = 20
@@ -63,7 +63,7 @@ LEAST_PICTURES = 20
 EVAL_RULES: tuple[Rule, ...] = (eval_companions, names, pictures)
 
 
-_UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cut in the middle, or at random"
+_UNBUCKETED = "has no effect with enable_bucket, as in kohya's: buckets are cropped in the centre, or at random"
 
 SAMPLE_NEEDS: tuple[Companion, ...] = (
     Companion("loss.masked", lambda c: any(subset.alpha_mask or subset.conditioning_dir or subset.default_mask for subset in subsets_of(c)),
@@ -114,7 +114,7 @@ def _faces(subset: _Subset) -> Iterator[Finding]:
     if limits is None:
         return
     if limits[0] > limits[1]:
-        remedy = "1.0,4.0: from the face alone to a frame four times as large"
+        remedy = "1.0,4.0: from the face only to a frame four times as large"
         yield subset.finding("data.face_crop_range", f"must be LOW,HIGH, got {limits[0]:g},{limits[1]:g}", remedy)
     if subset.bucketed:
         yield subset.finding("data.face_crop_range", _UNBUCKETED, note=True)
@@ -123,15 +123,15 @@ def _faces(subset: _Subset) -> Iterator[Finding]:
 def _masks(subset: _Subset, masked: bool) -> Iterator[Finding]:
     folder = subset.picture.conditioning_dir
     if subset.picture.alpha_mask and (folder or getattr(subset.picture, "default_mask", None)):
-        yield subset.finding("data.alpha_mask", "has no effect: the masks of files win", note=True)
+        yield subset.finding("data.alpha_mask", "has no effect: mask files take precedence", note=True)
     if not folder:
         return
     if not masked:
         yield subset.finding(
-            "data.conditioning_dir", f"needs {option('loss.masked', True)}: it holds masks, and nothing would use them"
+            "data.conditioning_dir", f"needs {option('loss.masked', True)}: it contains masks that nothing would use"
         )
     if not subset.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
-        remedy = "give the folder of the masks, each named as its picture"
+        remedy = "give the folder of the masks, each named as its image"
         yield subset.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
 
 
@@ -144,8 +144,8 @@ SAMPLE_RULES: tuple[Rule, ...] = (sample_companions, samples)
 
 
 WORDS = ("auto", "latest")  # what --resume_from_checkpoint takes beside a step and a folder
-_NOTHING = "needs --resume_from_checkpoint: there is nothing to begin anew"
-_EACH_TIME = "does not go with a resume that comes by itself: each restart would begin anew"
+_NOTHING = "needs --resume_from_checkpoint: there is no run to resume"
+_EACH_TIME = "cannot be used with an automatic resume: it would apply again at every restart"
 
 
 def _resumes(cfg: TrainConfig) -> object:
@@ -163,20 +163,20 @@ SAVE_NEEDS: tuple[Companion, ...] = (
     Companion(
         "save.reset_optimizer_params",
         lambda c: not c.save.reset_optimizer,
-        "has no effect: --reset_optimizer drops all",
+        "has no effect: --reset_optimizer resets everything",
         note=True,
     ),
     Companion(
         "save.run_dirs",
         lambda c: c.save.naming == "steps",
-        "needs naming = 'steps': a run directory holds no other names",
+        "needs naming = 'steps': run directories have no other naming",
     ),
     Companion(
         "sample.test_only",
         lambda c: c.sample.prompts or c.sample.texts,
-        "needs sample prompts: there is nothing to draw",
+        "needs sample prompts: there is nothing to sample",
     ),
-    Companion("ema.update_every", lambda c: c.ema.enable, "has no effect without an average of the weights", note=True),
+    Companion("ema.update_every", lambda c: c.ema.enable, "has no effect without averaged weights", note=True),
 )
 
 
@@ -189,18 +189,18 @@ def pipeline(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What lies at the top of the run's folder is a pipeline of diffusers."""
     layout = cfg.save.model_as
     if cfg.save.naming == "diffusers" and layout not in ("diffusers", "diffusers_safetensors"):
-        what = f"{layout or 'unset'} is no folder of diffusers, which naming = 'diffusers' writes"
+        what = f"{layout or 'unset'} is not a diffusers layout, which naming = 'diffusers' writes"
         yield Finding(("save.model_as", "save.naming"), what, option("save.model_as", "diffusers_safetensors"))
     if cfg.save.last_n_states == 1:
         yield Finding(
-            ("save.last_n_states",), "1: two are kept, so that one is whole while the other is written", note=True
+            ("save.last_n_states",), "1: two are kept, so that one is complete while the other is written", note=True
         )
 
 
 def one_work(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """A start builds the cache, draws pictures or writes out the data set."""
     if cfg.cache.only and cfg.sample.test_only:
-        what = f"contradicts {option('sample.test_only')}: one builds the cache and stops, the other draws pictures and stops"
+        what = f"contradicts {option('sample.test_only')}: one builds the cache and stops, the other samples images and stops"
         yield Finding(("cache.only", "sample.test_only"), what, "give one of them")
 
 
@@ -229,13 +229,13 @@ def trace(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if not ranges:
         yield Finding((field,), "names no step", "steps and ranges of them, such as 1,3-5")
     if cfg.training.compile:
-        what = f"contradicts {option('training.compile', True)}: a compiled block has no modules inside to look at"
-        yield Finding((field, "training.compile"), what, "trace without it, a few steps are enough")
+        what = f"contradicts {option('training.compile', True)}: a compiled block hides the modules inside it"
+        yield Finding((field, "training.compile"), what, "trace without it; a few steps are enough")
     if cfg.training.engine != "native":
         what = f"needs {option('training.engine')}=native, got {cfg.training.engine}"
         yield Finding((field, "training.engine"), what, "ranks of other engines may hold parts of modules")
     if cfg.optimizer.fused_backward or cfg.optimizer.fused_groups is not None:
-        what = "writes no gradients of parameters: they are used and freed during the backward pass"
+        what = "writes no gradients of parameters: they are consumed and freed during the backward pass"
         yield Finding((field, "optimizer.fused_backward"), what, note=True)
 
 

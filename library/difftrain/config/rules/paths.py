@@ -50,7 +50,7 @@ def folders(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Folders of data and of a state to resume."""
     for folder in cfg.data.dirs:
         if hub_ids.missing(folder):
-            remedy = "give a folder of pictures, tars or parquet, or a hub id of such: organisation/name"
+            remedy = "give a folder of images, tars or parquet, or a hub id of such: organisation/name"
             yield Finding(("data.dirs",), f"no such folder: {folder!r}", remedy)
     resume, save = cfg.save.resume, cfg.save
     if resume and not cfg.hub.resume and not can_be_resumed(save):
@@ -60,11 +60,11 @@ def folders(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             else "give the folder of a state, or auto"
         )
         if is_file(resume):
-            weights = "is a file of weights, and a run is resumed from all of its state: {save.resume} takes a folder"
+            weights = "is a file of weights, and resuming needs the complete state: {save.resume} takes a folder"
             yield Finding(
                 ("save.resume",),
                 f"{resume!r} {spelled(weights)}",
-                f"to begin from weights: {option('model.pretrained')}",
+                f"to start from weights: {option('model.pretrained')}",
             )
         else:
             yield Finding(("save.resume",), f"no such folder: {resume!r}", remedy)
@@ -123,7 +123,7 @@ def thumbnail(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if not value or value.startswith("data:"):
         return
     path = expanded(value)
-    remedy = "give a picture file or a data: URL"
+    remedy = "give an image file or a data: URL"
     if not is_file(path):
         yield Finding(("metadata.thumbnail",), f"no such file: {value!r}", remedy)
     elif not os.access(path, os.R_OK):
@@ -136,9 +136,9 @@ def prompts(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if not path:
         return
     if Path(path).suffix.lower() not in ("", ".txt", ".toml", ".json"):
-        yield Finding(("sample.prompts",), f"is no file of prompts: {path!r}", "give a .txt, .toml or .json file")
+        yield Finding(("sample.prompts",), f"is not a file of prompts: {path!r}", "give a .txt, .toml or .json file")
     elif not is_file(path):
-        yield Finding(("sample.prompts",), f"no such file: {path!r}", "give a .txt file, a prompt a line")
+        yield Finding(("sample.prompts",), f"no such file: {path!r}", "give a .txt file, one prompt per line")
 
 
 def trackers(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -156,7 +156,9 @@ def trackers(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     try:
         tomllib.loads(Path(config).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        yield Finding(("logging.tracker_config",), f"no such file: {config!r}", "a TOML file with a table a tracker")
+        yield Finding(
+            ("logging.tracker_config",), f"no such file: {config!r}", "a TOML file with one table per tracker"
+        )
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         yield Finding(("logging.tracker_config",), f"{config!r} cannot be read as TOML: {error}")
 
@@ -171,10 +173,10 @@ def target(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """What exports are sent to is a name of a repository and a plain folder in it."""
     hub = cfg.hub
     if hub.repo_id is not None and not hub_ids.is_repo(hub.repo_id):
-        yield Finding(("hub.repo_id",), f"is no name of a repository: {hub.repo_id!r}", "organisation/name")
+        yield Finding(("hub.repo_id",), f"is not a repository name: {hub.repo_id!r}", "organisation/name")
     folder = hub.path_in_repo
     if folder is not None and (folder.startswith("/") or "\\" in folder or ".." in folder.split("/")):
-        yield Finding(("hub.path_in_repo",), f"is no folder of a repository: {folder!r}", "as in models/first")
+        yield Finding(("hub.path_in_repo",), f"is not a folder of a repository: {folder!r}", "as in models/first")
 
 
 def state(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -187,10 +189,10 @@ def state(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             ("hub.resume", "save.resume"), f"needs {option('save.resume')}, which names the state", spelled(_STATE)
         )
     elif resume == "auto":
-        what = f"does not go with {option('save.resume', 'auto')}, which looks in {option('save.output_dir')} only"
+        what = f"cannot be used with {option('save.resume', 'auto')}, which only looks in {option('save.output_dir')}"
         yield Finding(("hub.resume", "save.resume"), what, spelled(_STATE))
     elif hub_ids.read_state(resume) is None:
-        yield Finding(("save.resume",), f"names no state on a hub: {resume!r}", spelled(_STATE))
+        yield Finding(("save.resume",), f"is not a state on a hub: {resume!r}", spelled(_STATE))
 
 
 HUB_RULES: tuple[Rule, ...] = (target, state)

@@ -27,9 +27,9 @@ _FLOORED = ("cosine_with_min_lr", "warmup_stable_decay")
 _UNWARMED = ("constant", "piecewise_constant", "adafactor")
 _BUCKETS = "has no effect without {data.enable_bucket=true}"
 
-_SKIPS = "needs {training.skip_until_initial_step=true}: a step's number is its place in the data, so it is not counted up alone"
+_SKIPS = "needs {training.skip_until_initial_step=true}: the step number is the position in the data, so the data before it must be skipped too"
 
-_SENDS = "needs {hub.repo_id}: nothing is sent to a hub"
+_SENDS = "needs {hub.repo_id}: nothing is uploaded to a hub"
 
 NEEDS: tuple[Companion, ...] = (
     Companion("data.min_bucket_reso", lambda c: has_buckets(c), _BUCKETS, note=True),
@@ -67,10 +67,10 @@ NEEDS: tuple[Companion, ...] = (
     Companion("hub.async_upload", lambda c: c.hub.repo_id, _SENDS, note=True),
     Companion("hub.save_state", lambda c: c.hub.repo_id, _SENDS),
     Companion("hub.save_state", lambda c: c.save.state or c.save.state_on_train_end,
-         "needs {save.state=true} or {save.state_on_train_end=true}: there are no states to send"),
-    Companion("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
-    Companion("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
-    Companion("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
+         "needs {save.state=true} or {save.state_on_train_end=true}: there are no states to upload"),
+    Companion("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
+    Companion("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
+    Companion("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
     Companion("demo.score", lambda c: c.demo.dataset, "needs {demo.dataset}: there is nothing to score"),
     Companion("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
     Companion("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
@@ -115,10 +115,10 @@ def lacking(needs: Iterable[Companion], cfg: TrainConfig, requested: set[str]) -
 def required(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     """Find what every run needs and this one lacks."""
     if not cfg.save.output_dir:
-        yield Finding(("save.output_dir",), "is missing", "give the folder of everything that the run writes")
+        yield Finding(("save.output_dir",), "is missing", "give the folder for everything that the run writes")
     named = cfg.data.dirs or cfg.data.dataset_class or cfg.data.dataset_config or cfg.data.datasets
     if not named:
-        yield Finding(("data.dirs",), "is missing", "give at least one folder of pictures, tars or parquet")
+        yield Finding(("data.dirs",), "is missing", "give at least one folder of images, tars or parquet")
     if not cfg.data.resolution and not cfg.data.dataset_config:  # of each data set, where it is read
         yield Finding(("data.resolution",), "is missing", "give WIDTH,HEIGHT; for SDXL 1024,1024")
 
@@ -142,7 +142,7 @@ def data_counts(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     repeats, folders = len(cfg.data.repeats), len(cfg.data.dirs)
     if folders and repeats not in (1, folders):
         what = f"has {repeats} numbers for {folders} folder{'s' if folders > 1 else ''}"
-        yield Finding(("data.repeats", "data.dirs"), what, f"give one number, or one for each {option('data.dirs')}")
+        yield Finding(("data.repeats", "data.dirs"), what, f"give one number, or one per {option('data.dirs')}")
 
 
 def cadence(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -153,7 +153,7 @@ def cadence(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if {"training.initial_step", "training.initial_epoch"} <= requested:
         yield Finding(("training.initial_epoch",), f"has no effect: {option('training.initial_step')} wins", note=True)
     if training.skip_until_initial_step and resume and resume != "auto":
-        what = f"has no effect with {option('save.resume')}=FOLDER: the state says at which step it goes on"
+        what = f"has no effect with {option('save.resume')}=FOLDER: the state records the step to resume from"
         yield Finding(("training.skip_until_initial_step",), what, note=True)
     if not training.max_epochs and training.initial_step >= training.max_steps:
         what = f"must be below {option('training.max_steps')}, {training.initial_step} of {training.max_steps}"

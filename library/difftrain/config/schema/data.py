@@ -8,31 +8,31 @@ from pydantic import Field
 
 from difftrain.config.schema.section import CacheDtype, IntOrShare, PositiveInt, Section, Share
 
-_SPACED = "with a space between; none in diffusion-pipe's datasets, where it is joined as it is"
+_SPACED = "with a space between; none in diffusion-pipe's datasets, where it is joined as is"
 
 
 class CaptionSection(Section):
     """How the caption of a draw is made from a record's caption."""
 
     extension: str | None = Field(None, description="suffix of caption files; unset: .caption, then .txt")
-    separator: str = Field(",", description="what separates the parts of a caption")
+    separator: str = Field(",", description="separator between the parts of a caption")
     shuffle: bool = Field(False, description="shuffle the parts of a caption at every use")
     keep_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="leading caption parts that are never shuffled or dropped"
     )
     keep_tokens_separator: str | None = Field(
         None,
-        description="what stands before it in a caption stays in front, and behind a second one at the end:"
+        description="text before it in a caption stays in front, text after a second one stays at the end:"
         " a ||| b, c ||| d",
     )
     secondary_separator: str | None = Field(
         None, description="joins parts that move as one; becomes {captions.separator} at the end"
     )
     enable_wildcard: bool = Field(
-        False, description="draw one of {a|b|c}, and one line of captions with several; {{ and }} are braces"
+        False, description="pick one of {a|b|c}, and one line of captions with several; {{ and }} are braces"
     )
-    prefix: str | None = Field(None, description=f"text in front of every caption, {_SPACED}")
-    suffix: str | None = Field(None, description=f"text behind every caption, {_SPACED}")
+    prefix: str | None = Field(None, description=f"text before every caption, {_SPACED}")
+    suffix: str | None = Field(None, description=f"text after every caption, {_SPACED}")
     token_warmup_min: Annotated[int, Field(ge=0)] = Field(
         1, description="parts of a caption that {captions.token_warmup_step} begins with"
     )
@@ -44,21 +44,22 @@ class CaptionSection(Section):
         False, description="weights in captions: (a) (a:1.2) [a]; a backslash before a bracket keeps it"
     )
     dropout_rate: Share = Field(
-        0.0, description="share of uses that get an empty caption, for all text encoders together"
+        0.0, description="fraction of uses with an empty caption, for all text encoders together"
     )
     dropout_every_n_epochs: Annotated[int, Field(ge=0)] = Field(
         0, description="every n-th epoch has empty captions; 0: none"
     )
-    tag_dropout_rate: Share = Field(0.0, description="share of caption parts that are left out")
+    tag_dropout_rate: Share = Field(0.0, description="fraction of caption parts that is left out")
     allow_empty: bool = Field(False, description="train on images without a caption instead of rejecting them")
     shuffle_capitalization: bool = Field(
-        False, description="the first letter of a caption is made large or small by chance"
+        False, description="the first letter of a caption is upper or lower case at random"
     )
     dialect: Literal["kohya", "diffusion_pipe"] = Field(
-        "kohya", description="diffusion_pipe: whole files, tags joined as they were cut, the prefix put before as it is"
+        "kohya",
+        description="diffusion_pipe: all lines of a file, tags joined by their separator, the prefix joined as is",
     )
     variants: PositiveInt | None = Field(
-        None, description="captions drawn of a record, once; unset: {cache.shuffle_num}"
+        None, description="captions sampled per record, once; unset: {cache.shuffle_num}"
     )
 
 
@@ -84,17 +85,17 @@ class PictureSection(Section):
     resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = (
         Field(None, description="how images are resized; unset: area when smaller, lanczos when larger")
     )
-    flip: bool = Field(False, description="mirror half of the uses, by chance")
-    random_crop: bool = Field(False, description="cut at a random place instead of the centre")
-    color_aug: bool = Field(False, description="shift the hue or the gamma of a third of the uses")
+    flip: bool = Field(False, description="mirror half of the uses, at random")
+    random_crop: bool = Field(False, description="crop at a random position instead of the centre")
+    color_aug: bool = Field(False, description="shift hue or gamma in a third of the uses")
     face_crop_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = Field(
         None,
-        description="lowest and highest: cut around the face that a file name ends in (_x_y_width_height), the shorter side so"
+        description="lowest and highest: crop around the face that a file name ends in (_x_y_width_height), the shorter side so"
         " many times the face",
     )
     alpha_mask: bool = Field(
         False,
-        description="mask the loss by the images' alpha, which is then not laid over white; no {loss.masked=true} needed",
+        description="mask the loss by the images' alpha, which is then not composited over white; no {loss.masked=true} needed",
     )
     conditioning_dir: str | None = Field(
         None,
@@ -105,19 +106,21 @@ class PictureSection(Section):
 class SubsetSection(PictureSection):
     """One source of a dataset, every setting resolved: a table of [[datasets.subsets]], or a folder of the flags."""
 
-    image_dir: str | None = Field(None, description="where its images are")
+    image_dir: str | None = Field(None, description="folder of its images")
     metadata_file: str | None = Field(None, description="kohya's metadata json: captions and tags of the images")
     dataset_class: str | None = Field(None, description="package.module.Class of a dataset of your own")
     is_reg: bool = Field(False, description="regularisation images")
     class_tokens: str | None = Field(None, description="the caption of images without a caption file")
     repeats: Annotated[int | float, Field(gt=0)] = Field(
-        1, description="uses of an image in an epoch; 0.5: in every second one"
+        1, description="uses of an image per epoch; 0.5: in every second epoch"
     )
-    share: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="of the records that are used, always the same")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="fraction of the records that is used, always the same ones"
+    )
     captions_file: str | None = Field(None, description="JSON of captions by file name, in place of caption files")
     default_mask: str | None = Field(None, description="mask of images that have none in conditioning_dir")
-    masks_optional: bool = Field(False, description="an image without a mask counts as a whole")
-    flat: bool = Field(False, description="only what lies in the folder itself, as in kohya's image_dir")
+    masks_optional: bool = Field(False, description="an image without a mask counts in full")
+    flat: bool = Field(False, description="only files in the folder itself, no subfolders, as in kohya's image_dir")
     custom_attributes: dict[str, Any] = Field({}, description="the user's own words, kept with the run")
     captions: CaptionSection = Field(CaptionSection(), description="how captions are made of the records'")
 
@@ -145,7 +148,7 @@ class DataSection(SizeSection, PictureSection):
     )
     reg_dirs: tuple[str, ...] = Field(
         (),
-        description="regularisation images, as <repeats>_<class> folders: as many draws as there are to train on",
+        description="regularisation images, as <repeats>_<class> folders: as many uses as there are of training images",
     )
     in_json: str | None = Field(
         None, description="kohya's metadata json: captions and tags of the images in {data.dirs}"
@@ -164,7 +167,7 @@ class DataSection(SizeSection, PictureSection):
     caption_column: str | None = Field(
         None,
         description="parquet column with captions; unset: found by name; also the column of metadata.jsonl, .csv or .parquet"
-        " beside images, which then caption them",
+        " next to images, which then provides their captions",
     )
     split: str | None = Field(
         None,
@@ -214,7 +217,8 @@ class CacheSection(Section):
         " {data.cache_dir}, for later runs too",
     )
     latents_as: Literal["moments", "mean", "sample"] = Field(
-        "moments", description="moments: mean and deviation, every use draws; mean: no draw; sample: drawn once"
+        "moments",
+        description="moments: mean and deviation, sampled at every use; mean: no sampling; sample: sampled once",
     )
     latents_dtype: CacheDtype = Field("fp32", description="what latents are stored in; fp8: with scales")
     text_dtype: Literal["auto", CacheDtype] = Field(
@@ -226,7 +230,7 @@ class CacheSection(Section):
     )
     shuffle_num: PositiveInt | None = Field(
         None,
-        description="captions that are drawn of a record, once; each use takes one of them; unset: each use draws its own, or 10 with cached text",
+        description="captions sampled per record, once; each use takes one of them; unset: sampled at every use, or 10 with cached text",
     )
     skip_check: bool = Field(False, description="compare no checksum where a cached entry is read first")
     trust: bool = Field(
@@ -268,7 +272,7 @@ class EvalSection(Section):
     batch_size: PositiveInt | None = Field(
         None, description="samples that a device takes at once while measuring; unset: {training.batch_size}"
     )
-    kid: bool = Field(False, description="KID-efflite0 of images drawn for the sets' captions")
+    kid: bool = Field(False, description="KID-efflite0 of images generated for the sets' captions")
     kid_pictures: PositiveInt = Field(256, description="how many images")
     kid_every_n_steps: PositiveInt | None = Field(None, description="unset: with every evaluation")
     kid_guidance: Annotated[float, Field(ge=1)] = Field(1.0, description="their guidance; 1: none")

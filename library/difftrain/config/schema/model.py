@@ -36,10 +36,10 @@ class ModelSection(Section):
     vae: str | None = Field(None, description="another VAE: diffusers folder, single file or a hub id")
     transformer: str | None = Field(
         None,
-        description="the transformer from elsewhere: its folder, a whole model's, or one file of its original layout",
+        description="the transformer from another source: its folder, a whole model's folder, or one file in its original layout",
     )
     text_encoder1: str | None = Field(
-        None, description="the family's first text encoder from elsewhere: its folder, or a whole model's"
+        None, description="the family's first text encoder from another source: its folder, or a whole model's folder"
     )
     text_encoder2: str | None = Field(None, description="the same for its second")
     text_encoder3: str | None = Field(None, description="the same for its third")
@@ -47,12 +47,10 @@ class ModelSection(Section):
     tokenizer2: str | None = Field(None, description="folder of the second tokenizer (OpenCLIP bigG), or a hub id")
     tokenizer3: str | None = Field(None, description="folder of the third tokenizer (T5), or a hub id")
     t5_max_length: PositiveInt = Field(256, description="tokens that T5 reads")
-    guidance: NonNegative = Field(
-        1.0, description="what a guidance-distilled model is told that it is guided by (Flux.1)"
-    )
+    guidance: NonNegative = Field(1.0, description="guidance value passed to a guidance-distilled model (Flux.1)")
     t5_attention_mask: bool = Field(False, description="T5 reads with the mask; rows at its pad positions are zeros")
     enable_uncond_text_dropout: bool = Field(
-        False, description="zeros in place of a text encoder's outputs, drawn for each"
+        False, description="zeros in place of a text encoder's outputs, by chance for each"
     )
     uncond_text_dropout_prob: Share = Field(0.464, description="how often")
     train_only: tuple[str, ...] = Field(

@@ -57,7 +57,7 @@ class FlowSection(Section):
     """How the time t in (0, 1) of a rectified flow is drawn; the model sees 1000 t."""
 
     timestep_sample_method: Literal["logit_normal", "uniform", "mode", "cosmap"] = Field(
-        "logit_normal", description="how the time of a flow is drawn"
+        "logit_normal", description="how the time of a flow is sampled"
     )
     sigmoid_scale: Annotated[float, Field(gt=0)] = Field(
         1.0, description="width of logit_normal: t = sigmoid(scale * normal)"
@@ -76,7 +76,7 @@ class NoiseSection(Section):
         None, description="shift the noise of each channel by this times a normal; about 0.05; 0: off"
     )
     offset_random_strength: bool = Field(
-        False, description="draw that strength for each sample, between 0 and {noise.offset}"
+        False, description="sample that strength per image, between 0 and {noise.offset}"
     )
     adaptive_scale: float | None = Field(
         None, description="add this times |mean of the channel's latents| to {noise.offset}; the sum is at least 0"
@@ -89,7 +89,7 @@ class NoiseSection(Section):
         None, description="perturb the input by this much more noise than the target has; about 0.1; 0: off"
     )
     ip_gamma_random_strength: bool = Field(
-        False, description="draw that strength for each sample, between 0 and {noise.ip_gamma}"
+        False, description="sample that strength per image, between 0 and {noise.ip_gamma}"
     )
     zero_terminal_snr: bool = Field(
         False, description="the last timestep is all noise; for {model.prediction_type=v_prediction}"
@@ -106,7 +106,7 @@ class RepaSection(Section):
     """Alignment of hidden image tokens with a frozen image encoder's (Yu et al. 2024)."""
 
     encoder: str | None = Field(None, description="folder of a transformers vision model; unset: off")
-    weight: NonNegative = Field(0.5, description="of the alignment beside the loss")
+    weight: NonNegative = Field(0.5, description="weight of the alignment in the loss")
     layer: PositiveInt = Field(4, description="block whose image tokens are aligned, counted from 1")
     hidden: PositiveInt = Field(2048, description="width of the projector between the two")
     until_step: PositiveInt | None = Field(None, description="so many steps; then the term is off")
@@ -136,12 +136,12 @@ class EmaSection(Section):
     update_every: PositiveInt = Field(1, description="steps between two updates of the moving average")
     ramp: bool = Field(
         False,
-        description="the first update takes the weights whole, the n-th after it decays by (1 + n) / (10 + n), at most"
+        description="the first update copies the weights, the n-th after it decays by (1 + n) / (10 + n), at most"
         " {ema.decay}: diffusers' EMAModel",
     )
     profiles: tuple[EmaWidth, ...] = Field(
         (),
-        description="widths of power-function averages kept beside, as shares of the run: 0.05,0.10; difftrain export --ema_width",
+        description="widths of power-function averages kept as well, as fractions of the run: 0.05,0.10; difftrain export --ema_width",
     )
     snapshot_precision: Literal["float", "fp16"] = Field(
         "fp16", description="precision of the snapshots that {ema.profiles} stores at every save"

@@ -12,7 +12,7 @@ from difftrain.config.schema.section import PositiveInt, Section
 class SaveSection(Section):
     """What is written, when, and how much of it is kept."""
 
-    output_dir: str | None = Field(None, description="folder of everything that the run writes")
+    output_dir: str | None = Field(None, description="folder for everything that the run writes")
     output_name: str = Field("last", description="name of exports and states")
     model_as: Literal["ckpt", "safetensors", "diffusers", "diffusers_safetensors"] | None = Field(
         None, description="layout of exports; unset: safetensors, or the family's own"
@@ -26,7 +26,7 @@ class SaveSection(Section):
     every_n_epochs: PositiveInt | None = Field(None, description="export every n epochs")
     every_n_examples: PositiveInt | None = Field(None, description="export every n samples")
     checkpoint_every_n_minutes: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="a checkpoint every so many minutes"
+        None, description="minutes between checkpoints"
     )
     checkpoint_every_n_epochs: PositiveInt | None = Field(None, description="a checkpoint every n epochs")
     checkpoint_every_n_steps: PositiveInt | None = Field(None, description="a checkpoint every n steps")
@@ -52,7 +52,7 @@ class SaveSection(Section):
         None, description="the same for states; wins over {save.last_n_epochs}"
     )
     last_n_states: PositiveInt | None = Field(
-        None, description="keep so many checkpoints, the newest, and never fewer than two"
+        None, description="keep this many of the newest checkpoints, and never fewer than two"
     )
     state: bool = Field(False, description="with every export, save what an exact resume needs")
     state_on_train_end: bool = Field(False, description="save the state at the end")
@@ -60,7 +60,7 @@ class SaveSection(Section):
     # going on
     resume: str | None = Field(
         None,
-        description="FOLDER of a state, or of a run's checkpoint; auto: the newest whole one in {save.output_dir}, else"
+        description="FOLDER of a state, or of a run's checkpoint; auto: the newest complete one in {save.output_dir}, else"
         " a fresh start; with {save.run_dirs=true} also latest, or a step",
     )
     reset_dataloader: bool = Field(False, description="a resume starts its epoch from the first batch")
@@ -74,9 +74,9 @@ class SaveSection(Section):
 class HubSection(Section):
     """Where exports and states are sent to, and whether a resume takes a state from there."""
 
-    repo_id: str | None = Field(None, description="send every export to this repository of a hub: organisation/name")
-    repo_type: Literal["model", "dataset"] = Field("model", description="kind of that repository")
-    path_in_repo: str | None = Field(None, description="folder in it; unset: its top")
+    repo_id: str | None = Field(None, description="upload every export to this hub repository: organisation/name")
+    repo_type: Literal["model", "dataset"] = Field("model", description="kind of repository")
+    path_in_repo: str | None = Field(None, description="folder in the repository; unset: its root")
     visibility: Literal["private", "public"] | None = Field(
         None, description="who sees it; unset: a new one is private, another stays as it is"
     )
@@ -90,10 +90,10 @@ class SampleSection(Section):
 
     prompts: str | None = Field(
         None,
-        description="what to draw: .txt, a prompt a line with kohya's options (--w --h --d --s --l --n --ss --fs), .toml"
+        description="prompts to sample: .txt, one per line with kohya's options (--w --h --d --s --l --n --ss --fs), .toml"
         " or .json",
     )
-    texts: tuple[str, ...] = Field((), description="prompts in words, each drawn in 20 steps of the sampler")
+    texts: tuple[str, ...] = Field((), description="prompts as text, each sampled in 20 steps")
     every_n_steps: PositiveInt | None = Field(None, description="sample images every n steps")
     every_n_epochs: PositiveInt | None = Field(None, description="sample images every n epochs")
     from_first_epoch: bool = Field(
@@ -123,7 +123,7 @@ class LoggingSection(Section):
     x_axis_examples: bool = Field(False, description="trackers count samples in place of steps")
     logging_dir: str | None = Field(None, description="folder of TensorBoard events; unset: logs in {save.output_dir}")
     log_with: Literal["tensorboard", "wandb", "swanlab", "mlflow", "all"] | None = Field(
-        None, description="trackers beside metrics.jsonl; all: tensorboard and wandb"
+        None, description="trackers in addition to metrics.jsonl; all: tensorboard and wandb"
     )
     log_prefix: str | None = Field(None, description="start of the name of a run's log folder")
     tracker_name: str | None = Field(None, description="project name in the tracker")
@@ -178,7 +178,7 @@ class MetadataSection(Section):
 class DemoSection(Section):
     """The embedded demo: what it trains on, and its scores."""
 
-    dataset: Literal["shapes", "emoji"] | None = Field(None, description="the embedded demo: which images it draws")
+    dataset: Literal["shapes", "emoji"] | None = Field(None, description="the embedded demo: which images it makes")
     score: bool = Field(False, description="score the demo's model at the end")
     make: Literal["tiny", "shapes", "emoji"] | None = Field(
         None, description="model and data that are made before training, where the folder lacks what the run names"

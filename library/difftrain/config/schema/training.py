@@ -36,7 +36,7 @@ class TrainingSection(Section):
         " before it is left out",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
-        None, description="seed of every draw; unset: drawn once and printed"
+        None, description="seed of everything random; unset: chosen once and printed"
     )
 
     # precision
@@ -50,7 +50,7 @@ class TrainingSection(Section):
     )
     master_weights: Literal["fp32", "kahan", "stochastic", "none"] | None = Field(
         None,
-        description="what is kept beside weights in half precision; unset: kahan with {training.full_precision=bf16},"
+        description="what is kept in addition to half precision weights; unset: kahan with {training.full_precision=bf16},"
         " none with {training.full_precision=fp16}",
     )
 
@@ -68,7 +68,7 @@ class TrainingSection(Section):
     max_grad_norm: NonNegative = Field(1.0, description="clip the global gradient norm to this; 0: no clipping")
     fused_attention: bool = Field(
         False,
-        description="fused attention on NPU, also beside {training.attention=sdpa} (without that it is the default"
+        description="fused attention on NPU, even with {training.attention=sdpa} (without that it is the default"
         " there); elsewhere it says which is used",
     )
     attention: Literal["auto", "xformers", "sdpa", "mem_eff"] = Field(
@@ -114,7 +114,7 @@ class DeepSpeedSection(Section):
     offload_param_nvme_path: str | None = Field(None, description="folder of {deepspeed.offload_param_device=nvme}")
     zero3_init: bool = Field(
         False,
-        description="with {deepspeed.zero_stage=3}, cut weights on the host, so that the device never holds them whole",
+        description="with {deepspeed.zero_stage=3}, shard weights on the host, so that no device ever holds all of them",
     )
     zero3_save_16bit: bool = Field(
         False,
@@ -134,8 +134,8 @@ class OptimizerSection(Section):
     # which, and how fast each part learns
     type: str = Field(
         "AdamW",
-        description=f"{', '.join(OPTIMIZERS)} (oss: AdamW with its state sharded over ranks; Muon: with AdamW for what is"
-        f" no matrix); of torch.optim {', '.join(TORCH_OPTIMIZERS)}; in any case; or package.module.Class",
+        description=f"{', '.join(OPTIMIZERS)} (oss: AdamW with its state sharded over ranks; Muon: with AdamW for non-matrix"
+        f" parameters); of torch.optim {', '.join(TORCH_OPTIMIZERS)}; in any case; or package.module.Class",
     )
     learning_rate: NonNegative = Field(2e-6, description="learning rate")
     learning_rate_te1: NonNegative | None = Field(

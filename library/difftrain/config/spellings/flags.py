@@ -12,7 +12,7 @@ from typing import Any
 from difftrain.config.spellings.row import Kind, Row
 
 _ONE_ATTENTION = "ignored: the fastest exact attention of the device is always used"
-_LORA = "adapters; what is trained here are the full weights"
+_LORA = "adapters; full weights are trained here"
 
 
 def near(name: str, kind: Kind, to: str, help: str, **remaining: Any) -> Row:
@@ -130,7 +130,7 @@ KOHYA: tuple[Row, ...] = (
     Row("max_train_steps", "int", "training.max_steps"),
     Row("max_train_epochs", "int", "training.max_epochs", "epochs; wins over {training.max_steps}"),
     Row("max_data_loader_n_workers", "int", "data.workers"),
-    near("persistent_data_loader_workers", "switch", "", "these processes live through the whole run anyway"),
+    near("persistent_data_loader_workers", "switch", "", "these processes always live for the whole run"),
     Row("seed", "int", "training.seed"),
     Row("gradient_checkpointing", "switch", "training.gradient_checkpointing"),
     Row("gradient_accumulation_steps", "int", "training.accumulation"),
@@ -168,7 +168,7 @@ KOHYA: tuple[Row, ...] = (
     Row("huber_schedule", "str", "loss.huber_schedule"),
     Row("huber_c", "float", "loss.huber_c"),
     Row("huber_scale", "float", "loss.huber_scale"),
-    near("lowram", "switch", "", "weights are always read a tensor at a time, without a second copy in memory"),
+    near("lowram", "switch", "", "weights are always read one tensor at a time, without a second copy in memory"),
     near("highvram", "switch", "", "every part that a step needs stays on the device anyway"),
     # samples
     Row("sample_every_n_steps", "int", "sample.every_n_steps"),
@@ -232,12 +232,12 @@ KOHYA: tuple[Row, ...] = (
 )
 
 OURS: tuple[Row, ...] = (
-    Row("webhook_url", "str", "", "address that notices of the run are sent to, docs/trackers.md; better given in"
+    Row("webhook_url", "str", "", "address that notifications of the run are sent to, docs/trackers.md; better given in"
         " the environment, as DIFFTRAIN_WEBHOOK_URL", secret="DIFFTRAIN_WEBHOOK_URL"),
     Row("config", "str", "",
         "sectioned TOML of this package: a file of configs/, or a run's own config.toml; flags win"),
     Row("dry_run", "switch", "",
-        "say in ten lines what the run would be, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device",
+        "print in ten lines what the run would do, and whether it fits; full: with configuration, buckets and FLOPs. Touches no device",
         choices=("full",)),
     Row("family", "str", "model.family"),
     Row("init_from_config", "str", "model.init_from_config"),

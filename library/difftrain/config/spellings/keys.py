@@ -92,14 +92,14 @@ KEYS: tuple[Row, ...] = (
     key("gradient_clipping", "training -", "training.max_grad_norm"),
     key("warmup_steps", "training -", "optimizer.warmup_steps"),
     key("lr_scheduler", "training -", "optimizer.scheduler",
-        "schedule of the rate: constant (behind the warm-up), linear, cosine, or another of docs/optimizers.md"),
+        "schedule of the rate: constant (after the warm-up), linear, cosine, or another of docs/optimizers.md"),
     key("force_constant_lr", "training -", "?constant_lr",
         "this rate, constant, without a warm-up; a resume takes it too", "number"),
     key("seed", "training -", "training.seed"),
     key("train_type", "model training -", "model.train_type"),
     key("training_type", "model training -", "model.train_type", "the same as train_type"),
     key("master_weights", "training", "?masters",
-        "true: fp32 weights beside what is computed with; false: trained weights in dtype alone; or fp32, kahan, "
+        "true: fp32 master weights; false: trained weights in dtype only; or fp32, kahan, "
         "stochastic, none", "any", default=True),
     # [model]
     key("type", "model", "?family", f"what is trained: {', '.join(TRAINED)}", "str", choices=TRAINED),

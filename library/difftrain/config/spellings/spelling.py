@@ -34,10 +34,12 @@ _TRAIN_FIRST = {
     "logging.trace": "--trace",
     "cache.trust": "--trust_cache",
     "cache.regenerate": "--regenerate_cache",
+    "hub.token": "huggingface_token",
 }
 # where a flag of diffusers' script becomes the setting together with others
 _TEXT_TO_IMAGE_FIRST = {
     "data.dirs": "--dataset_name",
+    "hub.token": "--hub_token",
     "hub.repo_id": "--hub_model_id",
     "logging.log_with": "--report_to",
     # and where a switch is one value of several
@@ -45,6 +47,7 @@ _TEXT_TO_IMAGE_FIRST = {
     "optimizer.type": "[optimizer] type",
     "training.attention": "[training] attention",
 }
+_KOHYA_FIRST = {"hub.token": "--huggingface_token"}  # moved to the environment: no field holds it
 _door: Door = "kohya"  # one for a process, and for those that are forked from it
 
 
@@ -69,7 +72,7 @@ def option(path: str, value: Any = None, *, door: Door | None = None) -> str:
         return _key(path, value)
     if spoken == "text_to_image":
         return _flag(path, value, TEXT_TO_IMAGE, _TEXT_TO_IMAGE_FIRST)
-    return _flag(path, value, FLAGS, {})
+    return _flag(path, value, FLAGS, _KOHYA_FIRST)
 
 
 def spelled(text: str, *, door: Door | None = None) -> str:

@@ -48,8 +48,8 @@ AUTO_FULL_ITEMS = 20_000
 DECODE_LIMIT_S = 60.0
 _MAX_WORKERS = 32
 _ITEMS_A_WORKER = 50  # below this, starting another process costs more than it saves
-_OUTSIDE = "outside the <repeats>_<class> folders: kohya's layout has no place for it"
-_QUICK_MEANS = "headers and file ends are read, pictures are not decoded, and duplicates are not looked for"
+_OUTSIDE = "outside the <repeats>_<class> folders: kohya's layout does not allow that"
+_QUICK_MEANS = "headers and file ends are read, images are not decoded, duplicates are not searched"
 _EXAMPLES = 3
 _CAPTIONLESS = ("no caption", "empty caption")  # kinds of reasons
 _INSPECT = "difftrain.data.index.inspection:inspect"
@@ -98,7 +98,7 @@ def build_index(
         except sqlite3.DatabaseError as error:
             if previous is None:
                 raise
-            log(f"index: the previous one is damaged ({error}) and is built afresh")
+            log(f"index: the previous one is damaged ({error}) and is rebuilt")
             previous = None
         finally:
             builder.writer.discard()  # of a finished index nothing is left to remove
@@ -206,13 +206,13 @@ class _Builder:
     def _level(self) -> tuple[int, str]:
         """Decide how closely to look, and say why."""
         if self.data.verify == "full":
-            return FULL, "verify=full: every picture is decoded once"
+            return FULL, "verify=full: every image is decoded once"
         if self.data.verify == "quick":
             return QUICK, f"verify=quick: {_QUICK_MEANS}"
         items = count_items(self.writer, self.infos, AUTO_FULL_ITEMS + 1)
         if items > AUTO_FULL_ITEMS:
             return QUICK, f"verify=auto, more than {AUTO_FULL_ITEMS:,} items, so quick: {_QUICK_MEANS}"
-        return FULL, f"verify=auto, {items:,} items, so full: every picture is decoded once"
+        return FULL, f"verify=auto, {items:,} items, so full: every image is decoded once"
 
     def _check(self) -> Iterator[str]:
         """Look at every shard that will be read, before the work begins."""
@@ -229,7 +229,7 @@ class _Builder:
         items = max(size.items, sum(named))  # the bytes of a metadata file say nothing of the pictures that it names
         workers = self.workers or max(1, min(_cpus(), _MAX_WORKERS, -(-items // _ITEMS_A_WORKER)))
         self.log(
-            f"index: looking at {summary.read:,} files with {workers} processes, {summary.reused:,} are known from before"
+            f"index: looking at {summary.read:,} files with {workers} processes, {summary.reused:,} are known from an earlier run"
         )
         parts = -(-workers // size.shards) if size.shards else 1
         jobs = self._jobs(level, parts)
@@ -270,16 +270,16 @@ def _about_captions(listing: Listing) -> Iterator[str]:
 
 
 def _report(summary: IndexSummary, changed: bool, seconds: float, log: Log) -> None:
-    how = f"{summary.read:,} files read, {summary.reused:,} known from before"
+    how = f"{summary.read:,} files read, {summary.reused:,} known from an earlier run"
     if not changed:
         how = f"nothing has changed{f' in {summary.read:,} files read again' if summary.read else ''}"
     log(f"index: {summary.count:,} records, {summary.rejected:,} rejected, in {seconds:.1f} s ({how})")
     if summary.duplicates:
-        log(f"index: {summary.duplicates:,} records have the same bytes as another one; they are kept")
+        log(f"index: {summary.duplicates:,} records are identical to another one, byte for byte; they are kept")
     if summary.long_captions:
         log(
             f"index: {summary.long_captions:,} captions have more than {LONG_CAPTION:,} characters; "
-            "what exceeds the model's tokens is cut off there"
+            "what exceeds the model's token limit is cut off"
         )
     for kind, count in summary.reasons.items():
         log(f"index: rejected, {kind}: {count:,}")
@@ -295,7 +295,7 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
     if summary.count and share <= limit:
         return
     if not items:
-        raise DataFault(f"{', '.join(sorted({s.root for s in summary.sources}))}: no items in any of the files")
+        raise DataFault(f"{', '.join(sorted({s.root for s in summary.sources}))}: no samples in any of the files")
 
     # the reasons, the most frequent first, with some examples of each
     lines = [
@@ -311,14 +311,14 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
 
     # what may be done about it
     remedy = (
-        f"Mend or remove them, or raise {option('data.max_rejected_share')}."
+        f"Fix or remove them, or raise {option('data.max_rejected_share')}."
         if summary.count
-        else "Nothing is left to train on."
+        else "Nothing remains to train on."
     )
     if not summary.count and set(summary.reasons) <= set(_CAPTIONLESS):
-        lines.insert(0, f"none of {items:,} pictures has a caption:")
+        lines.insert(0, f"none of {items:,} images has a caption:")
     if any(kind in _CAPTIONLESS for kind in summary.reasons):
-        remedy += f" {option('captions.allow_empty', True)} accepts pictures without a caption."
+        remedy += f" {option('captions.allow_empty', True)} accepts images without a caption."
     raise TooManyRejects("\n".join([*lines, remedy]), Path(summary.folder))
 
 

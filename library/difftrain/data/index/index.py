@@ -178,7 +178,7 @@ class Index:
         """
         path = newest(Path(folder))
         if path is None:
-            raise DataFault(f"{folder}: no index here; it is built when training is prepared")
+            raise DataFault(f"{folder}: no index here; it is built when a training starts")
         return cls(path)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ def _rows(info: SourceInfo, by_folder: Counter[str]) -> Iterator[tuple[str, tupl
             if printable(file.path) != file.path:
                 by_folder["names that are not UTF-8"] += file.role != "media"
                 if file.role == "media":
-                    reason = "name not UTF-8: the file's name cannot be written down; rename it"
+                    reason = "name not UTF-8: the file name cannot be recorded; rename it"
                     yield "rejects", (None, f"{info.root}/{printable(file.path)}", reason)
             elif file.role == "media":
                 yield "media", (info.ordinal, file.path, stem, file.size, file.mtime_ns)
@@ -155,13 +155,13 @@ def _about_others(root: str, counts: Counter[str]) -> Iterator[str]:
     caches = {kind: count for kind, count in counts.items() if kind.startswith("*")}
     if caches:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(caches.items()))
-        yield f"{root}: {listed}: features cached by another trainer, not used"
+        yield f"{root}: {listed}: features cached by another trainer: not used"
     remaining = [(kind, count) for kind, count in counts.most_common() if count and not kind.startswith("*")]
     if remaining:
         listed = ", ".join(f"{count} {kind}" for kind, count in remaining[:6]) + (
             " and more" if len(remaining) > 6 else ""
         )
-        yield f"{root}: files that are no data of this kind, not read: {listed}"
+        yield f"{root}: files that are not data of this kind, not read: {listed}"
 
 
 def name_files(
@@ -206,7 +206,7 @@ def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> 
     lone = "FROM scan.captions WHERE source = ?1 AND stem NOT IN (SELECT stem FROM scan.media WHERE source = ?1)"
     count, example = writer.db.execute(f"SELECT count(*), min(path) {lone}", (info.ordinal,)).fetchone()
     if count:
-        listing.passed_over.append(f"{info.root}: {count} caption files without a picture, for example {example}")
+        listing.passed_over.append(f"{info.root}: {count} caption files without an image, for example {example}")
 
 
 def _count_named(writer: IndexWriter, infos: Sequence[SourceInfo], listing: Listing) -> None:
@@ -230,10 +230,10 @@ def _count_named(writer: IndexWriter, infos: Sequence[SourceInfo], listing: List
     for path, (info, used) in used_of.items():
         if strangers := names_in(info) - used:
             listing.passed_over.append(
-                f"{path}: {len(strangers):,} names are of no picture there, for example {min(strangers)!r}"
+                f"{path}: {len(strangers):,} names match no image there, for example {min(strangers)!r}"
             )
         if blank := blanks_in(info):
-            listing.passed_over.append(f"{path}: {blank:,} empty captions beside others, which no use draws")
+            listing.passed_over.append(f"{path}: {blank:,} empty captions next to others, which are never used")
 
 
 def _count_masks(writer: IndexWriter, infos: Sequence[SourceInfo], listing: Listing) -> None:
@@ -246,9 +246,9 @@ def _count_masks(writer: IndexWriter, infos: Sequence[SourceInfo], listing: List
         stems = [stem for (stem,) in writer.db.execute("SELECT stem FROM scan.media WHERE source = ?", (info.ordinal,))]
         own = sum(stem in masked or stem.rpartition("/")[2] in masked for stem in stems)
         if own < len(stems):
-            remainder = "the others have the one for all" if info.default_mask else "the others count as a whole"
+            remainder = "the others use the common one" if info.default_mask else "the others count in full"
             listing.passed_over.append(
-                f"{info.root}: {own:,} of {len(stems):,} pictures have a mask in {folder}, {remainder}"
+                f"{info.root}: {own:,} of {len(stems):,} images have a mask in {folder}, {remainder}"
             )
 
 

@@ -57,7 +57,7 @@ def about_shared_sources(infos: Sequence[SourceInfo]) -> Iterator[str]:
     for ordinal, uses in Counter(firsts_of(infos)).items():
         if uses > 1:
             info = infos[ordinal]
-            yield f"{info.root}{info.prefix and '/' + info.prefix}: used {uses} times, looked at once"
+            yield f"{info.root}{info.prefix and '/' + info.prefix}: used {uses} times, indexed once"
 
 
 def list_shared_sources(writer: IndexWriter, infos: Sequence[SourceInfo]) -> None:

@@ -202,7 +202,7 @@ def sort_keys(keys: np.ndarray) -> np.ndarray:
         order = np.lexsort((words[:, 1], words[:, 0]))
         ordered = words[order]
         if bool((ordered[1:] == ordered[:-1]).all(axis=1).any()):
-            raise AssertionError("two records have one key: a source gave the same name twice")
+            raise AssertionError("two records have the same key: a source gave the same name twice")
     return order
 
 

@@ -179,7 +179,7 @@ def fit(
     """
     left, top, width, height = crop
     if left < 0 or top < 0 or left + width > resized_wh[0] or top + height > resized_wh[1]:
-        raise ValueError(f"the crop {crop} leaves the picture of {resized_wh[0]} x {resized_wh[1]} px")
+        raise ValueError(f"the crop {crop} exceeds the image of {resized_wh[0]} x {resized_wh[1]} px")
     cut = resize(rgb, resized_wh, interpolation)[top : top + height, left : left + width]
     chw = (cut[:, ::-1] if flip else cut).transpose(2, 0, 1)
     return np.array(chw, order="C")

@@ -26,7 +26,7 @@ def find_mask(folder: Path, name: str) -> Path:
     for candidate in _candidates(folder, split_suffix(name)[0]):
         if candidate.is_file():
             return candidate
-    raise Unusable(NO_MASK, f"{folder} holds no picture named {split_suffix(name)[0]}")
+    raise Unusable(NO_MASK, f"{folder} holds no image named {split_suffix(name)[0]}")
 
 
 def _candidates(folder: Path, stem: str) -> Iterator[Path]:
@@ -80,7 +80,7 @@ def decode_mask(path: Path, data: bytes, size_hw: tuple[int, int]) -> np.ndarray
     mask = _red(path, data)
     (height, width), (mask_h, mask_w) = size_hw, mask.shape
     if abs(mask_w * height / (mask_h * width) - 1) > _SAME_SHAPE:
-        raise Unusable("other shape", f"the mask {path} has {mask_w} x {mask_h} px, its picture {width} x {height}")
+        raise Unusable("other shape", f"the mask {path} has {mask_w} x {mask_h} px, its image {width} x {height}")
     return mask
 
 

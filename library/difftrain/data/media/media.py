@@ -240,7 +240,7 @@ def _open(stream: BinaryIO, max_pixels: int) -> Image.Image:
             raise Unusable("unsupported format", "this build of Pillow cannot read AVIF") from None
         if form is not None:
             raise Unusable("broken", f"the header of a {form} file that cannot be read") from None
-        raise Unusable("not a picture", _looks_like(head)) from None
+        raise Unusable("not an image", _looks_like(head)) from None
     except Image.DecompressionBombError as error:
         raise Unusable("too many pixels", f"{error}") from None
     _check_pixels(*image.size, max_pixels)
@@ -277,7 +277,7 @@ def _faults() -> Iterator[None]:
     except Unusable:
         raise
     except MemoryError:
-        raise Unusable("out of memory", "there was not enough to decode it") from None
+        raise Unusable("out of memory", "there was not enough memory to decode it") from None
     except Exception as error:  # decoders of foreign bytes raise anything: struct.error, KeyError, SyntaxError, ...
         text = " ".join(str(error).split()) or type(error).__name__
         cut = any(word in text.lower() for word in ("truncated", "unexpected end", "eof", "not enough data"))

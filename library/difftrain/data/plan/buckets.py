@@ -113,7 +113,7 @@ class BucketTable:
         for name, requested, used in (("min", data.min_bucket_reso, low), ("max", data.max_bucket_reso, high)):
             if requested != used:
                 notes.append(
-                    f"{name}_bucket_reso {requested} is no multiple of bucket_reso_steps {steps}: {used} is used"
+                    f"{name}_bucket_reso {requested} is not a multiple of bucket_reso_steps {steps}: {used} is used"
                 )
         _check_limits(data.resolution, low, high, steps)
         return cls(

@@ -99,7 +99,7 @@ class EpochPlan:
     ) -> None:
         if not tables.training:
             raise DataFault(
-                f"no record is left to train on: all are held out for validation ({option('validation.split')})"
+                f"no record is left to train on: all of them are held out for validation ({option('validation.split')})"
             )
         self.global_batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
         if min(self.global_batches) < 1 or tables.layout != {"random": "key", "sequential": "shard"}[order]:
@@ -261,7 +261,7 @@ class EpochPlan:
             needed = self.global_batches[rows.dataset]
             lines.append(
                 f"bucket {self.tables.name(rows)} has {rows.uses} samples an epoch, fewer than the global batch {needed}: "
-                f"served about every {needed / rows.uses:.1f} epochs, nothing dropped"
+                f"used about every {needed / rows.uses:.1f} epochs, nothing dropped"
             )
         return lines
 
@@ -281,10 +281,10 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             differences.append(f"bucket {name} {'is new' if a is None else 'is gone'}")
         elif (a["records"], a["uses"]) != (b["records"], b["uses"]):
             differences.append(
-                f"bucket {name}: {a['records']} -> {b['records']} records, {a['uses']} -> {b['uses']} draws"
+                f"bucket {name}: {a['records']} -> {b['records']} records, {a['uses']} -> {b['uses']} uses"
             )
         elif a["digest"] != b["digest"]:
-            differences.append(f"bucket {name}: as many records as before, but others (or named otherwise)")
+            differences.append(f"bucket {name}: as many records as before, but different ones (or renamed)")
     return differences
 
 
@@ -300,8 +300,8 @@ def why(training: TrainingSection, plan: EpochPlan) -> str:
         return f"by {option('training.max_epochs')}={training.max_epochs}"
     steps = plan.total_steps(training.max_epochs)
     if steps <= training.max_steps:
-        return f"by {epochs}, which come before the {training.max_steps} steps of max_steps"
-    return f"by max_steps, which comes before the {steps} steps of {epochs}"
+        return f"by {epochs}, which are before the {training.max_steps} steps of max_steps"
+    return f"by max_steps, which is before the {steps} steps of {epochs}"
 
 
 def total_steps(training: TrainingSection, plan: EpochPlan) -> int:

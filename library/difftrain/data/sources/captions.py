@@ -107,9 +107,9 @@ def lacking(info: SourceInfo, name: str) -> str:
     bare = name.rpartition("/")[2]
     present = bool(_entries(info).keys() & {name, bare})
     what = (
-        f"{info.captions_file} has an empty one for {bare!r}"
+        f"{info.captions_file} has an empty caption for {bare!r}"
         if present
-        else f"{info.captions_file} does not name {bare!r}"
+        else f"{info.captions_file} has no caption for {bare!r}"
     )
     return f"{'empty' if present else 'no'} caption: {what}"
 
@@ -142,5 +142,5 @@ def _parsed(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
     except (ValueError, RecursionError, BadCaption) as error:
         raise DataFault(f"{path}: no JSON in UTF-8 ({error})") from None
     if not isinstance(entries, dict):
-        raise DataFault(f'{path}: must be an object, {{"picture.jpg": ["caption", ...]}}')
+        raise DataFault(f'{path}: must be an object, {{"image.jpg": ["caption", ...]}}')
     return entries

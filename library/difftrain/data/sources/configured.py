@@ -60,7 +60,7 @@ def configured_sources(data: DataSection, captions: CaptionSection) -> Configure
     Raises: ConfigFault where repeats don't fit; DataFault that names every folder that is missing or empty.
     """
     if not (data.dirs or data.datasets or data.dataset_class):
-        raise ConfigFault([Fault("data.dirs", "no data is given", "name a folder of pictures, tars or parquet files")])
+        raise ConfigFault([Fault("data.dirs", "no data is given", "name a folder of images, tars or parquet files")])
     if data.dirs and len(data.repeats) not in (1, len(data.dirs)):
         raise ConfigFault(
             [
@@ -102,9 +102,9 @@ def _mask(path: Path) -> Path:
     try:
         pixels, _ = decode_rgba(path.read_bytes())
     except (OSError, Unusable) as error:
-        raise DataFault(f"{path}: cannot be used as a mask ({error}); give a picture: white is trained on") from None
+        raise DataFault(f"{path}: cannot be used as a mask ({error}); give an image: white is trained on") from None
     if not pixels[..., 0].any():
-        raise DataFault(f"{path}: black everywhere, so nothing is trained where it is the mask; white is trained on")
+        raise DataFault(f"{path}: entirely black, so nothing would be trained under it; white is trained on")
     return path
 
 
@@ -134,13 +134,13 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
     # --- a class of the user's, or a metadata file: they name their pictures themselves
     if subset.dataset_class:
         add("class", subset.dataset_class, only=str(_absolute(subset.image_dir)) if subset.image_dir else "")
-        made.notes.append(f"{subset.dataset_class}: pictures as the class hands them out")
+        made.notes.append(f"{subset.dataset_class}: images as the class returns them")
         return
     if subset.metadata_file:
         file = _absolute(subset.metadata_file)
         image_dir = _absolute(subset.image_dir) if subset.image_dir else file.parent
         add("metadata", image_dir, only=os.path.relpath(file, image_dir), separator=subset.captions.separator)
-        made.notes.append(f"{image_dir}: pictures and captions as {file.name} names them")
+        made.notes.append(f"{image_dir}: images and captions as listed in {file.name}")
         return
     # --- one tar or parquet file
     image_dir = _absolute(subset.image_dir or "")
@@ -153,7 +153,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
     kind, depth = made.kind(image_dir, 0 if subset.flat else None)
     made.notes.append(f"{image_dir}: {_SENTENCES[kind]}")
     if data.split:
-        made.notes[-1] += f"; its {data.split} split: what is named for another one is left out"
+        made.notes[-1] += f"; its {data.split} split: files named for another split are left out"
     if kind == "folder" and data.caption_column and has_metadata(image_dir):
         made.notes[-1] = made.notes[-1].replace(_SENTENCES[kind], _SENTENCES["imagefolder"])
         add("imagefolder", image_dir, caption_column=data.caption_column)
@@ -172,15 +172,17 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
     else:
         add(kind, image_dir, **(columns if kind == "parquet" else of_file))
         if of_file and kind == "parquet":
-            made.notes.append(f"{image_dir}: {subset.captions_file} has no effect: parquet files bring their captions")
+            made.notes.append(
+                f"{image_dir}: {subset.captions_file} has no effect: parquet files contain their captions"
+            )
         if subset.class_tokens:
-            made.notes.append(f"{image_dir}: class_tokens have no effect: {kind} files bring their captions")
+            made.notes.append(f"{image_dir}: class_tokens have no effect: {kind} files contain their captions")
 
 
 _SENTENCES = {
-    "folder": "pictures with caption files",
-    "imagefolder": "pictures and captions as metadata.jsonl, .csv or .parquet names them",
-    "tar": "tars, read in place; whatever lies beside them is not read",
+    "folder": "images with caption files",
+    "imagefolder": "images and captions as listed in metadata.jsonl, .csv or .parquet",
+    "tar": "tars, read in place; other files next to them are not read",
     "parquet": "parquet files",
 }
 
@@ -192,7 +194,7 @@ def _kind(root: Path, deepest: int | None = None) -> tuple[str, int]:
     """
     if not root.exists():
         raise DataFault(
-            f"{root}: there is no such folder (data.dirs, {option('data.dirs')}); give one that holds pictures"
+            f"{root}: there is no such folder (data.dirs, {option('data.dirs')}); give one that holds images"
         )
     if not root.is_dir():
         raise DataFault(f"{root}: neither a folder nor a .tar or .parquet file (data.dirs, {option('data.dirs')})")
@@ -205,9 +207,9 @@ def _kind(root: Path, deepest: int | None = None) -> tuple[str, int]:
             return kind, depth
         level, depth = below, depth + 1
     counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in seen.most_common(5)) or "nothing"
-    where = "at any depth" if deepest is None else "in the folder itself (image_dir leaves out what lies below it)"
+    where = "at any depth" if deepest is None else "in the folder itself (image_dir leaves out its subfolders)"
     raise DataFault(
-        f"{root}: no pictures here {where}, loose ({', '.join(sorted(IMAGE_SUFFIXES))}) or in .tar or .parquet "
+        f"{root}: no images here {where}, loose ({', '.join(sorted(IMAGE_SUFFIXES))}) or in .tar or .parquet "
         f"files; found: {counts}"
     )
 

@@ -57,8 +57,8 @@ class FolderSource(DataSource):
         if self.info.captions_file:
             return captions_file.lacking(self.info, file.path)
         if file.caption:
-            return f"empty caption: {file.caption} holds nothing"
-        return f"no caption: no {' or '.join(self.info.suffixes)} file of its name beside it"
+            return f"empty caption: {file.caption} is empty"
+        return f"no caption: no {' or '.join(self.info.suffixes)} file with its name next to it"
 
     def _captions(self, file: FileRef) -> tuple[str, ...]:
         if self.info.captions_file:

@@ -111,7 +111,7 @@ class ImageFolderSource(DataSource):
             except (ValueError, RecursionError) as error:
                 raise DataFault(f"{file}, line {number}: no JSON ({error})") from None
             if not isinstance(row, dict):
-                raise DataFault(f'{file}, line {number}: must be an object, {{"file_name": "picture.jpg", ...}}')
+                raise DataFault(f'{file}, line {number}: must be an object, {{"file_name": "image.jpg", ...}}')
             rows.append(row)
         return rows
 
@@ -121,14 +121,14 @@ class ImageFolderSource(DataSource):
             # the picture, which must lie below the root
             name = row.get(NAME)
             if not isinstance(name, str) or not name.strip():
-                yield BadItem(f"row {number}", f"no picture: row {number} of {file.path} has no {NAME}")
+                yield BadItem(f"row {number}", f"no image: row {number} of {file.path} has no {NAME}")
                 continue
             inner = posixpath.normpath(posixpath.join(folder, name.replace("\\", "/")))
             if posixpath.isabs(inner) or inner.split("/")[0] == "..":
                 yield BadItem(printable(name), f"outside its folder: {name}")
                 continue
             if inner in seen:
-                yield BadItem(printable(name), f"same picture twice: another row of {file.path} names it")
+                yield BadItem(printable(name), f"same image twice: another row of {file.path} lists it")
                 continue
             seen.add(inner)
             if is_left_out(self.info, inner, by_file=False):
@@ -142,7 +142,7 @@ class ImageFolderSource(DataSource):
                     row.get(self.info.caption_column), f"row {number}", multi_line=self.info.multi_line
                 )
             except OSError:
-                yield BadItem(printable(name), f"no picture: {name} does not exist")
+                yield BadItem(printable(name), f"no image: {name} does not exist")
                 continue
             except BadCaption as error:
                 yield BadItem(printable(name), str(error))
@@ -154,7 +154,7 @@ class ImageFolderSource(DataSource):
             )  # fmt: skip
 
         for path in sorted(self._pictures(file.path).keys() - seen):
-            yield BadItem(printable(path), f"no caption: {file.path} does not name it")
+            yield BadItem(printable(path), f"no caption: {file.path} does not list it")
 
     def read(self, media: MediaRef) -> bytes:
         return (self.root / media.path).read_bytes()

@@ -60,12 +60,12 @@ class MetadataSource(DataSource):
         except (ValueError, RecursionError, BadCaption) as error:
             raise DataFault(f"{file}: no JSON in UTF-8 ({error})") from None
         if not isinstance(entries, dict):
-            raise DataFault(f'{file}: must be an object, {{"picture": {{"caption": "..."}}}}, not {_word(entries)}')
+            raise DataFault(f'{file}: must be an object, {{"image": {{"caption": "..."}}}}, not {_word(entries)}')
         return entries
 
     def check(self, path: str) -> str:
         if not self._entries:
-            raise DataFault(f"{os.path.normpath(self.root / path)}: names no picture")
+            raise DataFault(f"{os.path.normpath(self.root / path)}: does not name an image")
         return ""
 
     def count(self, path: str, enough: int) -> int:
@@ -81,14 +81,14 @@ class MetadataSource(DataSource):
                 yield BadItem(printable(name), f"cannot be read: {error.strerror}")
                 continue
             if captions_path is None:
-                yield BadItem(printable(name), f"no picture: none of this path, and none of this name in {self.root}")
+                yield BadItem(printable(name), f"no image: none of this path, and none of this name in {self.root}")
                 continue
 
             # entries may call a picture by several names: it is taken once, for the first of them
             path = Path(os.path.relpath(captions_path, self.root)).as_posix()
             key = printable(name if path.startswith("../") else path)
             if key in seen:
-                yield BadItem(printable(name), f"same picture twice: {seen[key]!r} names it too")
+                yield BadItem(printable(name), f"same image twice: {seen[key]!r} lists it too")
                 continue
             seen[key] = name
 

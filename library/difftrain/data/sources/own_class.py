@@ -58,15 +58,15 @@ class ClassSource(DataSource):
         for i in range(count):
             name = _call_user(f"{self.info.root}.name({i})", lambda i=i: self._dataset.name(i))  # type: ignore[misc]
             if not isinstance(name, str) or not name or printable(name) != name:
-                raise _fault(f"{self.info.root}.name({i}) is {name!r}, not a text", "a name is the same for ever")
+                raise _fault(f"{self.info.root}.name({i}) is {name!r}, not a text", "names must never change")
             if seen.setdefault(name, i) != i:
-                raise _fault(f"{self.info.root} calls items {seen[name]} and {i} both {name!r}", "names are unique")
+                raise _fault(f"{self.info.root} calls items {seen[name]} and {i} both {name!r}", "names must be unique")
             yield name
 
     def listing(self) -> Iterator[ListedFile]:
         print_ = getattr(self._dataset, "fingerprint", None)
         if print_ is not None and not isinstance(print_, str):
-            raise _fault(f"{self.info.root}.fingerprint is {print_!r}, not a text", "leave it out, or make it one")
+            raise _fault(f"{self.info.root}.fingerprint is {print_!r}, not a text", "leave it out, or return text")
         # without one nothing says that the pictures are the same as before
         stamp = time.time_ns() if print_ is None else _number(print_)
         for name in self._names():
@@ -86,7 +86,7 @@ class ClassSource(DataSource):
             def open_() -> BinaryIO:
                 return io.BytesIO(content())
 
-            lacking = "no caption: the class gives it none"
+            lacking = "no caption: the class returns none"
             yield SourceItem(None, 0, 0, 0, captions, open_, lacking, size_wh=size_wh or size_of(picture))
 
     def _parts(self, name: str) -> tuple[Any, Any, tuple[int, int] | None]:
@@ -94,7 +94,7 @@ class ClassSource(DataSource):
         if isinstance(item, Mapping):
             item = (item["image"], item.get("caption"), item.get("size"))
         if not isinstance(item, tuple | list) or len(item) not in (2, 3):
-            raise TypeError(f"an item is (picture, caption), not {type(item).__name__}")
+            raise TypeError(f"an item is (image, caption), not {type(item).__name__}")
         picture, caption, *more = item
         size = more[0] if more else None
         return picture, caption, None if size is None else (int(size[0]), int(size[1]))
@@ -114,14 +114,14 @@ def make(dotted: str, argument: str = "") -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's code
-        remedy = "put the module on PYTHONPATH, or start in its folder"
+        remedy = "add the module to PYTHONPATH, or start in its folder"
         raise _fault(f"{module_name} cannot be imported: {type(error).__name__}: {error}", remedy) from None
     if not hasattr(module, name):
         raise _fault(f"{module_name} has no {name}", f"it has {', '.join(_classes(module)) or 'no class'}")
     made = _call_user(f"{dotted}({argument!r})" if argument else f"{dotted}()", lambda: _call(module, name, argument))
     for needed in ("__len__", "__getitem__"):
         if not hasattr(type(made), needed):
-            raise _fault(f"{dotted} has no {needed}", "a data set has __len__ and __getitem__: docs/data_sets.md")
+            raise _fault(f"{dotted} has no {needed}", "a dataset has __len__ and __getitem__: docs/data_sets.md")
     return made
 
 
@@ -166,10 +166,12 @@ def encoder(picture: Any) -> Callable[[], bytes]:
         return Path(picture).read_bytes
     if isinstance(picture, np.ndarray):
         if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or picture.shape[2:] not in ((), (3,), (4,)):
-            raise TypeError(f"an array of {picture.dtype} and shape {picture.shape} is no picture of 8 bits")
+            raise TypeError(f"an array of {picture.dtype} and shape {picture.shape} is not an 8-bit image")
         picture = Image.fromarray(picture)
     if not isinstance(picture, Image.Image):
-        raise TypeError(f"{type(picture).__name__} is no picture: bytes, a path, a PIL image or an array of uint8")
+        raise TypeError(
+            f"{type(picture).__name__} is not an image: expected bytes, a path, a PIL image or an array of uint8"
+        )
     return lambda: _png(picture)
 
 

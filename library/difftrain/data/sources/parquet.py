@@ -57,7 +57,7 @@ class ParquetSource(DataSource):
         if largest <= _LARGE_GROUP_MIB or _is_text(file.schema_arrow.field(image).type):
             return ""
         return (
-            f"{path}: row groups of {largest} MiB; a picture drawn at random reads a whole one. "
+            f"{path}: row groups of {largest} MiB; every random access reads a whole group. "
             "Written with row_group_size=100 this file would be read many times faster."
         )
 
@@ -91,7 +91,7 @@ class ParquetSource(DataSource):
         if data is not None:
             return BadItem(member, "empty: 0 bytes")
         if not path:
-            return BadItem(member, "no picture: the row holds neither bytes nor a path")
+            return BadItem(member, "no image: the row holds neither bytes nor a path")
         return self._file_item(file, member, path, captions, lacking)
 
     def _file_item(
@@ -105,7 +105,7 @@ class ParquetSource(DataSource):
         try:
             size = full.stat().st_size
         except OSError:
-            return BadItem(member, f"no picture: {path} does not exist")
+            return BadItem(member, f"no image: {path} does not exist")
         return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=inner_path)
 
     def read(self, media: MediaRef) -> bytes:

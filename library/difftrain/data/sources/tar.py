@@ -136,10 +136,10 @@ class TarSource(DataSource):
         yield from shard.bad
         for stem, sidecar in shard.sidecars.items():
             if stem not in stems:
-                yield BadItem(sidecar.name, "no picture: the tar has no picture of this name")
+                yield BadItem(sidecar.name, "no image: the tar has no image with this name")
         for stem, text in shard.texts.items():  # any other .txt is none of ours
             if stem not in stems and stem not in shard.sidecars and stem.rpartition("/")[2].isdigit():
-                yield BadItem(text.name, "no picture: the tar has no picture of this name")
+                yield BadItem(text.name, "no image: the tar has no image with this name")
 
     def count(self, path: str, enough: int) -> int:
         count = 0
@@ -198,7 +198,7 @@ def _read_shard(members: Iterator[Member | TarDamage]) -> _Shard:
 def _refuse(member: Member, suffix: str) -> str:
     """Return why a member that could matter is not used, "" where it is."""
     if printable(member.name) != member.name:
-        return "name not UTF-8: the member's name cannot be written down"
+        return "name not UTF-8: the member's name cannot be recorded"
     if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
         return "outside its folder: the member's name leads out of the tar"
     if member.kind != "a file" or member.fault:
@@ -220,11 +220,11 @@ def _item(opened: io.FileIO, picture: Member, shard: _Shard, info: SourceInfo) -
     if info.captions_file:
         lacking = "" if captions else captions_file.lacking(info, picture.name)
     elif stem in shard.texts:
-        lacking = f"empty caption: {shard.texts[stem].name} holds nothing"
+        lacking = f"empty caption: {shard.texts[stem].name} is empty"
     elif stem in shard.sidecars:
         lacking = f"empty caption: {shard.sidecars[stem].name} has no caption"
     else:
-        lacking = "no caption: no .txt or .json of its name in the tar"
+        lacking = "no caption: no .txt or .json with its name in the tar"
     return SourceItem(
         picture.name, picture.offset, picture.size, picture.size, captions, _opener(opened, picture), lacking
     )

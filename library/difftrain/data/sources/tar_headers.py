@@ -74,7 +74,7 @@ def _members(file: BinaryIO, end: int) -> Iterator[Member | TarDamage]:
         # a block of zeros marks the end; a file that stops before it was cut off
         if len(block) < _BLOCK:
             what = "inside a header" if block else "without an end mark"
-            yield TarDamage(f"truncated shard: the tar ends {what} after {last}; what came behind is lost")
+            yield TarDamage(f"truncated shard: the tar ends {what} after {last}; what followed is lost")
             return
         if block.count(0) == _BLOCK:
             return
@@ -130,7 +130,7 @@ def _check(block: bytes, at: int) -> None:
     except _HeaderFault:
         stored = -1
     if stored != unsigned and stored != unsigned - 256 * sum(byte > 127 for byte in remaining):
-        raise _HeaderFault(f"no tar header at byte {at}, where one should be; what lies behind is not read")
+        raise _HeaderFault(f"no tar header at byte {at}, where one should be; what follows is not read")
 
 
 def _number(field: bytes) -> int:

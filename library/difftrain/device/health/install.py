@@ -51,7 +51,7 @@ def _wheel(wheel: bool, nodes: int, kind: str) -> Iterator[HealthFinding]:
     installed = ascend.version("torch_npu")
     if installed is None:
         yield HealthFinding(
-            "note", "torch_npu is here without metadata", "install it with pip, so its version is known", "torch_npu"
+            "note", "torch_npu is present without metadata", "install it with pip, so its version is known", "torch_npu"
         )
     elif torch is not None:
         judged = of_judgement(versions.judge_torch(installed, torch), "torch_npu")
@@ -63,7 +63,7 @@ def _cann() -> Iterator[HealthFinding]:
     home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
     if cann is None and not home:
         yield HealthFinding(
-            "wrong", "torch_npu is installed, and CANN is not in this shell", ascend.source_cann(), "cann"
+            "wrong", "torch_npu is installed, and CANN is not set up in this shell", ascend.source_cann(), "cann"
         )
     elif installed is not None:
         yield of_judgement(versions.judge_cann(installed, cann), "cann")
@@ -79,7 +79,7 @@ def _driver(present: bool) -> Iterator[HealthFinding]:
         yield HealthFinding(
             "note",
             "the version of the firmware could not be read",
-            "npu-smi info -t board -i 0 shows it; it belongs to the driver's release",
+            "npu-smi info -t board -i 0 shows it; it must match the driver's release",
             "firmware",
         )
 
@@ -87,7 +87,7 @@ def _driver(present: bool) -> Iterator[HealthFinding]:
 def _rights() -> Iterator[HealthFinding]:
     if closed := ascend.without_right():
         yield HealthFinding(
-            "wrong", f"this user has no right to use {', '.join(closed)}", ascend.right_remedy(), "rights"
+            "wrong", f"this user has no permission for {', '.join(closed)}", ascend.right_remedy(), "rights"
         )
     elif nodes := ascend.nodes():
         lacking = [name for name in ascend.COMPANIONS if not (ascend.DEV / name).exists()]
@@ -103,14 +103,14 @@ def _rights() -> Iterator[HealthFinding]:
 def _optional() -> Iterator[HealthFinding]:
     if ascend.found_apex():
         yield HealthFinding(
-            "ok", "Ascend's apex is installed; its optimizers step under apex.amp alone: not used", about="apex"
+            "ok", "Ascend's apex is installed; its optimizers work only under apex.amp: not used", about="apex"
         )
     else:
         yield HealthFinding("ok", "Ascend's apex is not installed, and nothing here needs it", about="apex")
     if ascend.found_torchvision_npu():
         yield HealthFinding(
             "ok",
-            "torchvision_npu is installed; it decodes JPEG with --image_decoder=device, else the host does",
+            "torchvision_npu is installed; it decodes JPEG with --image_decoder=device, otherwise the host decodes",
             about="torchvision_npu",
         )
     else:
@@ -178,11 +178,11 @@ def _memory_of(module: Any, kind: str, index: int) -> HealthFinding:
     copied = numbers.to(torch.device(kind, index))
     if not torch.equal((copied @ copied).cpu(), numbers @ numbers):  # small whole numbers: no rounding anywhere
         return HealthFinding(
-            "wrong", f"{text}; a product of whole numbers comes out wrong", "do not train on this card", about
+            "wrong", f"{text}; a product of whole numbers is wrong", "do not train on this device", about
         )
     if free < LEAST_SHARE * total:
         tool = _SMI if kind == "npu" else "nvidia-smi"
-        return HealthFinding("note", f"{text}: others use the rest", f"see {tool} for their processes", about)
+        return HealthFinding("note", f"{text}: other processes use the rest", f"see {tool} for their processes", about)
     return HealthFinding("ok", text, about=about)
 
 
@@ -191,8 +191,8 @@ def _memory_of_host() -> HealthFinding:
 
     available = host.available_bytes()
     if available is None:
-        return HealthFinding("note", "the system does not say how much memory is free", about="memory")
-    text = f"{available / 2**30:.1f} GiB of memory can be taken"
+        return HealthFinding("note", "the system does not report how much memory is free", about="memory")
+    text = f"{available / 2**30:.1f} GiB of memory are available"
     if available < 2 << 30:
         return HealthFinding("note", text, "end other processes, or raise the container's limit", "memory")
     return HealthFinding("ok", text, about="memory")
@@ -201,9 +201,9 @@ def _memory_of_host() -> HealthFinding:
 def link_remedy(kind: str) -> str:
     """Say what to look at where devices of a kind do not sum with one another."""
     return {
-        "npu": "see hccn_tool for the links, that all cards have the same driver, and whether others hold them",
-        "cuda": "see nvidia-smi topo -m, whether others hold the cards, and what NCCL_DEBUG=INFO says",
-        "cpu": "see whether a firewall or a proxy closes the loopback; GLOO_SOCKET_IFNAME=lo may help",
+        "npu": "see hccn_tool for the links, that all devices have the same driver, and whether other processes use them",
+        "cuda": "see nvidia-smi topo -m, whether other processes use the devices, and what NCCL_DEBUG=INFO says",
+        "cpu": "check whether a firewall or a proxy blocks the loopback interface; GLOO_SOCKET_IFNAME=lo may help",
     }[kind]
 
 

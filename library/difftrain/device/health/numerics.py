@@ -250,4 +250,4 @@ def precision(context: Context) -> Iterator[HealthFinding]:
         if fine:
             yield HealthFinding("ok", f"--mixed_precision={name} gives finite gradients", about=name)
         else:
-            yield HealthFinding(verdict, f"--mixed_precision={name} gives gradients that are no numbers", remedy, name)
+            yield HealthFinding(verdict, f"--mixed_precision={name} gives non-finite gradients", remedy, name)

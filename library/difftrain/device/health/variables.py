@@ -25,7 +25,7 @@ def check(context: Context) -> Iterator[HealthFinding]:
         findings += [*_waiting(), *_queue(), *_places(), *_devices(), *_overflow(), *_network(), *_logs()]
     yield from findings
     if not any(finding.verdict != "ok" for finding in findings):
-        yield HealthFinding("ok", "no variable of the environment stands in the way")
+        yield HealthFinding("ok", "no environment variable is in the way")
 
 
 def _get(name: str) -> str:
@@ -50,7 +50,7 @@ def _waiting() -> Iterator[HealthFinding]:
     elif text and int(text) < SENSIBLE_S:
         yield HealthFinding(
             "note",
-            f"{name}={text}: ranks give up before first compilations and caching are done on every machine",
+            f"{name}={text}: ranks time out before the first compilation and caching are done on every machine",
             f"export {name}=1800, or give --ddp_timeout (minutes), which sets it",
             name,
         )
@@ -62,12 +62,10 @@ def _waiting() -> Iterator[HealthFinding]:
 def _executing() -> Iterator[HealthFinding]:
     name, text, event = "HCCL_EXEC_TIMEOUT", _get("HCCL_EXEC_TIMEOUT"), _get("HCCL_EVENT_TIMEOUT")
     if text and not text.replace(".", "", 1).isdecimal():
-        yield HealthFinding("wrong", f"{name}={text} is no number of seconds", f"export {name}=1800", name)
+        yield HealthFinding("wrong", f"{name}={text} is not a number of seconds", f"export {name}=1800", name)
         return
     if text and float(text) == 0:
-        yield HealthFinding(
-            "note", f"{name}=0: a rank that is lost is waited for for ever", f"export {name}=1800", name
-        )
+        yield HealthFinding("note", f"{name}=0: a lost rank is waited for forever", f"export {name}=1800", name)
     elif text and float(text) < SENSIBLE_S:
         remedy = f"export {name}=1800, or give --ddp_timeout (minutes), which sets it"
         yield HealthFinding("note", f"{name}={text}: too short while one rank saves a checkpoint", remedy, name)
@@ -106,14 +104,14 @@ def _queue() -> Iterator[HealthFinding]:
 def _places() -> Iterator[HealthFinding]:
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
         if _get(name) and not Path(_get(name)).is_dir():
-            yield HealthFinding("wrong", f"{name}={_get(name)} is no folder", ascend.source_cann(), name)
+            yield HealthFinding("wrong", f"{name}={_get(name)} is not a folder", ascend.source_cann(), name)
 
 
 def _devices() -> Iterator[HealthFinding]:
     visible = _get("ASCEND_RT_VISIBLE_DEVICES")
     parts = [part.strip() for part in visible.split(",")] if visible else []
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        what = f"ASCEND_RT_VISIBLE_DEVICES={visible}: numbers with commas between, each once"
+        what = f"ASCEND_RT_VISIBLE_DEVICES={visible}: numbers separated by commas, each once"
         yield HealthFinding("wrong", what, "such as 0,1,2,3", "ASCEND_RT_VISIBLE_DEVICES")
     try:
         choice.ascend_index()
@@ -123,9 +121,7 @@ def _devices() -> Iterator[HealthFinding]:
     else:
         if _get("ASCEND_DEVICE_ID") and parts:
             what = f"both ASCEND_DEVICE_ID={_get('ASCEND_DEVICE_ID')} and ASCEND_RT_VISIBLE_DEVICES={visible} are set"
-            yield HealthFinding(
-                "note", f"{what}; ranks of a job take no notice of the first", "set one", "ASCEND_DEVICE_ID"
-            )
+            yield HealthFinding("note", f"{what}; the ranks of a job ignore the first", "set one", "ASCEND_DEVICE_ID")
 
 
 def _overflow() -> Iterator[HealthFinding]:
@@ -142,14 +138,14 @@ def _network() -> Iterator[HealthFinding]:
     if address and not _is_ours(address):
         yield HealthFinding(
             "wrong",
-            f"HCCL_IF_IP={address} is no address of this machine",
+            f"HCCL_IF_IP={address} is not an address of this machine",
             "set the address of the network that leads to the other machines, or unset it (test/env_npu.sh finds it)",
             "HCCL_IF_IP",
         )
     if _get("HCCL_WHITELIST_DISABLE") == "0" and not Path(_get("HCCL_WHITELIST_FILE") or os.devnull).is_file():
         yield HealthFinding(
             "wrong",
-            "HCCL_WHITELIST_DISABLE=0 without a file in HCCL_WHITELIST_FILE: no machine may join",
+            "HCCL_WHITELIST_DISABLE=0 without a file in HCCL_WHITELIST_FILE: no machine can join",
             "export HCCL_WHITELIST_DISABLE=1",
             "HCCL_WHITELIST_DISABLE",
         )
@@ -172,5 +168,5 @@ def _logs() -> Iterator[HealthFinding]:
         what = f"{name}={_get(name)}: writing debug and info logs costs more time than small kernels"
         yield HealthFinding("note", what, f"export {name}=3", name)
     if _get("ASCEND_SLOG_PRINT_TO_STDOUT") == "1":
-        what = "ASCEND_SLOG_PRINT_TO_STDOUT=1: CANN's log is mixed into ours"
+        what = "ASCEND_SLOG_PRINT_TO_STDOUT=1: CANN's log is mixed into the training log"
         yield HealthFinding("note", what, "export ASCEND_SLOG_PRINT_TO_STDOUT=0", "ASCEND_SLOG_PRINT_TO_STDOUT")

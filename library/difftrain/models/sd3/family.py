@@ -93,7 +93,7 @@ class SD3Family(ModelFamily):
     )})  # fmt: skip
     agree = (
         Agree("transformer.joint_attention_dim", lambda s: s["text_encoder_3"]["d_model"],
-              "text_encoder_3's d_model: its states stand beside those of CLIP"),
+              "text_encoder_3's d_model: its states are concatenated with CLIP's"),
         Agree("transformer.pooled_projection_dim",
               lambda s: s["text_encoder_1"]["projection_dim"] + s["text_encoder_2"]["projection_dim"],
               "the CLIP encoders' projection_dim together"),
@@ -101,12 +101,12 @@ class SD3Family(ModelFamily):
         Agree("transformer.in_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("transformer.out_channels", lambda s: s["vae"]["latent_channels"], "the VAE's latent_channels"),
         Agree("text_encoder_2.max_position_embeddings", lambda s: s["text_encoder_1"]["max_position_embeddings"],
-              "text_encoder's: their states stand side by side"),
+              "text_encoder's: their states are concatenated"),
         Bound("text_encoder_1.hidden_size", _clip_too_wide,
-              "both CLIP states stand side by side in one token, filled up with zeros"),
+              "both CLIP states are concatenated in one token, padded with zeros"),
         Bound("transformer.attention_head_dim", lambda s: f"makes a width of {_width(s)}" if _width(s) % 4 else "",
               "positions need a multiple of 4"),
-        Bound("transformer.pos_embed_max_size", _few_positions, "positions must reach over a picture of sample_size"),
+        Bound("transformer.pos_embed_max_size", _few_positions, "positions must cover an image of sample_size"),
         Bound("transformer.sample_size",
               lambda s: f"is {n}" if (n := s["transformer"]["sample_size"]) % s["transformer"]["patch_size"] else "",
               "a multiple of patch_size {transformer[patch_size]}"),
@@ -219,7 +219,7 @@ class SD3Family(ModelFamily):
         model = self.cfg.model.model_copy(update={"init_from_config": None, "num_layers": depth, "train_type": LIGHT})
         source = type(self)(self.cfg.model_copy(update={"model": model})).source
         readers = {part: reader for part, reader in source.readers.items() if part != "transformer"}
-        note = f"the transformer begins with random weights: {depth} joint blocks as wide as the folder's"
+        note = f"the transformer starts from random weights: {depth} joint blocks, the width of the folder's"
         return replace(source, readers=readers, notes=(note,), scheduler={})
 
     def _at_depth(self, source: BranchSource) -> BranchSource:
@@ -238,16 +238,16 @@ class SD3Family(ModelFamily):
         # --- the blocks: stored, or random
         notes, branchless = [], False
         if stored is None and readers:
-            notes.append(f"the transformer begins with random weights: {depth} joint blocks")
+            notes.append(f"the transformer starts from random weights: {depth} joint blocks")
         elif stored is not None and depth == own and is_light:
-            notes.append(f"the transformer's weights are taken as they are stored: {own} joint blocks")
+            notes.append(f"the transformer's weights are loaded as stored: {own} joint blocks")
         elif stored is not None and depth != own:
             if not is_light:
                 what = f"is {depth}, the transformer has {own} joint blocks"
-                remedy = "leave it out; train_type = 'sd3_light_pretrain' begins another depth with random weights"
+                remedy = "leave it out; train_type = 'sd3_light_pretrain' starts another depth from random weights"
                 raise ConfigFault([Fault("[model] num_layers", what, remedy)])
             of_which = f"{depth} joint blocks of the stored width, of which there are {own}"
-            notes.append(f"the transformer begins with random weights: {of_which}")
+            notes.append(f"the transformer starts from random weights: {of_which}")
             del readers["transformer"]
             stored = None
 
@@ -261,9 +261,9 @@ class SD3Family(ModelFamily):
                 notes.append(f"the transformer is {full}: with the text branch of its last block")
             else:
                 branchless, why = True, "diffusers' layout has none, and there is no transformer_full"
-                notes.append(f"the last block's text branch begins anew: {why}")
+                notes.append(f"the last block's text branch starts anew: {why}")
         elif stored is not None and root is not None and (root / FULL).is_dir():
-            notes.append(f"{root / FULL} is left aside: without text_recon_gamma the last block has no text branch")
+            notes.append(f"{root / FULL} is ignored: without text_recon_gamma the last block has no text branch")
 
         shift = source.scheduler.get("shift") if stored is not None else None
         return replace(
@@ -390,8 +390,8 @@ T5 was read with its attention mask, and rows at its pad positions were zeros: d
 neither, so pass `prompt_embeds` that are made so.
 """
 _FULL = """
-`transformer_full/` holds the transformer as it is trained: with the text branch of its last block, which reconstructs
-the text and which the velocity does not need. Training goes on from it; diffusers does not look at it.
+`transformer_full/` has the transformer as trained: with the text branch of its last block, which reconstructs the text
+and is not needed for sampling. Training continues from it; diffusers ignores it.
 """
 
 

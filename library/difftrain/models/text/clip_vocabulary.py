@@ -144,7 +144,7 @@ def learn_merges(text: str, num_merges: int) -> list[tuple[str, str]]:
             for pair in itertools.pairwise(pieces):
                 pairs[pair] += n
         if not pairs:
-            raise ValueError(f"the text yields {len(merges)} merges, {num_merges} were asked for")
+            raise ValueError(f"the text yields {len(merges)} merges, {num_merges} were requested")
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         words = [(_merge(pieces, best), n) for pieces, n in words]
@@ -188,5 +188,5 @@ def _parse_merges(text: str) -> list[tuple[str, str]]:
 def _checked(ids: dict[str, int], path: Path) -> dict[str, int]:
     missing = [mark for mark in (BOS, EOS, "!") if mark not in ids]
     if missing:
-        raise ValueError(f"{path} is not a CLIP vocabulary: it has no {', '.join(missing)}")
+        raise ValueError(f"{path} is not a CLIP vocabulary: it lacks {', '.join(missing)}")
     return ids

@@ -192,7 +192,7 @@ def _converted(path: Path) -> str:
     try:
         file = read_pieces(path.read_bytes())
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no spiece.model of T5: {error}") from None
+        raise ValueError(f"{path} is not a spiece.model of T5: {error}") from None
     sentinels = [f"<extra_id_{i}>" for i in reversed(range(SENTINELS))]
     content = _tokenizer_json([*file.pieces, *((name, 0.0) for name in sentinels)], sentinels)
     content["model"]["unk_id"] = file.unknown
@@ -223,7 +223,7 @@ class PieceFile:
 
 
 def read_pieces(content: bytes) -> PieceFile:
-    """Read a file's content. Raises ValueError where it is none, or is no Unigram model."""
+    """Read a file's content. Raises ValueError where it is none, or is not a Unigram model."""
     pieces: list[tuple[str, float]] = []
     unknown, model, characters = 0, UNIGRAM, b""
     for number, value in _fields(content):
@@ -239,7 +239,7 @@ def read_pieces(content: bytes) -> PieceFile:
     if not pieces:
         raise ValueError("holds no pieces")
     if model != UNIGRAM:
-        raise ValueError("is no Unigram model")
+        raise ValueError("is not a Unigram model")
     return PieceFile(tuple(pieces), unknown, characters)
 
 
@@ -258,7 +258,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
             elif kind in (1, 5):
                 size = 8 if kind == 1 else 4
             else:
-                raise ValueError("is no protocol buffer")
+                raise ValueError("is not a protocol buffer")
             value, offset = content[offset : offset + size], offset + size
             if offset > len(content):
                 raise ValueError("ends too early")
@@ -279,7 +279,7 @@ def _varint(content: bytes, offset: int) -> tuple[int, int]:
 
 def _bytes(value: Any) -> bytes:
     if not isinstance(value, bytes):
-        raise ValueError("is no SentencePiece model")
+        raise ValueError("is not a SentencePiece model")
     return value
 
 

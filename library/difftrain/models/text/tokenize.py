@@ -73,9 +73,9 @@ def _vocabulary(text: Text, path: Path | None, size: Mapping[str, Any], where: s
         length = size.get("max_position_embeddings", clip.length)
         return dataclasses.replace(clip, length=length), clip_misfits(where, clip, dict(size))
     if path is not None and not path.exists():
-        raise ValueError(f"there is no file or folder '{path}'")
+        raise ValueError(f"no such file or folder: '{path}'")
     if path is None and size["vocab_size"] > MAX_BUILT_IN:
-        raise ValueError("is needed: the weights come without a tokenizer")
+        raise ValueError("is needed: the weights do not include a tokenizer")
     if text.kind == "t5":
         t5 = T5Vocabulary.read(path) if path is not None else small_t5(size["vocab_size"])
         return t5, _too_many(where, t5, text, size) + _other_marks(where, t5, text, size)
@@ -232,10 +232,10 @@ def clip_vocabulary(path: Path | None, size: int, pad: str) -> ClipVocabulary:
     """Read a vocabulary, or take the built-in one of a small size. Raises ValueError that says what is missing."""
     if path is not None:
         if not path.exists():
-            raise ValueError(f"there is no file or folder '{path}'")
+            raise ValueError(f"no such file or folder: '{path}'")
         return ClipVocabulary.read(path, pad)
     if size > MAX_BUILT_IN:
-        raise ValueError("is needed: the weights come without a tokenizer")
+        raise ValueError("is needed: the weights do not include a tokenizer")
     return small_clip(size, pad)
 
 
@@ -286,13 +286,13 @@ class LlmVocabulary:
             text = file.read_text(encoding="utf-8")
             json.loads(text)["model"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no tokenizer.json: {error!r}") from None
+            raise ValueError(f"{file} is not a tokenizer.json: {error!r}") from None
         config = folder / "tokenizer_config.json"
         pad = json.loads(config.read_text(encoding="utf-8")).get("pad_token") if config.is_file() else None
         pad = pad.get("content") if isinstance(pad, dict) else pad
         vocabulary = cls(text, pad or PAD, folder if folder.is_dir() else None)
         if vocabulary.backend().token_to_id(vocabulary.pad) is None:
-            raise ValueError(f"{file} has no token {vocabulary.pad!r} to fill texts up with")
+            raise ValueError(f"{file} has no token {vocabulary.pad!r} to pad texts with")
         return vocabulary
 
     @classmethod

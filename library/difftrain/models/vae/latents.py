@@ -50,7 +50,7 @@ def latents_encoder(
     name, channels = (MOMENTS, 2 * latents.channels) if how == "moments" else (LATENTS, latents.channels)
     settings = f"{how} of the posterior in {dtype}"
     if how == "sample":
-        settings += f", drawn with seed {SAMPLE_SEED}"
+        settings += f", sampled with seed {SAMPLE_SEED}"
 
     @torch.no_grad()
     def encode(batch: Batch) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ class Latents:
         """Return mean and deviation, shaped for the latents; None where a number stands for all."""
         if self._mean_std is None:
             if self.row.stored is not None:
-                assert self._statistic is not None, "this VAE's statistics lie among its weights"
+                assert self._statistic is not None, "this VAE stores its statistics among its weights"
                 mean, spread = (self._statistic(name).float() for name in self.row.stored)
                 if self.row.stored[1].endswith("var"):
                     spread = torch.sqrt(spread + float(self.config["batch_norm_eps"]))

@@ -128,7 +128,7 @@ def _file(choice: AdapterChoice) -> Path:
             raise ConfigFault([Fault(choice.flag, what, "give the adapter's file")])
         return inside[0]
     if not path.is_file():
-        raise ConfigFault([Fault(choice.flag, f"there is no file '{path}'", "FILE, or FILE:SCALE")])
+        raise ConfigFault([Fault(choice.flag, f"no such file: '{path}'", "FILE, or FILE:SCALE")])
     return path
 
 
@@ -141,7 +141,7 @@ def _refuse_others(
             remedy = "merge it with the tool that made it, and give the merged weights"
             raise ConfigFault([Fault(choice.flag, f"{path} is {name}; adapters here are LoRA", remedy)])
     if not any("lora" in key.lower() for key in keys):
-        what = f"{path} is no adapter: it looks like {looks_like(shapes)}"
+        what = f"{path} is not an adapter: it looks like {looks_like(shapes)}"
         raise ConfigFault([Fault(choice.flag, what, "whole models are given as --weights")])
 
 
@@ -217,9 +217,7 @@ def _as_diffusers(
         Exception
     ) as error:  # its converters index, split and assert: whatever does not fit them raises something else
         shown = ", ".join(sorted(tensors)[:3])
-        what = (
-            f"{path} is no adapter that {pipeline} reads ({type(error).__name__}: {error}); its first keys are {shown}"
-        )
+        what = f"{path} is not an adapter that {pipeline} reads ({type(error).__name__}: {error}); its first keys are {shown}"
         raise ConfigFault([Fault(choice.flag, what, "give an adapter of this family and size")]) from None
     named, alphas = (made[0], made[1]) if isinstance(made, tuple) else (made, None)
     return dict(named), {key: float(value) for key, value in (alphas or {}).items()}

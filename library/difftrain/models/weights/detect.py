@@ -72,12 +72,12 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
         return fits[0]
     looks = looks_like(shapes)
     if fits:
-        what, remedy = f"{file} may be {' or '.join(one.name for one in fits)}", "say which with --family"
+        what, remedy = f"{file} may be {' or '.join(one.name for one in fits)}", "choose one with --family"
     elif "adapter" in looks:
-        what, remedy = f"{file} looks like {looks}", "give it as --adapter beside the --weights of its model"
+        what, remedy = f"{file} looks like {looks}", "give it as --adapter, with its model as --weights"
     else:
         what = f"{file} looks like {looks}"
-        remedy = f"whole models of {', '.join(TRAINED)} are read, or with --base a denoiser alone (--family names it)"
+        remedy = f"complete models of {', '.join(TRAINED)} are read, or with --base only a denoiser (--family names it)"
     raise ConfigFault([Fault(flag, what, remedy)])
 
 

@@ -65,7 +65,7 @@ class _Safetensors:
         try:
             self._file = safe_open(path, framework="pt")
         except (SafetensorError, OSError, ValueError) as error:
-            raise UnreadableWeights(f"is not a whole safetensors file: {error}") from None
+            raise UnreadableWeights(f"is not a complete safetensors file: {error}") from None
         self.metadata = dict(self._file.metadata() or {})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -88,16 +88,16 @@ class _ReadSafetensors:
                 length = int.from_bytes(file.read(8), "little")
                 size = file.seek(0, os.SEEK_END)
                 if not 2 <= length <= size - 8:
-                    raise UnreadableWeights(f"is not a whole safetensors file: {size} bytes, a header of {length}")
+                    raise UnreadableWeights(f"is not a complete safetensors file: {size} bytes, a header of {length}")
                 file.seek(8)
                 header = json.loads(file.read(length))
             self._start = 8 + length
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self._places = {key: _entry_of(entry, size - self._start) for key, entry in header.items()}
             if not all(isinstance(text, str) for text in self.metadata.values()):
-                raise UnreadableWeights("is not a whole safetensors file: its metadata are no texts")
+                raise UnreadableWeights("is not a complete safetensors file: its metadata is not text")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UnreadableWeights(f"is not a whole safetensors file: {error}") from None
+            raise UnreadableWeights(f"is not a complete safetensors file: {error}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {key: shape for key, (_, shape, _, _) in self._places.items()}
@@ -143,7 +143,7 @@ class _TorchFile:
         content = _torch_load(path, mmap)
         content = content.get("state_dict", content) if isinstance(content, dict) else content
         if not isinstance(content, dict) or not any(isinstance(v, torch.Tensor) for v in content.values()):
-            raise UnreadableWeights("holds no dictionary of tensors")
+            raise UnreadableWeights("is not a dictionary of tensors")
         self._tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
         self.metadata = {}
 
@@ -166,7 +166,7 @@ def _torch_load(path: Path, mmap: bool) -> Any:
         ) from None
     except Exception as error:  # bytes that are no pickle make its reader raise anything: struct.error, IndexError, ...
         raise UnreadableWeights(
-            f"is not a whole torch file: {str(error).splitlines()[0] if str(error) else error!r}"
+            f"is not a complete torch file: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None
 
 
@@ -217,7 +217,7 @@ def find_weights(folder: Path, stems: Sequence[str], flag: str) -> list[Path]:
 def _shards(index: Path, flag: str) -> list[Path]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise ConfigFault([Fault(flag, f"{index} names no files of weights", "fetch the folder again")])
+        raise ConfigFault([Fault(flag, f"{index} lists no files of weights", "fetch the folder again")])
     return [index.parent / name for name in sorted(set(places.values()))]
 
 

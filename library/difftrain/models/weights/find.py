@@ -39,7 +39,7 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
     """
     model, where = cfg.model, family.where("pretrained")
     if model.pretrained and model.init_from_config:
-        what = f"contradicts {option('model.init_from_config')}: weights come from a file or from a seed"
+        what = f"contradicts {option('model.init_from_config')}: weights come from a file or are random, not both"
         raise ConfigFault([Fault(where, what, "give one of the two")])
 
     # --- places: the model's folder or file, and parts from elsewhere
@@ -151,8 +151,8 @@ def _of_the_draw(drawn: list[str], family: Description, source: WeightSource) ->
     if "vae" not in drawn:
         return [which]
     if source.ships_vae:
-        return [f"{which} but the VAE's, which is a small one trained by us on synthetic pictures"]
-    return [f"{which}, the VAE's too: it can only draw noise ({option('model.vae')} takes a trained one)"]
+        return [f"{which} except the VAE's, which is a small one trained on synthetic images"]
+    return [f"{which}, the VAE's too: it can only generate noise ({option('model.vae')} takes a trained one)"]
 
 
 def parts_elsewhere(cfg: TrainConfig, family: Description) -> dict[str, tuple[str, str]]:
@@ -173,8 +173,8 @@ def part_path(text: str, folder: str, where: str) -> Path:
     """Return the folder or file of a part; of a whole model's folder the part's own. Raises ConfigFault."""
     path = Path(text).expanduser()
     if not path.exists():
-        remedy = "give a folder as diffusers writes it (config.json beside the weights), a whole model's, or a file"
-        raise ConfigFault([Fault(where, f"there is no file or folder '{path}'", remedy)])
+        remedy = "give a folder as diffusers writes it (config.json next to the weights), the folder of a complete model, or a file"
+        raise ConfigFault([Fault(where, f"no such file or folder: '{path}'", remedy)])
     inside = path / folder
     return inside if (inside / "config.json").is_file() else path
 
@@ -203,7 +203,7 @@ def _read_sizes(choice: str, where: str, flavors: Iterable[str], sections: Itera
     path = Path(choice)
     remedy = f"give {', '.join(flavors)} or a JSON file with the sections {', '.join(sections)}"
     if not path.is_file():
-        raise ConfigFault([Fault(where, f"there is no file {choice!r}", remedy)])
+        raise ConfigFault([Fault(where, f"no such file: {choice!r}", remedy)])
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -259,14 +259,14 @@ def _folder_faults(root: Path, family: Description) -> list[Fault]:
 
     # --- no folder
     if root.is_file():
-        what = f"'{root}' is a file, which holds the denoiser alone"
+        what = f"'{root}' is a file, which contains only the denoiser"
         remedy = "give it as transformer_path, and a folder with the other parts as diffusers_path"
         return [Fault(where, what, remedy)]
     if not root.is_dir() and family.one_file:
         remedy = "give a diffusers folder or a single .safetensors or .ckpt file that is on this machine"
-        return [Fault(where, f"there is no file or folder '{root}'", remedy)]
+        return [Fault(where, f"no such file or folder: '{root}'", remedy)]
     if not root.is_dir():
-        return [Fault(where, f"there is no folder '{root}'", f"give a diffusers folder of {title}")]
+        return [Fault(where, f"no such folder: '{root}'", f"give a diffusers folder of {title}")]
 
     # --- of another family: name it, or the nearest
     kind = str(read_json(root / "model_index.json").get("_class_name", "nothing"))
@@ -337,10 +337,10 @@ def _nowhere(family: Description, absent: list[str]) -> Fault:
             if where.startswith("--")
             else f"init_from_config = {choices.replace('|', ', ')} or FILE.json"
         )
-        return Fault("[model]", "no weights are named", f"give {what}, or {seed}")
+        return Fault("[model]", "no weights are given", f"give {what}, or {seed}")
     keys = dict.fromkeys(family.where(_fields(family)[part]) for part in absent if part in _fields(family))
-    remedy = f"give a whole model's folder, or {', '.join(keys)}"
-    return Fault("[model]", f"no weights are named for {', '.join(absent)}", remedy)
+    remedy = f"give the folder of a complete model, or {', '.join(keys)}"
+    return Fault("[model]", f"no weights are given for {', '.join(absent)}", remedy)
 
 
 def _tokenizer_dirs(

@@ -67,7 +67,9 @@ def of_files(files: Sequence[Path], what: str, compute: Callable[[], str], since
             if all(now - max(modified, changed) > _SETTLED_NS for _, modified, changed, _ in before):
                 _write(file, digest)
             return digest
-    raise ConfigFault([Fault(", ".join(map(str, files)), "changes while it is read", "start when it is whole")])
+    raise ConfigFault(
+        [Fault(", ".join(map(str, files)), "changed while it was read", "start again once it is complete")]
+    )
 
 
 def _content(stamps: Sequence[Stamp]) -> list[Stamp]:

@@ -47,7 +47,7 @@ def of_folder(read: Read) -> WeightsIdentity:
     named = [name for name, row in rows.items() if is_told(row, read)]
     if not named:
         known = ", ".join(dict.fromkeys(row.pipeline for row in FAMILIES.values() if row.objective == "ddpm"))
-        return WeightsIdentity(faults=((f"it is a {pipeline or 'pipeline without a name'}", f"trained are {known}"),))
+        return WeightsIdentity(faults=((f"it is a {pipeline or 'pipeline without a name'}", f"supported are {known}"),))
 
     # what it predicts, and whether it was trained on the noise that is made here
     scheduler = read(SCHEDULER) or {}
@@ -57,7 +57,7 @@ def of_folder(read: Read) -> WeightsIdentity:
         faults.append((f"{SCHEDULER} says prediction_type {prediction}", "epsilon or v_prediction"))
     for key, value in _TRAINED.items():
         if rows[named[0]].objective == "ddpm" and scheduler.get(key, value) != value:
-            faults.append((f"{SCHEDULER} says {key} {scheduler[key]}", f"trained here is {key} {value}"))
+            faults.append((f"{SCHEDULER} says {key} {scheduler[key]}", f"supported here is {key} {value}"))
     return WeightsIdentity(named[0], prediction, tuple(faults))
 
 

@@ -93,7 +93,7 @@ BY_CLASS = {
 
 # first match wins: a pattern that some key matches, and what such a file is
 _MARKS = (
-    (r"lora_(up|down|A|B)\.|\.lora_(A|B)\.|^lora_|hada_w1|lokr_w1", "a LoRA or another adapter, not a whole model"),
+    (r"lora_(up|down|A|B)\.|\.lora_(A|B)\.|^lora_|hada_w1|lokr_w1", "a LoRA or another adapter, not a complete model"),
     (r"controlnet|control_model\.|input_hint_block", "a ControlNet"),
     (r"^model\.diffusion_model\.joint_blocks\.|^joint_blocks\.", "SD3"),
     (r"^(model\.diffusion_model\.)?double_blocks\.", "Flux or a relative"),
@@ -102,9 +102,9 @@ _MARKS = (
     (r"^cond_stage_model\.model\.transformer\.resblocks\.", "Stable Diffusion 2"),
     (r"^cond_stage_model\.transformer\.", "Stable Diffusion 1"),
     (r"^model\.diffusion_model\.", "a UNet of the original layout without text encoders"),
-    (r"^down_blocks\.\d+\.resnets\.", "a UNet of the diffusers layout alone"),
-    (r"^(first_stage_model\.)?encoder\.(down|down_blocks)\.", "a VAE alone"),
-    (r"text_model\.encoder\.layers\.|transformer\.resblocks\.", "a text encoder alone"),
+    (r"^down_blocks\.\d+\.resnets\.", "only a UNet, in the diffusers layout"),
+    (r"^(first_stage_model\.)?encoder\.(down|down_blocks)\.", "only a VAE"),
+    (r"text_model\.encoder\.layers\.|transformer\.resblocks\.", "only a text encoder"),
 )
 _UNET_INPUT = "model.diffusion_model.input_blocks.0.0.weight"
 

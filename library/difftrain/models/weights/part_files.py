@@ -52,7 +52,7 @@ _BESIDE = {
 
 
 class PartFiles:
-    """The files of one part. path: its folder, with config.json beside the weights, or a single file.
+    """The files of one part. path: its folder, with config.json next to the weights, or a single file.
 
     rule: of the original layout, for a module of the part; infer: its sizes from a single file's shapes.
     """
@@ -130,11 +130,11 @@ class PartFiles:
             if content:
                 return known.accepted(self.kind, content)
             what = f"{self.path / 'config.json'} is missing or is not JSON"
-            remedy = "give a folder as diffusers writes it: config.json beside the weights"
+            remedy = "give a folder as diffusers writes it: config.json next to the weights"
             raise ConfigFault([Fault(self.flag, what, remedy)])
         if self._infer is None:
-            what = f"{self.path}: sizes of {self.kind.partition(':')[2]} cannot be told from a single file"
-            raise ConfigFault([Fault(self.flag, what, "give a folder with config.json beside the weights")])
+            what = f"{self.path}: sizes of {self.kind.partition(':')[2]} cannot be determined from a single file"
+            raise ConfigFault([Fault(self.flag, what, "give a folder with config.json next to the weights")])
         try:
             return self._infer(self.shapes)
         except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:

@@ -85,8 +85,8 @@ def _single(inside: Sequence[str], path: str) -> Files:
         raise Unfit(f"holds {len(files)} files of weights; name one of {_some(files)}")
     pickles = [name for name in inside if name.endswith((".ckpt", ".pt"))]
     if pickles:
-        raise Unfit(f"holds pickles only, which are fetched where one is named: {_some(pickles)}")
-    raise Unfit(f"is no model: neither {INDEX} nor a .safetensors file; it holds {_some(inside) or 'nothing'}")
+        raise Unfit(f"contains only pickles, which are only fetched when named: {_some(pickles)}")
+    raise Unfit(f"is not a model: neither {INDEX} nor a .safetensors file; it holds {_some(inside) or 'nothing'}")
 
 
 def _components(index: bytes) -> list[str]:

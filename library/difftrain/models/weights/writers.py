@@ -262,4 +262,4 @@ def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 def _complete(missing: dict[str, int]) -> None:
     left = [key for key, size in missing.items() if size]
     if left:
-        raise ValueError(f"{len(left)} tensors were not written whole: {', '.join(left[:5])}")
+        raise ValueError(f"{len(left)} tensors were not written completely: {', '.join(left[:5])}")

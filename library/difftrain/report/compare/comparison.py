@@ -247,7 +247,7 @@ def _reasons(a: RunFiles, b: RunFiles, common: list[int]) -> Iterator[str]:
     # --- the seed and the size of a step
     for name, x, y in (("training.seed", a.seed, b.seed), ("global batch", a.global_batch, b.global_batch)):
         if x is None or y is None:
-            yield f"{setting_name(name, a, b)} is not known of {'both' if x is None and y is None else 'one of them'}"
+            yield f"{setting_name(name, a, b)} is unknown for {'both' if x is None and y is None else 'one of them'}"
         elif x != y:
             yield f"{setting_name(name, a, b)}: {_short(x)} and {_short(y)}"
 
@@ -256,7 +256,7 @@ def _reasons(a: RunFiles, b: RunFiles, common: list[int]) -> Iterator[str]:
 
     # --- what was asked for
     if not a.identity or not b.identity:
-        yield "the configuration is not known of " + ("both" if a.identity == b.identity else "one of them")
+        yield "the configuration is unknown for " + ("both" if a.identity == b.identity else "one of them")
     else:
         yield from (
             f"{difference.name}: {_short(difference.a)} and {_short(difference.b)}"
@@ -266,12 +266,12 @@ def _reasons(a: RunFiles, b: RunFiles, common: list[int]) -> Iterator[str]:
 
     # --- the steps themselves
     if not common:
-        yield "no step has a line in both"
+        yield "no step is recorded in both"
     for step in common:
         x, y = a.steps[step], b.steps[step]
         if x.samples_seen != y.samples_seen or x.epoch != y.epoch:
             yield (
-                f"step {step} is at another place in the data: epoch {x.epoch} and {y.epoch}, "
+                f"step {step} is at a different position in the data: epoch {x.epoch} and {y.epoch}, "
                 f"after {x.samples_seen} and {y.samples_seen} samples"
             )
             break
@@ -279,22 +279,22 @@ def _reasons(a: RunFiles, b: RunFiles, common: list[int]) -> Iterator[str]:
         for step in common:
             x, y = a.steps[step], b.steps[step]
             if _finite_error(x.lr, y.lr) > 1e-6:
-                yield f"schedules of other lengths: at step {step} the learning rate is {x.lr:g} and {y.lr:g}"
+                yield f"schedules of different lengths: at step {step} the learning rate is {x.lr:g} and {y.lr:g}"
                 break
 
 
 def _data_reasons(a: RunFiles, b: RunFiles) -> Iterator[str]:
     for run in (a, b):
         if len(run.plan_digests) > 1:
-            yield f"the data or their order changed between the sessions of {run.folder}"
+            yield f"the data or its order changed between the sessions of {run.folder}"
     if len(a.plan_digests) == len(b.plan_digests) == 1:
         same_draws = a.seed == b.seed and a.global_batch == b.global_batch  # else that has just been said
         if a.plan_digests != b.plan_digests and (same_draws or a.fingerprint != b.fingerprint):
-            yield "the data or their order differ: their plan digests do"
+            yield "the data or its order differs: the plan digests are different"
     elif not a.fingerprint or not b.fingerprint:
-        yield "whether the data are the same is not known: neither plan digest nor fingerprint of both is recorded"
+        yield "whether the data is the same is unknown: neither plan digests nor fingerprints of both are recorded"
     elif a.fingerprint != b.fingerprint:
-        yield f"the data differ: their fingerprints are {a.fingerprint} and {b.fingerprint}"
+        yield f"the data differs: the fingerprints are {a.fingerprint} and {b.fingerprint}"
 
 
 def _has_same_plan(a: RunFiles, b: RunFiles) -> bool:

@@ -22,6 +22,7 @@ from difftrain.report.page import bullets, details, escape, grid, missing, note,
 from difftrain.report.run_files import FIGURES, RunFiles
 
 BADGES = {"agree": "good", "part": "bad", "missed": "bad", "not comparable": "plain"}
+VERDICTS = {"agree": "agree", "part": "differ", "missed": "limit missed", "not comparable": "not comparable"}
 GOLDEN_ANGLE = 137.508  # degrees: hues of any number of curves lie apart
 
 # what there is a chart of: the line's attribute, its title, whether the axis begins at zero
@@ -29,7 +30,7 @@ CHARTS = (
     ("loss", "Loss", False),
     ("grad_norm", "Gradient norm, before clipping", True),
     ("fps", "FPS of each line", True),
-    ("memory_gib", "Peak memory, GiB a card", True),
+    ("memory_gib", "Peak memory, GiB a device", True),
 )
 
 
@@ -45,9 +46,9 @@ def comparison_page(names: dict[str, RunFiles | Unreadable], comparisons: dict[s
     sections = (
         ("verdict", "Verdict", _verdicts(first, comparisons)),
         ("curves", "Curves", _curves(runs)),
-        ("errors", "How far they are apart", _errors(first, comparisons)),
+        ("errors", "How far they differ", _errors(first, comparisons)),
         ("speed", "Speed and memory", panel(rows(_speed(first, runs, comparisons)))),
-        ("differences", "In what they differ", _differences(first, comparisons)),
+        ("differences", "What differs", _differences(first, comparisons)),
         ("runs", "The runs", _runs(names)),
         ("comparison", "For comparison", _published(names, runs)),
     )
@@ -182,7 +183,7 @@ def _differences(first: str, comparisons: dict[str, RunComparison]) -> str:
             }
             for difference in comparison.differences
         ]
-        body = rows(records) if records else missing("nothing that is recorded")
+        body = rows(records) if records else missing("nothing recorded")
         panels.append(panel(body, f"{label} against {first}"))
     return f'<div class="stack">{"".join(panels)}</div>' if panels else ""
 
@@ -194,7 +195,7 @@ def _runs(names: dict[str, RunFiles | Unreadable]) -> str:
             panels.append(panel(f"<p>{escape(run[1])}</p>", f"{label}: not readable"))
             continue
         command = f"<pre>{escape(run.report.get('command') or 'not known')}</pre>"
-        notes = bullets(run.notes, otherwise="all its files are there, and whole")
+        notes = bullets(run.notes, otherwise="all its files are present and complete")
         sessions = details(f"{len(run.sessions)} sessions", rows(_sessions(run.sessions)))
         panels.append(panel(f"<p>{escape(about(run))}</p>{notes}{command}{sessions}", f"{label}: {run.folder}"))
     return grid(*panels)

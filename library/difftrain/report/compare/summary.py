@@ -16,7 +16,7 @@ Unreadable = tuple[str, str]  # the folder of a run as it was given, and what is
 EFFECTS = {
     "losses": "another computation",
     "rounding": "rounding",
-    "length": "how long the run is",
+    "length": "length of the run",
     "none": "",
 }
 WIDTH = 30
@@ -75,7 +75,7 @@ def _table(runs: dict[str, RunFiles], comparisons: dict[str, RunComparison]) -> 
 def _pair(title: str, comparison: RunComparison) -> Iterator[str]:
     errors = comparison.errors
     if errors is None:
-        yield f"{title}: not comparable step by step"
+        yield f"{title}: cannot be compared step by step"
         yield from (f"  {reason}" for reason in comparison.reasons)
     else:
         steps = errors.steps
@@ -103,7 +103,7 @@ def _differences(differences: Sequence[RunDifference]) -> Iterator[str]:
         nothing = "unset" if row.group == "configuration" else "none"
         yield f"differs: {group}{row.name}: {brief(row.a, nothing)} | {brief(row.b, nothing)}{effect}"
     if quiet:
-        yield f"differs, of no effect on a step's loss but rounding: {', '.join(quiet)}"
+        yield f"differs, with no effect on a step's loss beyond rounding: {', '.join(quiet)}"
 
 
 def brief(value: Any, nothing: str) -> str:
@@ -117,7 +117,7 @@ def verdict(comparison: RunComparison) -> str:
     if comparison.reasons:
         return f"not comparable: {comparison.reasons[0]}"
     if comparison.divergence is not None:
-        return f"part at step {comparison.divergence.step}: {parting(comparison.divergence)}"
+        return f"differ at step {comparison.divergence.step}: {parting(comparison.divergence)}"
     missed = ", ".join(check.name for check in comparison.checks if not check.met)
     return f"missed: {missed}" if missed else "agree"
 
@@ -126,7 +126,7 @@ def parting(at: Divergence) -> str:
     """Say in what two runs part."""
     limit = f"relative error {shown(at.error, 3)}, limit {shown(at.limit, 3)}"
     if at.what == "mean_relative_error":
-        return f"from here on the mean of the losses' errors is beyond its limit: {limit}"
+        return f"from here on the mean error of the losses exceeds its limit: {limit}"
     return f"{at.what} {shown(at.a, 6)} and {shown(at.b, 6)}, {limit}"
 
 

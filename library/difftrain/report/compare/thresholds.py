@@ -73,7 +73,7 @@ def _table(path: Path) -> dict[str, Any]:
         remedy = "give a TOML or JSON file of thresholds"
         raise ConfigFault([Fault(str(path), f"cannot be read: {error.strerror}", remedy)]) from error
     except (ValueError, RecursionError) as error:  # bytes that are no text, or are nested without end, too
-        raise ConfigFault([Fault(str(path), f"is no {'JSON' if is_json else 'TOML'}: {error}")]) from error
+        raise ConfigFault([Fault(str(path), f"is not {'JSON' if is_json else 'TOML'}: {error}")]) from error
     if not isinstance(table, dict):
         raise ConfigFault([Fault(str(path), f"must be a table of thresholds, got {show(table)}")])
     return table

@@ -89,7 +89,7 @@ class Guarded:
                 raise
             self._failed = True
             why = (str(error) or type(error).__name__).splitlines()[0]
-            log.warning("%s: %s; it gets nothing more from this run, metrics.jsonl has everything", self._name, why)
+            log.warning("%s: %s; it receives nothing more from this run; metrics.jsonl has everything", self._name, why)
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

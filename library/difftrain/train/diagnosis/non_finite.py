@@ -49,7 +49,7 @@ class NonFinite:
             description = self._search(step, skipped)
         except (RuntimeError, MemoryError, OSError, DifftrainError) as error:  # the others wait for this rank's word
             description = (
-                f"running it once more failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+                f"running it again failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             )
         descriptions = self._ranks.gather(description)
         if not any(text is not None for text in descriptions):  # an engine that cannot
@@ -88,7 +88,7 @@ def describe(seen: ModuleCalls[Tensor | bool]) -> str:
     inputs = [call for call in seen.calls if call.module == ROOT and call.exited > 0]
     for call in inputs:
         if bad := [role.removeprefix("input.") for role, name in call.inputs.items() if not bool(seen.values[name])]:
-            return f"not finite is what the network is given: {', '.join(bad)} (data, VAE or text encoders)"
+            return f"the inputs of the network are not finite: {', '.join(bad)} (data, VAE or text encoders)"
 
     # --- forward, the loss, backward
     forward = first_parting(seen.calls, good(seen.values), lambda _: None, (), lambda _: None, ())
@@ -96,7 +96,7 @@ def describe(seen: ModuleCalls[Tensor | bool]) -> str:
         return _of_module(forward, "output", seen.calls)
     for targets, terms in zip(seen.targets, seen.terms):
         if bad := [name for name, is_finite in targets.items() if not bool(is_finite)]:
-            return f"the network's output is finite, what the loss compares it with is not: {', '.join(bad)}"
+            return f"the network's output is finite, the target of the loss is not: {', '.join(bad)}"
         if bad := [name for name, is_finite in terms.items() if not bool(is_finite)]:
             return f"the network's output is finite, the loss of it is not: {', '.join(bad)}"
     backward = first_parting(
@@ -109,11 +109,11 @@ def describe(seen: ModuleCalls[Tensor | bool]) -> str:
 def _of_module(parting: Parting, what: str, calls: list[ModuleCall]) -> str:
     beside = ""
     if parting.between:
-        beside = f", between its parts: {parting.between} is the first to read it"
+        beside = f", between its parts: {parting.between} is the first to use it"
     elif parting.direction == "backward" and parting.maker not in ("", parting.module):
-        beside = f", handed back to {parting.maker}"
+        beside = f", passed back to {parting.maker}"
     elif parting.direction == "backward" and parting.module == ROOT:
-        beside = ", handed to it by the loss"
+        beside = ", passed to it by the loss"
     elif parting.direction == "parameter":
         beside = f", of {parting.tensor}"
     return (
@@ -134,7 +134,7 @@ def _summary(descriptions: list[str | None], updated: int) -> str:
     present = [(rank, text) for rank, text in enumerate(descriptions) if text]
     if not present:
         since = f" with the weights as they are {updated} updates later" if updated else ""
-        return f"run once more{since}, all its values are finite"
+        return f"run again{since}, all its values are finite"
     if len(descriptions) == 1:
         return present[0][1]
     first = present[0][1]

@@ -33,7 +33,7 @@ def explained(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None
         if isinstance(error, OutOfMemory):
             shortage = error
         elif (where := ran_out(error)) is not None:
-            shortage = OutOfMemory("putting model and optimizer together", requested_memory(error), where == "host")
+            shortage = OutOfMemory("setting up model and optimizer", requested_memory(error), where == "host")
         else:
             raise
         raise TrainingFault(sentence(shortage, cfg, device, launch)) from error
@@ -42,14 +42,14 @@ def explained(cfg: TrainConfig, device: Device, launch: Launch) -> Iterator[None
 def sentence(shortage: OutOfMemory, cfg: TrainConfig, device: Device, launch: Launch) -> str:
     """Say who ran out of memory, doing what, what is in use, and what to change."""
     who = f"rank {launch.rank}: " if launch.distributed else ""
-    more = f", {shortage.requested_memory} more were asked for" if shortage.requested_memory else ""
+    more = f", {shortage.requested_memory} more were requested" if shortage.requested_memory else ""
     memory = None if shortage.on_host else device.memory()
     use = f" ({memory.sentence()})" if memory is not None else ""
     whose = "this machine" if shortage.on_host or memory is None else str(device.torch_device)
     ways = host_remedies(cfg) if shortage.on_host else remedies(cfg, launch, shortage.doing)
     return (
-        f"{who}{whose} is out of memory while {shortage.doing}{more}{use}. What needs less, the cheapest first: "
-        f"{'; '.join(ways)}. Checkpoints that were whole stay so: {option('save.resume')}=FOLDER goes on from one with other flags"
+        f"{who}{whose} is out of memory while {shortage.doing}{more}{use}. What to try, the cheapest first: "
+        f"{'; '.join(ways)}. Complete checkpoints remain valid: {option('save.resume')}=FOLDER continues from one with other flags"
     )
 
 
@@ -85,7 +85,7 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
     # what training itself does not need: drawing and evaluation
     ways = []
     if doing == SAMPLING:
-        ways.append(f"smaller or fewer pictures in {option('sample.prompts')}")
+        ways.append(f"smaller or fewer images in {option('sample.prompts')}")
     at_once = [cfg.eval.batch_size or dataset.batch_size for eval_set in cfg.eval.sets for dataset in eval_set.datasets]
     if doing in (EVALUATING, SAMPLING) and max(at_once, default=1) > 1:
         ways.append(f"--eval.batch_size={max(at_once) // 2} (of evaluation sets)")
@@ -99,12 +99,12 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
         ways.append(f"{option('cache.text', True)} (the text encoders stay off the device)")
     if training.batch_size > 1 and len(cfg.batch_sizes) == 1:
         half, times = training.batch_size // 2, 2 * training.accumulation
-        same = "the same images a step" if training.batch_size % 2 == 0 else "about the same images a step"
+        same = "the same images per step" if training.batch_size % 2 == 0 else "about the same images per step"
         ways.append(f"{option('training.batch_size')}={half} {option('training.accumulation')}={times} ({same})")
     elif max(cfg.batch_sizes) > 1:
-        ways.append("a smaller batch_size in the data set's file")
+        ways.append("a smaller batch_size in the dataset's file")
     if launch.size > 1 and cfg.optimizer.type.lower() == "adamw":
-        ways.append(f"{option('optimizer.type')}=oss (its state is shared out over the ranks)")
+        ways.append(f"{option('optimizer.type')}=oss (its state is sharded over the ranks)")
     if training.gradient_checkpointing and not training.cpu_offload_checkpointing:
         ways.append(option("training.cpu_offload_checkpointing", True))
 

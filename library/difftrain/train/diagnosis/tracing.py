@@ -106,7 +106,7 @@ class Tracing:
             content = {name: traced.values for name, traced in tensors.items()}
             write_bytes(path, safetensors.torch.save(content, metadata))
         except OSError as error:  # a full disk: training goes on, as behind an export
-            log.error("the trace of step %d was not written: %s: %s; the run goes on", step, path, error.strerror)
+            log.error("the trace of step %d was not written: %s: %s; the run continues", step, path, error.strerror)
             return
         if self._ranks.is_logger:
             log.info("trace of step %d: %s", step, Path(FOLDER) / path.name)

@@ -196,7 +196,7 @@ def time_line(cfg: TrainConfig, samples: float, ranks: int) -> str:
         if run.config.get("model.family", cfg.model.family) != cfg.model.family:
             continue
         return f"{duration_text(samples / speed)} at {speed:.4g} images/s, the speed of {folder.name} there"
-    return "not known: no earlier run in the output folder says how fast this is"
+    return "not known: no earlier run in the output folder shows the speed"
 
 
 def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
@@ -207,7 +207,7 @@ def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
         yield from (f"{name}: {line}" for line in notes)
         check_sizes(eval_set.data.tables, family.features)
         records, weights = sum(rows.records for rows in eval_set.data.tables.training), 1 + cfg.ema.enable
-        looks = f"{records:,} pictures x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
+        looks = f"{records:,} images x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
         yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} images forward each time"
         for wish in cache_requests(eval_set.cfg, family, parts, eval_set.data, trains=False):
             yield f"{name}: {estimate_storage(wish, eval_set.data).size_sentence()}"
@@ -297,10 +297,10 @@ def parameters(parts: Parts) -> Iterator[str]:
 def memory_lines(memory: DeviceMemory) -> Iterator[str]:
     """Spell the estimate item by item."""
     for item in memory.items:
-        yield f"memory of a card: {item.what} {gib_text(item.size)} ({item.formula})"
+        yield f"device memory: {item.what} {gib_text(item.size)} ({item.formula})"
     images = f"{memory.batch} x {memory.bucket}"
-    yield f"memory of a card: a step of {images} {gib_text(memory.step)} (gradients, casts and activations at its peak)"
-    yield f"memory of a card: {gib_text(memory.total)} in all, without driver and libraries"
+    yield f"device memory: a step of {images} {gib_text(memory.step)} (gradients, casts and activations at its peak)"
+    yield f"device memory: {gib_text(memory.total)} in all, without driver and libraries"
 
 
 def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: EpochPlan, total: int) -> Iterator[str]:

@@ -56,9 +56,7 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     resident = [part for name, part in parts.frozen.items() if name not in parts.offloaded]
     frozen = sum(parameter.numel() * parameter.element_size() for part in resident for parameter in part.parameters())
     items = [
-        MemoryItem(
-            f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B a parameter of what is trained"
-        ),
+        MemoryItem(f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B per trained parameter"),
         MemoryItem("frozen weights", frozen, "in the precision that they are kept in"),
     ]
     kept = weights_kept(training)
@@ -102,7 +100,7 @@ def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
         return sum(parameter.numel() for _, parameter in named), "a trained parameter"
     sizes = {name: parameter.numel() for name, parameter in named}
     together = parts_of([Group("all", named, 0.0)], section.fused_groups)
-    what = "a parameter of the largest group" if section.fused_groups else "for each number of the largest parameter"
+    what = "per parameter of the largest group" if section.fused_groups else "per element of the largest parameter"
     return max(sum(sizes[name] for name in names) for names in together), what
 
 

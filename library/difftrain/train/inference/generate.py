@@ -69,8 +69,8 @@ def generate(cfg: TrainConfig, request: GenerateRequest) -> list[Path]:
     """Draw and write; return the files. Raises ConfigFault before weights are read wherever that can be."""
     # --- what is asked, before a device is touched or a weight is read
     if cfg.model.family not in TRAINED:
-        what = f"{row_of(cfg).title} is known as a form of weights: nothing is drawn with it yet"
-        raise ConfigFault([Fault("--weights", what, f"drawn are {', '.join(TRAINED)}")])
+        what = f"{row_of(cfg).title} is recognised, but sampling with it is not built yet"
+        raise ConfigFault([Fault("--weights", what, f"supported are {', '.join(TRAINED)}")])
     cfg = _of_run(cfg, request)
     prompts = prompts_of(cfg, request)
     source = _source(request)
@@ -124,7 +124,9 @@ def _one(model: Inference, drawer: Drawer, prompt: Prompt, source: SourcePicture
         picture = draw_one(drawer, prompt, sampler=sampler_of(model.cfg), seed=model.cfg.training.seed, source=source)
     if not picture.is_finite:
         wider = {"fp16": f"; {option('training.mixed_precision', 'bf16')} overflows later"}.get(precision, "")
-        raise TrainingFault(f"what is drawn of {prompt.prompt!r} is no numbers, in mixed precision {precision}{wider}")
+        raise TrainingFault(
+            f"the result for {prompt.prompt!r} has non-finite values, in mixed precision {precision}{wider}"
+        )
     return picture
 
 
@@ -179,12 +181,10 @@ def _of_sizes(drawer: Drawer, prompts: Sequence[Prompt], source: SourcePicture |
         requested = (prompt.width or width, prompt.height or height)
         if requested != (width, height):
             notes.add(
-                f"{requested[0]} x {requested[1]} px is drawn as {width} x {height}: sides are multiples of {drawer.unit}"
+                f"{requested[0]} x {requested[1]} px is sampled as {width} x {height}: sides are multiples of {drawer.unit}"
             )
         elif source is not None and source.image.size != (width, height):
-            notes.add(
-                f"the picture of {source.image.width} x {source.image.height} px is brought to {width} x {height}"
-            )
+            notes.add(f"the image of {source.image.width} x {source.image.height} px is resized to {width} x {height}")
     yield from sorted(notes)
 
 
@@ -194,7 +194,7 @@ def _of_sizes(drawer: Drawer, prompts: Sequence[Prompt], source: SourcePicture |
 def planned(request: GenerateRequest, prompts: Sequence[Prompt], seed: int | None) -> list[Path]:
     """Return the files to be written: of a .png it alone, of a folder a single each, then the grid of several.
 
-    Raises ConfigFault where one is there already and must not be replaced.
+    Raises ConfigFault where one already exists and must not be replaced.
     """
     repeated = [prompt for prompt in prompts for _ in range(request.count)]
     if request.output.suffix.lower() == PNG:
@@ -206,7 +206,7 @@ def planned(request: GenerateRequest, prompts: Sequence[Prompt], seed: int | Non
     taken = [path for path in paths if path.exists()]
     if taken and not request.overwrite:
         more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
-        raise ConfigFault([Fault("--output", f"'{taken[0]}'{more} is there already", "another name, or --overwrite")])
+        raise ConfigFault([Fault("--output", f"'{taken[0]}'{more} already exists", "another name, or --overwrite")])
     if folders := [path for path in taken if path.is_dir()]:
         raise ConfigFault([Fault("--output", f"'{folders[0]}' is a folder", "give another name")])
     return paths
@@ -219,8 +219,8 @@ def _source(request: GenerateRequest) -> SourcePicture | None:
     image = _picture(request.image, "--image")
     mask = _picture(request.mask, "--mask") if request.mask is not None else None
     if mask is not None and mask.size != image.size:
-        what = f"{request.mask} is {mask.width} x {mask.height} px, the picture {image.width} x {image.height}"
-        raise ConfigFault([Fault("--mask", what, "white is drawn anew, black stays; as large as the picture")])
+        what = f"{request.mask} is {mask.width} x {mask.height} px, the image {image.width} x {image.height}"
+        raise ConfigFault([Fault("--mask", what, "white is redrawn, black is kept; same size as the image")])
     return SourcePicture(image, request.strength, mask)
 
 
@@ -235,7 +235,7 @@ def _picture(path: Path, flag: str) -> Image:
                 raise ConfigFault([Fault(flag, what, f"sides up to {_LARGEST_SIDE} px")])
             return ImageOps.exif_transpose(opened).copy()
     except (OSError, ValueError, SyntaxError, images.DecompressionBombError) as error:
-        raise ConfigFault([Fault(flag, f"{path} cannot be read as a picture: {error}", "give a PNG or JPEG")]) from None
+        raise ConfigFault([Fault(flag, f"{path} cannot be read as an image: {error}", "give a PNG or JPEG")]) from None
 
 
 # --- the configuration
@@ -270,6 +270,6 @@ def _as_weights_say(cfg: TrainConfig, request: GenerateRequest) -> TrainConfig:
         section, _, name = path.partition(".")
         if path in request.explicit or getattr(getattr(cfg, section), name) == value or path not in _SAID_BY_WEIGHTS:
             continue
-        log.info("%s: %s, as the weights say of themselves", option(path), json.dumps(value))
+        log.info("%s: %s, according to the weights", option(path), json.dumps(value))
         cfg = cfg.model_copy(update={section: getattr(cfg, section).model_copy(update={name: value})})
     return cfg

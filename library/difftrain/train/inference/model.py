@@ -73,9 +73,9 @@ def load_model(
     if adapters and cfg.model.fp8_frozen is not None:  # nothing is added to weights of 8 bits
         cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"fp8_frozen": None})})
     if ema not in (AS_SAMPLES, TRAINED) and source.kind != "checkpoint":
-        what = f"{source.path} is no checkpoint: it holds one set of weights"
+        what = f"{source.path} is not a checkpoint: it contains a single set of weights"
         raise ConfigFault(
-            [Fault(EMA_FLAG, what, "leave it out; the averages of a run are exported beside its weights")]
+            [Fault(EMA_FLAG, what, "leave it out; the averages of a run are exported next to its weights")]
         )
     family: Any = make_family(cfg)  # a model, with facts of its files
     parts = family.load(deferred=EVERY)
@@ -129,7 +129,7 @@ def _restore(model: Inference, folder: Path, ema: str) -> None:
         differing = sorted(
             name for name in own.keys() | stored.shapes.keys() if own.get(name) != stored.shapes.get(name)
         )
-        what = f"{folder} is of another model than its configuration says: {', '.join(differing[:3])} first"
+        what = f"{folder} belongs to another model than its configuration says: {', '.join(differing[:3])} first"
         raise ConfigFault([Fault(FLAG, what, "give the config.toml of the run that wrote it as --config")])
     averaged, description = _averages(model, folder, ema, ranks)
     weights = dict(stored.tensors(lambda name: True)) | averaged
@@ -160,19 +160,17 @@ def _averages(model: Inference, folder: Path, ema: str, ranks: Ranks) -> tuple[d
     kind = POWER.format(width=_width(ema)) if ema not in (AS_SAMPLES, MOVING, TRAINED) else PLAIN
     known = sorted({path.name.rpartition("-")[0] for path in folder.glob("ema*-*.safetensors")})
     if ema == TRAINED or (ema == AS_SAMPLES and kind not in known):
-        return {}, "trained weights"
+        return {}, "raw weights"
     if kind not in known:
         widths = [name.removeprefix("ema_") for name in known if name != PLAIN]
         has = [*(["a moving average (--ema)"] if PLAIN in known else []), *(f"--ema={width}" for width in widths)]
         what = f"{folder} has no {'moving average' if kind == PLAIN else f'average of relative width {ema}'}"
-        raise ConfigFault(
-            [Fault(EMA_FLAG, what, f"it has {', '.join(has)}" if has else "it has weights as trained alone")]
-        )
+        raise ConfigFault([Fault(EMA_FLAG, what, f"it has {', '.join(has)}" if has else "it has only raw weights")])
     reader = CheckpointReader(folder, kind, ranks)
     if ema == AS_SAMPLES:
         share = model.cfg.ema.decay ** int(reader.metadata[0].get(UPDATES, 0))
         if share > HALF:
-            return {}, f"trained weights, as the average is still {percent(share)} its start"
+            return {}, f"raw weights, as the average is still {percent(share)} of its start"
     description = "averaged weights" if kind == PLAIN else f"weights averaged with relative width {_width(ema)}"
     return dict(reader.tensors(lambda name: True)), description
 
@@ -181,7 +179,7 @@ def _width(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        remedy = "alone it is the moving average; =0.05 the one of that relative width; =no the weights as trained"
+        remedy = "--ema: the moving average; --ema=0.05: the one of that relative width; --ema=no: the raw weights"
         raise ConfigFault([Fault(EMA_FLAG, f"got {text!r}", remedy)]) from None
 
 
@@ -214,5 +212,5 @@ def _refuse_no_numbers(source: WeightsPath, modules: dict[str, Any]) -> None:
                 bad.append(f"{folder}.{name}")
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        what = f"{source.path} holds weights that are no numbers: {', '.join(bad[:3])}{more}"
-        raise ConfigFault([Fault(FLAG, what, "take an earlier save")])
+        what = f"{source.path} contains weights that are not finite: {', '.join(bad[:3])}{more}"
+        raise ConfigFault([Fault(FLAG, what, "use an earlier checkpoint")])

@@ -9,6 +9,7 @@ from typing import Literal
 from difftrain import checkpoint
 from difftrain.checkpoint.commit import MANIFEST
 from difftrain.checkpoint.find import ONE_FILE, Own, candidates, fault_of
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.weights.detect import INDEX, family_of_folder
 
@@ -32,7 +33,7 @@ def locate(text: str, flag: str, config: str | None = None) -> WeightsPath:
     if path.is_file():
         return WeightsPath("file", path)
     if not path.is_dir():
-        raise ConfigFault([Fault(flag, f"there is no file or folder '{path}'", _REMEDY)])
+        raise ConfigFault([Fault(flag, f"no such file or folder: '{path}'", _REMEDY)])
     if (path / MANIFEST).is_file():
         return _checkpoint(checkpoint.open_given(path, flag), flag, config)
     if (path / INDEX).is_file():
@@ -45,7 +46,7 @@ def locate(text: str, flag: str, config: str | None = None) -> WeightsPath:
     runs = sorted(config_file.parent.name for config_file in path.glob(f"*/{CONFIG}"))
     what = f"'{path}' is neither a checkpoint nor a diffusers folder"
     if inside:
-        what, remedy = f"'{path}' holds checkpoints and no {CONFIG}", f"{inside[0]} is the newest"
+        what, remedy = f"'{path}' has checkpoints and no {CONFIG}", f"{inside[0]} is the newest"
     elif runs:
         remedy = f"it holds runs: {runs[-1]} is the newest"
     else:
@@ -69,8 +70,11 @@ def newest_of_run(folder: Path, flag: str) -> Path:
             return path
         torn.append(f"{path.name}: {fault}")
     exports = sorted({entry.name for entry in folder.iterdir() if _is_export(entry)})
-    what = f"'{folder}' holds no whole checkpoint" + (f" ({'; '.join(torn[:3])})" if torn else "")
-    remedy = f"give one of its exports: {', '.join(exports[:3])}" if exports else "a run with --save_state leaves some"
+    what = f"'{folder}' has no complete checkpoint" + (f" ({'; '.join(torn[:3])})" if torn else "")
+    remedy = f"give one of its exports: {', '.join(exports[:3])}"
+    if not exports:  # whichever entry point trains it
+        flag_of_kohya, key_of_train = (option("save.state", True, door=door) for door in ("kohya", "train"))
+        remedy = f"train with {flag_of_kohya}, or {key_of_train} of train.py, to save checkpoints"
     raise ConfigFault([Fault(flag, what, remedy)])
 
 
@@ -82,6 +86,6 @@ def _checkpoint(path: Path, flag: str, config: str | None) -> WeightsPath:
     """Find the configuration of the run that wrote a checkpoint. Raises ConfigFault where there is none."""
     own = Path(config).expanduser() if config else path.resolve().parent / CONFIG
     if not own.is_file():
-        what = f"{path} is a checkpoint, and there is no {own}" if config is None else f"there is no file {own}"
+        what = f"{path} is a checkpoint, and there is no {own}" if config is None else f"no such file: {own}"
         raise ConfigFault([Fault(flag, what, f"give the run's {CONFIG} as --config")])
     return WeightsPath("checkpoint", path, own)

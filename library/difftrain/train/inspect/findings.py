@@ -35,9 +35,7 @@ def _stops(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         above = share > limit
         what = f"{count:,} of {items:,} items ({share:.1%}) are not trained on"
         if above:
-            what += (
-                f": more than {option('data.max_rejected_share')}={limit:g} lets pass, so a training would not start"
-            )
+            what += f": more than {option('data.max_rejected_share')}={limit:g} allows, so training would not start"
         first = [f"{reject['path']}: {reject['reason']}" for reject in facts["rejected"]["first"][:MOST]]
         yield _finding(what, first, "stop" if above else "look")
 
@@ -55,15 +53,17 @@ def _sizes(look: Look, sizes: survey.Placements) -> Iterator[dict[str, Any]]:
     cut = np.flatnonzero((sizes.kept > 0) & (sizes.kept < MUCH_CUT))
     if len(cut):
         worst = cut[np.argsort(sizes.kept[cut], kind="stable")[:MOST]]
-        what = f"{pictures(len(cut), 'loses', 'lose')} more than {1 - MUCH_CUT:.0%} of the area to the cut"
+        what = f"{pictures(len(cut), 'loses', 'lose')} more than {1 - MUCH_CUT:.0%} of the area to cropping"
         if not look.cfg.data.enable_bucket:
             what += f"; {option('data.enable_bucket', True)} keeps their shape"
-        yield _finding(what, [f"{_named(look, i)}: {1 - float(sizes.kept[i]):.0%} is cut away" for i in worst.tolist()])
+        yield _finding(
+            what, [f"{_named(look, i)}: {1 - float(sizes.kept[i]):.0%} is cropped away" for i in worst.tolist()]
+        )
 
 
 def pictures(count: int, one: str, several: str) -> str:
     """Begin a sentence about some pictures."""
-    return f"{count:,} picture{'s' if count != 1 else ''} {one if count == 1 else several}"
+    return f"{count:,} image{'s' if count != 1 else ''} {one if count == 1 else several}"
 
 
 def _named(look: Look, record_id: int) -> str:
@@ -79,13 +79,13 @@ def _starved(look: Look) -> Iterator[dict[str, Any]]:
     starved = look.plan.starved
     if starved:
         named = [
-            f"{look.data.tables.name(rows)}: {rows.uses} samples an epoch, served about every "
+            f"{look.data.tables.name(rows)}: {rows.uses} samples an epoch, used about every "
             f"{look.plan.global_batches[rows.dataset] / rows.uses:.1f} epochs"
             for rows in starved[:MOST]
         ]
         what = (
-            f"{len(starved):,} of {len(look.plan.buckets):,} buckets have fewer draws than the global batch: "
-            "nothing is dropped, but they are not served in every epoch"
+            f"{len(starved):,} of {len(look.plan.buckets):,} buckets have fewer samples than the global batch: "
+            "nothing is dropped, but they are not used in every epoch"
         )
         yield _finding(what, named)
 
@@ -97,7 +97,7 @@ def _captions(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if tokens and tokens["cut"]:
         what = (
             f"{tokens['cut']:,} of {tokens['counted']:,} captions exceed the {tokens['limit']} tokens that the "
-            f"model reads: what lies beyond is cut off; {option('model.max_token_length')}=150 or 225 reads more"
+            f"model reads: the rest is cut off; {option('model.max_token_length')}=150 or 225 reads more"
         )
         yield _finding(what, [f"{one['record']}: {one['tokens']} tokens" for one in tokens["longest_cut"][:MOST]])
     idle = [
@@ -106,9 +106,7 @@ def _captions(look: Look, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if recipe.captions.shuffle and not _has_parts(facts, recipe.captions.separator)
     ]
     if idle:
-        yield _finding(
-            "captions are to be shuffled, and none that was looked at has two parts", sorted(set(idle))[:MOST]
-        )
+        yield _finding("captions are to be shuffled, and none of those checked has two parts", sorted(set(idle))[:MOST])
 
 
 def _has_parts(facts: dict[str, Any], separator: str) -> bool:
@@ -122,7 +120,7 @@ def _copies(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     copies = facts["copies"]
     if copies["groups"]:
         named = [f"{group['pictures']} x {', '.join(group['names'][:3])}" for group in copies["first"][:MOST]]
-        what = f"{pictures(copies['groups'], 'is', 'are')} there more than once, byte for byte; all copies are kept"
+        what = f"{pictures(copies['groups'], 'is', 'are')} duplicated, byte for byte; all copies are kept"
         yield _finding(what, named)
     similar = facts["similar"]
     if similar["groups"]:

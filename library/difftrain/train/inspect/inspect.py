@@ -91,7 +91,7 @@ def look_at(cfg: TrainConfig, epochs: int, pictures: int, log: Log) -> Look:
         fetched, _ = fetch(cfg.model_copy(update={"model": TrainConfig().model}), Ranks(), {})
         here = here.model_copy(update={"data": fetched.data})
     for file in weights:
-        log(f"{file.flag}: {file.id} is not here yet, so tokens are not counted; a run fetches it")
+        log(f"{file.flag}: {file.id} is not available locally, so tokens are not counted; a run fetches it")
     has_model = bool(cfg.model.pretrained or cfg.model.init_from_config) and not weights
     cfg = here
     seeded = cfg.training.seed is not None
