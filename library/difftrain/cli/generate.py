@@ -119,6 +119,8 @@ def _faults(parsed: Parsed) -> Iterator[Fault]:
         yield Fault("--strength", f"got {bare['strength']}", "above 0 and up to 1")
     if int(bare.get("count", 1)) < 1:
         yield Fault("--count", f"got {bare['count']}", "from 1 up")
+    if "output" not in bare:  # named with all that is missing
+        return
     output = Path(bare["output"]).expanduser()
     if output.suffix.lower() in PICTURES[1:]:
         yield Fault("--output", f"'{output}' is no .png", "images are written as PNG, which holds how they were drawn")
@@ -140,6 +142,7 @@ def work(parsed: Parsed, argv: list[str]) -> int:
     calm_threads()
     hide_unusable_npu(parsed.config.training.device)
     whole, source = _of_weights(parsed, argv, source)
+    _refuse_sampler(parsed, whole)
 
     from difftrain.train.inference.generate import generate
 
@@ -191,6 +194,16 @@ def _named(cfg: Any, parsed: Parsed, source: WeightsPath, whole_file: bool) -> A
     else:
         named = {"pretrained": str(source.path)}
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={**named, "init_from_config": None})})
+
+
+def _refuse_sampler(parsed: Parsed, whole: Parsed) -> None:
+    """A sampler that is given is drawn with, or refused; only a default gives way to a flow's own. Raises ConfigFault."""
+    from difftrain.config.schema.families import learns_flow
+    from difftrain.sampling.samplers import sampler_fault
+
+    given = parsed.words.get("sampler")
+    if given and (fault := sampler_fault(given[-1], flow=learns_flow(whole.config))):
+        raise ConfigFault([Fault("--sampler", fault)])
 
 
 def _without(argv: list[str], name: str) -> list[str]:

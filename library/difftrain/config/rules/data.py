@@ -19,6 +19,7 @@ DATA_NEEDS: tuple[Need, ...] = (
          "has no effect without regularisation pictures: {data.reg_dirs}, or is_reg in the data set TOML", note=True),
     Need("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
+    Need("data.prefetch", lambda c: c.data.workers != 0, "needs {data.workers}: no worker loads ahead", strict=True),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"

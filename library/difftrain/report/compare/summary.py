@@ -119,7 +119,10 @@ def verdict(found: RunComparison) -> str:
     if found.divergence is not None:
         return f"part at step {found.divergence.step}: {parting(found.divergence)}"
     missed = ", ".join(check.name for check in found.checks if not check.met)
-    return f"missed: {missed}" if missed else "agree"
+    compared = len(found.errors.steps) if found.errors is not None else 0
+    of = max(len(found.a.steps), len(found.b.steps))
+    said = f"missed: {missed}" if missed else "agree"
+    return f"{said} ({compared} of {of} steps compared)"
 
 
 def parting(at: Divergence) -> str:

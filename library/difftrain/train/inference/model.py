@@ -19,6 +19,7 @@ import torch
 
 from difftrain import checkpoint, optim
 from difftrain.contracts import EVERY, ConfigFault, Fault, Parts
+from difftrain.diffusion.ema import start_share
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine.checkpointing import engine_file
 from difftrain.engine.optimizer_state import NamedState, merge_states
@@ -170,7 +171,8 @@ def _averages(model: Inference, folder: Path, ema: str, ranks: Ranks) -> tuple[d
         )
     reader = CheckpointReader(folder, kind, ranks)
     if ema == AS_SAMPLES:
-        share = model.cfg.ema.decay ** int(reader.metadata[0].get(UPDATES, 0))
+        section, updates = model.cfg.ema, int(reader.metadata[0].get(UPDATES, 0))
+        share = start_share(section.decay, updates, ramp=section.ramp)
         if share > HALF:
             return {}, f"trained weights, as the average is still {percent(share)} its start"
     told = "averaged weights" if kind == PLAIN else f"weights averaged with relative width {_width(ema)}"
