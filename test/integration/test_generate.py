@@ -200,6 +200,16 @@ def test_a_file_of_the_denoiser_alone_wants_a_base(tmp_path: Path, capsys: pytes
     assert drawn(f"--weights={file}", f"--base={base}", *line, f"--output={tmp_path / 'a.png'}") == 0
     assert drawn(f"--weights={base}", *line, f"--output={tmp_path / 'b.png'}") == 0
     assert np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+    # in the folder of a run the other parts are the run's; not of one of another family, or of random weights
+    for said, is_drawn in ((f"family = 'flux'\npretrained = '{base}'", True), ("family = 'flux'", False),
+                           (f"family = 'sdxl'\npretrained = '{base}'", False)):  # fmt: skip
+        (tmp_path / "config.toml").write_text(f"[model]\n{said}\n")
+        words = f"--weights={file}", *line, f"--output={tmp_path / 'r.png'}"
+        if is_drawn:
+            assert drawn(*words, "--overwrite") == 0
+            assert np.array_equal(pixels(tmp_path / "r.png"), pixels(tmp_path / "b.png"))
+        else:
+            assert "--base" in refused(capsys, *words, "--overwrite")
     for sampler in ("ddim", "euler"):  # a default of others as well: it is drawn with or refused
         said = refused(capsys, f"--weights={base}", f"--sampler={sampler}", *line, f"--output={tmp_path / 'c.png'}")
         assert "--sampler" in said and "flow_heun" in said

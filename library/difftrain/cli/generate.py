@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.cli.export import T5
 from difftrain.cli.words import writing
-from difftrain.config.door import enter
+from difftrain.config.door import enter, say
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
 from difftrain.config.rules import engine, objective, paths
@@ -177,8 +177,32 @@ def _of_weights(parsed: Parsed, argv: list[str], source: WeightsPath) -> tuple[P
         found = None if family else family_of_file(source.path, "--weights")
         family, whole_file = (found.name, found.is_whole) if found else (family, "base" not in parsed.bare)
         source = dataclasses.replace(source, family=family)
+        alone = not whole_file and not config and "base" not in parsed.bare
+        if alone and (beside := _run_beside(source, rest)) is not None:
+            return beside, source
     whole = resolve([*config, f"--family={family}", *_without(rest, "family")], TABLE, RULES)
     return dataclasses.replace(whole, config=_named(whole.config, parsed, source, whole_file)), source
+
+
+def _run_beside(source: WeightsPath, rest: list[str]) -> Parsed | None:
+    """Return the configuration of the run in whose folder a denoiser's file lies, with the file in it.
+
+    Nothing where there is no such run, where it is of another family, or where it began without weights.
+    """
+    from difftrain.train.inference.weights_path import CONFIG
+
+    folder = next((each for each in (source.path.parent, source.path.parent.parent) if (each / CONFIG).is_file()), None)
+    if folder is None:
+        return None
+    own = resolve([f"--config={folder / CONFIG}"], TABLE, ()).config.model
+    if own.family != source.family or not own.pretrained:
+        return None
+    run = resolve([f"--config={folder / CONFIG}", *_without(rest, "family")], TABLE, RULES)
+    model = run.config.model
+    note = f"{source.path.name} holds the denoiser alone: other parts are those of its run, {model.pretrained}"
+    say(PROG, [note])
+    changed = model.model_copy(update={"transformer": str(source.path), "init_from_config": None})
+    return dataclasses.replace(run, config=run.config.model_copy(update={"model": changed}))
 
 
 def _named(cfg: Any, parsed: Parsed, source: WeightsPath, whole_file: bool) -> Any:

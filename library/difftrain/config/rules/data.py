@@ -91,6 +91,10 @@ def sizes(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
                 yield Finding(("eval.sets",), f"{evaluated.name}: {keys[0]} {what}", remedy)
 
 
+def _nearest(side: int, multiple: int) -> int:
+    return max(1, round(side / multiple)) * multiple
+
+
 def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Find (fields, what is wrong, what would be right); the first field is the one to name."""
     for width, height in size.sizes:
@@ -103,7 +107,11 @@ def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...]
     width, height = size.resolution or (multiple, multiple)
     least = 8 if size.enable_bucket else multiple  # of buckets it is the area alone
     if width % least or height % least:
-        yield ("resolution",), f"must be multiples of {least}, got {width},{height}", "1024,1024 for SDXL"
+        yield (
+            ("resolution",),
+            f"must be multiples of {least}, got {width},{height}",
+            f"{_nearest(width, least)},{_nearest(height, least)} is near",
+        )
     if not size.enable_bucket:
         return
 
