@@ -264,8 +264,8 @@ class _Pair:
 
         Of several inputs the timestep is named: the noised sample is made by it.
         """
-        forward = parting is not None and parting.direction == "forward"
-        if not inputs or (forward and not (parting.module == ROOT and parting.place.startswith("input."))):
+        found = parting if parting is not None and parting.direction == "forward" else None
+        if not inputs or (found is not None and not (found.module == ROOT and found.place.startswith("input."))):
             return parting
         root = next(call for call in self.calls if call.module == ROOT)
         tensor = min(inputs, key=lambda each: not each.tensor.endswith(f"/{TIMESTEP}")).tensor
@@ -273,7 +273,7 @@ class _Pair:
         name = tensor if tensor.startswith(TARGET) else tensor.partition("/")[2]
         micro = tensor.split("/")[1 if tensor.startswith(TARGET) else 2].partition(".")[0]
         good = tuple(dict.fromkeys(call.module for call in sorted(self.calls, key=lambda each: each.exited)))
-        before = parting.good if forward else tuple(module for module in good if module != ROOT)
+        before = found.good if found is not None else tuple(module for module in good if module != ROOT)
         return Parting("forward", ROOT, root.kind, f"{micro}.0", place, name, good=before)
 
     def _good(self, kind: str) -> Any:
