@@ -120,7 +120,9 @@ class Model:
     def __init__(self, case: Case, device: Device) -> None:
         self.key, self.device = case.model, device
         self._folder = tempfile.TemporaryDirectory(prefix="benchmark-sizes-")
-        self.root: Any = self.family(case).load(deferred=EVERY).root
+        loaded = self.family(case).load(deferred=EVERY)
+        self.root: Any = loaded.root
+        self.silent = frozenset(loaded.silent)  # names that no output depends on: zeros there are no surprise
         fill_in_place(self.root, device.torch_device)
 
     def family(self, case: Case) -> ModelFamily:
@@ -154,7 +156,7 @@ class EngineStep:
             self._undo.enter_context(recomputed(root.denoiser, case.checkpointing))
             self._undo.enter_context(laid_out(root, case.layout))
             self._undo.callback(uncompile, root)
-            self.parts = Parts(root)
+            self.parts = Parts(root, silent=set(self.model.silent))
             self.notes.append(use_attention(root, device, fused=True, choice="auto", precision=case.precision))
             self.engine = built_engine(self.family, self.parts, device)
             self.notes += self.parts.notes

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from difftrain.contracts import ConfigFault
 from difftrain.models.registry import FAMILIES, TRAINED
 from difftrain.models.weights.adapter_files import AdapterChoice, merge_adapter
+from difftrain.models.weights.infer import adapter_looks_like
 
 RANK, ALPHA = 4, 8.0
 # what PEFT is told to adapt, of a denoiser and of a CLIP text encoder
@@ -168,3 +169,35 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
         merged(tiny, tmp_path / "torn.safetensors")
     assert all(torch.equal(value, before[key]) for key, value in tiny.net.state_dict().items())
     assert load_file(tmp_path / "odd.safetensors")
+
+
+def test_an_adapter_with_values_that_are_no_numbers_is_named_itself(tmp_path: Path) -> None:
+    tiny = loaded(config("sdxl"))
+    before = {name: value.clone() for name, value in tiny.weights().items()}
+    tensors = lora_of(tiny)
+    tensors[next(iter(tensors))][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigFault) as caught:
+        merged(tiny, tmp_path / "lora.safetensors")
+    (fault,) = caught.value.faults
+    assert fault.where == "--adapter" and "lora.safetensors" in fault.what
+    assert all(torch.equal(value, before[name]) for name, value in tiny.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("key", "width", "name"),
+    [
+        (
+            "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k.lora_down.weight",
+            768,
+            "Stable Diffusion 1",
+        ),
+        ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.lora_A.weight", 1024, "Stable Diffusion 2"),
+        ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_v.lora_A.weight", 2048, "Stable Diffusion XL"),
+        ("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", 1536, "Stable Diffusion 3"),
+        ("transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight", 3072, "Flux.1"),
+        ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.lora_A.weight", 64, ""),
+    ],
+)
+def test_an_adapter_tells_which_model_it_is_for(key: str, width: int, name: str) -> None:
+    assert adapter_looks_like({key: (RANK, width)}) == name

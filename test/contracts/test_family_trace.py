@@ -16,7 +16,7 @@ from torch import nn
 from traced import Stepped, attribute, stepped
 
 from difftrain.models.registry import TRAINED
-from difftrain.report.trace import AGREE, NOT_COMPARABLE, PART, StepComparison, compare_traces
+from difftrain.report.trace import AGREE, PART, StepComparison, Trace, compare_traces, traces_of
 
 Fault = Callable[[Stepped], Any]
 
@@ -168,8 +168,31 @@ def test_another_timestep_is_named_as_what_the_network_reads(steady: tuple[Stepp
 
     with attribute(made.family, "inputs", later):
         found = compared(steady, made.traced(tmp_path))
-    assert found.code == NOT_COMPARABLE and found.same_records
+    assert found.code == PART and found.same_records and found.parting is not None
+    assert (found.parting.module, found.parting.role) == ("root", "input.timestep")
     assert [each.tensor for each in found.inputs] == ["forward/root/0.0/input.timestep"]
+
+
+def test_a_fault_in_a_frozen_text_encoder_is_found_inside_it(steady: tuple[Stepped, Path], tmp_path: Path) -> None:
+    """Where a step runs it; from a cache it is named as what the network reads."""
+    made, before = steady
+    called = {call.module for path in traces_of(before).values() for call in Trace.read(path).calls}
+    encoders = [name for name in made.parts.frozen if name.startswith("text_encoder") and name in called]
+    if not encoders:
+        pytest.skip("all its text encoders are trained")
+    name, norm = next(
+        (f"{part}.{name}", module)
+        for part in encoders
+        for name, module in made.parts.frozen[part].named_modules()
+        if "LayerNorm" in type(module).__name__
+    )
+    hook = norm.register_forward_hook(lambda _, __, output: output * 1.5)
+    try:
+        found = compared(steady, made.traced(tmp_path))
+    finally:
+        hook.remove()
+    assert found.code == PART and found.parting is not None
+    assert (found.parting.module, found.parting.direction) == (name, "forward")
 
 
 def test_a_recomputed_forward_is_no_second_call(steady: tuple[Stepped, Path], tmp_path: Path) -> None:

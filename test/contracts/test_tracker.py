@@ -198,3 +198,23 @@ def test_swanlab_goes_online_with_a_key_under_the_runs_id_and_offline_where_it_i
 def test_the_registry_is_what_the_setting_offers() -> None:
     assert {*TRACKERS, "all"} == set(choices_of("logging.log_with"))
     assert all(callable(tracker_class(name)) for name in TRACKERS)
+
+
+def test_curves_are_handed_over_once_a_second_and_where_a_save_asks(
+    opener: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes event files is not woken by each line; points keep their step and time."""
+    begin, _ = opener("tensorboard")
+    tracker = begin()
+    written: list[int] = []
+    writer = tracker.tracker._writer._get_file_writer()
+    monkeypatch.setattr(writer, "add_event", lambda event: written.append(event.step))
+    clock = iter([10.0, 10.0, 10.3, 10.6, 11.1, 11.1, 11.2, 11.3])
+    monkeypatch.setattr("difftrain.report.trackers.tensorboard.time.monotonic", lambda: next(clock))
+    counts = []
+    for step in range(1, 6):
+        tracker.scalars(step, {"loss/current": 0.5})
+        counts.append(len(written))
+    assert counts == [1, 1, 1, 4, 4]
+    tracker.flush()
+    assert written == [1, 2, 3, 4, 5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,30 @@ def test_a_checkpoint_draws_its_training_s_samples_to_the_bit(plain: Path, tmp_p
     assert same_as_samples(plain, "NAME-step00000002-state", 2, tmp_path / "two") == [True, True]
     assert same_as_samples(plain, ".", 4, tmp_path / "newest") == [True, True]  # a run: its newest checkpoint
     assert same_as_samples(plain, "NAME-step00000002-state", 4, tmp_path / "other") == [False, False]
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_a_flow_s_checkpoint_draws_its_training_s_samples_to_the_bit(family: str, door: Door, tmp_path: Path) -> None:
+    out = run(door, tmp_path / family, f"--family={family}")
+    assert same_as_samples(out, "NAME-step00000002-state", 2, tmp_path / "two") == [True, True]
+
+
+def test_the_averages_of_train_text_to_image_are_drawn_as_its_samples(door: Door, tmp_path: Path) -> None:
+    """They ramp up: after the first update nothing of the start is left."""
+    out = tmp_path / "run"
+    script = Path(door.path).with_name("train_text_to_image.py")
+    words = [
+        sys.executable, str(script), "--init_from_config=tiny", f"--train_data_dir={door.data}", f"--output_dir={out}",
+        "--resolution=64", "--train_batch_size=2", "--max_train_steps=2", "--seed=1", "--use_ema", "--validation_epochs=1",
+        "--checkpointing_steps=2", "--device=cpu", "--validation_prompts", "a red star",
+    ]  # fmt: skip
+    door.run_words(words, 0)
+    (theirs,) = (out / "sample").glob("*000002_00_*.png")
+    line = f"--weights={out / 'checkpoint-2'}", "--prompt=a red star", "--steps=20", "--width=64", "--height=64"
+    for name, words in {"chosen": (), "trained": ("--ema=no",)}.items():
+        assert drawn(*line, f"--output={tmp_path / name}.png", *words) == 0
+    assert np.array_equal(pixels(tmp_path / "chosen.png"), pixels(theirs))
+    assert not np.array_equal(pixels(tmp_path / "trained.png"), pixels(theirs))
 
 
 def test_averages_are_drawn_as_samples_choose_them(
@@ -175,6 +200,19 @@ def test_a_file_of_the_denoiser_alone_wants_a_base(tmp_path: Path, capsys: pytes
     assert drawn(f"--weights={file}", f"--base={base}", *line, f"--output={tmp_path / 'a.png'}") == 0
     assert drawn(f"--weights={base}", *line, f"--output={tmp_path / 'b.png'}") == 0
     assert np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+    # in the folder of a run the other parts are the run's; not of one of another family, or of random weights
+    for said, is_drawn in ((f"family = 'flux'\npretrained = '{base}'", True), ("family = 'flux'", False),
+                           (f"family = 'sdxl'\npretrained = '{base}'", False)):  # fmt: skip
+        (tmp_path / "config.toml").write_text(f"[model]\n{said}\n")
+        words = f"--weights={file}", *line, f"--output={tmp_path / 'r.png'}"
+        if is_drawn:
+            assert drawn(*words, "--overwrite") == 0
+            assert np.array_equal(pixels(tmp_path / "r.png"), pixels(tmp_path / "b.png"))
+        else:
+            assert "--base" in refused(capsys, *words, "--overwrite")
+    for sampler in ("ddim", "euler"):  # a default of others as well: it is drawn with or refused
+        said = refused(capsys, f"--weights={base}", f"--sampler={sampler}", *line, f"--output={tmp_path / 'c.png'}")
+        assert "--sampler" in said and "flow_heun" in said
     assert "--base" in refused(capsys, f"--weights={base}", f"--base={base}", *line, f"--output={tmp_path / 'c.png'}")
 
 
@@ -185,6 +223,7 @@ def test_bad_input_is_named_before_anything_is_drawn(
     ours = (f"--weights={folder}", "--prompt=a")
 
     # everything that the command line alone shows, at once
+    assert "--output" in refused(capsys, *ours)
     said = refused(capsys, "--weights=nowhere", "--strength=2", "--count=0", "--mask=no.png", "--output=x.jpg")
     assert all(name in said for name in ("--strength", "--count", "no.png", "x.jpg", "--prompt"))
     assert "nowhere" in refused(capsys, "--weights=nowhere", "--prompt=a", *line)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftrain.cli import compare_trace
-from difftrain.cli.words import alive, asks_for_help, positional, writing
+from difftrain.cli.words import alive, asks_for_help, positional, printed, writing
 from difftrain.config.door import guard, print_notes
 from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded
@@ -44,19 +44,33 @@ def main(argv: list[str]) -> int:
     if asks_for_help(argv):
         print(USAGE + entries(FLAGS.values()))
         return 0
-    return guard(PROG, alive(PROG, lambda: work(*read(argv)), "reading the runs"))
+    return guard(PROG, alive(PROG, lambda: work(*read(argv)), "reading the runs"), failure=2)
 
 
 def read(argv: list[str]) -> tuple[list[Path], dict[str, list[str]]]:
     """Return the runs' folders and the words of each flag. Raises: ConfigFault with every fault."""
     words, remaining = positional(argv, FLAGS)
     scanned = scan(remaining, FLAGS)
-    folders = [Path(expanded(word)) for word in words]
+    notes = list(scanned.notes)
+    folders = [only_run(Path(expanded(word)), notes) for word in words]
     faults = [*scanned.faults, *_folder_faults(folders), *_output_faults(folders, scanned.words)]
     if faults:
         raise ConfigFault(faults)
-    print_notes(PROG, scanned.notes)
+    print_notes(PROG, notes)
     return folders, scanned.words
+
+
+def only_run(folder: Path, notes: list[str]) -> Path:
+    """Return the run in a folder of run directories that holds no other, and say so; any other folder as it is."""
+    from difftrain.report.metrics import METRICS
+
+    if (folder / METRICS).exists() or not folder.is_dir():
+        return folder
+    runs = [path.parent for path in folder.glob(f"*/{METRICS}")]
+    if len(runs) != 1:
+        return folder
+    notes.append(f"{folder}: the only run in it is {runs[0].name}")
+    return runs[0]
 
 
 def _folder_faults(folders: list[Path]) -> Iterator[Fault]:
@@ -106,8 +120,7 @@ def work(folders: list[Path], words: Mapping[str, list[str]]) -> int:
     code = max(codes) if len(readable) == len(names) else 2
 
     # --- what is said of it
-    for line in summary(names, comparisons):
-        print(line)
+    printed(summary(names, comparisons))
     _write(names, comparisons, words, code)
     return code
 
@@ -134,11 +147,11 @@ def _write(
         path = Path(expanded(words["json"][-1]))
         with writing(path):
             write_text(path, json.dumps(document(names, comparisons, code), indent=1, ensure_ascii=False) + "\n")
-        print(path)
+        printed([str(path)])
     if "html" in words:
         from difftrain.report.compare.page import comparison_page
 
         path = Path(expanded(words["html"][-1]))
         with writing(path):
             write_text(path, comparison_page(names, comparisons))
-        print(path)
+        printed([str(path)])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from difftrain.cli.words import alive
+from difftrain.cli.words import alive, printed, writing
 from difftrain.config.door import guard
+from difftrain.config.paths import expanded
 from difftrain.contracts.errors import ConfigFault, Fault
 
 PROG = "difftrain compare --trace"
-FLAGS = ("tolerance", "step")
-USAGE = f"""usage: {PROG} A B [--tolerance=X] [--step=N]
+FLAGS = ("tolerance", "step", "json")
+USAGE = f"""usage: {PROG} A B [--tolerance=X] [--step=N] [--json=FILE]
 
 A, B: run folders, folders of traces, or files of one step (trained with --trace=1,3-5). A is the reference.
   --tolerance=X   relative error up to which two tensors count as equal, for all dtypes; unset: by dtype, see docs/trace.md
   --step=N        compare this step alone; unset: every step that both have, up to the first that differs
+  --json=FILE     also write all of it as JSON
 
 Prints the first module that differs. Exit code 0: they agree, 1: they differ, 2: they cannot be compared."""
 
@@ -29,6 +32,7 @@ class TraceWords(NamedTuple):
     b: Path
     tolerance: float | None = None
     step: int | None = None
+    json: Path | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -39,14 +43,19 @@ def main(argv: list[str]) -> int:
             print(USAGE)
             return 0
         words = read([word for word in argv if word != "--trace"])
-        from difftrain.report.trace import compare_traces, sentences
+        from difftrain.io.files import write_text
+        from difftrain.report.compare.trace_summary import document, sentences
+        from difftrain.report.trace import compare_traces
 
         comparison = compare_traces(words.a, words.b, tolerance=words.tolerance, step=words.step)
-        for line in sentences(comparison):
-            print(line)
+        printed(sentences(comparison))
+        if words.json is not None:
+            with writing(words.json):
+                write_text(words.json, json.dumps(document(comparison), indent=1, ensure_ascii=False) + "\n")
+            printed([str(words.json)])
         return comparison.code
 
-    return guard(PROG, alive(PROG, work, "reading the traces"))
+    return guard(PROG, alive(PROG, work, "reading the traces"), failure=2)
 
 
 def read(argv: list[str]) -> TraceWords:
@@ -60,7 +69,7 @@ def read(argv: list[str]) -> TraceWords:
         elif name.removeprefix("--") in FLAGS:
             options[name] = value
         else:
-            faults.append(Fault(repr(word), f"{PROG} takes no such flag", "known are --tolerance and --step"))
+            faults.append(Fault(repr(word), f"{PROG} takes no such flag", "known are --tolerance, --step and --json"))
     if len(words) != 2:
         faults.append(Fault(PROG, f"needs two runs, A and B; got {len(words)}", "run folders, trace folders or files"))
     tolerance, step = options.get("--tolerance"), options.get("--step")
@@ -68,6 +77,13 @@ def read(argv: list[str]) -> TraceWords:
         faults.append(Fault("--tolerance", f"must be a number above 0, got {tolerance!r}", "such as 0.001"))
     if step is not None and not (step.isdecimal() and int(step) > 0):
         faults.append(Fault("--step", f"must be the number of a step, got {step!r}", "the first step is 1"))
+    target = Path(expanded(options["--json"])) if options.get("--json") else None
+    if "--json" in options and target is None:
+        faults.append(Fault("--json", "its value is missing", "the name of a file"))
+    elif target is not None and target.is_dir():
+        faults.append(Fault("--json", f"{str(target)!r} is a folder", "give the name of a file"))
+    elif target is not None and target.suffix == ".safetensors":
+        faults.append(Fault("--json", f"{str(target)!r} is the name of a trace", "give another name"))
     if faults:
         raise ConfigFault(faults)
     return TraceWords(
@@ -75,6 +91,7 @@ def read(argv: list[str]) -> TraceWords:
         Path(words[1]),
         None if tolerance is None else float(tolerance),
         None if step is None else int(step),
+        target,
     )
 
 

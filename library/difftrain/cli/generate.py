@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.cli.export import T5
 from difftrain.cli.words import LOADING, alive, writing
-from difftrain.config.door import enter
+from difftrain.config.door import enter, print_notes
 from difftrain.config.parse_flags import Parsed, resolve
 from difftrain.config.render.help import entries
 from difftrain.config.rules import engine, objective, paths
@@ -120,6 +120,8 @@ def _faults(parsed: Parsed) -> Iterator[Fault]:
         yield Fault("--strength", f"got {bare['strength']}", "above 0 and up to 1")
     if int(bare.get("count", 1)) < 1:
         yield Fault("--count", f"got {bare['count']}", "from 1 up")
+    if "output" not in bare:  # named with all that is missing
+        return
     output = Path(bare["output"]).expanduser()
     if output.suffix.lower() in PICTURES[1:]:
         yield Fault(
@@ -143,6 +145,7 @@ def work(parsed: Parsed, argv: list[str]) -> int:
     calm_threads()
     hide_unusable_npu(parsed.config.training.device)
     resolved, source = _of_weights(parsed, argv, source)
+    _refuse_sampler(parsed, resolved)
 
     from difftrain.train.inference.generate import generate
 
@@ -178,8 +181,33 @@ def _of_weights(parsed: Parsed, argv: list[str], source: WeightsPath) -> tuple[P
         detected = None if family else family_of_file(source.path, "--weights")
         family, whole_file = (detected.name, detected.is_whole) if detected else (family, "base" not in parsed.bare)
         source = dataclasses.replace(source, family=family)
+        alone = not whole_file and not config and "base" not in parsed.bare
+        if alone and (beside := _run_beside(source, remaining)) is not None:
+            return beside, source
     resolved = resolve([*config, f"--family={family}", *_without(remaining, "family")], TABLE, RULES)
     return dataclasses.replace(resolved, config=_named(resolved.config, parsed, source, whole_file)), source
+
+
+def _run_beside(source: WeightsPath, rest: list[str]) -> Parsed | None:
+    """Return the configuration of the run in whose folder a denoiser's file lies, with the file in it.
+
+    Nothing where there is no such run, where it is of another family, or where it began without weights.
+    """
+    from difftrain.train.inference.weights_path import CONFIG
+
+    above = (source.path.parent, source.path.parent.parent)
+    folder = next((path for path in above if (path / CONFIG).is_file()), None)
+    if folder is None:
+        return None
+    own = resolve([f"--config={folder / CONFIG}"], TABLE, ()).config.model
+    if own.family != source.family or not own.pretrained:
+        return None
+    run = resolve([f"--config={folder / CONFIG}", *_without(rest, "family")], TABLE, RULES)
+    model = run.config.model
+    note = f"{source.path.name} holds the denoiser alone: other parts are those of its run, {model.pretrained}"
+    print_notes(PROG, [note])
+    changed = model.model_copy(update={"transformer": str(source.path), "init_from_config": None})
+    return dataclasses.replace(run, config=run.config.model_copy(update={"model": changed}))
 
 
 def _named(cfg: Any, parsed: Parsed, source: WeightsPath, whole_file: bool) -> Any:
@@ -195,6 +223,16 @@ def _named(cfg: Any, parsed: Parsed, source: WeightsPath, whole_file: bool) -> A
     else:
         named = {"pretrained": str(source.path)}
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={**named, "init_from_config": None})})
+
+
+def _refuse_sampler(parsed: Parsed, resolved: Parsed) -> None:
+    """A sampler that is given is drawn with, or refused; only a default gives way to a flow's own. Raises ConfigFault."""
+    from difftrain.config.schema.families import learns_flow
+    from difftrain.sampling.samplers import sampler_fault
+
+    names = parsed.words.get("sampler")
+    if names and (fault := sampler_fault(names[-1], flow=learns_flow(resolved.config))):
+        raise ConfigFault([Fault("--sampler", fault)])
 
 
 def _without(argv: list[str], name: str) -> list[str]:

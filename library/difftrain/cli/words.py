@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec
 
@@ -114,9 +116,25 @@ def writing(*outputs: Path) -> Iterator[None]:
         yield
     except OSError as error:
         at = Path(error.filename or outputs[0]).absolute()
+        # a file is written aside under a hidden name: its own is what people know
+        named = next((path for path in outputs if at.name.startswith(f".{path.name}.")), error.filename or outputs[0])
         above = {folder for output in outputs for folder in output.absolute().parents}
         beside = at.parent in {output.absolute().parent for output in outputs}
         if error.errno not in DISK_ERRORS and at not in above and not beside:
             raise
         why = "it is a file, not a folder" if at in above and at.is_file() else error.strerror
-        raise DifftrainError(f"{error.filename or outputs[0]} cannot be written: {why}") from error
+        raise DifftrainError(f"{named} cannot be written: {why}") from error
+
+
+def printed(lines: Iterable[str]) -> None:
+    """Print lines and see that they arrive. Raises: DifftrainError, BrokenPipeError."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # what is left in the buffer would fail once more as the process ends
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise DifftrainError(f"standard output cannot be written: {error.strerror}") from error

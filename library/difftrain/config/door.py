@@ -72,8 +72,11 @@ def print_notes(prog: str, sentences: Iterable[str]) -> None:
             print(f"{prog}: {sentence}", file=sys.stderr)
 
 
-def guard(prog: str, work: Callable[[], int]) -> int:
-    """Do the work; an error that a user can cause becomes a message without a traceback, and its exit code."""
+def guard(prog: str, work: Callable[[], int], *, failure: int = 1) -> int:
+    """Do the work; an error that a user can cause becomes a message without a traceback, and its exit code.
+
+    failure: the exit code of all that went wrong without one of its own; a command whose 1 is an answer has another.
+    """
     try:
         return work()
     except DifftrainError as error:
@@ -81,7 +84,7 @@ def guard(prog: str, work: Callable[[], int]) -> int:
             # the launcher ends all ranks when one ends: let the first of this machine finish its message
             time.sleep(_WAIT_FOR_FIRST_S)
         print(redact_text(f"{_who(prog)}: {_sentence(error)}"), file=sys.stderr, flush=True)
-        return error.exit_code
+        return failure if error.exit_code == 1 else error.exit_code
     except KeyboardInterrupt:
         print(f"{_who(prog)}: interrupted", file=sys.stderr, flush=True)
         return 130
@@ -94,7 +97,7 @@ def guard(prog: str, work: Callable[[], int]) -> int:
         else:  # a bug of ours: the traceback is the message, and tokens stay out of it
             text = traceback.format_exc()
         print(redact_text(f"{_who(prog)}: {text}"), file=sys.stderr, flush=True)
-        return 1
+        return failure
 
 
 def _speaks() -> bool:

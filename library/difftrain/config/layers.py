@@ -218,8 +218,8 @@ def _unknown(item: KeyValue) -> tuple[str, str]:
 
 def _sections_with(name: str) -> list[str]:
     """Return the sections of our own that have a field of this name, or hand it to what they build."""
-    found = [section for section in TrainConfig.model_fields if name in section_class(section).model_fields]
-    return [*found, CONSTRUCTOR] if name in NPU_FUSED_ADAMW and CONSTRUCTOR not in found else found
+    sections = [section for section in TrainConfig.model_fields if name in section_class(section).model_fields]
+    return [*sections, CONSTRUCTOR] if name in NPU_FUSED_ADAMW and CONSTRUCTOR not in sections else sections
 
 
 def keys_of(table: str) -> set[str]:

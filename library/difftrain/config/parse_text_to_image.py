@@ -6,6 +6,7 @@ Precedence: field default < this door's < --config TOML < accelerate's launcher 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -259,6 +260,12 @@ def _resume(out: Resolution) -> None:
         inside = Path(str(out.values.get("save.output_dir", DEFAULTS["save.output_dir"]))) / Path(resume).name
         if is_folder(inside):
             out.values["save.resume"] = str(inside)
+            return
+        numbers = sorted(int(match[1]) for path in inside.parent.glob("checkpoint-*")
+                         if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir())  # fmt: skip
+        here = ", ".join(f"checkpoint-{number}" for number in numbers[-4:])
+        holds = f"{inside.parent} holds {here}" if here else f"{inside.parent} holds no checkpoint"
+        out.fault("save.resume", f"no such folder: {resume!r}", f"latest, or one that is there: {holds}")
 
 
 __all__ = ["PIPELINE", "Identify", "WeightsIdentity", "open_text_to_image_door", "parse"]

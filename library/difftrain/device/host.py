@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,25 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+_READ_EVERY_S = 1.0
+_peak: tuple[float, int] | None = None  # when it was read last, and what it was
+
+
+def recent_peak_rss_bytes() -> int:
+    """Return the peak as it was a second ago at most: lines of a run ask for it at every step."""
+    global _peak
+    if _peak is None or time.monotonic() - _peak[0] >= _READ_EVERY_S:
+        _peak = time.monotonic(), peak_rss_bytes()
+    return _peak[1]
+
+
 def peak_rss_bytes() -> int:
     """Return the peak resident memory of this process, in bytes.
 
     VmHWM where there is /proc: getrusage keeps the peak of the process that exec'ed this one.
     """
     with contextlib.suppress(OSError), Path("/proc/self/status").open("rb", buffering=0) as status:
-        # every line of a run asks for it: read in one piece, without decoding
+        # read in one piece, without decoding
         match = re.search(rb"^VmHWM:\s*(\d+) kB", status.read(1 << 16), re.MULTILINE)
         if match:
             return int(match.group(1)) << 10
@@ -90,6 +103,8 @@ def peak_rss_bytes() -> int:
 
 def reset_peak_rss() -> None:
     """Start a new peak where the kernel allows it; elsewhere the peak stays that of the whole run."""
+    global _peak
+    _peak = None
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -142,10 +142,13 @@ class Device:
         """Say how the device's memory is used; None for the CPU."""
         return None if self.module is None else memory.read(self.module, self.index)
 
-    def peak_memory_gib(self) -> float:
-        """Return the peak since the last reset: of the allocator, or on the CPU of this process's resident memory."""
+    def peak_memory_gib(self, *, exact: bool = True) -> float:
+        """Return the peak since the last reset: of the allocator, or on the CPU of this process's resident memory.
+
+        exact: else, on the CPU, as it was a second ago at most.
+        """
         if self.module is None:
-            return host.peak_rss_bytes() / _GIB
+            return (host.peak_rss_bytes() if exact else host.recent_peak_rss_bytes()) / _GIB
         return self.module.max_memory_allocated(self.torch_device) / _GIB
 
     def reset_peak_memory(self) -> None:

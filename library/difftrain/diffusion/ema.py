@@ -68,7 +68,7 @@ class Ema(Average):
     @property
     def start_share(self) -> float:
         """Return how much of it is still what it began with."""
-        return float(not self.updates) if self.ramp else self.decay**self.updates
+        return start_share(self.decay, self.updates, ramp=self.ramp)
 
     def decay_at(self, update: int) -> float:
         """Return the decay of an update, counted from 1."""
@@ -81,6 +81,11 @@ class Ema(Average):
         """Take in the weights after an update."""
         self.updates += 1
         self.blend(named, 1.0 - self.decay_at(self.updates))
+
+
+def start_share(decay: float, updates: int, *, ramp: bool) -> float:
+    """Return how much of a moving average is still what it began with: a ramp's first update replaces all of it."""
+    return float(not updates) if ramp else decay**updates
 
 
 def _parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -37,8 +37,13 @@ def aside_of(path: Path) -> Path:
 def atomic_write(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
     """Open a binary file aside and give it its name on leaving; nothing is left where the block raises.
 
-    Raises OSError.
+    A pipe or a device is written straight into, and stays; of a link the file that it names is replaced. Raises OSError.
     """
+    if is_stream(path):
+        with path.open("wb", buffering=buffering) as file:
+            yield file
+        return
+    path = path.resolve() if path.is_symlink() else path
     aside = aside_of(path)
     try:
         with aside.open("xb", buffering=buffering) as file:
@@ -49,6 +54,11 @@ def atomic_write(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
     finally:
         aside.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def is_stream(path: Path) -> bool:
+    """Tell whether a path is a pipe, a device, or a system's name of an open file, such as /dev/stdout."""
+    return path.exists() and (not path.is_file() or str(path.absolute()).startswith(("/dev/", "/proc/")))
 
 
 def write_bytes(path: Path, *pieces: Any) -> Path:

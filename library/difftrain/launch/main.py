@@ -94,8 +94,8 @@ def decide(
     words = recipe.line(flags, output)
     faults = [*flags.faults, *where.faults, *recipe.faults]
     lacks = any(": is missing" in fault for fault in recipe.faults)  # the training script would name it once more
-    found = recipe.door_faults(recipe.checkable(words))
-    faults += [fault for fault in found if not (lacks and fault.startswith(recipes.MISSING))]
+    refused = recipe.door_faults(recipe.checkable(words))
+    faults += [fault for fault in refused if not (lacks and fault.startswith(recipes.MISSING))]
     if faults:
         raise LaunchRefused(faults)
     return LaunchPlan(where, recipe, folder, output, index, words)

@@ -2,8 +2,9 @@
 
 1. `traces_of` finds the files of a run, a folder or a name; `Trace.read` reads one, or says what is wrong with it.
 2. `compare_traces` takes the steps and ranks that both have, in order, and stops at the first that parts.
-3. Of a step, what the network read comes first: where that differs nothing behind it can be compared. Then its calls are
-   walked forward and backward (parting.py), each tensor judged by the tolerance of what it was computed in.
+3. Where the network read other values of other samples, nothing can be compared. Else the calls of a step are walked
+   forward and backward (parting.py), each tensor judged by the tolerance of what it was computed in: other values of the
+   same samples part where they were made, in a frozen encoder that the step ran, or at what the network reads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 BACKWARD = 4.0  # gradients have come through twice as many kernels, and sums over all tokens
 _PRECISIONS = {"fp16": "float16", "bf16": "bfloat16"}
 AGREE, PART, NOT_COMPARABLE = 0, 1, 2
+TARGET, TIMESTEP = "target/", "input.timestep"  # names of tensors: what the loss compares with begins with it
 
 
 class NotComparable(DifftrainError):
@@ -144,7 +146,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step of one rank. inputs: what the network read and that differs; parting: the first module that parts."""
+    """One step of one rank.
+
+    inputs: what the network read, or its loss compares with, and that differs. parting: the first module that parts;
+    none where inputs differ because the samples do.
+    """
 
     step: int
     rank: int
@@ -162,7 +168,7 @@ class StepComparison:
     @property
     def code(self) -> int:
         """Return 0, 1 or 2: they agree, part, or cannot be compared."""
-        if self.inputs:
+        if self.inputs and not self.same_records:
             return NOT_COMPARABLE
         return PART if self.parting is not None else AGREE
 
@@ -238,20 +244,39 @@ class _Pair:
         same = self.a.facts["records"] == self.b.facts["records"]
         made = functools.partial(StepComparison, step, rank, self.a, self.b, self.modules, self.alone)
         inputs = tuple(difference for difference in self._inputs() if not difference.error <= difference.tolerance)
-        if inputs:
+        if inputs and not same:
             return made(None, inputs=inputs, same_records=same)
         parameters = [name.removeprefix("gradient/") for name in self.a.tensors if name.startswith("gradient/")]
         arrived = [name.removeprefix("backward/") for name in self.a.tensors if name.startswith("backward/")]
         parting = first_parting(
             self.calls, self._good("forward"), self._good("backward"), arrived, self._good("gradient"), parameters
         )
+        parting = self._at_the_network(parting, inputs)
         unequal = next(
             (difference for name in self.a.tensors if (difference := self.difference(name)) and difference.error), None
         )
         if parting is None:
             return made(self._largest(), unequal)
         kind = {"parameter": "gradient"}.get(parting.direction, parting.direction)
-        return made(None, unequal, parting=parting, difference=self.difference(f"{kind}/{parting.tensor}"))
+        name = parting.tensor if parting.role.startswith(TARGET) else f"{kind}/{parting.tensor}"
+        return made(None, unequal, inputs=inputs, same_records=same, parting=parting, difference=self.difference(name))
+
+    def _at_the_network(self, parting: Parting | None, inputs: Sequence[Difference]) -> Parting | None:
+        """Return where it begins, where the network reads what parts, or its loss compares with it.
+
+        Of several inputs the timestep is named: the noised sample is made by it.
+        """
+        forward = parting if parting is not None and parting.direction == "forward" else None
+        if not inputs or (forward is not None and not (forward.module == ROOT and forward.role.startswith("input."))):
+            return parting
+        root = next(call for call in self.calls if call.module == ROOT)
+        tensor = min(inputs, key=lambda difference: not difference.tensor.endswith(f"/{TIMESTEP}")).tensor
+        role = tensor if tensor.startswith(TARGET) else tensor.rpartition("/")[2]
+        name = tensor if tensor.startswith(TARGET) else tensor.partition("/")[2]
+        micro = tensor.split("/")[1 if tensor.startswith(TARGET) else 2].partition(".")[0]
+        good = tuple(dict.fromkeys(call.module for call in sorted(self.calls, key=lambda call: call.exited)))
+        before = forward.good if forward is not None else tuple(module for module in good if module != ROOT)
+        return Parting("forward", ROOT, root.kind, f"{micro}.0", role, name, good=before)
 
     def _good(self, kind: str) -> Any:
         def good(name: str) -> bool | None:
@@ -335,98 +360,3 @@ def _share(difference: float, of: float) -> float:
     if difference == 0.0:
         return 0.0
     return difference / of if of else math.inf
-
-
-# ---------------------------------------------------------------------- in words
-
-
-_SHOWN = 12  # modules that still agreed; the number is of all
-
-
-def sentences(comparison: TraceComparison) -> Iterator[str]:
-    """Say what was found, a line each; the first module that parts stands on a line of its own."""
-    first = comparison.steps[0]
-    yield f"A: {first.a.path.parent} ({first.a.describe()})"
-    yield f"B: {first.b.path.parent} ({first.b.describe()})"
-    if first.a.facts["config"] != first.b.facts["config"]:
-        yield "their configurations differ: difftrain compare lists the settings"
-    for step in comparison.steps:
-        yield from _of_step(step)
-    if comparison.left:
-        yield f"{comparison.left} more traced in both were not compared"
-    verdict = {AGREE: "they agree", PART: "they differ", NOT_COMPARABLE: "they cannot be compared"}
-    yield f"verdict: {verdict[comparison.code]}"
-
-
-def _of_step(step: StepComparison) -> Iterator[str]:
-    where = f"step {step.step}, rank {step.rank}"
-    if step.alone:
-        names = ", ".join(step.alone[:4]) + (" ..." if len(step.alone) > 4 else "")
-        yield f"{where}: {len(step.alone)} modules are called in only one of them (fused, or left out): {names}"
-    if step.inputs:
-        why = (
-            "the same samples, different values"
-            if step.same_records
-            else "another batch: different samples, or another order"
-        )
-        yield f"{where}: the network's inputs differ, so nothing after them can be compared ({why})"
-        yield from (f"  {_in_words(difference)}" for difference in step.inputs)
-    elif step.parting is None:
-        yield f"{where}: {step.modules} modules agree, forward and backward"
-        if step.unequal is None or step.largest is None:
-            yield "  bit-identical"
-        else:
-            yield f"  the first difference of any size: {_in_words(step.unequal)}"
-            yield f"  the closest to its tolerance: {_in_words(step.largest)}"
-    else:
-        assert step.difference is not None
-        yield from _of_parting(step, step.parting, step.difference)
-
-
-def _of_parting(step: StepComparison, parting: Parting, difference: Difference) -> Iterator[str]:
-    micro, _, number = parting.call.partition(".")
-    yield f"step {step.step}, rank {step.rank}: they differ"
-    yield f"first module that differs: {parting.module} ({parting.kind})"
-    block = max(
-        (name for name in json.loads(step.a.facts["blocks"]) if _holds(name, parting.module)), key=len, default=""
-    )
-    if block and block != parting.module:
-        yield f"  block: {block}"
-    yield f"  direction: {parting.direction}, call {number} of micro batch {micro}, {parting.role}"
-    yield f"  {_in_words(difference)}"
-    if hint := _hint(parting):
-        yield f"  {hint}"
-    if step.unequal is not None and step.unequal.tensor != difference.tensor:
-        yield f"  before that, within its tolerance, the first difference of any size: {_in_words(step.unequal)}"
-    shown = parting.good[-_SHOWN:]
-    more = f"{len(parting.good) - len(shown)} before, then " if len(parting.good) > len(shown) else ""
-    yield f"  modules before it that agree: {len(parting.good)}" + (f" ({more}{', '.join(shown)})" if shown else "")
-
-
-def _holds(block: str, module: str) -> bool:
-    return module == block or module.startswith(f"{block}.")
-
-
-def _in_words(difference: Difference) -> str:
-    shape = ", ".join(map(str, difference.shape))
-    return (
-        f"{difference.tensor}: relative error {difference.error:.3g}, tolerance {difference.tolerance:.3g} "
-        f"({difference.dtype}, shape ({shape}))"
-    )
-
-
-def _hint(parting: Parting) -> str:
-    """Say where to look, in the code around the place that is named."""
-    if parting.direction == "parameter":
-        return "the gradients of all activations agree: this module's own gradient sum, or its reduction over the ranks, is wrong"
-    if parting.direction == "forward":
-        if not parting.between:
-            return ""
-        return f"its inputs and the parts called before agree: the difference arises in its own code, which computes what {parting.between} reads"
-    if parting.maker == parting.module and parting.module == ROOT:
-        return "it is the gradient from the loss to the network: look at its target, weights or scale"
-    if parting.maker == parting.module:
-        return "it is the gradient at its output: look at the code after it, or its own backward pass"
-    also = f", as do {', '.join(parting.readers)}" if parting.readers else ""
-    whose = f" the output of {parting.maker}" if parting.maker else " a tensor"
-    return f"the gradients at its outputs agree; it returns the gradient of{whose}, which it reads{also}"

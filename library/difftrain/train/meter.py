@@ -137,7 +137,7 @@ class Meter:
         self._outputs.advance(at.step, at.samples_seen)
         if at.step % self._cfg.logging.log_every == 0 or not at.steps_left:
             self.flush()
-            self._write_line()
+            self._write_line(last=not at.steps_left)
 
     def flush(self) -> None:
         """Read the pending steps from the device (the host waits) and put the counters right. Every rank calls it."""
@@ -156,6 +156,7 @@ class Meter:
     def update_progress(self) -> TrainProgress:
         """Bring the counters up to date for a checkpoint, and return them. Every rank calls it."""
         self.flush()
+        self._outputs.flush()
         self._progress.losses = self._average.state()
         return self._progress
 
@@ -207,7 +208,7 @@ class Meter:
             self._outputs.rejected(rejects)
         self._rejects = []
 
-    def _write_line(self) -> None:
+    def _write_line(self, *, last: bool) -> None:
         pending, loss, grad_norm, _ = self._latest
         span = self._clock.read()
         epoch, _ = self._plan.locate(pending.step - 1)
@@ -222,7 +223,7 @@ class Meter:
             fps=span.fps,
             compute_fps=span.compute_fps,
             data_wait_s=span.step_wait_s,
-            peak_memory_gib=self._device.peak_memory_gib(),
+            peak_memory_gib=self._device.peak_memory_gib(exact=last),
             samples_seen=self._progress.samples_seen,
             step_s=span.step_s,
             lrs=lrs,

@@ -28,7 +28,7 @@ from difftrain.report.notices import Notices
 from difftrain.report.progress import SIGNS, Progress
 from difftrain.report.rebuild import rebuild
 from difftrain.report.sessions import Sessions
-from difftrain.report.trackers.registry import Tracker, open_trackers
+from difftrain.report.trackers.registry import Guarded, open_trackers
 from difftrain.train.run_dir import as_submitted
 from difftrain.train.run_log import FORM, RunLog, error_text
 
@@ -167,7 +167,7 @@ class RunOutputs:
         self._notices = notices or Notices()
         self._by_examples = cfg.logging.x_axis_examples
         self._x = samples_seen if self._by_examples else step  # where trackers put what is recorded next
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Guarded] = []
         self._progress, self._run_log = Progress(total_steps, step), run_log or RunLog()
         if not is_logger:
             return
@@ -261,6 +261,11 @@ class RunOutputs:
         if self._on:
             self._console.line(text)
             self._run_log.line(text)
+
+    def flush(self) -> None:
+        """Let trackers hand over what they keep for a while: a checkpoint that is saved has its curves."""
+        for tracker in self._trackers:
+            tracker.flush()
 
     def close(self) -> None:
         """Close everything."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -105,5 +109,74 @@ def test_output_that_cannot_be_written(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert compare(runs, "a", "same", f"--json={tmp_path / 'file' / 'x.json'}") == 1
+    assert compare(runs, "a", "same", f"--json={tmp_path / 'file' / 'x.json'}") == 2, "1 is a verdict"
     assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+def test_an_output_that_fails_is_named_as_it_was_given(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path.with_name(f".{path.name}.1234abcd.tmp")))
+
+    monkeypatch.setattr("difftrain.io.files.write_text", full)
+    assert compare(runs, "a", "same", f"--json={tmp_path / 'x.json'}") == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "x.json") in said and ".tmp" not in said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_a_standard_output_that_fails_is_no_verdict(
+    runs: dict[str, Path], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+        def fileno(self) -> int:  # not that of the tests
+            return os.open(os.devnull, os.O_WRONLY)
+
+    monkeypatch.setattr("sys.stdout", Full())
+    assert compare(runs, "a", "same") == (2 if number == errno.ENOSPC else 141)
+
+
+def test_a_bug_is_no_verdict(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("difftrain.report.compare.comparison.compare_runs", lambda *_: 1 / 0)
+    assert compare(runs, "a", "same") == 2
+
+
+def test_a_pipe_stays_a_pipe_and_a_link_a_link(runs: dict[str, Path], tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link.json", tmp_path / "target.json"
+    os.mkfifo(pipe)
+    target.write_text("old")
+    link.symlink_to(target)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    assert compare(runs, "a", "same", f"--json={pipe}") == 0
+    reader.join(timeout=10)
+    assert json.loads(read[0])["exit_code"] == 0 and pipe.is_fifo()
+    assert compare(runs, "a", "same", f"--json={link}") == 0
+    assert link.is_symlink() and json.loads(target.read_text())["exit_code"] == 0
+
+
+def test_a_folder_with_one_run_is_that_run(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_run(tmp_path / "out" / "20260101_00-00-00")
+    assert compare(runs, "a", str(tmp_path / "out")) == 0
+    assert "20260101_00-00-00" in capsys.readouterr().err
+    made_run(tmp_path / "out" / "20260102_00-00-00")
+    assert compare(runs, "a", str(tmp_path / "out")) == 2  # which of them is not known
+
+
+def test_a_run_that_ended_early_can_be_refused(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    died = made_run(tmp_path / "died", last=1, report=False)
+    assert compare(runs, "a", str(died)) == 0 and "1 of 20" in capsys.readouterr().out
+    limits = tmp_path / "limits.toml"
+    limits.write_text("min_common_steps = 20\n")
+    assert compare(runs, "a", str(died), f"--thresholds={limits}") == 1
+    assert "min_common_steps" in capsys.readouterr().out
+    assert compare(runs, "a", "same", f"--thresholds={limits}") == 0

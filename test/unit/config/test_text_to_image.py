@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import is_about
 
 from difftrain.config import accelerate_environment
 from difftrain.config.parse_text_to_image import WeightsIdentity, parse
@@ -39,6 +40,7 @@ THEIRS: dict[str, Any] = {
 FROZEN_OURS = {
     "config", "dry_run", "family", "init_from_config", "vae", "tokenizer1_path", "device", "engine", "threads",
     "performance", "log_every", "timed_step", "loss_target", "ddp_timeout", "webhook_url",
+    "trace",
 }  # fmt: skip
 Line = Callable[..., Any]
 SD1 = WeightsIdentity("sd1", "epsilon")
@@ -202,6 +204,10 @@ def test_a_checkpoint_is_found_by_its_name_in_the_output_folder(line: Line, tmp_
         cfg = line("--output_dir=out", f"--resume_from_checkpoint={given}").config
         assert cfg.save.resume == "out/checkpoint-5"
     assert faults(line, "--output_dir=out", "--resume_from_checkpoint=checkpoint-6") == ["--resume_from_checkpoint"]
+    with pytest.raises(ConfigFault) as caught:
+        line("--output_dir=out", "--resume_from_checkpoint=checkpoint-6")
+    (fault,) = caught.value.faults
+    assert is_about(fault, "--resume_from_checkpoint", "checkpoint-6", "latest", "checkpoint-5")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from refusals import is_about, names
 
 from difftrain.config.parse_flags import Parsed
+from difftrain.config.parse_flags import parse as parse_flags
 from difftrain.config.parse_keys import open_train_door, parse
 from difftrain.contracts import ConfigFault
 from difftrain.testing.pictures import write_folder
@@ -269,3 +270,29 @@ def test_strange_files_of_data_sets(key: str, text: str, expected: list[tuple[st
     assert len(said) == len(expected), said
     assert not [facts for facts in expected if not any(is_about(each, *facts) for each in said)], said
     assert "SECRET" not in str(said)
+
+
+# settings that nothing would read: each needs what it belongs to
+
+
+@pytest.mark.parametrize(
+    ("unread", "with_it"),
+    [
+        ("[loss]\nhuber_c = 0.3\n", "[loss]\nhuber_c = 0.3\ntype = 'huber'\n"),
+        ("[loss]\nhuber_schedule = 'constant'\n", "[loss]\nhuber_schedule = 'constant'\ntype = 'smooth_l1'\n"),
+        ("[sample]\nsampler = 'euler'\n", "[sample]\nsampler = 'euler'\nprompts = 'prompts.txt'\n"),
+        ("[data]\ndataloader_prefetch_per_worker = 4\nnum_dataloader_workers = 0\n",
+         "[data]\ndataloader_prefetch_per_worker = 4\nnum_dataloader_workers = 1\n"),
+    ],
+)  # fmt: skip
+def test_what_nothing_would_read_is_a_fault(unread: str, with_it: str) -> None:
+    Path("prompts.txt").write_text("a red star\n")
+    (said,) = faults(unread)
+    assert unread.splitlines()[1].split()[0] in said
+    assert not read(with_it).notes or all("huber" not in note for note in read(with_it).notes)
+
+
+def test_kohyas_command_lines_may_carry_it_along() -> None:
+    line = ["--init_from_config=tiny", "--train_data_dir=pictures", "--output_dir=out", "--resolution=64"]
+    notes = parse_flags([*line, "--huber_c=0.3", "--sample_sampler=euler"]).notes
+    assert any("--huber_c" in note for note in notes) and any("--sample_sampler" in note for note in notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from difftrain.diffusion.ema import Ema
+from difftrain.diffusion.ema import Ema, start_share
 
 
 def _named(value: float, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
@@ -97,4 +97,5 @@ def test_a_ramp_is_diffusers_ema_model(decay: float) -> None:
         ema.update(model.named_parameters())
         for theirs, ours in zip(oracle.shadow_params, ema.weights.values(), strict=True):
             torch.testing.assert_close(ours, theirs)
-    assert ema.start_share == 0.0
+    assert ema.start_share == start_share(decay, ema.updates, ramp=True) == 0.0
+    assert start_share(0.5, 2, ramp=False) == 0.25 and start_share(0.5, 0, ramp=True) == 1.0

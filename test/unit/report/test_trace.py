@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from difftrain.cli.compare_trace import main
+from difftrain.report.compare.trace_summary import sentences
 from difftrain.report.trace import (
     AGREE,
     BACKWARD,
@@ -24,7 +25,6 @@ from difftrain.report.trace import (
     Trace,
     compare_traces,
     file_name,
-    sentences,
 )
 
 # a network of two layers and what is between them: root(x) = last(relu(first(x)))
@@ -118,6 +118,20 @@ def test_all_that_comes_behind_is_no_matter(a: Path) -> None:
 def test_other_inputs_are_not_comparable_and_named(a: Path, name: str) -> None:
     found = against(a, changed(name), records='["other"]')
     assert found.code == NOT_COMPARABLE and [each.tensor for each in found.inputs] == [name] and not found.same_records
+
+
+OF_THE_NETWORK = {"forward/root/0.0/input.x": "input.x", "target/0/target": "target/0/target"}
+
+
+@pytest.mark.parametrize("name", OF_THE_NETWORK)
+def test_other_values_of_the_same_samples_part_at_what_the_network_reads(a: Path, name: str) -> None:
+    """As from a text encoder, a timestep or a cache that went wrong: the samples are the same."""
+    found = against(a, changed(name))
+    assert found.code == PART and found.parting is not None and found.difference is not None
+    assert (found.parting.module, found.parting.role) == ("root", OF_THE_NETWORK[name])
+    assert found.difference.tensor == name
+    (line,) = (each for each in sentences(compare_traces(a, a.parent / "b")) if each.startswith("first module"))
+    assert f"root, {OF_THE_NETWORK[name]}" in line
 
 
 def test_what_only_one_of_them_calls_is_passed_over(a: Path, tmp_path: Path) -> None:
@@ -261,6 +275,21 @@ def test_a_wrong_command_line(words: list[str], names: str, capsys: pytest.Captu
     assert main(["--trace", *words]) == 2
     error = capsys.readouterr().err
     assert any(name in error for name in names.split("|"))
+
+
+def test_json_holds_all_of_it(a: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "b", changed("forward/last/0.0/output.0", np.inf))
+    target = tmp_path / "out" / "x.json"
+    assert main(["--trace", str(a), str(tmp_path / "b"), "--json", str(target)]) == PART
+    assert capsys.readouterr().out.splitlines()[-1] == str(target)
+    read = json.loads(target.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    (step,) = read["steps"]
+    assert (read["verdict"], read["exit_code"], step["step"]) == ("part", PART, 3)
+    assert step["first_module_that_parts"]["module"] == "last" and step["difference"]["error"] is None
+    for wrong in (f"--json={tmp_path}", "--json="):  # a verdict's code is no other fault's
+        assert main([str(a), str(a), wrong]) == 2 and "--json" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main([str(a), str(a), f"--json={tmp_path / 'file' / 'x.json'}"]) == 2
 
 
 def test_its_help(capsys: pytest.CaptureFixture[str]) -> None:

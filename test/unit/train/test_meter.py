@@ -67,7 +67,7 @@ def test_a_bad_gradient_comes_late_for_updates_during_the_backward_pass(optimize
 
 def test_what_a_family_measures_is_in_the_line_and_no_part_of_the_loss() -> None:
     lines: list[Any] = []
-    device = SimpleNamespace(peak_memory_gib=lambda: 0.0)
+    device = SimpleNamespace(peak_memory_gib=lambda exact: 0.0)
     span = SimpleNamespace(fps=1.0, compute_fps=1.0, step_wait_s=0.0, step_s=1.0)
     account = SimpleNamespace(sessions=1, e2e_s=1.0)
     clock = SimpleNamespace(read=lambda: span, total=lambda: account, session=lambda: account)

@@ -19,6 +19,7 @@ DATA_NEEDS: tuple[Companion, ...] = (
          "has no effect without regularisation images: {data.reg_dirs}, or is_reg in the dataset TOML", note=True),
     Companion("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
+    Companion("data.prefetch", lambda c: c.data.workers != 0, "needs {data.workers}: no worker loads ahead", strict=True),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"
@@ -90,6 +91,10 @@ def sizes(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
                 yield Finding(("eval.sets",), f"{evaluated.name}: {keys[0]} {what}", remedy)
 
 
+def _nearest(side: int, multiple: int) -> int:
+    return max(1, round(side / multiple)) * multiple
+
+
 def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Find (fields, what is wrong, what would be right); the first field is the one to name."""
     for width, height in size.sizes:
@@ -102,7 +107,11 @@ def _misfits(size: SizeSection, multiple: int) -> Iterator[tuple[tuple[str, ...]
     width, height = size.resolution or (multiple, multiple)
     least = 8 if size.enable_bucket else multiple  # of buckets it is the area alone
     if width % least or height % least:
-        yield ("resolution",), f"must be multiples of {least}, got {width},{height}", "1024,1024 for SDXL"
+        yield (
+            ("resolution",),
+            f"must be multiples of {least}, got {width},{height}",
+            f"{_nearest(width, least)},{_nearest(height, least)} is near",
+        )
     if not size.enable_bucket:
         return
 

@@ -62,6 +62,11 @@ def speaking(door: Door) -> Iterator[None]:
         _door = before
 
 
+def spoken_by() -> Door:
+    """Return which entry point is running."""
+    return _door
+
+
 def option(path: str, value: Any = None, *, door: Door | None = None) -> str:
     """Return how the command line spells "section.field", or that it has a value.
 

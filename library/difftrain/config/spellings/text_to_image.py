@@ -130,6 +130,7 @@ OURS: tuple[Row, ...] = (
     Row("log_every", "int", "logging.log_every"),
     Row("timed_step", "int", "logging.timed_step"),
     Row("loss_target", "float", "logging.loss_target"),
+    Row("trace", "str", "logging.trace"),
 )
 # fmt: on
 

@@ -20,7 +20,7 @@ import torch
 
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.weights.files import opened, read_json
-from difftrain.models.weights.infer import looks_like
+from difftrain.models.weights.infer import adapter_looks_like, looks_like
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,6 +102,9 @@ def merge_adapter(choice: AdapterChoice, pipeline: str, modules: Mapping[str, nn
         delta = pair.delta(weight.shape) if isinstance(weight, torch.Tensor) else None
         if layer is None or delta is None:
             unfit += pair.keys
+        elif not torch.isfinite(delta).all():
+            what = f"{path} holds weights that are no numbers: {', '.join(pair.keys)}"
+            raise ConfigFault([Fault(choice.flag, what, "take an earlier save of the adapter")])
         else:
             layers[id(layer)] = (layer, delta if id(layer) not in layers else layers[id(layer)][1] + delta)
     if unfit or not layers:
@@ -109,7 +112,11 @@ def merge_adapter(choice: AdapterChoice, pipeline: str, modules: Mapping[str, nn
         what = (
             f"{path} does not fit this model: {len(unfit) or len(keys)} of its {len(keys)} tensors have no layer here"
         )
-        raise ConfigFault([Fault(choice.flag, f"{what}, {shown} first", "give an adapter of this family and size")])
+        looks = adapter_looks_like(file.shapes())
+        whose = f"; it looks like {looks}'s" if looks else ""
+        raise ConfigFault(
+            [Fault(choice.flag, f"{what}, {shown} first{whose}", "give an adapter of this family and size")]
+        )
 
     # --- added in fp32, rounded once to what the layer is held in
     for layer, delta in layers.values():
@@ -217,7 +224,10 @@ def _as_diffusers(
         Exception
     ) as error:  # its converters index, split and assert: whatever does not fit them raises something else
         shown = ", ".join(sorted(tensors)[:3])
-        what = f"{path} is not an adapter that {pipeline} reads ({type(error).__name__}: {error}); its first keys are {shown}"
+        looks = adapter_looks_like({key: tuple(value.shape) for key, value in tensors.items()})
+        whose = f"; it looks like {looks}'s" if looks else ""
+        why = f"{type(error).__name__}: {error}"
+        what = f"{path} is not an adapter that {pipeline} reads ({why}); its first keys are {shown}{whose}"
         raise ConfigFault([Fault(choice.flag, what, "give an adapter of this family and size")]) from None
     named, alphas = (made[0], made[1]) if isinstance(made, tuple) else (made, None)
     return dict(named), {key: float(value) for key, value in (alphas or {}).items()}

@@ -121,6 +121,21 @@ def looks_like(shapes: Shapes) -> str:
     return f"no model known here; its first keys are {', '.join(sorted(shapes)[:3])}"
 
 
+# width of the text that a UNet's second attention reads -> the model
+_TEXT_WIDTHS = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 2048: "Stable Diffusion XL"}
+_READS_TEXT = re.compile(r"attn2[._](processor[._])?to_[kv].*(lora_A|down)")
+
+
+def adapter_looks_like(shapes: Shapes) -> str:
+    """Name the model that a LoRA is for, by its layers' names and the width of the text; nothing where they do not tell."""
+    if any(re.search(r"single_(transformer_)?blocks|double_blocks", key) for key in shapes):
+        return "Flux.1"
+    if any(re.search(r"joint_blocks|transformer[._]transformer_blocks", key) for key in shapes):
+        return "Stable Diffusion 3"
+    widths = {shape[1] for key, shape in shapes.items() if len(shape) > 1 and _READS_TEXT.search(key)}
+    return next((_TEXT_WIDTHS[width] for width in widths if width in _TEXT_WIDTHS), "")
+
+
 def differences(expected: Shapes, actual: Shapes, limit: int = 5) -> list[str]:
     """Describe missing, unexpected and differently shaped tensors, the first few of each by name."""
     lines = []

@@ -217,6 +217,8 @@ def _loss_checks(a: RunFiles, b: RunFiles, errors: StepErrors, limits: Threshold
     def at_most(name: str, value: float, limit: float | None) -> ScoreTarget:
         return ScoreTarget(name, value, limit or 0.0, at_least=False)
 
+    if limits.min_common_steps is not None:
+        yield ScoreTarget("min_common_steps", len(errors.steps), limits.min_common_steps, at_least=True)
     yield at_most("mean_relative_error", errors.mean, limits.mean_relative_error)
     yield at_most("step_relative_error", largest(errors.loss), limits.step_relative_error)
     if not math.isnan(rate := largest(errors.lr)):

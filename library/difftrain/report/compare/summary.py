@@ -119,7 +119,10 @@ def verdict(comparison: RunComparison) -> str:
     if comparison.divergence is not None:
         return f"differ at step {comparison.divergence.step}: {parting(comparison.divergence)}"
     missed = ", ".join(check.name for check in comparison.checks if not check.met)
-    return f"missed: {missed}" if missed else "agree"
+    compared = len(comparison.errors.steps) if comparison.errors is not None else 0
+    of = max(len(comparison.a.steps), len(comparison.b.steps))
+    outcome = f"missed: {missed}" if missed else "agree"
+    return f"{outcome} ({compared} of {of} steps compared)"
 
 
 def parting(at: Divergence) -> str:

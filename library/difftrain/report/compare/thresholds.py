@@ -30,6 +30,9 @@ class Thresholds(Section):
     )
     min_fps_ratio: Ratio | None = Field(None, description="FPS of B over that of A")
     min_compute_fps_ratio: Ratio | None = Field(None, description="compute FPS of B over that of A")
+    min_common_steps: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="steps that both have: a run that ended early agrees as far as it went"
+    )
     max_memory_ratio: Ratio | None = Field(None, description="peak memory of B over that of A")
 
     def for_precision(self, half: bool) -> Thresholds:

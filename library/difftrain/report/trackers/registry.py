@@ -75,6 +75,11 @@ class Guarded:
         """Add a picture, and what it was drawn from."""
         self._try(lambda: self.tracker.image(step, tag, path, prompts))
 
+    def flush(self) -> None:
+        """Hand over what a tracker keeps for a while, where it does."""
+        if (flush := getattr(self.tracker, "flush", None)) is not None:
+            self._try(flush)
+
     def close(self) -> None:
         """Send what is left."""
         self._try(self.tracker.close)
@@ -123,7 +128,7 @@ def tracker_class(name: str) -> Callable[[TrackerRequest], Tracker]:
 
 def open_trackers(
     cfg: TrainConfig, *, step: int, run_id: str, started: str, config: dict[str, Any], out: Path
-) -> list[Tracker]:
+) -> list[Guarded]:
     """Open the trackers that the configuration asks for.
 
     With a logging_dir and no log_with: TensorBoard, as at kohya's; in a run directory always, in tensorboard_logs of
@@ -142,7 +147,7 @@ def open_trackers(
         chosen.insert(0, "tensorboard")
 
     # --- each with what it needs
-    opened: list[Tracker] = []
+    opened: list[Guarded] = []
     try:
         for name in chosen:
             is_board = name == "tensorboard"

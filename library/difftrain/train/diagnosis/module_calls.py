@@ -1,4 +1,4 @@
-"""Every call of every module of the root in a step: in which order, with which tensors, and what their gradients were.
+"""Every call of every module of the root, and of frozen ones, in a step: in which order, with which tensors, and what their gradients were.
 
 1. `before_forward` puts hooks on all modules, the first time; `after_forward` ends a micro batch's own forward pass. What
    runs behind it, until the next one, is the backward pass: a block that is recomputed there is not taken for a call.
@@ -15,6 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -32,11 +33,20 @@ _NODES = 64  # of the graph between the inputs and outputs of a module without p
 
 
 class ModuleCalls(Generic[T]):
-    """Observe steps of an engine (contracts.StepObserver). measure: what is kept of a tensor; no reference to it."""
+    """Observe steps of an engine (contracts.StepObserver). measure: what is kept of a tensor; no reference to it.
 
-    def __init__(self, root: nn.Module, measure: Callable[[Tensor], T]) -> None:
+    frozen: modules by name that are looked at too where a step runs them, such as the VAE and text encoders.
+    """
+
+    def __init__(
+        self, root: nn.Module, measure: Callable[[Tensor], T], frozen: Mapping[str, nn.Module] = MappingProxyType({})
+    ) -> None:
         self._root, self._measure = root, measure
-        self._names = {id(module): name or ROOT for name, module in root.named_modules()}
+        named = {name: dict(module.named_modules(prefix=name)) for name, module in frozen.items()}
+        self._modules = {id(module): module for inside in named.values() for module in inside.values()}
+        self._names = {id(module): name for inside in named.values() for name, module in inside.items()}
+        self._modules |= {id(module): module for module in root.modules()}
+        self._names |= {id(module): name or ROOT for name, module in root.named_modules()}
         self._hooks: list[Any] = []
         self.clear()
 
@@ -61,7 +71,7 @@ class ModuleCalls(Generic[T]):
     def before_forward(self, number: int, batch: Batch) -> None:
         """Look on from here."""
         if not self._hooks:
-            for module in self._root.modules():
+            for module in self._modules.values():
                 self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True))
         self._micro = number

@@ -1,4 +1,6 @@
-"""--trace: what every module of the trained network read, made and handed back in chosen steps, a file a step and rank.
+"""--trace: what every module read, made and handed back in chosen steps, a file a step and rank.
+
+That is the trained network, and of the VAE and frozen text encoders what a step runs: cached ones are not called.
 
 A step is traced on one device and on another, and `difftrain compare --trace A B` names the first module at which they
 part (report/trace.py reads the files; docs/trace.md describes them).
@@ -69,7 +71,8 @@ class Tracing:
     def _arm(self, step: int) -> None:
         traced = any(step in steps for steps in self._steps)
         if traced or self._seen is not None:
-            self._seen = ModuleCalls(self._model.parts.root, sample) if traced else None
+            parts = self._model.parts
+            self._seen = ModuleCalls(parts.root, sample, parts.frozen) if traced else None
             self._model.engine.observe(self._seen)
 
     def _write(self, step: int, seen: ModuleCalls[TensorSample]) -> None:

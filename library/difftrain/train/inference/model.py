@@ -19,6 +19,7 @@ import torch
 
 from difftrain import checkpoint, optim
 from difftrain.contracts import EVERY, ConfigFault, Fault, Parts
+from difftrain.diffusion.ema import start_share
 from difftrain.distributed.ranks import Ranks
 from difftrain.engine.checkpointing import engine_file
 from difftrain.engine.optimizer_state import NamedState, merge_states
@@ -168,7 +169,8 @@ def _averages(model: Inference, folder: Path, ema: str, ranks: Ranks) -> tuple[d
         raise ConfigFault([Fault(EMA_FLAG, what, f"it has {', '.join(has)}" if has else "it has only raw weights")])
     reader = CheckpointReader(folder, kind, ranks)
     if ema == AS_SAMPLES:
-        share = model.cfg.ema.decay ** int(reader.metadata[0].get(UPDATES, 0))
+        section, updates = model.cfg.ema, int(reader.metadata[0].get(UPDATES, 0))
+        share = start_share(section.decay, updates, ramp=section.ramp)
         if share > HALF:
             return {}, f"raw weights, as the average is still {percent(share)} of its start"
     description = "averaged weights" if kind == PLAIN else f"weights averaged with relative width {_width(ema)}"

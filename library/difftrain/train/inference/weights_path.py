@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.models.weights.detect import INDEX, family_of_folder
 
+log = logging.getLogger("difftrain")
 CONFIG = "config.toml"  # of a run's folder
 _REMEDY = "give a run's folder or checkpoint, a diffusers folder, or a single file of weights"
 
@@ -44,6 +46,9 @@ def locate(text: str, flag: str, config: str | None = None) -> WeightsPath:
         return WeightsPath("file", files[0])  # an export of a run whose saves are folders by step
     inside = [candidate.path.name for candidate in candidates(path)]
     runs = sorted(config_file.parent.name for config_file in path.glob(f"*/{CONFIG}"))
+    if len(runs) == 1 and not inside:
+        log.info("%s: the only run in it is %s", path, runs[0])
+        return locate(str(path / runs[0]), flag, config)
     what = f"'{path}' is neither a checkpoint nor a diffusers folder"
     if inside:
         what, remedy = f"'{path}' has checkpoints and no {CONFIG}", f"{inside[0]} is the newest"
