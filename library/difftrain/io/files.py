@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import stat
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
@@ -125,6 +127,55 @@ def link_or_copy(source: Path, target: Path) -> bool:
         shutil.copyfile(source, target)
         fsync_file(target)
         return False
+
+
+# ---------------------------------------------------------------------- files of strangers
+
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_LINE_ENDS = re.compile(r"\r\n|\r|\n")
+
+
+def kind_of_file(mode: int) -> str:
+    """Name what a path leads to that is no regular file, by st_mode: "a pipe"; "" for a regular file."""
+    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a folder")
+
+
+def open_regular(path: Path | str) -> IO[bytes]:
+    """Open a regular file for reading. A pipe, a socket or a device is refused before anything waits for it.
+
+    Raises: OSError.
+    """
+    _refuse_kind(os.stat(path).st_mode, path)  # noqa: PTH116 - before it is opened, which may have effects on a device
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        _refuse_kind(os.fstat(descriptor).st_mode, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def _refuse_kind(mode: int, path: Path | str) -> None:
+    if kind := kind_of_file(mode):
+        raise OSError(errno.EINVAL, f"{kind}, not a file", os.fspath(path))
+
+
+def read_regular(path: Path | str, most: int) -> bytes:
+    """Read a regular file of at most so many bytes, and no more than its size: logs of a kernel never end.
+
+    Raises: OSError.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {most:,} are read", os.fspath(path))
+        return file.read(size)
+
+
+def text_lines(text: str) -> list[str]:
+    """Return the lines of a text as files have them, not also cut where Unicode or ASCII would break a page (splitlines)."""
+    lines = _LINE_ENDS.split(text)
+    return lines[:-1] if not lines[-1] else lines
 
 
 # ---------------------------------------------------------------------- checksums

@@ -97,6 +97,11 @@ def _absolute(path_text: str) -> Path:
     return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
 
+def class_argument(subset: SubsetSection) -> str:
+    """Return what a data set class is made with: the subset's folder, or nothing."""
+    return str(_absolute(subset.image_dir)) if subset.image_dir else ""
+
+
 def _mask(path: Path) -> Path:
     """Look at a mask that many pictures share before any of them is. Raises DataFault where it is none, or all black."""
     try:
@@ -133,7 +138,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
 
     # --- a class of the user's, or a metadata file: they name their pictures themselves
     if subset.dataset_class:
-        add("class", subset.dataset_class, only=str(_absolute(subset.image_dir)) if subset.image_dir else "")
+        add("class", subset.dataset_class, only=class_argument(subset))
         made.notes.append(f"{subset.dataset_class}: pictures as the class hands them out")
         return
     if subset.metadata_file:
