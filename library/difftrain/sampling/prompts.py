@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import text_lines
 from difftrain.sampling.samplers import sampler_fault
 
 MAX_STEPS = 1000
@@ -326,7 +327,7 @@ def _entries(path: Path, where: str) -> tuple[_Placed, list[Fault]]:
 
 def _lines(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
     """Read a prompt a line; empty lines and lines that begin with # are left out."""
-    numbered = enumerate(text.splitlines(), start=1)
+    numbered = enumerate(text_lines(text), start=1)
     kept = [(n, line) for n, line in numbered if line.strip() and not line.startswith("#")]
     return [(f"{path}, line {n}", parse_line(line.strip())) for n, line in kept], []
 

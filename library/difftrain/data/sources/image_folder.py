@@ -28,8 +28,9 @@ from difftrain.data.sources.base import (
     key_path,
     printable,
 )
-from difftrain.data.sources.captions import BadCaption, captions_of, decode_text
+from difftrain.data.sources.captions import MAX_FILE_BYTES, BadCaption, captions_of, decode_text
 from difftrain.data.sources.folder import walk
+from difftrain.io.files import read_regular, text_lines
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _LOOKED_AT = ("", "*/", "*/*/")  # depths at which a first metadata file is looked for
@@ -95,7 +96,7 @@ class ImageFolderSource(DataSource):
         if file.suffix == ".parquet":
             return _table(file)
         try:
-            text = decode_text(file.read_bytes(), "it")
+            text = decode_text(read_regular(file, MAX_FILE_BYTES), "it")
         except OSError as error:
             raise DataFault(f"{file}: cannot be read ({error.strerror})") from None
         except BadCaption as error:
@@ -103,7 +104,7 @@ class ImageFolderSource(DataSource):
         if file.suffix == ".csv":
             return [dict(row) for row in csv.DictReader(io.StringIO(text))]
         rows = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text_lines(text), 1):
             if not line.strip():
                 continue
             try:

@@ -25,7 +25,8 @@ from difftrain.data.sources.base import (
     is_picture,
     printable,
 )
-from difftrain.data.sources.captions import BadCaption, all_lines, decode_text, first_line
+from difftrain.data.sources.captions import MAX_FILE_BYTES, BadCaption, all_lines, decode_text, first_line, sound
+from difftrain.io.files import read_regular
 
 _ORDER = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # kohya's, where several pictures have the name
 _SUFFIXES = (*_ORDER, *(s.upper() for s in _ORDER), *sorted(IMAGE_SUFFIXES.difference(_ORDER)))
@@ -54,7 +55,7 @@ class MetadataSource(DataSource):
     def _entries(self) -> dict[str, Any]:
         file = os.path.normpath(self.root / self.info.only)
         try:
-            entries = json.loads(decode_text(Path(file).read_bytes(), "it"))
+            entries = json.loads(decode_text(read_regular(file, MAX_FILE_BYTES), "it"))
         except OSError as error:
             raise DataFault(f"{file}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError, BadCaption) as error:
@@ -129,7 +130,7 @@ class MetadataSource(DataSource):
             if value is not None and not isinstance(value, str):
                 raise BadCaption(f"caption not text: {field} is {_word(value)}")
         text = combined(caption, tags, self.info.separator, multi_line=self.info.multi_line)
-        return (text,) if text else ()
+        return (sound(text, "the entry"),) if text else ()
 
     def read(self, media: MediaRef) -> bytes:
         return (self.root / media.path).read_bytes()
