@@ -135,29 +135,31 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 _LINE_ENDS = re.compile(r"\r\n|\r|\n")
 
 
-def kind_of_file(mode: int) -> str:
-    """Name what a path leads to that is no regular file, by st_mode: "a pipe"; "" for a regular file."""
-    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a folder")
-
-
 def open_regular(path: Path | str) -> IO[bytes]:
     """Open a regular file for reading. A pipe, a socket or a device is refused before anything waits for it.
 
     Raises: OSError.
     """
-    _refuse_kind(os.stat(path).st_mode, path)  # noqa: PTH116 - before it is opened, which may have effects on a device
+    refuse_irregular(path)  # before it is opened, which may have effects on a device
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
-        _refuse_kind(os.fstat(descriptor).st_mode, path)
+        _refuse_kind(os.fstat(descriptor), path)
     except OSError:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
 
 
-def _refuse_kind(mode: int, path: Path | str) -> None:
-    if kind := kind_of_file(mode):
+def refuse_irregular(path: Path | str) -> int:
+    """Return the bytes of a regular file. Raises: OSError where there is none, or it is a pipe, a socket, a device."""
+    return _refuse_kind(os.stat(path), path)  # noqa: PTH116 - a text may be given
+
+
+def _refuse_kind(status: os.stat_result, path: Path | str) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a folder")
         raise OSError(errno.EINVAL, f"{kind}, not a file", os.fspath(path))
+    return status.st_size
 
 
 def read_regular(path: Path | str, most: int) -> bytes:

@@ -28,6 +28,7 @@ from difftrain.cache.manifest.manifest import first_occurrences
 from difftrain.contracts import MediaRef, Reject
 from difftrain.data.index.index import DATABASE, Index, connect
 from difftrain.data.index.inspection import content_of
+from difftrain.data.sources.base import read_image
 from difftrain.io.files import atomic_write, write_bytes
 
 Say = Callable[[str], None]
@@ -298,7 +299,7 @@ class _HashReader:
     def __call__(self, media: MediaBytes) -> tuple[bytes | None, int, str]:
         try:
             if media.media is None:
-                data = Path(media.file).read_bytes()
+                data = read_image(Path(media.file))
             else:
                 if not hasattr(self._local, "index"):
                     self._local.index = self._index.reopened()

@@ -14,7 +14,7 @@ from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.media.media import Unusable, decode_rgba
-from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, is_picture, printable, split_suffix
+from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, is_picture, printable, read_image, split_suffix
 from difftrain.data.sources.folder import is_folder, walk
 from difftrain.data.sources.image_folder import has_metadata
 
@@ -105,7 +105,7 @@ def class_argument(subset: SubsetSection) -> str:
 def _mask(path: Path) -> Path:
     """Look at a mask that many pictures share before any of them is. Raises DataFault where it is none, or all black."""
     try:
-        pixels, _ = decode_rgba(path.read_bytes())
+        pixels, _ = decode_rgba(read_image(path))
     except (OSError, Unusable) as error:
         raise DataFault(f"{path}: cannot be used as a mask ({error}); give a picture: white is trained on") from None
     if not pixels[..., 0].any():

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from difftrain.data.sources.base import (
     FileRef,
     ListedFile,
     SourceItem,
+    image_file,
     is_picture,
     printable,
+    read_image,
 )
 from difftrain.data.sources.captions import MAX_FILE_BYTES, BadCaption, all_lines, decode_text, first_line, sound
 from difftrain.io.files import read_regular
@@ -77,7 +80,7 @@ class MetadataSource(DataSource):
         for name, entry in self._entries.items():
             try:
                 captions_path = self._find(name)
-                size = captions_path.stat().st_size if captions_path else 0
+                size, opener = image_file(captions_path) if captions_path else (0, BytesIO)
             except OSError as error:
                 yield BadItem(printable(name), f"cannot be read: {error.strerror}")
                 continue
@@ -106,7 +109,7 @@ class MetadataSource(DataSource):
                 0,
                 size,
                 captions,
-                lambda at=captions_path: at.open("rb"),  # type: ignore[misc]
+                opener,
                 lacking,
                 path,
                 key=key,
@@ -133,7 +136,7 @@ class MetadataSource(DataSource):
         return (sound(text, "the entry"),) if text else ()
 
     def read(self, media: MediaRef) -> bytes:
-        return (self.root / media.path).read_bytes()
+        return read_image(self.root / media.path)
 
 
 def _is_file(path: Path) -> bool:

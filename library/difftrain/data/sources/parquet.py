@@ -18,9 +18,20 @@ import pyarrow
 from pyarrow import parquet
 
 from difftrain.contracts import DataFault, MediaRef
-from difftrain.data.sources.base import BadItem, DataSource, FileRef, ListedFile, SourceInfo, SourceItem
+from difftrain.data.sources.base import (
+    BadItem,
+    DataSource,
+    FileRef,
+    ListedFile,
+    SourceInfo,
+    SourceItem,
+    can_be_path,
+    image_file,
+    read_image,
+)
 from difftrain.data.sources.captions import BadCaption, captions_of
 from difftrain.data.sources.tar import list_shards
+from difftrain.io.files import refuse_irregular
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "bytes")
 PATH_COLUMNS = ("image_path", "file_name", "filename", "image_file", "filepath", "file_path", "path")
@@ -43,12 +54,14 @@ class ParquetSource(DataSource):
 
     def count(self, path: str, enough: int) -> int:
         try:
+            refuse_irregular(self.root / path)
             return int(parquet.read_metadata(self.root / path).num_rows)
         except pyarrow.ArrowException as error:
             raise OSError(errno.EIO, str(error), path) from None
 
     def check(self, path: str) -> str:
         try:
+            refuse_irregular(self.root / path)
             file = parquet.ParquetFile(self.root / path)
         except (pyarrow.ArrowException, OSError):
             return ""  # a damaged file is listed when it is read
@@ -63,6 +76,7 @@ class ParquetSource(DataSource):
 
     def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         try:
+            refuse_irregular(self.root / file.path)
             opened = parquet.ParquetFile(self.root / file.path)
             image, caption = self._columns(opened, file.path)
             row = 0
@@ -101,16 +115,20 @@ class ParquetSource(DataSource):
         inner_path = posixpath.normpath(posixpath.join(posixpath.dirname(file), path.replace("\\", "/")))
         if posixpath.isabs(inner_path) or inner_path.split("/")[0] == "..":
             return BadItem(member, f"outside its folder: {path}")
-        full = self.root / inner_path
+        if not can_be_path(inner_path):
+            return BadItem(member, f"no picture: {path!r} is no name of a file")
         try:
-            size = full.stat().st_size
-        except OSError:
-            return BadItem(member, f"no picture: {path} does not exist")
-        return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=inner_path)
+            size, opener = image_file(self.root / inner_path)
+        except OSError as error:
+            there = error.errno == errno.EINVAL
+            return BadItem(
+                member, f"cannot be read: {error.strerror}" if there else f"no picture: {path} does not exist"
+            )
+        return SourceItem(member, 0, 0, size, captions, opener, lacking, path=inner_path)
 
     def read(self, media: MediaRef) -> bytes:
         if media.length != -1:
-            return (self.root / media.path).read_bytes()
+            return read_image(self.root / media.path)
         path = str(self.root / media.path)
         try:
             starts = _group_starts(path, Path(path).stat().st_mtime_ns)
