@@ -174,6 +174,15 @@ def read_regular(path: Path | str, most: int) -> bytes:
         return file.read(size)
 
 
+def read_json_object(path: Path | str, most: int = 1 << 26) -> dict[str, Any] | None:
+    """Read a JSON object of a regular file; None where there is none, or something else, or one of too many levels."""
+    try:
+        content = json.loads(read_regular(path, most).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def text_lines(text: str) -> list[str]:
     """Return the lines of a text as files have them, not also cut where Unicode or ASCII would break a page (splitlines)."""
     lines = _LINE_ENDS.split(text)

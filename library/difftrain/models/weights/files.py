@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import torch
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import read_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,8 +224,4 @@ def _shards(index: Path, flag: str) -> list[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return what a JSON file holds; nothing where there is none, or no object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_json_object(path) or {}

@@ -35,7 +35,7 @@ class TensorBoard:
         import numpy as np
         from PIL import Image
 
-        with Image.open(path) as picture:
+        with Image.open(path, formats=("PNG",)) as picture:
             self._writer.add_image(tag, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
         # four spaces: the page takes text for Markdown, and a prompt is none
