@@ -18,6 +18,8 @@ MOST = 1 << 24  # of any other whole number: tokens, channels, positions
 MOST_POSITIONS = 2048  # along a side of a table of fixed positions, which has its square
 _LARGE = 1e6  # of constants, and one over them
 _LAYERS = re.compile(r"(^|_)(num_)?(hidden_|single_|refiner_|double_)?layers(_per_block)?$|^depth$|_depth$")
+_SIZED = re.compile(r"(size|dim|channels|layers|heads|length|factor)s?$")  # numbers also where a class has no default
+_TABLES = re.compile(r"(config|scaling|parameters|kwargs|label)$")  # what may be an object
 _IDS = re.compile(r"_ids?$")  # a token may be -1: none
 # constants that are divided by, or that latents are multiplied with: none of them may be 0 or less
 _POSITIVE = ("scaling_factor", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps", "rope_theta")
@@ -46,10 +48,14 @@ def count_fault(part: str, count: int, num_bytes: int, where: str) -> list[Fault
 
 def _unfit(key: str, value: Any, default: Any) -> str:
     """Say what a value must be, "" where it may be right. The nesting that classes take (lists a level) is theirs to judge."""
+    if default is None and isinstance(value, str | dict | bool) and _SIZED.search(key):
+        return "a whole number"
     if isinstance(value, str):
         return "" if default is None or isinstance(default, str) or _holds(default, str) else _kind(key, default)
     if isinstance(value, dict):
-        return "" if default is None or isinstance(default, dict) else _kind(key, default)
+        if isinstance(default, dict) or (default is None and _TABLES.search(key)):
+            return ""
+        return "no object" if default is None else _kind(key, default)
     if isinstance(value, bool):
         return _kind(key, default) if isinstance(default, str | list | tuple) or _is_number(default) else ""
     if isinstance(value, list | tuple):

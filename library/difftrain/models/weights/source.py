@@ -62,14 +62,9 @@ class WeightSource:
 
     def count(self, part: str) -> int:
         """Count a part's parameters, by formula or from the headers of its files where nothing has to be imported."""
-        kind = self.kinds[part]
         with possible(part):
-            if kind == "diffusers:AutoencoderKL":
-                return vae(self.complete(part))
-            if kind in _CLIP:
-                return clip(self.sizes[part], projected=kind == _CLIP[1])
-            if kind == _T5[0]:
-                return t5(self.sizes[part])
+            if (count := counted(self.kinds[part], self.complete(part))) is not None:
+                return count
         if part in self.readers:
             return self.readers[part].count()
         return sum(param.numel() for param in self.build(part).parameters())
@@ -141,6 +136,15 @@ class WeightSource:
 Config = Mapping[str, Any]
 
 
+def counted(kind: str, complete: Config) -> int | None:
+    """Count a part by the formula of its class; None where there is none. complete: its sizes, defaults included."""
+    if kind == "diffusers:AutoencoderKL":
+        return vae(complete)
+    if kind in _CLIP:
+        return clip(complete, projected=kind == _CLIP[1])
+    return t5(complete) if kind == _T5[0] else None
+
+
 def clip(config: Config, *, projected: bool = True) -> int:
     """Count a CLIP text encoder, with its projection or without."""
     d, inner = config["hidden_size"], config["intermediate_size"]
@@ -168,9 +172,8 @@ def vae(config: Config) -> int:
     for side, repeats in ((list(widths), layers), (list(reversed(widths)), layers + 1)):
         entering = side[0]
         for i, width in enumerate(side):
-            for _ in range(repeats):
-                total += _resnet(entering, width)
-                entering = width
+            total += _resnet(entering, width) + (repeats - 1) * _resnet(width, width)
+            entering = width
             total += _conv(width, width, 3) if i < len(side) - 1 else 0
     total += _conv(config.get("in_channels", 3), widths[0], 3) + 2 * widths[-1] + _conv(widths[-1], 2 * latents, 3)
     total += _conv(latents, widths[-1], 3) + 2 * widths[0] + _conv(widths[0], config.get("out_channels", 3), 3)
