@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import struct
@@ -132,7 +133,7 @@ class Ran:
     """What a pickle would call."""
 
     def __reduce__(self) -> Any:
-        return os.system, (f"touch {os.environ['HOSTILE_RAN']}",)
+        return os.system, ("touch $HOSTILE_RAN",)
 
 
 def as_checkpoint(make: Callable[[Path], bytes | None]) -> Callable[[Path], None]:
@@ -374,9 +375,9 @@ KINDS = ("refused", "used", "traceback", "no end", "silent", "CODE RAN")
 
 
 def try_models(word: str, verbose: bool) -> Counter[str]:
-    """Try every model whose name has a word."""
+    """Try every model whose name a word finds."""
     counts: Counter[str] = Counter()
-    chosen = [hostile for hostile in models() if word in hostile.name]
+    chosen = [hostile for hostile in models() if re.search(word, hostile.name)]
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder))
         for hostile in chosen:
@@ -385,7 +386,7 @@ def try_models(word: str, verbose: bool) -> Counter[str]:
             counts[outcome] += 1
             bad = outcome not in ("refused", "used")
             if verbose or bad:
-                last = " | ".join(output.strip().splitlines()[-3:])[-400:]
+                last = " | ".join(output.strip().splitlines()[-8 if outcome == "traceback" else -2 :])[-900:]
                 print(f"  {outcome:10s} {time.monotonic() - began:5.1f} s  {hostile.name}: {last}", flush=True)
     return counts
 
@@ -399,7 +400,7 @@ def main(argv: list[str] | None = None) -> int:
     """Try models, then images; print a line each and return 0 where nothing fell short."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("models", "images"))
-    parser.add_argument("--name", default="", help="try those whose name has this word")
+    parser.add_argument("--name", default="", help="try those whose name a regular expression finds")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args(argv)

@@ -97,10 +97,11 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
     place = str(root or model.init_from_config or "[model]")
     problems += family.misfits(sizes, place)
     for part, reader in readers.items() if not problems else ():
-        if (
-            reader.path.is_dir()
-            and (count := counted(family.parts[part], known.complete(family.parts[part], sizes[part]))) is not None
-        ):
+        if not reader.path.is_dir():
+            continue  # sizes that are read off the tensors have no more of them
+        with known.possible(part):
+            count = counted(family.parts[part], known.complete(family.parts[part], sizes[part]))
+        if count is not None:
             problems += count_fault(part, count, reader.num_bytes(), f"{place} [{family.folder(part)}]")
     if problems:
         raise ConfigFault(problems)
