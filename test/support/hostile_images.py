@@ -110,7 +110,7 @@ def _bad() -> Iterator[MadeImage]:
         yield MadeImage(f"postscript.{suffix}", EPS, "bad")
         dos = b"\xc5\xd0\xd3\xc6" + struct.pack("<II", 32, len(EPS)) + bytes(20) + EPS
         yield MadeImage(f"postscript in DOS.{suffix}", dos, "bad")
-    for form in ("PPM", "TGA", "PCX", "ICO", "SGI", "DDS", "IM", "MSP", "SPIDER", "XBM", "PDF", "BLP", "JPEG2000"):
+    for form in ("PPM", "TGA", "PCX", "ICO", "SGI", "DDS", "IM", "MSP", "SPIDER", "XBM", "BLP", "JPEG2000"):
         mode = {"MSP": "1", "XBM": "1", "SPIDER": "F", "BLP": "P"}.get(form, "RGB")
         try:
             yield MadeImage(f"a {form} called.png", saved(picture("L").convert(mode), form), "bad")
@@ -118,7 +118,7 @@ def _bad() -> Iterator[MadeImage]:
             continue
     heads = {
         "PSD": b"8BPS\0\1" + bytes(6), "FPX": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "WMF": b"\xd7\xcd\xc6\x9a\0\0",
-        "EMF": b"\1\0\0\0" + bytes(36) + b" EMF", "FLI": bytes(4) + b"\x11\xaf", "ELF": b"\x7fELF", "ZIP": b"PK\3\4",
+        "EMF": b"\1\0\0\0" + bytes(36) + b" EMF", "FLI": bytes(4) + b"\x11\xaf", "ELF": b"\x7fELF", "ZIP": b"PK\3\4", "PDF": b"%PDF-1.4\n",
         "GRIB": b"GRIB\0\0\0\1", "HDF5": b"\x89HDF\r\n\x1a\n", "MPEG": b"\0\0\1\xb3", "PCD": bytes(2048) + b"PCD_",
         "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "HTML": b"<!doctype html><script>alert(1)</script>",
         "script": b"#!/bin/sh\ntouch $HOSTILE_RAN\n", "zeros": bytes(5000), "noise": random.Random(SEED).randbytes(5000),

@@ -67,7 +67,7 @@ def say(prog: str, sentences: Iterable[str]) -> None:
     """Print what is worth knowing before the work begins, once on each machine."""
     if _speaks():
         for sentence in sentences:
-            print(f"{prog}: {sentence}", file=sys.stderr)
+            print(redact_text(f"{prog}: {sentence}"), file=sys.stderr)
 
 
 def guard(prog: str, work: Callable[[], int]) -> int:

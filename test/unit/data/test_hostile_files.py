@@ -228,3 +228,42 @@ def test_a_worker_stuck_in_a_file_ends_with_its_parent(tmp_path: Path) -> None:
         parent.wait()
         with contextlib.suppress(OSError, ValueError):
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def _odd_tables() -> dict[str, pyarrow.Table]:
+    png = picture(1, (64, 48))
+    not_text = pyarrow.array([b"\xff\xfe"], pyarrow.binary()).view(pyarrow.string())
+    captions = {
+        "dictionary": pyarrow.array(["x"]).dictionary_encode(), "lists of lists": pyarrow.array([[["x"]]]),
+        "map": pyarrow.array([[("a", "b")]], pyarrow.map_(pyarrow.string(), pyarrow.string())),
+        "numbers": pyarrow.array([5]), "not UTF-8": not_text, "empty list": pyarrow.array([[]], pyarrow.list_(pyarrow.string())),
+        "null": pyarrow.array([None], pyarrow.string()), "null type": pyarrow.nulls(1),
+    }  # fmt: skip
+    pictures = {
+        "struct of numbers": pyarrow.array([{"bytes": 5, "path": None}]), "struct of lists": pyarrow.array([{"bytes": [1, 2]}]),
+        "path is a number": pyarrow.array([{"bytes": None, "path": 7}]), "struct of text": pyarrow.array([{"bytes": "x"}]),
+        "path not UTF-8": not_text, "fixed size": pyarrow.array([png[:8]], pyarrow.binary(8)), "list of bytes": pyarrow.array([[1, 2]]),
+        "dictionary": pyarrow.array([png]).dictionary_encode(), "null": pyarrow.array([None], pyarrow.binary()),
+        "timestamp": pyarrow.array([5], pyarrow.timestamp("ns")),
+    }  # fmt: skip
+    made = {f"caption {name}": pyarrow.table({"image": [png], "caption": column}) for name, column in captions.items()}
+    return made | {
+        f"image {name}": pyarrow.table({"image": column, "caption": ["x"]}) for name, column in pictures.items()
+    }
+
+
+@pytest.mark.parametrize("table", _odd_tables().values(), ids=_odd_tables())
+def test_odd_types_of_a_table_are_named(tmp_path: Path, table: pyarrow.Table) -> None:
+    """Either the file is refused with its columns, or each row is named or used; good files beside it stay."""
+    (tmp_path / "data").mkdir()
+    good = pyarrow.table({"image": [picture(2, (64, 48))], "caption": ["y"]})
+    parquet.write_table(good, tmp_path / "data" / "good.parquet")
+    parquet.write_table(table, tmp_path / "data" / "odd.parquet")
+    try:
+        index = build(tmp_path, verify="full")
+    except DataFault as fault:
+        assert names(fault, tmp_path / "data" / "odd.parquet")
+    else:
+        assert index.count >= 1 and index.count + index.summary.rejected == 2
+        for record in index.records(range(index.count)):
+            assert index.read(record.media)

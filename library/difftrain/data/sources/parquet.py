@@ -83,7 +83,11 @@ class ParquetSource(DataSource):
             for group in range(opened.num_row_groups):
                 table = opened.read_row_group(group, columns=sorted({image, caption}), use_threads=False)
                 for picture, text in zip(table.column(image), table.column(caption), strict=True):
-                    yield self._item(file.path, row, picture.as_py(), text)
+                    try:
+                        item = self._item(file.path, row, picture.as_py(), text)
+                    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a type of its own kind
+                        item = BadItem(str(row), f"no picture: the row cannot be read: {' '.join(str(error).split())}")
+                    yield item
                     row += 1
         except pyarrow.ArrowException as error:
             yield BadItem(None, f"damaged shard: {' '.join(str(error).split())}")
@@ -134,7 +138,7 @@ class ParquetSource(DataSource):
             starts = _group_starts(path, Path(path).stat().st_mtime_ns)
             group = bisect_right(starts, media.offset) - 1
             data, _ = _bytes_and_path(self._group(path, group)[media.offset - starts[group]].as_py())
-        except (pyarrow.ArrowException, IndexError) as error:
+        except (pyarrow.ArrowException, IndexError, ValueError, TypeError) as error:
             raise OSError(errno.EIO, f"row {media.offset} cannot be read: {error}", path) from None
         return data or b""
 
@@ -209,11 +213,12 @@ def _is_text(kind: Any) -> bool:
 
 
 def _bytes_and_path(value: Any) -> tuple[bytes | None, str]:
-    if isinstance(value, dict):
-        return value.get("bytes"), value.get("path") or ""
+    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
     if isinstance(value, str):
-        return None, value
-    return value, ""
+        data, path = None, value
+    if not isinstance(data, bytes | None) or not isinstance(path, str | None):
+        raise TypeError(f"bytes are {type(data).__name__}, the path is {type(path).__name__}")
+    return data, path or ""
 
 
 def _opener(data: bytes) -> Callable[[], BinaryIO]:
