@@ -120,9 +120,9 @@ def _bad() -> Iterator[MadeImage]:
         "PSD": b"8BPS\0\1" + bytes(6), "FPX": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "WMF": b"\xd7\xcd\xc6\x9a\0\0",
         "EMF": b"\1\0\0\0" + bytes(36) + b" EMF", "FLI": bytes(4) + b"\x11\xaf", "ELF": b"\x7fELF", "ZIP": b"PK\3\4", "PDF": b"%PDF-1.4\n",
         "GRIB": b"GRIB\0\0\0\1", "HDF5": b"\x89HDF\r\n\x1a\n", "MPEG": b"\0\0\1\xb3", "PCD": bytes(2048) + b"PCD_",
-        "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "HTML": b"<!doctype html><script>alert(1)</script>",
+        "SVG": b"<svg width='9' height='9'/>", "HTML": b"<!doctype html><script>alert(1)</script>",
         "script": b"#!/bin/sh\ntouch $HOSTILE_RAN\n", "zeros": bytes(5000), "noise": random.Random(SEED).randbytes(5000),
-        "one byte": b"\xff", "pickle": b"\x80\x04cos\nsystem\n(X\x01\0\0\0xtR.", "git lfs": b"version https://git-lfs.github.com/spec/v1\n",
+        "one byte": b"\xff", "pickle": b"\x80\x04cos\nsystem\n(X\x01\0\0\0xtR.", "git pointer": b"version 1\noid sha256:00\nsize 5\n",
     }  # fmt: skip
     for name, head in heads.items():
         yield MadeImage(f"a {name} called.png", head + bytes(600), "bad")
