@@ -192,7 +192,7 @@ def ids_as(value: Any) -> Callable[[Path], None]:
 NOT_OBJECTS = {"null": "null", "number": "5", "text": '"x"', "list": "[1, 2]", "deep": "[" * DEEP, "deep objects": '{"a":' * DEEP,
                "empty": "", "not UTF-8": b"\xff\xfe{}"}  # fmt: skip
 JSON_FILES = ("model_index.json", "unet/config.json", "vae/config.json", "text_encoder/config.json")
-ODD = {"a text": "x", "an object": {"a": 1}, "a list of texts": ["x"], "true": True, "huge": 10**30, "NaN": float("nan"),
+ODD = {"a text": "x", "an object": {"a": 1}, "some texts": ["x"], "true": True, "huge": 10**30, "NaN": float("nan"),
        "negative": -5, "10 million": 10**7}  # fmt: skip
 SIZES = (
     ("text_encoder/config.json", "hidden_size"), ("text_encoder_2/config.json", "num_hidden_layers"),

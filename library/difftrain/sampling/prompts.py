@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.io.files import text_lines
 from difftrain.sampling.samplers import sampler_fault
 
 MAX_STEPS = 1000
@@ -327,7 +326,7 @@ def _entries(path: Path, where: str) -> tuple[_Placed, list[Fault]]:
 
 def _lines(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
     """Read a prompt a line; empty lines and lines that begin with # are left out."""
-    numbered = enumerate(text_lines(text), start=1)
+    numbered = enumerate(re.split(r"\r\n|\r|\n", text), start=1)  # at line ends alone, not at U+2028 and its like
     kept = [(n, line) for n, line in numbered if line.strip() and not line.startswith("#")]
     return [(f"{path}, line {n}", parse_line(line.strip())) for n, line in kept], []
 
