@@ -71,7 +71,8 @@ def built(
     captions = CaptionSection(**options.pop("captions", {}))
     log = ([] if said is None else said).append
     summary = build_index(DataSection(**fields, **options), captions, root.with_suffix(".index"), log=log)
-    return Index(Path(summary.folder))
+    # as the configuration names them
+    return Index(Path(summary.folder), [(info.root, info.only) for info in summary.sources if info.kind == "class"])
 
 
 def records(index: Index) -> list[Record]:

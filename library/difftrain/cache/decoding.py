@@ -34,7 +34,7 @@ from difftrain.data.media.decoders import HOST
 from difftrain.data.media.masks import Masks, cut_mask
 from difftrain.data.media.media import Unusable
 from difftrain.data.samples import captions_of, cut_pixels, decode_layers
-from difftrain.data.sources.base import picture_name
+from difftrain.data.sources.base import picture_name, read_image
 
 if TYPE_CHECKING:
     from difftrain.data.prepare import Data
@@ -194,7 +194,7 @@ class DecodingDataset(Dataset[Any]):
         recipe, window = self._plain[source], self._transforms.crop_window(source, record.size_hw)
         masks = recipe.masks if self._masks else None
         path = _mask_path(record, masks) if masks else None
-        data = path.read_bytes() if path else self._index.read(record.media)
+        data = read_image(path) if path else self._index.read(record.media)
         if address is not None and self._transforms.address(source, record.size_hw, flip, content_of(data)) != address:
             raise Unusable(CHANGED_SINCE, f"{'its mask' if path else 'it'} is not what it was when it was indexed")
         if path and masks:

@@ -14,11 +14,11 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from difftrain.contracts import TrainingFault
-from difftrain.io.files import FileEntry, entries, fsync_file, fsync_folder, write_json
+from difftrain.io.files import FileEntry, entries, fsync_file, fsync_folder, read_regular, write_json
 
 if TYPE_CHECKING:
     from difftrain.distributed.ranks import Ranks
@@ -185,6 +185,7 @@ def remove(path: Path) -> None:
 
 
 FORMAT = 1
+_MOST_MANIFEST = 1 << 28  # bytes
 
 
 class Torn(Exception):
@@ -226,10 +227,10 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read and check the manifest of a folder. Raises Torn."""
         try:
-            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            content = json.loads(read_regular(folder / MANIFEST, _MOST_MANIFEST))
         except FileNotFoundError:
             raise Torn(f"no {MANIFEST}: it was not written completely") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise Torn(f"{MANIFEST} cannot be read: {error}") from None
         try:
             if content["format"] > FORMAT:
@@ -237,11 +238,21 @@ class Manifest:
             digest = content.pop("digest")
             files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
             manifest = cls(**content, files=files)
-        except (KeyError, TypeError, AttributeError) as error:
+            _ = manifest.step, manifest.created + manifest.commit
+            strange = [name for name in files if not _is_inside(name)]
+            if strange or not _is_inside(manifest.name) or "/" in manifest.name:
+                raise Torn(f"{MANIFEST} names what does not lie in the folder: {(strange or [manifest.name])[0]!r}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Torn(f"{MANIFEST} is not one of a checkpoint: {error!r}") from None
         if manifest.digest != digest:
             raise Torn(f"{MANIFEST} is damaged: its own checksum differs")
         return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Tell a relative path that stays below the folder that it begins in."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts and not {"\\", "\0"} & set(name)
 
 
 def verify(folder: Path, *, deep: bool = True) -> Manifest:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Log = Callable[[str], None]
 _LEFT_BEHIND = re.compile(rf"(?:{WORK}|{TRASH})[0-9a-f]{{32}}(?:{OLD})?")
 # an export being written, file or folder, and the folder that a newer one of the same name pushed aside
-_EXPORT_LEFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
+_EXPORT_LEFT = re.compile(r"\.(?P<name>.*[^.].*)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
 
 
 class Candidate(NamedTuple):

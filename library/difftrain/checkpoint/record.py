@@ -12,7 +12,7 @@ from typing import Any
 from difftrain.checkpoint.find import DIFFUSERS, PIPELINE_INDEX, Log, Naming, named, newest, parse, parse_export
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
-from difftrain.io.files import write_json
+from difftrain.io.files import read_regular, write_json
 
 RUN_FILE = "run.json"
 _OF_A_RUN = ("metrics.jsonl", "report.json", "report.html")
@@ -65,12 +65,12 @@ class RunRecord:
         """Return a folder's record, or None where there is none. Raises ConfigFault where it cannot be read."""
         path = output_dir / RUN_FILE
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_regular(path, 1 << 28))
             known = {field.name for field in fields(cls)}
             record = cls(**{key: value for key, value in content.items() if key in known})
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             what = f"{path} cannot be read: {error}"
             raise ConfigFault(
                 [Fault(option("save.output_dir"), what, "move the folder away, or repair that file")]

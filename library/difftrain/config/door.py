@@ -69,7 +69,7 @@ def print_notes(prog: str, sentences: Iterable[str]) -> None:
     """Print what is worth knowing before the work begins, once on each machine."""
     if _speaks():
         for sentence in sentences:
-            print(f"{prog}: {sentence}", file=sys.stderr)
+            print(redact_text(f"{prog}: {sentence}"), file=sys.stderr)
 
 
 def guard(prog: str, work: Callable[[], int], *, failure: int = 1) -> int:

@@ -14,6 +14,7 @@ WEBHOOK = "DIFFTRAIN_WEBHOOK_URL"
 SECRET_FLAGS = {f"--{flag.name}": flag.secret for flag in FLAGS.values() if flag.secret}
 SECRET_VARIABLES = (*SECRET_FLAGS.values(), "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
 _SHAPES = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})")
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 _NAMES = re.compile(r"(?:^|[._])(?:key|token|secret|password|webhook_url)$", re.IGNORECASE)
 KNOWN = {
@@ -49,12 +50,12 @@ def is_secret(option: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """Return text without any token that this process knows of, or that looks like one."""
+    """Return text without any token that this process knows of, or that looks like one, and without logins in addresses."""
     for variable in (*SECRET_VARIABLES, *_kept):
         value = os.environ.get(variable, "")
         if len(value) >= 8:  # a shorter one would blank out ordinary words
             text = text.replace(value, REDACTED)
-    return _SHAPES.sub(REDACTED, text)
+    return _LOGIN.sub(REDACTED, _SHAPES.sub(REDACTED, text))
 
 
 def keep_in_environment(variable: str, value: str) -> None:

@@ -21,7 +21,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Bucket, ConfigFault, DataFault, Fault, Reject
 from difftrain.data.features import NOTHING_CACHED, FeatureStore
 from difftrain.data.index.build import build_index
-from difftrain.data.index.index import Index, IndexColumns, newest
+from difftrain.data.index.index import Index, IndexColumns, check_columns, newest
 from difftrain.data.index.writer import disk_faults
 from difftrain.data.plan.buckets import BucketTable
 from difftrain.data.plan.plan import EpochPlan
@@ -29,6 +29,7 @@ from difftrain.data.plan.sequential import with_plain_shards
 from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, build_tables, held_out, overlaps
 from difftrain.data.plan.tables import VERSION, Layout, PlanTables, total_uses
 from difftrain.data.recipe import Recipe, recipes_of
+from difftrain.data.sources.configured import class_argument
 
 Log = Callable[[str], None]
 NO_BUCKET = "no bucket"
@@ -99,23 +100,35 @@ def built_index(cfg: TrainConfig, log: Log) -> Index:
     folder, cache_dir = index_folder(cfg), cfg.data.cache_dir
     if cache_dir and not is_url(cache_dir) and cache_folder(cfg) != Path(expanded(cache_dir)):
         log(f"data: {cache_dir} cannot be written to, so the index goes to {folder}")
-    return Index(Path(build_index(cfg.data, cfg.captions, folder, log=log).folder))
+    return Index(Path(build_index(cfg.data, cfg.captions, folder, log=log).folder), classes_of(cfg))
+
+
+def classes_of(cfg: TrainConfig) -> frozenset[tuple[str, str]]:
+    """Return the data set classes that the configuration names: (dotted name, what it is made with)."""
+    return frozenset(
+        (subset.dataset_class, class_argument(subset)) for subset in subsets_of(cfg) if subset.dataset_class
+    )
 
 
 def trusted_index(cfg: TrainConfig) -> Index:
-    """Open the index as it is, without a look at its sources. Raises ConfigFault where there is none."""
+    """Open the index as it is, without a look at its sources. Raises ConfigFault where there is none, or none to trust."""
     folders = dict.fromkeys(root / "index" / _reading_hash(cfg) for root in _roots(cfg))
     latest = next(filter(None, map(newest, folders)), None)
     if latest is None:
         what = f"there is no complete index of this data below {' or '.join(map(str, folders))}"
         remedy = "leave it out of the first run: the data is indexed once, and the index is kept"
         raise ConfigFault([Fault(option("cache.trust", True), what, remedy)])
-    return Index(latest)
+    index = Index(latest, classes_of(cfg))
+    if strangers := index.foreign_classes():
+        what = f"the index {latest} names {', '.join(strangers)}, which the configuration does not: no code is taken from it"
+        raise ConfigFault([Fault(option("cache.trust", True), what, "remove that folder; leave the flag out once")])
+    check_columns(index.summary)
+    return index
 
 
 def open_data(cfg: TrainConfig, folder: Path) -> Data:
     """Open what `prepare` has made, in constant time."""
-    index = Index(Path(folder))
+    index = Index(Path(folder), classes_of(cfg))
     return Data(index, PlanTables(tables_folder(cfg, index), index.folder), recipes_of(cfg, index.sources))
 
 

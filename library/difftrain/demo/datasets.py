@@ -233,7 +233,7 @@ def _joined(folder: Path, captions: dict[str, str], needed: Callable[[str], bool
                 members.setdefault(_hex_code(path.stem), member)
         contents = {code: _content(tar, members[code]) for code in members if code in captions}  # in the tar's order
     for code in sorted(contents):
-        width, height = Image.open(io.BytesIO(contents[code])).size
+        width, height = Image.open(io.BytesIO(contents[code]), formats=("WEBP",)).size
         yield DemoPicture(contents[code], "webp", captions[code], width, height)
 
 

@@ -49,7 +49,7 @@ def difference() -> int:
     picture = np.stack([across, down, 255 - (across + down) / 2], axis=-1).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=95, subsampling=0)
-    host = np.asarray(Image.open(io.BytesIO(file.getvalue()))).astype(int)
+    host = np.asarray(Image.open(io.BytesIO(file.getvalue()), formats=("JPEG",))).astype(int)
     return int(np.abs(decode(file.getvalue(), False) - host).max())
 
 

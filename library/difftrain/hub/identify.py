@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from difftrain.config import hub_ids
 from difftrain.config.parse_text_to_image import WeightsIdentity
+from difftrain.io.files import read_json_object
 from difftrain.models.registry import FAMILIES
 from difftrain.models.weights import identify as on_disk
 
@@ -45,7 +45,6 @@ def identify(text: str) -> WeightsIdentity:
         path = folder / prefix / name if folder is not None else None
         if path is None or not path.is_file():
             return None
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else None
+        return read_json_object(path)
 
     return on_disk.of_folder(read)

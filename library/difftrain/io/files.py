@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import stat
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
@@ -135,6 +137,66 @@ def link_or_copy(source: Path, target: Path) -> bool:
         shutil.copyfile(source, target)
         fsync_file(target)
         return False
+
+
+# ---------------------------------------------------------------------- files of strangers
+
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_LINE_ENDS = re.compile(r"\r\n|\r|\n")
+
+
+def open_regular(path: Path | str) -> IO[bytes]:
+    """Open a regular file for reading. A pipe, a socket or a device is refused before anything waits for it.
+
+    Raises: OSError.
+    """
+    refuse_irregular(path)  # before it is opened, which may have effects on a device
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        _refuse_kind(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def refuse_irregular(path: Path | str) -> int:
+    """Return the bytes of a regular file. Raises: OSError where there is none, or it is a pipe, a socket, a device."""
+    return _refuse_kind(os.stat(path), path)  # noqa: PTH116 - a text may be given
+
+
+def _refuse_kind(status: os.stat_result, path: Path | str) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a folder")
+        raise OSError(errno.EINVAL, f"{kind}, not a file", os.fspath(path))
+    return status.st_size
+
+
+def read_regular(path: Path | str, most: int) -> bytes:
+    """Read a regular file of at most so many bytes, and no more than its size: logs of a kernel never end.
+
+    Raises: OSError.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {most:,} are read", os.fspath(path))
+        return file.read(size)
+
+
+def read_json_object(path: Path | str, most: int = 1 << 26) -> dict[str, Any] | None:
+    """Read a JSON object of a regular file; None where there is none, or something else, or one of too many levels."""
+    try:
+        content = json.loads(read_regular(path, most).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def text_lines(text: str) -> list[str]:
+    """Return the lines of a text as files have them, not also cut where Unicode or ASCII would break a page (splitlines)."""
+    lines = _LINE_ENDS.split(text)
+    return lines[:-1] if not lines[-1] else lines
 
 
 # ---------------------------------------------------------------------- checksums

@@ -38,7 +38,9 @@ def possible(part: str) -> Iterator[None]:
     """Turn what goes wrong with a part's sizes into a ConfigFault."""
     try:
         yield
-    except (TypeError, ValueError, IndexError, KeyError, ZeroDivisionError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # whatever a class makes of sizes that are none; a fault stays one
+        if isinstance(error, ConfigFault):
+            raise
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigFault([Fault(f"the sizes of {part}", f"make no model: {reason}")]) from error
 
@@ -76,8 +78,27 @@ def build(kind: str, part: str, sizes: Mapping[str, Any]) -> nn.Module:
     made_from = class_of(kind)
     with possible(part), _Hollow(), quiet_imports():
         if is_transformers(kind):
-            return made_from(made_from.config_class(**sizes))
+            return made_from(made_from.config_class(**_sizes_alone(sizes)))
         return made_from(**sizes)
+
+
+def _sizes_alone(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what would have a class fetch or import something, at any level."""
+    return {
+        key: _sizes_alone(value) if isinstance(value, Mapping) else value
+        for key, value in sizes.items()
+        if key.lstrip("_") not in _NO_SIZES
+    }
+
+
+def own_arguments(config_class: Any) -> frozenset[str]:
+    """Name the sizes that a configuration class of transformers adds to those of all."""
+    names: set[str] = set()
+    for base in config_class.__mro__:
+        if base.__name__.lower() == "pretrainedconfig":
+            break
+        names |= set(inspect.get_annotations(base))
+    return frozenset(name for name in names if name[:1] != "_")
 
 
 @cache
@@ -158,6 +179,11 @@ BY_CLASS = {
     "transformers:T5EncoderModel": T5,
 }
 _ABOUT_THE_FILE = frozenset(("architectures", "torch_dtype", "dtype", "transformers_version", "model_type"))
+# of a config.json what asks for kernels of a hub, for code, or for other ways to keep numbers
+_NO_SIZES = frozenset((
+    "attn_implementation", "attn_implementation_internal", "experts_implementation", "auto_map", "quantization_config",
+    "use_kernels", "kernel_config", "name_or_path",
+))  # fmt: skip
 # of what is needed, what is no positive whole number
 NO_COUNTS = ("scaling_factor", "block_out_channels", "down_block_types", "up_block_types", "addition_embed_type")
 _IMMATERIAL = frozenset((

@@ -29,6 +29,7 @@ from difftrain.models.registry import FAMILIES, FamilyRow
 from difftrain.models.text.tokenize import MAX_BUILT_IN, Tokenize, vocabularies
 from difftrain.models.vae.latents import MOMENTS, Latents
 from difftrain.models.weights import keys
+from difftrain.models.weights.bounds import size_faults
 from difftrain.models.weights.fingerprints import Stamp
 from difftrain.models.weights.keys import KeyMap, Rule, table_rule
 
@@ -160,7 +161,11 @@ class Description:
         """Find sizes of a part that have to be said and are not, and counts that are none. where: of the section."""
         needed = [*known.needed(self.parts[part]), *self.needed.get(part, ())]
         problems = [Fault(where, f"{key!r} is missing") for key in needed if section.get(key) is None]
+        problems += size_faults(section, known.complete(self.parts[part], {}), where)
+        named = {fault.where for fault in problems}
         for key in needed:
+            if f"{where} {key}" in named:
+                continue
             value = section.get(key)
             no_count = value is None or key in known.NO_COUNTS or key.endswith(("_type", "_types"))
             if not no_count and not isinstance(value, list | tuple) and (type(value) is not int or value < 1):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import CAPTION, Batch, Bucket, ConfigFault, Encoder, Feature, Group, Inputs, Parts, RunFacts
 from difftrain.models import passes, placeholder, speedups, vision
@@ -130,9 +131,9 @@ class ModelFamily(BaseFamily):
         from difftrain.models.metadata import described, kohya_keys
 
         made = described(self.cfg, title, saved_at, self.header_facts())
-        if facts is None:
-            return made
-        return made | kohya_keys(self.cfg, facts, saved_at, self.kohya_name or self.name, self.objective_facts())
+        if facts is not None:
+            made |= kohya_keys(self.cfg, facts, saved_at, self.kohya_name or self.name, self.objective_facts())
+        return {name: redact_text(value) for name, value in made.items()}  # weights are handed on
 
 
 # --- Pictures and clips from weights, by a family's own conditions and pass: training, samples and measures draw alike

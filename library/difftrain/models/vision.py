@@ -20,7 +20,8 @@ import torch
 
 from difftrain.config.paths import expanded
 from difftrain.contracts import PIXELS, Batch, ConfigFault, Encoder, Fault, Feature
-from difftrain.models.build import quiet_imports
+from difftrain.models.build import own_arguments, possible, quiet_imports
+from difftrain.models.weights.bounds import size_faults
 from difftrain.models.weights.files import TEXT_STEMS, find_weights, opened, read_json
 from difftrain.models.weights.fingerprints import hashed, of_files, of_tensors
 
@@ -41,6 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "siglip": ("SiglipVisionModel", {}, ("head", "vision_model.head")),
     "siglip_vision_model": ("SiglipVisionModel", {}, ("head", "vision_model.head")),
 }
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "num_register_tokens", "num_channels")
 MOST = 4  # times the patches that an encoder was made for
 VERSION = 1  # raise it where equal weights, settings and pictures come to be encoded otherwise
 
@@ -77,12 +79,15 @@ class VisionFolder:
             return [Fault(FLAG, f"{self.path} has no config.json", "give the folder of a transformers vision model")]
         if kind not in KINDS:
             return [Fault(FLAG, f"{self.path} holds a model of type {kind!r}", f"one of {', '.join(KINDS)}")]
-        problems = []
-        if wrong := [name for name in sizes if not isinstance(self.config.get(name), int)]:
+        problems: list[Fault] = []
+        known = {"hidden_act": "gelu", "model_type": "vit"} | dict.fromkeys((*sizes, *_COUNTS), 1)
+        sized = {key: value for key, value in self.config.items() if key in known}
+        problems += size_faults(sized, known, f"{FLAG} {self.path}/config.json")
+        if wrong := [name for name in sizes if type(self.config.get(name)) is not int or self.config[name] < 1]:
             problems.append(
                 Fault(FLAG, f"{self.path}/config.json does not say its {', '.join(wrong)} in whole numbers")
             )
-        if wrong := [name for name in ("image_mean", "image_std") if len(self.scaling.get(name) or ()) != 3]:
+        if wrong := [name for name in ("image_mean", "image_std") if not _are_three(self.scaling.get(name))]:
             what = (
                 f"{self.path}/preprocessor_config.json does not say {', '.join(wrong)}: how pixel values are normalised"
             )
@@ -131,15 +136,28 @@ class VisionFolder:
         import transformers
 
         name, more, unused = KINDS[self.contents["model_type"]]
-        with quiet_imports(), _no_bars():
-            module, info = getattr(transformers, name).from_pretrained(
-                str(self.path), local_files_only=True, dtype=dtype, output_loading_info=True, **more
+        made_from = getattr(transformers, name)
+        with possible(PART), quiet_imports(), _no_bars():
+            # sizes and tensors alone: a config.json may also ask for kernels of a hub, for code or for another folder
+            sizes = own_arguments(made_from.config_class)
+            config = made_from.config_class(**{key: value for key, value in self.config.items() if key in sizes})
+            module, info = made_from.from_pretrained(
+                None, config=config, state_dict=dict(self._stored()), dtype=dtype, output_loading_info=True, **more
             )
         missing = sorted(missing_key for missing_key in info["missing_keys"] if not missing_key.startswith(unused))
         if missing:
             what = f"{self.path} lacks {len(missing)} weights of a {name}: {', '.join(missing[:3])}"
             raise ConfigFault([Fault(FLAG, what, "weights and config.json must belong together")])
         return module.requires_grad_(False).eval()
+
+
+def _are_three(numbers: Any) -> bool:
+    """Tell three finite numbers, a channel each."""
+    return (
+        isinstance(numbers, list)
+        and len(numbers) == 3
+        and all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    )
 
 
 @contextmanager

@@ -41,7 +41,6 @@ NO_VERSIONS = {"kind", "index", "count", "reason", "name", "threads", "host", "m
 
 HIDDEN = secrets.REDACTED
 _SECRET_NAME = re.compile(r"(token|secret|password|passwd|api_?key|access_?key|credentials?)$", re.IGNORECASE)
-_LOGIN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def versions(device: dict[str, Any] | None = None) -> dict[str, str]:
@@ -86,7 +85,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def redact(text: str) -> str:
     """Hide what is or looks like a secret in one value: tokens, and logins in addresses."""
-    return _LOGIN_IN_ADDRESS.sub(HIDDEN, secrets.redact_text(text))
+    return secrets.redact_text(text)
 
 
 def command(argv: Sequence[str]) -> str:

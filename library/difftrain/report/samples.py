@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+from difftrain.io.files import read_regular
 from difftrain.report.page import data_address, escape, isolated, jpeg_address, note, panel
 
 FOLDER = "sample"  # kohya's name for it, in the output folder
@@ -27,6 +28,7 @@ FEW, FEW_BYTES, CELL_BYTES = 16, 180_000, 45_000
 FEW_TRIES = ((1024, 86), (768, 84), (640, 80), (512, 75), (384, 65), (256, 60))
 CELL_TRIES = ((448, 82), (384, 78), (320, 72), (224, 65), (160, 55))
 TINY = 128  # px: an image up to here is shown with its pixels, not blurred
+MOST_BYTES = 1 << 26  # of a file that is looked at
 LONGEST = 600  # characters of a prompt
 _SINGLE = re.compile(r"(?P<name>.*)_(?P<when>[^_]+)_(?P<number>\d{2,})_(?P<time>\d{14})_\d+\.png")
 _GRID = re.compile(r".*_e?\d{6,}_grid\.png")
@@ -159,14 +161,14 @@ def _read(path: Path, most: int) -> tuple[str, bool, dict[str, Any]] | None:
     try:
         stat = path.stat()
         return _encoded(path, stat.st_mtime_ns, stat.st_size, most)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except Exception:  # decoders of foreign bytes raise anything: struct.error, zlib.error, KeyError, MemoryError, ...
         return None
 
 
 @functools.lru_cache(maxsize=2 * MOST_CELLS)  # a page is written again and again while a run goes on
 def _encoded(path: Path, changed: int, size: int, most: int) -> tuple[str, bool, dict[str, Any]]:
-    raw = path.read_bytes()
-    with Image.open(io.BytesIO(raw)) as image:
+    raw = read_regular(path, MOST_BYTES)
+    with Image.open(io.BytesIO(raw), formats=("PNG",)) as image:  # whatever else it is called: no other reader is asked
         drawn = _drawn(image.info.get(CHUNK))
         is_tiny = max(image.size) <= TINY
         tries = FEW_TRIES if most >= FEW_BYTES else CELL_TRIES

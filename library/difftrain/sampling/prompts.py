@@ -326,7 +326,7 @@ def _entries(path: Path, where: str) -> tuple[_Placed, list[Fault]]:
 
 def _lines(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
     """Read a prompt a line; empty lines and lines that begin with # are left out."""
-    numbered = enumerate(text.splitlines(), start=1)
+    numbered = enumerate(re.split(r"\r\n|\r|\n", text), start=1)  # at line ends alone, not at U+2028 and its like
     kept = [(n, line) for n, line in numbered if line.strip() and not line.startswith("#")]
     return [(f"{path}, line {n}", parse_line(line.strip())) for n, line in kept], []
 

@@ -105,6 +105,7 @@ class Meter:
         self._average.load(progress.losses)
         self._pending: list[Pending] = []
         self._rejects: list[Reject] = []
+        self.bad_losses = 0  # in a row, up to now and in this session: losses that are no number
         self._measures: dict[str, float] = {}  # of the latest step that was read
         self._memory = ""  # what weights, gradients and optimizer take, once it is said
         self.kernels: dict[str, Any] = {}  # calls counted in the first step of the session
@@ -169,6 +170,7 @@ class Meter:
     def _judge(self, step: int, loss: float, grad_norm: float, skipped: bool, origin: str = "") -> None:
         epoch, index = self._plan.locate(step - 1)
         self._average.add(index, loss)
+        self.bad_losses = 0 if math.isfinite(loss) else self.bad_losses + 1
         if not skipped:
             self._progress.skipped_in_a_row = 0
             return

@@ -20,7 +20,7 @@ from difftrain.config.secrets import redact_text
 from difftrain.config.spellings.spelling import option
 from difftrain.config.toml import dump
 from difftrain.contracts import ConfigFault, Fault, Reject
-from difftrain.io.files import write_text
+from difftrain.io.files import text_lines, write_text
 from difftrain.report.environment import command, redacted
 from difftrain.report.line import StepMetrics
 from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION, JsonLines
@@ -90,8 +90,8 @@ def _rejected_before(path: Path) -> dict[str, str]:
     """Read what rejected.jsonl names: path -> reason."""
     known: dict[str, str] = {}
     if path.exists():
-        for raw in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, KeyError):  # the last line may be torn
+        for raw in text_lines(path.read_text(encoding="utf-8")):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be torn
                 line = json.loads(raw)
                 known[line["path"]] = line["reason"]
     return known

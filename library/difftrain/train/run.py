@@ -78,6 +78,7 @@ from difftrain.train.session import (
 from difftrain.train.state import Hook, Run, TrainedModel
 from difftrain.train.triggers import Requests
 
+BAD_AT_END = 2  # losses in a row that are no number: one may be an accident, more at the end of a run are its failure
 log = logging.getLogger("difftrain")
 
 
@@ -183,6 +184,12 @@ def _run(
         finish(this, outputs, meter, saving, evaluating, session.record)
         if saving.exports.not_finite:
             raise TrainingFault(f"the trained weights are not finite: {saving.exports.not_finite}")
+        if meter.bad_losses >= max(1, min(BAD_AT_END, this.total_steps)):
+            first = this.progress.step - meter.bad_losses + 1
+            what = f"the losses of the last {meter.bad_losses} steps, {first} to {this.progress.step}, were not finite"
+            raise TrainingFault(
+                f"{what}: none of them trained anything; the lines above name each step and its records"
+            )
         notices.send("finished", f"finished at step {this.progress.step}", step=this.progress.step)
     return 0
 

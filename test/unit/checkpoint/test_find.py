@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from difftrain.checkpoint import Manifest, clean, commit, newest, open_given
 from difftrain.checkpoint.record import now
 from difftrain.contracts import ConfigFault
 from difftrain.distributed.ranks import Ranks
-from difftrain.io.files import aside_of
+from difftrain.io.files import FileEntry, aside_of
 from difftrain.models.weights.folder_export import _swap_in
 
 
@@ -147,3 +151,62 @@ def test_a_named_folder_is_checked_and_the_error_helps(tmp_path):
         open_given(tmp_path)
     with pytest.raises(ConfigFault, match=r"weights has 2 bytes, not 4 \(.*: N-step00000004-state\)"):
         open_given(torn)
+
+
+def forged(parent: Path, **changes: object) -> Path:
+    """A folder as a dead run leaves one aside, with a manifest whose checksum is right and whose facts are not."""
+    folder = parent / "N-step00000004-state"
+    if not folder.exists():
+        folder = save(parent, folder.name, 4)
+    aside = folder.with_name(f"tmp-{'0' * 32}")
+    folder.rename(aside)
+    content = json.loads((aside / "manifest.json").read_text()) | changes
+    del content["digest"]
+    plain = {**content, "files": {name: asdict(FileEntry(**entry)) for name, entry in content["files"].items()}}
+    digest = sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (aside / "manifest.json").write_text(json.dumps({**content, "digest": digest}))
+    return aside
+
+
+@pytest.mark.parametrize(
+    "name", ["{}/elsewhere", "../elsewhere", "a/../../elsewhere", "..", ".", "", "a/b", "a\0b", 5, None]
+)
+def test_no_manifest_moves_a_folder_elsewhere(tmp_path, name):
+    parent = tmp_path / "run"
+    parent.mkdir()
+    aside = forged(parent, name=name.format(tmp_path) if isinstance(name, str) else name)
+    clean(parent)
+    assert not aside.exists() and list(tmp_path.iterdir()) == [parent] and not list(parent.iterdir())
+
+
+@pytest.mark.parametrize("file", ["{}/stranger", "../stranger", "a/../../stranger"])
+def test_no_manifest_lists_files_elsewhere(tmp_path, file):
+    (tmp_path / "stranger").write_bytes(b"1234")
+    parent = tmp_path / "run"
+    parent.mkdir()
+    entry = asdict(FileEntry.of(tmp_path / "stranger"))
+    forged(parent, files={file.format(tmp_path): entry}).rename(parent / "N-state")
+    assert newest(parent, "N") is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"meta": {}}, {"meta": []}, {"meta": {"step": "x"}}, {"created": 5}, {"format": "1"}]
+)
+def test_a_manifest_of_other_types_is_passed_over(tmp_path, changes):
+    forged(tmp_path, **changes).rename(tmp_path / "N-state")
+    assert newest(tmp_path, "N") is None
+
+
+def test_what_lies_aside_may_have_any_name(tmp_path):
+    for name in ("...0123abcd.old", "....0123abcd.tmp"):
+        (tmp_path / name).mkdir()
+    clean(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2, "an export has a name"
+
+
+def test_a_manifest_that_is_a_pipe_or_deep(tmp_path):
+    for number, make in enumerate((os.mkfifo, lambda path: path.write_text("[" * 100_000))):
+        folder = save(tmp_path, f"N-step0000000{number}-state", number)
+        (folder / "manifest.json").unlink()
+        make(folder / "manifest.json")
+    assert newest(tmp_path, "N") is None

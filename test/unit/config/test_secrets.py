@@ -129,3 +129,13 @@ def test_what_is_no_address_of_a_webhook_is_refused_and_not_shown(url: str, tmp_
     with pytest.raises(ConfigFault) as caught:
         parse_keys([f"--config={tmp_path / 'run.toml'}"])
     assert any(is_about(fault, "[monitoring] webhook_url") for fault in caught.value.faults)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://me:secret-word@host/x", "s3://secret-word@bucket/x", "http://me:@host", "a\nhttps://u:secret-word@h b"],
+)
+def test_a_login_in_an_address_is_redacted(url: str) -> None:
+    shown = redact_text(f"--x={url} and a@b stays")
+    assert "secret-word" not in shown and "://***@" in shown and "a@b stays" in shown
+    assert redact([f"--train_data_dir={url}"]) == [redact_text(f"--train_data_dir={url}")]

@@ -1,6 +1,7 @@
 """Tar headers: the standard library's reader as oracle for what is whole, and what is said of what isn't."""
 
 import io
+import os
 import random
 import re
 import tarfile
@@ -123,3 +124,74 @@ def test_a_file_that_is_no_tar(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"")
     (found,) = read_members(tmp_path / "a.tar")
     assert found.reason.startswith("truncated shard: ")
+
+
+def resealed(data, at, size_field):
+    """A tar with another size in the header at a byte, and the checksum that goes with it."""
+    header = bytearray(data[at : at + 512])
+    header[124:136] = size_field
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return data[:at] + bytes(header) + data[at + 512 :]
+
+
+HUGE = {
+    "base 256": b"\x80" + b"\xff" * 11, "negative": b"\xff" * 12, "octal": b"77777777777\0", "no octal": b"99999999999\0",
+    "text": b"size in text", "2 ** 63": b"\x80" + (1 << 63).to_bytes(11, "big"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_header_may_say_any_size(tmp_path, field, form):
+    path = write(tmp_path / "a.tar", [("a.jpg", b"1" * 600), (LONG, b"2" * 600), ("c.jpg", b"3")], form)
+    data = path.read_bytes()
+    headers = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
+    assert len(headers) == 4, "that of the long name too"
+    for at, whole in zip(headers, ([], ["a.jpg"], ["a.jpg"], ["a.jpg", LONG]), strict=True):
+        path.write_bytes(resealed(data, at, field))
+        *before, last = read_members(path)
+        assert isinstance(last, TarDamage) and not any(isinstance(member, TarDamage) for member in before)
+        assert [m.name for m in before if not m.fault] == whole
+
+
+@pytest.mark.parametrize("size", ["²", "1" * 5000, "-1", "0x5", "", "1_0"])
+def test_a_pax_size_that_is_none(tmp_path, size):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        add(tar, "a.jpg", b"x" * 10)
+        add(tar, "b.jpg", b"x" * 10, pax_headers={"size": size})
+    first, last = read_members(tmp_path / "a.tar")
+    assert first.name == "a.jpg" and isinstance(last, TarDamage) and last.reason.startswith("damaged shard: ")
+
+
+def test_archives_one_behind_another_are_read(tmp_path):
+    names = ["a.jpg", "b.jpg", LONG, "c.jpg"]
+    parts = [write(tmp_path / f"{i}.tar", [(name, name.encode())]).read_bytes() for i, name in enumerate(names)]
+    path = tmp_path / "all.tar"
+    path.write_bytes(b"".join(parts))
+    data = path.read_bytes()
+    found = list(read_members(path))
+    assert [member.name for member in found] == names
+    assert all(data[m.offset : m.offset + m.size] == m.name.encode() for m in found)
+
+
+@pytest.mark.parametrize("rest", [b"x" * 100, b"x" * 512, bytes(512) + b"something else" * 80], ids=len)
+def test_what_stands_behind_the_end_mark_is_told(tmp_path, rest):
+    path = write(tmp_path / "a.tar", [("a.jpg", b"1")])
+    path.write_bytes(path.read_bytes() + rest)
+    first, last = read_members(path)
+    assert first.name == "a.jpg" and isinstance(last, TarDamage)
+
+
+def test_zeros_without_an_end(tmp_path):
+    path = write(tmp_path / "a.tar", [("a.jpg", b"1")])
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    first, last = read_members(path)
+    assert first.name == "a.jpg" and isinstance(last, TarDamage)
+
+
+def test_a_pipe_is_no_tar(tmp_path):
+    os.mkfifo(tmp_path / "a.tar")
+    with pytest.raises(OSError):
+        list(read_members(tmp_path / "a.tar"))

@@ -82,3 +82,18 @@ def test_a_thumbnail_becomes_a_data_url(tmp_path: Path) -> None:
     assert given(str(tmp_path / "t.png")) == "data:image/png;base64,YWJj" == given("data:image/png;base64,YWJj")
     with pytest.raises(ConfigFault, match="--metadata_thumbnail"):
         given(str(tmp_path / "absent.png"))
+
+
+def test_no_token_is_handed_on_with_weights() -> None:
+    token = "hf_" + "abcdefgh" * 4
+    sections = {
+        "metadata": {
+            "author": f"me {token}",
+            "description": "https://me:secret-word@host/x",
+            "training_comment": token,
+        },
+        "save": {"output_name": f"run-{token}"},
+    }
+    family = SDXLFamily(config(sections))
+    header = json.dumps(family.metadata(f"title {token}", 0.0, FACTS))
+    assert token not in header and "secret-word" not in header and "***" in header

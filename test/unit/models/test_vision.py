@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import names
 from sd3_speedups import KINDS, SIZES, vision_folder
 
 from difftrain.contracts import Bucket, ConfigFault
@@ -156,3 +157,64 @@ def test_a_folder_of_pictures_and_texts_gives_its_image_encoder(tmp_path: Path) 
     folder = VisionFolder(tmp_path)
     assert folder.faults() == [] and (folder.width, folder.patch) == (12, 4)
     assert tokens_of(folder, folder.build(torch.float32), PIXELS, 16).shape == (2, 12, 4, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_can_ask_for_nothing_but_sizes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of a hub, code beside the weights, an adapter that names another folder: none is looked for."""
+    import transformers
+
+    path = vision_folder(tmp_path / "vision", kind)
+    whole = VisionFolder(path).build(torch.float32)
+    asked = {
+        "attn_implementation": "strangers/kernel", "_attn_implementation": "strangers/kernel", "use_kernels": True,
+        "_attn_implementation_internal": "strangers/kernel", "experts_implementation": "strangers/kernel",
+        "auto_map": {"AutoModel": "code.Model"}, "quantization_config": {"quant_method": "gptq", "bits": 4},
+    }  # fmt: skip
+    spoilt(path, "config.json", lambda content: content.update(asked))
+    (path / "code.py").write_text("raise SystemExit('it ran')")
+    (path / "adapter_config.json").write_text('{"base_model_name_or_path": "strangers/model", "peft_type": "LORA"}')
+    # a name of a kernel is taken for one of a hub, and asked for, where it reaches transformers
+    monkeypatch.setattr(transformers.utils.hub, "cached_file", lambda *words, **more: pytest.fail(f"{words}"))
+    made = VisionFolder(path).build(torch.float32)
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert "strangers" not in repr(made.config.to_dict()) and made.config._attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**8), ("num_hidden_layers", "2"), ("hidden_size", True), ("patch_size", 0),
+        ("image_size", 10**9), ("hidden_act", 5), ("num_attention_heads", {}),
+        ("num_hidden_layers", float("nan")),
+    ],
+)  # fmt: skip
+def test_sizes_of_an_encoder_are_bounded(key: str, value: object, tmp_path: Path) -> None:
+    path = vision_folder(tmp_path / "vision", "dinov2")
+    spoilt(path, "config.json", lambda content: content.update({key: value}))
+    with pytest.raises(ConfigFault) as caught:
+        encoder(VisionFolder(path), {}, 16, "no")
+    assert names(caught.value, key)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "strange"}, {"num_attention_heads": 5}, {"layer_norm_eps": "x"}], ids=str
+)
+def test_sizes_that_make_no_encoder(change: dict[str, object], tmp_path: Path) -> None:
+    path = vision_folder(tmp_path / "vision", "dinov2")
+    spoilt(path, "config.json", lambda content: content.update(change))
+    with pytest.raises(ConfigFault):
+        folder = VisionFolder(path)
+        encoder(folder, {}, 16, "no")
+        folder.build(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "scaling", [[1, 2], "abc", [0.1, 0.2, "x"], [0.1, 0.2, float("nan")], {"a": 1, "b": 2, "c": 3}, 5]
+)
+def test_colours_are_three_numbers(scaling: object, tmp_path: Path) -> None:
+    path = vision_folder(tmp_path / "vision", "dinov2")
+    spoilt(path, "preprocessor_config.json", lambda content: content.update(image_mean=scaling))
+    with pytest.raises(ConfigFault) as caught:
+        encoder(VisionFolder(path), {}, 16, "no")
+    assert names(caught.value, "image_mean")

@@ -111,3 +111,16 @@ def test_the_meter_asks_about_steps_that_were_skipped(
     meter.flush()
     assert asked == asks
     assert [re.findall(r"module-of-(\d)", each) for each in said.messages] == [[str(step)] for step, _, _ in asks]
+
+
+@pytest.mark.parametrize(
+    ("losses", "count"),
+    [([1.0], 0), ([math.nan], 1), ([1.0, math.inf], 1), ([math.nan, 1.0], 0), ([1.0, 1.0, math.nan], 1)],
+)
+def test_losses_that_are_no_numbers_are_counted_up_to_the_last(losses: list[float], count: int, said: Any) -> None:
+    meter = meter_of()
+    meter._cfg = meter._cfg.model_copy(
+        update={"training": meter._cfg.training.model_copy(update={"max_skipped_steps": 9})}
+    )
+    judged(meter, losses)
+    assert meter.bad_losses == count

@@ -28,6 +28,7 @@ from difftrain.cache.manifest.manifest import first_occurrences
 from difftrain.contracts import MediaRef, Reject
 from difftrain.data.index.index import DATABASE, Index, connect
 from difftrain.data.index.inspection import content_of
+from difftrain.data.sources.base import read_image
 from difftrain.io.files import atomic_write, write_bytes
 
 Log = Callable[[str], None]
@@ -264,7 +265,7 @@ def hash_media(
     rejects: list[Reject] = []
     if not look:
         return [Reject(media.file, f"{UNREADABLE}: its hash is not known, and nothing is read now") for media in work]
-    reading, progress = _HashReader(index.folder), _HashProgress(count, log)
+    reading, progress = _HashReader(index), _HashProgress(count, log)
     with ThreadPoolExecutor(min(32, 4 + 2 * (os.cpu_count() or 1))) as pool:
         waiting = iter(work)
         while some := list(islice(waiting, _CHUNK)):
@@ -292,16 +293,16 @@ def hash_media(
 class _HashReader:
     """Read and hash one place. Every thread has an index of its own: sources keep files open."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._local = folder, threading.local()
+    def __init__(self, index: Index) -> None:
+        self._index, self._local = index, threading.local()
 
     def __call__(self, media: MediaBytes) -> tuple[bytes | None, int, str]:
         try:
             if media.media is None:
-                data = Path(media.file).read_bytes()
+                data = read_image(Path(media.file))
             else:
                 if not hasattr(self._local, "index"):
-                    self._local.index = Index(self._folder)
+                    self._local.index = self._index.reopened()
                 data = self._local.index.read(media.media)
             if media.size is not None and _size_and_time(media.file) != (media.size, media.mtime_ns):
                 return None, len(data), f"{CHANGED}: its size or time is not what it was when it was indexed"

@@ -115,8 +115,8 @@ def _of_architecture(row: FamilyRow, denoiser: Any, vae: Any) -> int | None:
 def _json(path: Path) -> dict[str, Any]:
     """Read a file that others judge: nothing where it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None  # a pipe would be waited for
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import DataFault
-from difftrain.data.index.index import FORMAT, LONG_CAPTION, Index, IndexSummary, newest
+from difftrain.data.index.index import FORMAT, LONG_CAPTION, Index, IndexSummary, check_columns, newest
 from difftrain.data.index.inspection import FULL, QUICK, Accepted, FileBatch, Refused
 from difftrain.data.index.scan import (
     Listing,
@@ -89,7 +89,7 @@ def build_index(
     configured = configured_sources(data, captions)
 
     # an earlier index spares reading files that have not changed; a damaged one is dropped
-    previous = _previous(Path(folder), log) or nearest(Path(folder).parent, configured.infos)
+    previous = _previous(Path(folder), log) or nearest(Path(folder), configured.infos)
     while True:
         builder = _Builder(data, configured, Path(folder), log, decode_limit_s, workers)
         try:
@@ -113,7 +113,11 @@ def build_index(
 def _previous(folder: Path, log: Log) -> IndexSummary | None:
     index_folder = newest(folder)
     try:
-        return IndexSummary.load(index_folder) if index_folder else None
+        if index_folder is None:
+            return None
+        summary = IndexSummary.load(index_folder)
+        check_columns(summary)
+        return summary
     except DataFault as fault:
         log(f"index: {fault}")
         return None

@@ -12,18 +12,22 @@ import math
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
 
 from difftrain.contracts import DataFault, MediaRef, Record, Reject
-from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources import SOURCES, SourceInfo, open_source
 from difftrain.data.sources.base import DataSource
+from difftrain.io.files import read_regular
+
+T = TypeVar("T")
 
 
 class Column:
@@ -66,6 +70,7 @@ FORMAT = 1  # of the index on disk; raise it when the schema or the meaning of a
 CURRENT = "current"  # names the folder of the newest whole index
 DATABASE = "index.sqlite"
 META = "index.json"
+_MOST_META = 1 << 28  # bytes of index.json: of 65,536 sources some 30 MB
 LONG_CAPTION = 2000  # characters: more than any text encoder here takes in
 
 _RECORD = """
@@ -121,6 +126,7 @@ class IndexSummary:
     long_captions: int = 0  # of more than LONG_CAPTION characters
     notes: tuple[str, ...] = ()  # choices made and things passed over, one sentence each
     stamp: str = ""  # of what was refused before any file was opened
+    checksums: Mapping[str, int] = field(default_factory=dict, compare=False)  # CRC-32 of each column; of 0.5 none
     reused: int = field(default=0, compare=False)  # files taken over from the previous index unread
     read: int = field(default=0, compare=False)
 
@@ -135,26 +141,99 @@ class IndexSummary:
         Raises: DataFault where it is missing, damaged or of another version.
         """
         try:
-            raw: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+            raw: dict[str, Any] = json.loads(read_regular(folder / META, _MOST_META))
             if raw.pop("format") != FORMAT:
                 raise DataFault(f"{folder}: an index of another version; remove the folder and it is built again")
-            raw["sources"] = tuple(SourceInfo(**s | {"suffixes": tuple(s["suffixes"])}) for s in raw["sources"])
+            raw["sources"] = tuple(
+                _checked(SourceInfo(**s | {"suffixes": tuple(s["suffixes"])}), _OF_A_SOURCE) for s in raw["sources"]
+            )
             raw |= {name: tuple(raw[name]) for name in ("shards", "notes")} | {"folder": str(folder)}
-            return cls(**raw)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            summary = _checked(cls(**raw), _OF_A_SUMMARY)
+            if unknown := {info.kind for info in summary.sources} - SOURCES.keys():
+                raise ValueError(f"sources of kind {', '.join(sorted(unknown))}")
+            if [info.ordinal for info in summary.sources] != list(range(len(summary.shards))):
+                raise ValueError("its sources are not numbered")
+            return summary
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataFault(
                 f"{folder}: the index cannot be read ({error}); remove the folder and it is built again"
             ) from None
 
 
+# field -> the types that its value may have
+_OF_A_SOURCE: dict[str, tuple[type, ...]] = {
+    "ordinal": (int,), "name": (str,), "kind": (str,), "root": (str,), "repeats": (int, float), "share": (int, float),
+}  # fmt: skip
+_OF_A_SOURCE |= {f.name: (type(f.default),) for f in fields(SourceInfo) if f.name not in _OF_A_SOURCE}
+_OF_A_SUMMARY: dict[str, tuple[type, ...]] = {
+    "folder": (str,), "count": (int,), "fingerprint": (str,), "duplicates": (int, type(None)), "rejected": (int,),
+    "reasons": (dict,), "sources": (tuple,), "shards": (tuple,), "verify": (str,), "checksums": (dict,),
+}  # fmt: skip
+_OF_A_SUMMARY |= {
+    f.name: (type(f.default),) for f in fields(IndexSummary) if f.name not in _OF_A_SUMMARY and f.default is not MISSING
+}
+
+
+def _checked(read: T, types: Mapping[str, tuple[type, ...]]) -> T:
+    """Return what was read of a file. Raises TypeError where a value is of another type."""
+    for name, allowed in types.items():
+        value = getattr(read, name)
+        if type(value) not in allowed:
+            raise TypeError(f"{name} is {type(value).__name__}")
+    return read
+
+
 def newest(folder: Path) -> Path | None:
     """Return the folder of the newest whole index under `folder`, None where there is none."""
     try:
-        name = (folder / CURRENT).read_text(encoding="utf-8").strip()
-    except OSError:
+        name = read_regular(folder / CURRENT, 1024).decode().strip()
+    except (OSError, ValueError):
+        return None
+    if name != Path(name).name or "\0" in name:  # it names a folder beside it, nothing else
         return None
     folder_path = folder / name
     return folder_path if name and (folder_path / META).is_file() and (folder_path / DATABASE).is_file() else None
+
+
+def checksum_of(path: Path) -> int:
+    """Return the CRC-32 of a column's file."""
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def check_columns(summary: IndexSummary) -> None:
+    """Compare the columns of an index with their checksums; the keys and sizes of an old one with its fingerprint.
+
+    One pass over 34 bytes a record. Raises: DataFault where they differ or cannot be read.
+    """
+    folder = Path(summary.folder)
+    try:
+        if summary.checksums:
+            damaged = [
+                name for name, crc in sorted(summary.checksums.items()) if checksum_of(folder / f"{name}.npy") != crc
+            ]
+        else:
+            columns = IndexColumns.open(folder)
+            damaged = [] if fingerprint_of(columns) == summary.fingerprint else ["keys, width or height"]
+    except (OSError, ValueError) as error:
+        raise DataFault(
+            f"{folder}: the index cannot be read ({error}); remove the folder and it is built again"
+        ) from None
+    if damaged:
+        what = f"{folder}: the index is damaged: the checksum of {', '.join(damaged)} differs"
+        raise DataFault(f"{what}; remove the folder and it is built again")
+
+
+def fingerprint_of(columns: IndexColumns) -> str:
+    """Hash the count, keys and sizes of a data set."""
+    state = hashlib.blake2b(digest_size=16, person=b"difftrain.index")
+    state.update(len(columns.keys).to_bytes(8, "little"))
+    for column in (columns.keys, columns.width.astype("<u4"), columns.height.astype("<u4")):
+        state.update(np.ascontiguousarray(column).tobytes())
+    return state.hexdigest()
 
 
 def connect(database: Path) -> sqlite3.Connection:
@@ -163,11 +242,18 @@ def connect(database: Path) -> sqlite3.Connection:
 
 
 class Index:
-    """Read an index. Picklable; each process and thread opens SQLite for itself, when it first looks something up."""
+    """Read an index. Picklable; each process and thread opens SQLite for itself, when it first looks something up.
 
-    def __init__(self, folder: Path) -> None:
+    classes: (dotted name, argument) of the data set classes that the configuration names: only these are imported,
+    whatever the files of the index say.
+    """
+
+    def __init__(
+        self, folder: Path, classes: Collection[tuple[str, str]] = (), summary: IndexSummary | None = None
+    ) -> None:
         self.folder = folder
-        self.summary = IndexSummary.load(folder)
+        self.classes = frozenset(classes)
+        self.summary = IndexSummary.load(folder) if summary is None else summary
         self._local = threading.local()
 
     @classmethod
@@ -182,7 +268,12 @@ class Index:
         return cls(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Index, (self.folder,)  # the very folder, not the newest: workers see what their parent sees
+        # the very folder, not the newest, and what was read of it: workers see what their parent sees
+        return Index, (self.folder, self.classes, self.summary)
+
+    def reopened(self) -> Index:
+        """Return the same index with files of its own, for another thread."""
+        return Index(self.folder, self.classes, self.summary)
 
     @property
     def count(self) -> int:
@@ -214,7 +305,16 @@ class Index:
 
     @cached_property
     def _sources(self) -> list[DataSource]:
+        if strangers := self.foreign_classes():
+            what = f"{self.folder}: this index names {', '.join(strangers)}, which the configuration does not"
+            raise DataFault(f"{what}; no code is taken from it. Remove the folder and it is built again")
         return [open_source(info) for info in self.sources]
+
+    def foreign_classes(self) -> list[str]:
+        """Name what its files would have imported and the configuration does not name."""
+        return [
+            info.root for info in self.sources if info.kind == "class" and (info.root, info.only) not in self.classes
+        ]
 
     @cached_property
     def _labels(self) -> list[str]:

@@ -13,7 +13,7 @@ from difftrain.data.index.worker_pool import Heartbeat, PoolJob
 from difftrain.data.media.masks import NO_MASK, Masks
 from difftrain.data.media.media import Unusable, check_size, decode, probe
 from difftrain.data.sources import SourceInfo, open_source
-from difftrain.data.sources.base import BadItem, DataSource, FileRef, SourceItem, key_path
+from difftrain.data.sources.base import MAX_IMAGE_BYTES, BadItem, DataSource, FileRef, SourceItem, key_path
 
 QUICK, FULL = 1, 2  # the header and the end of the file | every pixel
 # kinds that are looked at again next time
@@ -113,6 +113,8 @@ def _accept(
         captions = ("",)
 
     # the mask where one is due, and the picture, looked at as closely as asked for
+    if item.size > MAX_IMAGE_BYTES:
+        raise Unusable("too large", f"{item.size:,} bytes, at most {MAX_IMAGE_BYTES:,} are read")
     masks = Masks(source.masks, source.default_mask, source.masks_optional)
     masks.find(item.path or item.member or file.path)  # as base.picture_name
     (width, height), content = _full(item, position, beat) if work.level == FULL else _quick(item, position, beat)
@@ -134,11 +136,11 @@ def _accept(
 
 
 def _full(item: SourceItem, position: int, beat: Heartbeat) -> tuple[tuple[int, int], bytes]:
-    with item.open() as file:
-        data = file.read()
-    if len(data) < item.size:
-        raise Unusable("truncated", f"{len(data)} of {item.size} bytes are there")
     with beat.item(position):
+        with item.open() as file:
+            data = file.read(item.size or MAX_IMAGE_BYTES)  # a class does not say how many bytes there are
+        if len(data) < item.size:
+            raise Unusable("truncated", f"{len(data)} of {item.size} bytes are there")
         height, width = decode(data).shape[:2]
     return (width, height), content_of(data)
 
@@ -146,13 +148,10 @@ def _full(item: SourceItem, position: int, beat: Heartbeat) -> tuple[tuple[int, 
 def _quick(item: SourceItem, position: int, beat: Heartbeat) -> tuple[tuple[int, int], None]:
     if item.size_wh is not None:
         return item.size_wh, None
-    with item.open() as file:
-        with beat.item(position):
-            header = probe(file)
+    with beat.item(position), item.open() as file:
+        header = probe(file)
         if header.is_complete:
             return header.size_wh, None
         file.seek(0)
-        data = file.read()
-        with beat.item(position):
-            height, width = decode(data).shape[:2]
+        height, width = decode(file.read(item.size or MAX_IMAGE_BYTES)).shape[:2]
     return (width, height), None

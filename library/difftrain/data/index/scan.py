@@ -138,6 +138,8 @@ def _rows(info: SourceInfo, by_folder: Counter[str]) -> Iterator[tuple[str, tupl
             elif file.role == "caption":
                 rank = info.suffixes.index(suffix)
                 yield "captions", (info.ordinal, stem, rank, file.path, file.size, file.mtime_ns)
+            elif file.role == "hidden":
+                by_folder["images whose names begin with a dot"] += 1
             elif file.path != info.captions_file:
                 by_folder[_kind_of_other(file.path)] += 1
     except OSError as error:

@@ -101,11 +101,13 @@ def copy_to_shared_sources(writer: IndexWriter) -> None:
             db.execute(_REJECTS)
 
 
-def nearest(beside: Path, infos: Sequence[SourceInfo]) -> IndexSummary | None:
-    """Return the index of other data, among those that lie side by side, that knows most of these sources."""
+def nearest(own: Path, infos: Sequence[SourceInfo]) -> IndexSummary | None:
+    """Return the index of other data, among those that lie beside a folder, that knows most of these sources."""
     needed = {info.reading for info in infos if info.kind in KINDS}
     best: tuple[int, IndexSummary] | None = None
-    for folder in sorted(beside.glob("*/")):
+    for folder in sorted(own.parent.glob("*/")):
+        if folder == own:
+            continue
         latest = newest(folder)
         try:
             summary = IndexSummary.load(latest) if latest else None

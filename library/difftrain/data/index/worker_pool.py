@@ -7,6 +7,7 @@ the rest of its job goes on in a fresh one, with the bad item marked.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import mmap
 import os
@@ -27,11 +28,12 @@ from difftrain.contracts import DataFault
 
 _ROWS_A_MESSAGE = 256
 _SECONDS_A_MESSAGE = 0.5
+_PR_SET_PDEATHSIG = 1
 _DEATHS_OUTSIDE_ITEMS = 2  # of one job, before we give up on it
 
 _MAIN = "import sys; from difftrain.data.index.worker_pool import serve; serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
 
-TOO_SLOW = "too slow: decoding took longer than {limit:g} s"
+TOO_SLOW = "too slow: reading and decoding took longer than {limit:g} s"
 DIED = "crashed: the process that decoded it ended with {how}"
 
 
@@ -208,6 +210,7 @@ def _after_death(worker: _PoolWorker) -> PoolJob:
 
 def serve(socket_fd: int, beat_fd: int, handler_name: str) -> None:
     """Work on jobs until the parent closes the connection (the main function of a worker)."""
+    _end_with_parent()
     warnings.simplefilter("ignore")  # of damaged metadata and large pictures: what matters becomes a reason
     module, _, attribute = handler_name.partition(":")
     handler: Handler = getattr(importlib.import_module(module), attribute)
@@ -224,6 +227,15 @@ def serve(socket_fd: int, beat_fd: int, handler_name: str) -> None:
                 raise
             except Exception:
                 connection.send(("error", traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent: one stuck in a file or a decoder sees no closed connection."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent or parent == 1:  # it died before the kernel knew
+        os._exit(1)
 
 
 def _work(connection: Connection, job: PoolJob, beat: Heartbeat, handler: Handler) -> None:

@@ -6,7 +6,6 @@ a folder of their own, and the last one to be named wins: wasteful, never wrong.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sqlite3
 import time
@@ -21,7 +20,17 @@ from urllib.parse import quote
 import numpy as np
 
 from difftrain.contracts import DataFault, TrainingFault
-from difftrain.data.index.index import CURRENT, DATABASE, LONG_CAPTION, META, IndexColumns, IndexSummary, newest
+from difftrain.data.index.index import (
+    CURRENT,
+    DATABASE,
+    LONG_CAPTION,
+    META,
+    IndexColumns,
+    IndexSummary,
+    checksum_of,
+    fingerprint_of,
+    newest,
+)
 from difftrain.io.files import fsync_file, fsync_folder, write_text
 
 _SCHEMA = """
@@ -130,6 +139,9 @@ class IndexWriter:
                 long_captions=made.long_captions,
                 rejected=sum(reasons.values()),
                 reasons=reasons,
+                checksums={
+                    name: checksum_of(self.temporary / f"{name}.npy") for name in IndexColumns.__dataclass_fields__
+                },
             )
 
             # all of it is on the disk before it has its name: nobody finds half an index
@@ -181,7 +193,7 @@ class IndexWriter:
         width, height, source, shard, row = (numbers[order, i] for i in range(5))
         columns = IndexColumns(keys[order], width, height, source.astype(np.uint16), shard, row)
         duplicates = count - _distinct(content) if hashed else None
-        return _Sorted(columns, fingerprint(columns), duplicates, int(numbers[:, 5].sum()))
+        return _Sorted(columns, fingerprint_of(columns), duplicates, int(numbers[:, 5].sum()))
 
     def _name(self, target: Path) -> None:
         """Make `target` the current index and remove those that nobody starts from any more."""
@@ -204,15 +216,6 @@ def sort_keys(keys: np.ndarray) -> np.ndarray:
         if bool((ordered[1:] == ordered[:-1]).all(axis=1).any()):
             raise AssertionError("two records have the same key: a source gave the same name twice")
     return order
-
-
-def fingerprint(columns: IndexColumns) -> str:
-    """Hash the count, keys and sizes of a data set."""
-    state = hashlib.blake2b(digest_size=16, person=b"difftrain.index")
-    state.update(len(columns.keys).to_bytes(8, "little"))
-    for column in (columns.keys, columns.width.astype("<u4"), columns.height.astype("<u4")):
-        state.update(np.ascontiguousarray(column).tobytes())
-    return state.hexdigest()
 
 
 def _distinct(hashes: np.ndarray) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from difftrain.contracts import Record
 from difftrain.data.media.crop import CropWindow, resize
 from difftrain.data.media.media import Unusable, decode_rgba
-from difftrain.data.sources.base import IMAGE_SUFFIXES, picture_name, split_suffix
+from difftrain.data.sources.base import IMAGE_SUFFIXES, picture_name, read_image, split_suffix
 
 NO_MASK = "no mask"  # kind of the reason
 _SAME_SHAPE = 0.01  # how far the aspect ratio of a mask may be off its picture's
@@ -72,7 +72,7 @@ class Masks:
         Raises: Unusable or OSError where it is missing, no picture, or of another shape than its picture.
         """
         path = self.find(picture_name(record))
-        return None if path is None else self.decode(path, path.read_bytes(), record.size_hw)
+        return None if path is None else self.decode(path, read_image(path), record.size_hw)
 
 
 def decode_mask(path: Path, data: bytes, size_hw: tuple[int, int]) -> np.ndarray:

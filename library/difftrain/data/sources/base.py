@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ from typing import BinaryIO
 
 from difftrain.config.hub_ids import name_of
 from difftrain.contracts import MediaRef, Record
+from difftrain.io.files import open_regular, read_regular, refuse_irregular
 
+MAX_IMAGE_BYTES = 1 << 30  # more than the most pixels that are decoded have, stored plainly with 16 bits a channel
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"})
 
 
@@ -58,7 +61,7 @@ class SourceInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """One file that a listing came upon. role: media (holds items), caption, other."""
+    """One file that a listing came upon. role: media (holds items), caption, hidden (an image with a dot before its name), other."""
 
     role: str
     path: str  # relative to the root, forward slashes
@@ -183,6 +186,25 @@ def is_picture(path: str) -> bool:
 def picture_name(record: Record) -> str:
     """Return what a picture is called: the member of a shard, else the path in its source."""
     return record.name.partition(f"{record.media.path}!")[2] if record.media.length else record.media.path
+
+
+def can_be_path(name: str) -> bool:
+    """Tell a text that a file may be called: without a zero byte and without half of a surrogate pair."""
+    return "\0" not in name and printable(name) == name
+
+
+def image_file(path: Path) -> tuple[int, Callable[[], BinaryIO]]:
+    """Return the bytes of an image's file and what opens it; a file of no bytes is not opened: a kernel's may never end.
+
+    Raises: OSError where there is none, or what is there is no regular file.
+    """
+    size = refuse_irregular(path)
+    return size, (lambda: open_regular(path)) if size else io.BytesIO  # type: ignore[return-value]
+
+
+def read_image(path: Path) -> bytes:
+    """Read an image's file. Raises: OSError where it is gone, too large, or no regular file."""
+    return read_regular(path, MAX_IMAGE_BYTES)
 
 
 def key_path(file: str, member: str | None) -> str:

@@ -10,6 +10,9 @@ from typing import Any
 
 from difftrain.contracts import DataFault
 from difftrain.data.sources.base import SourceInfo
+from difftrain.io.files import read_regular, text_lines
+
+MAX_FILE_BYTES = 1 << 32  # of one file that captions many images
 
 
 class BadCaption(Exception):
@@ -30,7 +33,7 @@ def decode_text(data: bytes, where: str) -> str:
 
 def first_line(text: str) -> str:
     """Return the first line that is not blank: what kohya takes of a caption file."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return next((line.strip() for line in text_lines(text) if line.strip()), "")
 
 
 def one_line(text: str) -> str:
@@ -40,7 +43,7 @@ def one_line(text: str) -> str:
 
 def all_lines(text: str) -> str:
     """Return the lines that are not blank: with --enable_wildcard one of them is drawn at every use."""
-    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+    return "\n".join(line.strip() for line in text_lines(text) if line.strip())
 
 
 def captions_of(value: Any, where: str, *, multi_line: bool = False) -> tuple[str, ...]:
@@ -56,7 +59,19 @@ def captions_of(value: Any, where: str, *, multi_line: bool = False) -> tuple[st
         raise BadCaption(f"caption not text: {where} holds {kinds}")
     shaped = all_lines if multi_line else one_line
     texts = [shaped(decode_text(entry, where) if isinstance(entry, bytes) else entry) for entry in values]
-    return tuple(text for text in texts if text)
+    return tuple(sound(text, where) for text in texts if text)
+
+
+def sound(text: str, where: str) -> str:
+    """Return a text that can be written down. Raises BadCaption for half of a surrogate pair, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise BadCaption(
+            f"caption not text: half of a surrogate pair, {half}, at position {error.start} of {where}"
+        ) from None
+    return text
 
 
 def caption_of_json(data: bytes, where: str, *, multi_line: bool = False) -> tuple[str, ...]:
@@ -120,7 +135,7 @@ def _path(info: SourceInfo) -> Path:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
         raise DataFault(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -14,7 +14,7 @@ from difftrain.config.datasets.datasets import datasets_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Fault
 from difftrain.data.media.media import Unusable, decode_rgba
-from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, is_picture, printable, split_suffix
+from difftrain.data.sources.base import IMAGE_SUFFIXES, SourceInfo, is_picture, printable, read_image, split_suffix
 from difftrain.data.sources.folder import is_folder, walk
 from difftrain.data.sources.image_folder import has_metadata
 
@@ -97,10 +97,15 @@ def _absolute(path_text: str) -> Path:
     return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
 
+def class_argument(subset: SubsetSection) -> str:
+    """Return what a data set class is made with: the subset's folder, or nothing."""
+    return str(_absolute(subset.image_dir)) if subset.image_dir else ""
+
+
 def _mask(path: Path) -> Path:
     """Look at a mask that many pictures share before any of them is. Raises DataFault where it is none, or all black."""
     try:
-        pixels, _ = decode_rgba(path.read_bytes())
+        pixels, _ = decode_rgba(read_image(path))
     except (OSError, Unusable) as error:
         raise DataFault(f"{path}: cannot be used as a mask ({error}); give an image: white is trained on") from None
     if not pixels[..., 0].any():
@@ -133,7 +138,7 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
 
     # --- a class of the user's, or a metadata file: they name their pictures themselves
     if subset.dataset_class:
-        add("class", subset.dataset_class, only=str(_absolute(subset.image_dir)) if subset.image_dir else "")
+        add("class", subset.dataset_class, only=class_argument(subset))
         made.notes.append(f"{subset.dataset_class}: images as the class returns them")
         return
     if subset.metadata_file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from difftrain.contracts import MediaRef
 from difftrain.data.sources import captions as captions_file
@@ -16,10 +15,14 @@ from difftrain.data.sources.base import (
     FileRef,
     ListedFile,
     SourceItem,
+    image_file,
     is_left_out,
+    is_picture,
+    read_image,
     split_suffix,
 )
 from difftrain.data.sources.captions import BadCaption, all_lines, decode_text, first_line, one_line
+from difftrain.io.files import open_regular
 
 MAX_CAPTION_BYTES = 1 << 20
 
@@ -30,7 +33,11 @@ class FolderSource(DataSource):
     sharded = False
 
     def listing(self) -> Iterator[ListedFile]:
-        for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat):
+        for path, entry in walk(self.root, self.info.prefix, deep=not self.info.flat, hidden=True):
+            if path.rpartition("/")[2].startswith("."):
+                if is_picture(path):
+                    yield ListedFile("hidden", path)
+                continue
             if is_left_out(self.info, path, by_file=False):
                 continue
             suffix = split_suffix(path)[1]
@@ -41,17 +48,14 @@ class FolderSource(DataSource):
                 yield ListedFile(role, path, *size_and_time(entry))
 
     def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
-        path = self.root / file.path
+        size, opener = image_file(self.root / file.path)
         try:
             captions = self._captions(file)
         except BadCaption as error:
             yield BadItem(None, str(error))
             return
 
-        def open_file() -> BinaryIO:
-            return path.open("rb")
-
-        yield SourceItem(None, 0, 0, path.stat().st_size, captions, open_file, "" if captions else self._lacking(file))
+        yield SourceItem(None, 0, 0, size, captions, opener, "" if captions else self._lacking(file))
 
     def _lacking(self, file: FileRef) -> str:
         if self.info.captions_file:
@@ -66,9 +70,10 @@ class FolderSource(DataSource):
         if file.caption is None:
             return (self.info.words,) if self.info.words else ()
         path = self.root / file.caption
-        with path.open("rb") as opened:
-            data = opened.read(MAX_CAPTION_BYTES + 1)
-        if len(data) > MAX_CAPTION_BYTES:
+        with open_regular(path) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            data = opened.read(min(size, MAX_CAPTION_BYTES))
+        if size > MAX_CAPTION_BYTES:
             raise BadCaption(f"caption too long: {file.caption} has more than {MAX_CAPTION_BYTES} bytes")
         whole_text = decode_text(data, file.caption)
         shaped = all_lines if self.info.multi_line else one_line if self.info.whole_text else first_line
@@ -76,13 +81,16 @@ class FolderSource(DataSource):
         return (text,) if text else ()
 
     def read(self, media: MediaRef) -> bytes:
-        return (self.root / media.path).read_bytes()
+        return read_image(self.root / media.path)
 
 
-def walk(root: Path, below: str = "", *, deep: bool = True) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def walk(
+    root: Path, below: str = "", *, deep: bool = True, hidden: bool = False
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Iterate over (relative path, entry) of the files of a folder, at any depth or its own only, in no order.
 
-    Linked folders are followed, each real folder once; hidden files and folders are left out.
+    Linked folders are followed, each real folder once; what is no file (a pipe, a device, a link that leads nowhere) is
+    an item that cannot be read. Hidden folders are left out, and hidden files unless they are asked for.
     Raises: OSError where a folder cannot be read.
     """
     waiting, seen = [below.rstrip("/")], set()
@@ -94,14 +102,15 @@ def walk(root: Path, below: str = "", *, deep: bool = True) -> Iterator[tuple[st
         seen.add((stat.st_dev, stat.st_ino))
         with os.scandir(root / folder) as entries:
             for entry in entries:
-                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                is_hidden = entry.name.startswith(".")
+                if (is_hidden and not hidden) or entry.name == "__MACOSX":
                     continue
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if is_folder(entry):
-                    if deep:
+                    if deep and not is_hidden:
                         waiting.append(path)
-                elif leads_nowhere(entry) or entry.is_file():
-                    yield path, entry  # a broken link is an item that cannot be read; pipes and devices are none
+                else:
+                    yield path, entry
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:

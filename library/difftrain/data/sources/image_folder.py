@@ -7,6 +7,7 @@ elsewhere; a picture that none names is told.
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -23,13 +24,17 @@ from difftrain.data.sources.base import (
     FileRef,
     ListedFile,
     SourceItem,
+    can_be_path,
+    image_file,
     is_left_out,
     is_picture,
     key_path,
     printable,
+    read_image,
 )
-from difftrain.data.sources.captions import BadCaption, captions_of, decode_text
+from difftrain.data.sources.captions import MAX_FILE_BYTES, BadCaption, captions_of, decode_text
 from difftrain.data.sources.folder import walk
+from difftrain.io.files import read_regular, refuse_irregular, text_lines
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _LOOKED_AT = ("", "*/", "*/*/")  # depths at which a first metadata file is looked for
@@ -95,7 +100,7 @@ class ImageFolderSource(DataSource):
         if file.suffix == ".parquet":
             return _table(file)
         try:
-            text = decode_text(file.read_bytes(), "it")
+            text = decode_text(read_regular(file, MAX_FILE_BYTES), "it")
         except OSError as error:
             raise DataFault(f"{file}: cannot be read ({error.strerror})") from None
         except BadCaption as error:
@@ -103,7 +108,7 @@ class ImageFolderSource(DataSource):
         if file.suffix == ".csv":
             return [dict(row) for row in csv.DictReader(io.StringIO(text))]
         rows = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text_lines(text), 1):
             if not line.strip():
                 continue
             try:
@@ -120,7 +125,7 @@ class ImageFolderSource(DataSource):
         for number, row in enumerate(self._rows(file.path), 1):
             # the picture, which must lie below the root
             name = row.get(NAME)
-            if not isinstance(name, str) or not name.strip():
+            if not isinstance(name, str) or not name.strip() or not can_be_path(name):
                 yield BadItem(f"row {number}", f"no image: row {number} of {file.path} has no {NAME}")
                 continue
             inner = posixpath.normpath(posixpath.join(folder, name.replace("\\", "/")))
@@ -135,21 +140,22 @@ class ImageFolderSource(DataSource):
                 continue
 
             # its captions
-            full = self.root / inner
             try:
-                size = full.stat().st_size
+                size, opener = image_file(self.root / inner)
                 captions = captions_of(
                     row.get(self.info.caption_column), f"row {number}", multi_line=self.info.multi_line
                 )
-            except OSError:
-                yield BadItem(printable(name), f"no image: {name} does not exist")
+            except OSError as error:
+                exists = error.errno == errno.EINVAL
+                reason = f"cannot be read: {error.strerror}" if exists else f"no image: {name} does not exist"
+                yield BadItem(printable(name), reason)
                 continue
             except BadCaption as error:
                 yield BadItem(printable(name), str(error))
                 continue
             lacking = f"no caption: row {number} of {file.path} holds none"
             yield SourceItem(
-                printable(name), 0, 0, size, captions, lambda at=full: at.open("rb"), lacking, inner,  # type: ignore[misc]
+                printable(name), 0, 0, size, captions, opener, lacking, inner,
                 key=key_path(printable(inner), None),
             )  # fmt: skip
 
@@ -157,7 +163,7 @@ class ImageFolderSource(DataSource):
             yield BadItem(printable(path), f"no caption: {file.path} does not list it")
 
     def read(self, media: MediaRef) -> bytes:
-        return (self.root / media.path).read_bytes()
+        return read_image(self.root / media.path)
 
 
 def _table(file: Path) -> list[Row]:
@@ -166,6 +172,7 @@ def _table(file: Path) -> list[Row]:
     from pyarrow import parquet
 
     try:
+        refuse_irregular(file)
         rows: list[Row] = parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataFault(f"{file}: cannot be read ({error})") from None

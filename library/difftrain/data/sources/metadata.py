@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from difftrain.data.sources.base import (
     FileRef,
     ListedFile,
     SourceItem,
+    image_file,
     is_picture,
     printable,
+    read_image,
 )
-from difftrain.data.sources.captions import BadCaption, all_lines, decode_text, first_line
+from difftrain.data.sources.captions import MAX_FILE_BYTES, BadCaption, all_lines, decode_text, first_line, sound
+from difftrain.io.files import read_regular
 
 _ORDER = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # kohya's, where several pictures have the name
 _SUFFIXES = (*_ORDER, *(s.upper() for s in _ORDER), *sorted(IMAGE_SUFFIXES.difference(_ORDER)))
@@ -54,7 +58,7 @@ class MetadataSource(DataSource):
     def _entries(self) -> dict[str, Any]:
         file = os.path.normpath(self.root / self.info.only)
         try:
-            entries = json.loads(decode_text(Path(file).read_bytes(), "it"))
+            entries = json.loads(decode_text(read_regular(file, MAX_FILE_BYTES), "it"))
         except OSError as error:
             raise DataFault(f"{file}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError, BadCaption) as error:
@@ -76,7 +80,7 @@ class MetadataSource(DataSource):
         for name, entry in self._entries.items():
             try:
                 captions_path = self._find(name)
-                size = captions_path.stat().st_size if captions_path else 0
+                size, opener = image_file(captions_path) if captions_path else (0, BytesIO)
             except OSError as error:
                 yield BadItem(printable(name), f"cannot be read: {error.strerror}")
                 continue
@@ -105,7 +109,7 @@ class MetadataSource(DataSource):
                 0,
                 size,
                 captions,
-                lambda at=captions_path: at.open("rb"),  # type: ignore[misc]
+                opener,
                 lacking,
                 path,
                 key=key,
@@ -129,10 +133,10 @@ class MetadataSource(DataSource):
             if value is not None and not isinstance(value, str):
                 raise BadCaption(f"caption not text: {field} is {_word(value)}")
         text = combined(caption, tags, self.info.separator, multi_line=self.info.multi_line)
-        return (text,) if text else ()
+        return (sound(text, "the entry"),) if text else ()
 
     def read(self, media: MediaRef) -> bytes:
-        return (self.root / media.path).read_bytes()
+        return read_image(self.root / media.path)
 
 
 def _is_file(path: Path) -> bool:

@@ -29,7 +29,7 @@ from PIL import Image
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault, MediaRef
-from difftrain.data.sources.base import BadItem, DataSource, FileRef, ListedFile, SourceItem, printable
+from difftrain.data.sources.base import BadItem, DataSource, FileRef, ListedFile, SourceItem, printable, read_image
 from difftrain.data.sources.captions import BadCaption, captions_of
 
 
@@ -163,7 +163,7 @@ def encoder(picture: Any) -> Callable[[], bytes]:
     if isinstance(picture, bytes):
         return lambda: picture
     if isinstance(picture, str | Path):
-        return Path(picture).read_bytes
+        return lambda: read_image(Path(picture))
     if isinstance(picture, np.ndarray):
         if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or picture.shape[2:] not in ((), (3,), (4,)):
             raise TypeError(f"an array of {picture.dtype} and shape {picture.shape} is not an 8-bit image")

@@ -18,9 +18,20 @@ import pyarrow
 from pyarrow import parquet
 
 from difftrain.contracts import DataFault, MediaRef
-from difftrain.data.sources.base import BadItem, DataSource, FileRef, ListedFile, SourceInfo, SourceItem
+from difftrain.data.sources.base import (
+    BadItem,
+    DataSource,
+    FileRef,
+    ListedFile,
+    SourceInfo,
+    SourceItem,
+    can_be_path,
+    image_file,
+    read_image,
+)
 from difftrain.data.sources.captions import BadCaption, captions_of
 from difftrain.data.sources.tar import list_shards
+from difftrain.io.files import refuse_irregular
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "bytes")
 PATH_COLUMNS = ("image_path", "file_name", "filename", "image_file", "filepath", "file_path", "path")
@@ -43,12 +54,14 @@ class ParquetSource(DataSource):
 
     def count(self, path: str, enough: int) -> int:
         try:
+            refuse_irregular(self.root / path)
             return int(parquet.read_metadata(self.root / path).num_rows)
         except pyarrow.ArrowException as error:
             raise OSError(errno.EIO, str(error), path) from None
 
     def check(self, path: str) -> str:
         try:
+            refuse_irregular(self.root / path)
             file = parquet.ParquetFile(self.root / path)
         except (pyarrow.ArrowException, OSError):
             return ""  # a damaged file is listed when it is read
@@ -63,13 +76,18 @@ class ParquetSource(DataSource):
 
     def items(self, file: FileRef) -> Iterator[SourceItem | BadItem]:
         try:
+            refuse_irregular(self.root / file.path)
             opened = parquet.ParquetFile(self.root / file.path)
             image, caption = self._columns(opened, file.path)
             row = 0
             for group in range(opened.num_row_groups):
                 table = opened.read_row_group(group, columns=sorted({image, caption}), use_threads=False)
                 for picture, text in zip(table.column(image), table.column(caption), strict=True):
-                    yield self._item(file.path, row, picture.as_py(), text)
+                    try:
+                        item = self._item(file.path, row, picture.as_py(), text)
+                    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a type of its own kind
+                        item = BadItem(str(row), f"no picture: the row cannot be read: {' '.join(str(error).split())}")
+                    yield item
                     row += 1
         except pyarrow.ArrowException as error:
             yield BadItem(None, f"damaged shard: {' '.join(str(error).split())}")
@@ -101,22 +119,24 @@ class ParquetSource(DataSource):
         inner_path = posixpath.normpath(posixpath.join(posixpath.dirname(file), path.replace("\\", "/")))
         if posixpath.isabs(inner_path) or inner_path.split("/")[0] == "..":
             return BadItem(member, f"outside its folder: {path}")
-        full = self.root / inner_path
+        if not can_be_path(inner_path):
+            return BadItem(member, f"no image: {path!r} is not a file name")
         try:
-            size = full.stat().st_size
-        except OSError:
-            return BadItem(member, f"no image: {path} does not exist")
-        return SourceItem(member, 0, 0, size, captions, lambda: full.open("rb"), lacking, path=inner_path)
+            size, opener = image_file(self.root / inner_path)
+        except OSError as error:
+            exists = error.errno == errno.EINVAL
+            return BadItem(member, f"cannot be read: {error.strerror}" if exists else f"no image: {path} does not exist")
+        return SourceItem(member, 0, 0, size, captions, opener, lacking, path=inner_path)
 
     def read(self, media: MediaRef) -> bytes:
         if media.length != -1:
-            return (self.root / media.path).read_bytes()
+            return read_image(self.root / media.path)
         path = str(self.root / media.path)
         try:
             starts = _group_starts(path, Path(path).stat().st_mtime_ns)
             group = bisect_right(starts, media.offset) - 1
             data, _ = _bytes_and_path(self._group(path, group)[media.offset - starts[group]].as_py())
-        except (pyarrow.ArrowException, IndexError) as error:
+        except (pyarrow.ArrowException, IndexError, ValueError, TypeError) as error:
             raise OSError(errno.EIO, f"row {media.offset} cannot be read: {error}", path) from None
         return data or b""
 
@@ -191,11 +211,12 @@ def _is_text(kind: Any) -> bool:
 
 
 def _bytes_and_path(value: Any) -> tuple[bytes | None, str]:
-    if isinstance(value, dict):
-        return value.get("bytes"), value.get("path") or ""
+    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
     if isinstance(value, str):
-        return None, value
-    return value, ""
+        data, path = None, value
+    if not isinstance(data, bytes | None) or not isinstance(path, str | None):
+        raise TypeError(f"bytes are {type(data).__name__}, the path is {type(path).__name__}")
+    return data, path or ""
 
 
 def _opener(data: bytes) -> Callable[[], BinaryIO]:

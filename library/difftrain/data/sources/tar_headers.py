@@ -6,9 +6,12 @@ The standard library's reader stops at the first fault; this one says what was w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple
+
+from difftrain.data.sources.base import printable
+from difftrain.io.files import open_regular
 
 _BLOCK = 512
 _NAME = slice(0, 100)
@@ -26,6 +29,7 @@ _KINDS = {
     b"5": "a folder",
     b"6": "a pipe",
 }
+_MAX_ZEROS = 1 << 24  # bytes looked through behind an end mark for another archive: tar itself pads to 10 KiB
 _MAX_EXTENDED = 1 << 20  # a pax or long-name header of more than this is damage, not a name
 
 
@@ -54,30 +58,55 @@ def read_members(path: Path) -> Iterator[Member | TarDamage]:
 
     Raises: OSError where the file cannot be read.
     """
-    with path.open("rb", buffering=8192) as file:
+    with open_regular(path) as file:
         end = os.fstat(file.fileno()).st_size
+        at: int | None = 0
         try:
-            yield from _members(file, end)
+            while at is not None:  # archives may be written one behind another
+                end_mark = yield from _members(file, at, end)
+                at = None if end_mark is None else _behind(file, end_mark, end)
         except _HeaderFault as fault:
             yield TarDamage(f"damaged shard: {fault}")
 
 
-def _members(file: BinaryIO, end: int) -> Iterator[Member | TarDamage]:
-    at = 0
+def _behind(file: IO[bytes], at: int, end: int) -> int | None:
+    """Return where the next archive begins behind an end mark; None where nothing but zeros follows.
+
+    Raises: _HeaderFault where something else does, or zeros without an end.
+    """
+    file.seek(at)
+    most = at + _MAX_ZEROS
+    while chunk := file.read(1 << 16):
+        if rest := chunk.lstrip(b"\0"):
+            at += (len(chunk) - len(rest)) // _BLOCK * _BLOCK
+            file.seek(at)
+            block = file.read(_BLOCK)
+            if len(block) < _BLOCK:
+                raise _HeaderFault(f"{end - at} bytes behind its end mark are no tar; they are not read")
+            _check(block, at)
+            return at
+        at += len(chunk)
+        if at > most:
+            raise _HeaderFault(f"more than {_MAX_ZEROS:,} zero bytes follow its end mark; what lies behind is not read")
+    return None
+
+
+def _members(file: IO[bytes], at: int, end: int) -> Generator[Member | TarDamage, None, int | None]:
+    """Follow one archive from a byte on; return the byte behind its end mark, None where it has none."""
     overrides: dict[str, str] = {}  # of the next member
     defaults: dict[str, str] = {}  # of a pax global header
     last = "its start"
     while True:
-        file.seek(at)
-        block = file.read(_BLOCK)
+        file.seek(min(at, end))  # a header may say any size
+        block = file.read(min(_BLOCK, max(0, end - at)))  # what a kernel shows as a file may have no end, and no size
 
         # a block of zeros marks the end; a file that stops before it was cut off
         if len(block) < _BLOCK:
             what = "inside a header" if block else "without an end mark"
-            yield TarDamage(f"truncated shard: the tar ends {what} after {last}; what followed is lost")
-            return
+            yield TarDamage(f"truncated shard: the tar ends {what} after {printable(last)}; what followed is lost")
+            return None
         if block.count(0) == _BLOCK:
-            return
+            return at + _BLOCK
 
         # what kind of member follows, and how long it is
         _check(block, at)
@@ -101,7 +130,7 @@ def _members(file: BinaryIO, end: int) -> Iterator[Member | TarDamage]:
         merged = defaults | overrides
         overrides = {}
         name = merged.get("path") or _name(block)
-        size = int(merged["size"]) if merged.get("size", "").isdigit() else size
+        size = _pax_size(merged["size"]) if "size" in merged else size
         if kind in _KINDS and kind != b"1":
             size = 0
         at = body + _padded(size)
@@ -143,6 +172,12 @@ def _number(field: bytes) -> int:
         raise _HeaderFault(f"a header holds {text!r} where a number should be") from None
 
 
+def _pax_size(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise _HeaderFault(f"a pax header holds {text[:20]!r} where a size should be")
+    return int(text)
+
+
 def _padded(size: int) -> int:
     if size < 0:
         raise _HeaderFault(f"a header gives a member {size} bytes")
@@ -157,8 +192,8 @@ def _name(block: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _extended(file: BinaryIO, body: int, size: int, end: int) -> bytes:
-    if size > _MAX_EXTENDED or body + size > end:
+def _extended(file: IO[bytes], body: int, size: int, end: int) -> bytes:
+    if not 0 <= size <= _MAX_EXTENDED or body + size > end:
         raise _HeaderFault(f"a long-name header of {size} bytes at byte {body - _BLOCK}")
     return file.read(size)
 

@@ -8,6 +8,7 @@ never the padding token that bigG writes as id 0.
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
 from collections import Counter
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.io.files import read_regular
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -23,6 +26,7 @@ BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 NUM_FIXED = 514  # 256 bytes, the same at the end of a word, and two marks
 LENGTH = 77
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
+_MOST_IDS, _MOST_BYTES = 1 << 24, 1 << 26
 _MERGES_OF_CLIP = 49152 - 256 - 2  # the released BPE file holds more merges than CLIP uses
 
 
@@ -64,13 +68,17 @@ class ClipVocabulary:
 
         Raises ValueError that says what is missing where neither is there.
         """
-        if path.is_file():
-            return cls.from_merges(_parse_merges(_read_text(path))[:_MERGES_OF_CLIP], pad)
-        if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-            ids = json.loads((path / "vocab.json").read_text(encoding="utf-8"))
-            return cls(_checked(ids, path), tuple(_parse_merges(_read_text(path / "merges.txt"))), pad)
-        if (path / "tokenizer.json").is_file():
-            return cls._from_json(json.loads((path / "tokenizer.json").read_text(encoding="utf-8")), path, pad)
+        try:
+            if path.is_file():
+                return cls.from_merges(_parse_merges(_read_text(path))[:_MERGES_OF_CLIP], pad)
+            if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+                ids = json.loads(_read_text(path / "vocab.json"))
+                merges = tuple(_parse_merges(_read_text(path / "merges.txt")))
+                return cls(_checked(ids, merges, path), merges, pad)
+            if (path / "tokenizer.json").is_file():
+                return cls._from_json(json.loads(_read_text(path / "tokenizer.json")), path, pad)
+        except (TypeError, KeyError, AttributeError, RecursionError, EOFError) as error:
+            raise ValueError(f"{path} is not a CLIP vocabulary: {error!r}") from None
         raise ValueError(f"{path} holds neither vocab.json and merges.txt nor tokenizer.json")
 
     @classmethod
@@ -82,7 +90,8 @@ class ClipVocabulary:
         for token in content.get("added_tokens", []):
             ids.setdefault(token["content"], token["id"])
         pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        return cls(_checked(ids, path), tuple((a, b) for a, b in pairs), pad)
+        merges = tuple((a, b) for a, b in pairs)
+        return cls(_checked(ids, merges, path), merges, pad)
 
     @property
     def bos_id(self) -> int:
@@ -167,10 +176,13 @@ def _merge(pieces: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def _read_text(path: Path) -> str:
+    content = read_regular(path, _MOST_BYTES)
     if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return file.read()
-    return path.read_text(encoding="utf-8")
+        with gzip.open(io.BytesIO(content)) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"{path} unpacks to more than {_MOST_BYTES:,} bytes")
+    return content.decode("utf-8")
 
 
 def _parse_merges(text: str) -> list[tuple[str, str]]:
@@ -185,7 +197,18 @@ def _parse_merges(text: str) -> list[tuple[str, str]]:
     return pairs  # type: ignore[return-value]
 
 
-def _checked(ids: dict[str, int], path: Path) -> dict[str, int]:
+def _checked(ids: dict[str, int], merges: tuple[tuple[str, str], ...], path: Path) -> dict[str, int]:
+    if not isinstance(ids, dict) or not all(type(number) is int and 0 <= number < _MOST_IDS for number in ids.values()):
+        wrong = next((key for key, number in ids.items() if type(number) is not int or not 0 <= number < _MOST_IDS), "")
+        raise ValueError(f"{path} is not a CLIP vocabulary: the id of {wrong!r} is {ids[wrong]!r}"[:300])
+    if len(merges) > len(ids) or any(a not in ids or b not in ids or a + b not in ids for a, b in merges):
+        lost = next((p for p in merges if p[0] not in ids or p[1] not in ids or p[0] + p[1] not in ids), None)
+        what = (
+            f"{len(merges):,} merges for {len(ids):,} tokens"
+            if lost is None
+            else f"it has no token for the merge {lost}"
+        )
+        raise ValueError(f"{path} is not a CLIP vocabulary: {what}"[:300])
     missing = [mark for mark in (BOS, EOS, "!") if mark not in ids]
     if missing:
         raise ValueError(f"{path} is not a CLIP vocabulary: it lacks {', '.join(missing)}")

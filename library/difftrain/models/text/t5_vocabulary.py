@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import read_regular
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # of every T5
+_MOST_IDS, _MOST_BYTES = 1 << 24, 1 << 27
 SENTINELS = 100  # that T5's tokenizers have behind the pieces of their spiece.model
 META = "▁"  # stands for the blank before a word
 JSON, PIECES = "tokenizer.json", "spiece.model"
@@ -50,7 +54,7 @@ class T5Vocabulary:
             file = files[0]
         if file.suffix == ".model":
             return cls(_checked(_converted(file), file))
-        return cls(_checked(file.read_text(encoding="utf-8"), file))
+        return cls(_checked(read_regular(file, _MOST_BYTES).decode("utf-8"), file))
 
     @classmethod
     def learn(cls, text: str, size: int) -> T5Vocabulary:
@@ -113,10 +117,16 @@ class T5Vocabulary:
 
 
 def bare_tokenizer(content: str) -> Tokenizer:
-    """Build the tokenizer of a tokenizer.json, without padding and cutting."""
+    """Build the tokenizer of a tokenizer.json, without padding and cutting. Raises ConfigFault where it is none."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(content)
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except BaseException as error:  # the library raises plain exceptions, and its panics are none of Python's
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        what = f"{JSON} makes no tokenizer: {str(error)[:200]}"
+        raise ConfigFault([Fault("the text encoder's vocabulary", what, "the file that came with the model")]) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -174,6 +184,12 @@ def _checked(text: str, path: Path) -> str:
         if model.get("type", "Unigram") != "Unigram" or not isinstance(model["vocab"], list):
             raise ValueError(f"{path} is not a T5 tokenizer (a Unigram model), but {model.get('type', 'unnamed')}")
         ids = _ids(content)
+        if not all(isinstance(piece, str) and math.isfinite(score) for piece, score in model["vocab"]):
+            raise TypeError("a piece is no text, or its score no number")
+        if not all(type(number) is int and 0 <= number < _MOST_IDS for number in ids.values()):
+            raise TypeError("an id is no whole number, or too large")
+    except RecursionError:
+        raise ValueError(f"{path} is not a tokenizer.json of T5: of too many levels") from None
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a tokenizer.json of T5: {error!r}") from None
     except json.JSONDecodeError as error:
@@ -190,7 +206,7 @@ def _converted(path: Path) -> str:
     Raises ValueError that says why it cannot be.
     """
     try:
-        file = read_pieces(path.read_bytes())
+        file = read_pieces(read_regular(path, _MOST_BYTES))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a spiece.model of T5: {error}") from None
     sentinels = [f"<extra_id_{i}>" for i in reversed(range(SENTINELS))]

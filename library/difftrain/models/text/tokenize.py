@@ -17,6 +17,7 @@ import numpy as np
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import read_json_object, read_regular
 from difftrain.models.facts import Text
 from difftrain.models.text.clip_tokens import PAD_1, PAD_2, ClipTokenize
 from difftrain.models.text.clip_vocabulary import NUM_FIXED, ClipVocabulary, byte_symbols
@@ -283,13 +284,14 @@ class LlmVocabulary:
         if not file.is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_regular(file, 1 << 27).decode("utf-8")
             json.loads(text)["model"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{file} is not a tokenizer.json: {error!r}") from None
         config = folder / "tokenizer_config.json"
-        pad = json.loads(config.read_text(encoding="utf-8")).get("pad_token") if config.is_file() else None
+        pad = (read_json_object(config) or {}).get("pad_token")
         pad = pad.get("content") if isinstance(pad, dict) else pad
+        pad = pad if isinstance(pad, str) else None
         vocabulary = cls(text, pad or PAD, folder if folder.is_dir() else None)
         if vocabulary.backend().token_to_id(vocabulary.pad) is None:
             raise ValueError(f"{file} has no token {vocabulary.pad!r} to pad texts with")

@@ -156,10 +156,10 @@ def _settings(path: Path, header: Mapping[str, str], denoiser: str) -> dict[str,
     """Return what is said of ranks and alphas beside the tensors, by "folder.setting"."""
     try:
         about = json.loads(header.get(_ABOUT, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         about = {}
     beside = read_json(path.with_name(_PEFT_CONFIG)) if path.name == _PEFT_FILE else {}
-    return dict(about) | {f"{denoiser}.{name}": value for name, value in beside.items()}
+    return (about if isinstance(about, dict) else {}) | {f"{denoiser}.{name}": value for name, value in beside.items()}
 
 
 def _pairs(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import read_regular
 from difftrain.models.registry import FAMILIES, TRAINED
 from difftrain.models.weights.identify import is_told, read_object
 
@@ -27,9 +28,9 @@ class DetectedFamily:
 def family_of_folder(folder: Path, flag: str) -> str:
     """Return the family of a diffusers folder, as its model_index.json says it; imports no torch. Raises ConfigFault."""
     try:
-        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        content = json.loads(read_regular(folder / INDEX, 1 << 26))
         pipeline = str(content.get("_class_name", "nothing"))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigFault(
             [Fault(flag, f"{folder / INDEX} cannot be read: {error}", "fetch the folder again")]
         ) from None
@@ -63,9 +64,9 @@ def family_of_file(file: Path, flag: str) -> DetectedFamily:
     shapes = weights.shapes()
     try:
         sizes = json.loads(weights.metadata.get(SIZES, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         sizes = {}
-    if isinstance(sizes, dict) and sizes.get("family") in FAMILIES:
+    if isinstance(sizes, dict) and isinstance(sizes.get("family"), str) and sizes["family"] in FAMILIES:
         return DetectedFamily(str(sizes["family"]), _has_all_parts(class_of(sizes["family"]), shapes))
     fits = list(_fitting(shapes))
     if len(fits) == 1:

@@ -14,6 +14,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import torch
 
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import open_regular, read_json_object, refuse_irregular
+from difftrain.models.weights.torch_files import UnreadableWeights, check_torch_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +28,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-class UnreadableWeights(Exception):
-    """Say that a file holds no weights that can be read safely, and why."""
+_MOST_HEADER = 100_000_000  # bytes, as safetensors has it
 
 
 class WeightFile(Protocol):
@@ -63,8 +64,9 @@ class _Safetensors:
         from safetensors import SafetensorError, safe_open
 
         try:
+            refuse_irregular(path)
             self._file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise UnreadableWeights(f"is not a complete safetensors file: {error}") from None
         self.metadata = dict(self._file.metadata() or {})
 
@@ -84,17 +86,17 @@ class _ReadSafetensors:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
                 size = file.seek(0, os.SEEK_END)
-                if not 2 <= length <= size - 8:
+                if not 2 <= length <= min(size - 8, _MOST_HEADER):
                     raise UnreadableWeights(f"is not a complete safetensors file: {size} bytes, a header of {length}")
                 file.seek(8)
                 header = json.loads(file.read(length))
             self._start = 8 + length
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self._places = {key: _entry_of(entry, size - self._start) for key, entry in header.items()}
-            if not all(isinstance(text, str) for text in self.metadata.values()):
+            if not isinstance(self.metadata, dict) or not all(isinstance(text, str) for text in self.metadata.values()):
                 raise UnreadableWeights("is not a complete safetensors file: its metadata is not text")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UnreadableWeights(f"is not a complete safetensors file: {error}") from None
@@ -156,8 +158,11 @@ class _TorchFile:
 
 def _torch_load(path: Path, mmap: bool) -> Any:
     try:
+        check_torch_file(path)
         # only the zip format can be mapped; older files are read whole
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+    except UnreadableWeights:
+        raise
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0] if str(error) else "no reason given"
         raise UnreadableWeights(
@@ -216,15 +221,16 @@ def find_weights(folder: Path, stems: Sequence[str], flag: str) -> list[Path]:
 
 def _shards(index: Path, flag: str) -> list[Path]:
     places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    if not isinstance(places, dict) or not places or not all(map(_is_beside, places.values())):
         raise ConfigFault([Fault(flag, f"{index} lists no files of weights", "fetch the folder again")])
     return [index.parent / name for name in sorted(set(places.values()))]
 
 
+def _is_beside(name: object) -> bool:
+    """Tell the name of a file in the index's own folder: an index of a hub names none elsewhere."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return what a JSON file holds; nothing where there is none, or no object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_json_object(path) or {}

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
+from difftrain.io.files import read_regular
 from difftrain.models import build as known
 from difftrain.models.registry import FAMILIES
 from difftrain.models.weights import infer
+from difftrain.models.weights.bounds import count_fault
 from difftrain.models.weights.files import read_json
 from difftrain.models.weights.part_files import PartFiles, PartInFile, SingleFile
-from difftrain.models.weights.source import INITS, WeightSource
+from difftrain.models.weights.source import INITS, WeightSource, counted
 
 if TYPE_CHECKING:
     from difftrain.config import TrainConfig
@@ -92,7 +94,15 @@ def source_of(cfg: TrainConfig, family: Description, drawn_sizes: Callable[[], d
         if not problems:
             problems.append(_nowhere(family, absent))
         raise ConfigFault(problems)
-    problems += family.misfits(sizes, str(root or model.init_from_config or "[model]"))
+    origin = str(root or model.init_from_config or "[model]")
+    problems += family.misfits(sizes, origin)
+    for part, reader in readers.items() if not problems else ():
+        if not reader.path.is_dir():
+            continue  # sizes that are read off the tensors have no more of them
+        with known.possible(part):
+            count = counted(family.parts[part], known.complete(family.parts[part], sizes[part]))
+        if count is not None:
+            problems += count_fault(part, count, reader.num_bytes(), f"{origin} [{family.folder(part)}]")
     if problems:
         raise ConfigFault(problems)
 
@@ -205,8 +215,8 @@ def _read_sizes(choice: str, where: str, flavors: Iterable[str], sections: Itera
     if not path.is_file():
         raise ConfigFault([Fault(where, f"no such file: {choice!r}", remedy)])
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(read_regular(path, 1 << 26))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigFault([Fault(where, f"{choice} is not JSON: {error}", remedy)]) from None
     if not isinstance(content, dict):
         raise ConfigFault([Fault(where, f"{choice} holds a {type(content).__name__}, not an object", remedy)])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from difftrain.config.parse_text_to_image import WeightsIdentity
+from difftrain.io.files import open_regular, read_json_object
 from difftrain.models.registry import FAMILIES, FamilyRow
 from difftrain.models.weights.infer import looks_like
 
@@ -74,19 +75,15 @@ def is_told(row: FamilyRow, read: Read) -> bool:
 
 def read_object(path: Path) -> Mapping[str, Any] | None:
     """Read a JSON object; None where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    return read_json_object(path)
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes from a safetensors header; nothing where there is none."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if length < _MOST else {}
         return {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

@@ -166,6 +166,10 @@ class PartFiles:
         """Count the numbers of the part, from the headers of its files."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    def num_bytes(self) -> int:
+        """Return the bytes of its files, which are more than the numbers in them. Raises ConfigFault."""
+        return sum(path.stat().st_size for path in self.paths() if path.exists())
+
     def fingerprint(self, part: str) -> str:
         """Hash the weights as they lie in the files."""
         stored = ((name, self._get(name)) for name in self.shapes)
@@ -215,7 +219,24 @@ class PartFiles:
 
 
 SIZES = "difftrain.architecture"  # where a file of ours says its sizes: in its header, in a .ckpt as a tensor of bytes
+_MOST_SIZES = 1 << 24  # bytes
 FACTS = "difftrain.json"  # what an export cannot say otherwise: beside model_index.json, or in a single file's header
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """Read a JSON object of a header; None where it is something else, or of too many levels."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _text(tensor: Tensor) -> str:
+    """Read a tensor of bytes as text; what is none is no JSON either."""
+    if tensor.dtype != torch.uint8 or tensor.numel() > _MOST_SIZES:
+        return ""
+    return bytes(tensor.flatten().tolist()).decode("utf-8", "replace")
 
 
 class SingleFile:
@@ -253,22 +274,17 @@ class SingleFile:
         """Return the sizes that it says; None where it is a release's. Raises ConfigFault."""
         text = self.header.get(SIZES)
         if text is None and SIZES in self.marks:
-            text = bytes(self.get(SIZES).tolist()).decode()
-        try:
-            content = None if text is None else json.loads(text)
-        except ValueError:
-            content = ()
-        if content is not None and not isinstance(content, dict):
-            raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is not JSON")])
+            text = _text(self.get(SIZES))
+        if text is None:
+            return None
+        content = _object(text)
+        if content is None:
+            raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is no JSON object")])
         return content
 
     def stored_facts(self) -> dict[str, Any]:
         """Return what an export of ours says of itself beside its sizes; nothing where it is no such file."""
-        try:
-            content = json.loads(self.header.get(FACTS, "{}"))
-        except ValueError:
-            content = {}
-        return content if isinstance(content, dict) else {}
+        return _object(self.header.get(FACTS, "{}")) or {}
 
     def has(self, part: str) -> bool:
         """Tell whether anything of a part is in it."""

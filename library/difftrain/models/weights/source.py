@@ -12,7 +12,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftrain.contracts import Fault
+from difftrain.contracts import ConfigFault, Fault
 from difftrain.diffusion.draws import STREAM_VERSION
 from difftrain.models import build as known
 from difftrain.models.build import build, possible
@@ -51,6 +51,7 @@ class WeightSource:
     name: str = "custom"
     named_hashes: bool = False
     single_file: SingleFile | None = None
+    checked: set[str] = field(default_factory=set, compare=False)  # stored parts whose values were all finite
 
     def build(self, part: str) -> Any:
         """Build a part whose parameters have no memory. Raises ConfigFault for impossible sizes."""
@@ -62,14 +63,9 @@ class WeightSource:
 
     def count(self, part: str) -> int:
         """Count a part's parameters, by formula or from the headers of its files where nothing has to be imported."""
-        kind = self.kinds[part]
         with possible(part):
-            if kind == "diffusers:AutoencoderKL":
-                return vae(self.complete(part))
-            if kind in _CLIP:
-                return clip(self.sizes[part], projected=kind == _CLIP[1])
-            if kind == _T5[0]:
-                return t5(self.sizes[part])
+            if (count := counted(self.kinds[part], self.complete(part))) is not None:
+                return count
         if part in self.readers:
             return self.readers[part].count()
         return sum(param.numel() for param in self.build(part).parameters())
@@ -88,9 +84,23 @@ class WeightSource:
         ]
 
     def weights(self, part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Give a part's tensors one at a time, fixed tables included."""
+        """Give a part's tensors one at a time, fixed tables included.
+
+        Raises ConfigFault behind the last of stored ones where some, the first time that they are read, are not finite.
+        """
         if part in self.readers:
-            yield from self.readers[part].weights(module)
+            reader, bad = self.readers[part], []
+            for name, value in reader.weights(module):
+                if part not in self.checked and not is_finite(value):
+                    bad.append(name)
+                yield name, value
+            if bad:
+                more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+                what = f"{reader.path} holds values that are not finite (NaN, infinity) in {', '.join(bad[:3])}{more}"
+                raise ConfigFault(
+                    [Fault(reader.flag, what, "training with them gives nothing but NaN: fetch it again")]
+                )
+            self.checked.add(part)
             return
         if part == "vae" and self.ships_vae:
             yield from shipped_vae(module)
@@ -135,10 +145,43 @@ class WeightSource:
         return self.readers[part].reusable_files(stem, dtype) if part in self.readers else None
 
 
+_CHUNK = 1 << 18  # numbers that stay in a core's cache between two operations
+
+
+def is_finite(value: Tensor) -> bool:
+    """Tell whether all values are finite, in about the memory's speed.
+
+    Of 32 bits and more by their sum, which is finite only then (where it overflows, each value is asked); of fewer, whose
+    sums are slow, by their bits: an exponent of ones is the largest number of those without the sign.
+    """
+    import torch
+
+    if not value.is_floating_point():
+        return True
+    if value.dtype.itemsize > 2:
+        return bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all())
+    least = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float8_e5m2: 0x7C, torch.float8_e4m3fn: 0x7F}
+    if value.dtype not in least:
+        return bool(torch.isfinite(value.float()).all())
+    wide = value.dtype.itemsize == 2
+    bits = value.contiguous().view(torch.int16 if wide else torch.uint8).flatten()
+    sign = 0x7FFF if wide else 0x7F
+    return all(int(chunk.bitwise_and(sign).max()) < least[value.dtype] for chunk in bits.split(_CHUNK) if len(chunk))
+
+
 # --- Parameters of encoders, counted from their sizes by formula: no class is imported for it, as none may be here
 
 
 Config = Mapping[str, Any]
+
+
+def counted(kind: str, complete: Config) -> int | None:
+    """Count a part by the formula of its class; None where there is none. complete: its sizes, defaults included."""
+    if kind == "diffusers:AutoencoderKL":
+        return vae(complete)
+    if kind in _CLIP:
+        return clip(complete, projected=kind == _CLIP[1])
+    return t5(complete) if kind == _T5[0] else None
 
 
 def clip(config: Config, *, projected: bool = True) -> int:
@@ -168,9 +211,8 @@ def vae(config: Config) -> int:
     for side, repeats in ((list(widths), layers), (list(reversed(widths)), layers + 1)):
         entering = side[0]
         for i, width in enumerate(side):
-            for _ in range(repeats):
-                total += _resnet(entering, width)
-                entering = width
+            total += _resnet(entering, width) + (repeats - 1) * _resnet(width, width)
+            entering = width
             total += _conv(width, width, 3) if i < len(side) - 1 else 0
     total += _conv(config.get("in_channels", 3), widths[0], 3) + 2 * widths[-1] + _conv(widths[-1], 2 * latents, 3)
     total += _conv(latents, widths[-1], 3) + 2 * widths[0] + _conv(widths[0], config.get("out_channels", 3), 3)

@@ -53,7 +53,7 @@ class TensorBoard:
         from PIL import Image
 
         self.flush()
-        with Image.open(path) as picture:
+        with Image.open(path, formats=("PNG",)) as picture:
             self._writer.add_image(tag, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
         # four spaces: the page takes text for Markdown, and a prompt is none

@@ -18,7 +18,7 @@ from difftrain.contracts import ConfigFault, Fault, TrainingFault
 from difftrain.device.choice import choose
 from difftrain.distributed.ranks import Ranks
 from difftrain.hub.fetch import fetch
-from difftrain.io.files import write_bytes
+from difftrain.io.files import open_regular, write_bytes
 from difftrain.models.registry import TRAINED, make_family
 from difftrain.models.weights.adapter_files import AdapterChoice
 from difftrain.sampling.draw import GridPicture, draw_one, drawn_size, evaluating, grid_of
@@ -228,8 +228,10 @@ def _picture(path: Path, flag: str) -> Image:
     from PIL import Image as images
     from PIL import ImageOps
 
+    from difftrain.data.media.media import FORMATS
+
     try:
-        with images.open(path) as opened:
+        with images.open(open_regular(path), formats=FORMATS) as opened:
             if max(opened.size) > _LARGEST_SIDE:
                 what = f"{path} is {opened.width} x {opened.height} px"
                 raise ConfigFault([Fault(flag, what, f"sides up to {_LARGEST_SIDE} px")])

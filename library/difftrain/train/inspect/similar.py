@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from difftrain.data.media.media import FORMATS
 from difftrain.report.page import jpeg_address
 from difftrain.train.inspect.facts import Look
 
@@ -77,9 +78,11 @@ def hash_bits(image: Image.Image) -> np.ndarray | None:
 
 def _hash_of(look: Look, record_id: int) -> np.ndarray | None:
     try:
-        with Image.open(io.BytesIO(look.data.index.read(look.data.index.record(record_id).media))) as image:
+        with Image.open(
+            io.BytesIO(look.data.index.read(look.data.index.record(record_id).media)), formats=FORMATS
+        ) as image:
             return hash_bits(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # no image, gone, or cut short
+    except Exception:  # no image, gone, or cut short: decoders of foreign bytes raise anything
         return None
 
 
@@ -90,10 +93,10 @@ def _described(look: Look, group: list[int]) -> dict[str, Any]:
         size = f"{record.size_hw[1]} × {record.size_hw[0]} px"
         one: dict[str, Any] = {"name": record.name, "size": size, "caption": next(iter(record.captions), "")[:200]}
         try:
-            with Image.open(io.BytesIO(look.data.index.read(record.media))) as image:
+            with Image.open(io.BytesIO(look.data.index.read(record.media)), formats=FORMATS) as image:
                 image.draft("RGB", (2 * TRIES[0][0],) * 2)
                 one["image"] = jpeg_address(image.convert("RGB"), TRIES, BYTES)
-        except (OSError, ValueError, SyntaxError):
+        except Exception:  # as above
             one["image"] = None
         shown.append(one)
     return {"images": len(group), "shown": shown}
