@@ -63,7 +63,7 @@ def test_pictures_that_hang_or_crash_their_decoder_are_named_and_all_else_is_enc
         made = cached.make(cfg)
     reasons = {Path(each.path).name: each.reason.partition(":")[0] for each in made.rejects}
     assert sorted(reasons.values()) == ["crashed", "too slow"], made.rejects
-    assert re.search(r"; \d pictures? .*too slow .*crashed", caplog.text)
+    assert re.search(r"; \d images? .*too slow .*crashed", caplog.text)
     data, store = made.data, made.data.store.pictures
     assert store is not None
     lost = 0

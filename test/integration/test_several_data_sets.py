@@ -120,7 +120,7 @@ def test_flags_name_regularisation_too(door: Door, sets: Callable[[int], Path], 
     common = ["--resolution=64", "--train_batch_size=8", "--max_train_steps=2", "--learning_rate=1e-30"]
     reg = [f"--train_data_dir={tmp_path / 'shape'}", f"--reg_data_dir={tmp_path / 'thing'}", *common]
     printed = door.run(line(tmp_path / "full", *reg, "--prior_loss_weight=1", "--no_metadata"))
-    assert re.search("13 records .*, 36 draws ", printed)
+    assert re.search("13 records .*, 36 samples ", printed)
     door.run(line(tmp_path / "none", *reg, "--prior_loss_weight=0", "--no_metadata"))
     assert all(0 < none < full for none, full in zip(losses(tmp_path / "none"), losses(tmp_path / "full"), strict=True))
 

@@ -10,11 +10,17 @@ import sys
 from importlib.util import find_spec
 
 WITHHELD = ("bitsandbytes",)
+_IMPORTERS = ("diffusers", "transformers")  # each counts once, as it is imported, what is installed
 _hidden: set[str] = set()
 
 
 def hold_back() -> None:
-    """Let these packages look as if they were missing, in this process, where they are not imported yet."""
+    """Let these packages look as if they were missing, in this process, where they are not imported yet.
+
+    Does nothing where one of those that import them has begun: it would look for what it has counted as there.
+    """
+    if any(name in sys.modules for name in _IMPORTERS):
+        return
     for name in WITHHELD:
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]  # what the import system takes for "not there"

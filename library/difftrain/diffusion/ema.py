@@ -60,7 +60,7 @@ class Ema(Average):
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], decay: float, *, ramp: bool = False) -> None:
         if not 0.0 < decay < 1.0:
-            raise ValueError(f"the decay of an average must lie in 0 to 1, got {decay}")
+            raise ValueError(f"the decay of an average must lie above 0 and below 1, got {decay}")
         super().__init__(named)
         self.decay, self.ramp = decay, ramp
         self.updates = 0

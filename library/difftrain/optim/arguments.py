@@ -62,5 +62,7 @@ def load(where: str, path: str, base: type[T]) -> type[T]:
     except AttributeError as error:
         raise ConfigFault([Fault(where, f"{module_name} has no {name}", "check the name")]) from error
     if not (inspect.isclass(value) and issubclass(value, base)):
-        raise ConfigFault([Fault(where, f"{path} is not a {base.__name__}", f"name a subclass of {base.__name__}")])
+        raise ConfigFault(
+            [Fault(where, f"{path} is not of the class {base.__name__}", f"name a subclass of {base.__name__}")]
+        )
     return value

@@ -56,7 +56,7 @@ class ScheduleFree(Optimizer):
         r: float = 0.0,
     ) -> None:
         if not 0.0 < momentum < 1.0:
-            raise ValueError(f"momentum must lie in 0 to 1, got {momentum}")
+            raise ValueError(f"momentum must lie above 0 and below 1, got {momentum}")
         self.base, self.defaults = base, base.defaults
         self.momentum, self.decay, self.power, self.r = momentum, weight_decay_at_y, weight_lr_power, r
         self._training = True

@@ -73,7 +73,7 @@ def test_uses_are_forgotten_only_when_asked_for(tmp_path: Path) -> None:
 def test_a_cache_of_no_known_use_is_not_emptied(tmp_path: Path) -> None:
     folder = make(tmp_path / "c")
     references.remove(folder, "all")
-    with pytest.raises(DataFault, match=rf"^{folder.path}: no configuration "):
+    with pytest.raises(DataFault, match=rf"^{re.escape(str(folder.path))}: .*configuration"):
         collected(folder)
     assert len(served(folder)) == 18
 

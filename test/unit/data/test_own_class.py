@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from index_lines import read_again
+from refusals import is_about
 from rejects import kind
 
 from difftrain.config import TrainConfig
@@ -184,8 +185,9 @@ def test_broken_classes(modules: Path, dotted: str, what: str) -> None:
 
 
 def test_an_empty_class(modules: Path) -> None:
-    with pytest.raises(DataFault, match=r"mine_broken\.Empty: no items"):
+    with pytest.raises(DataFault) as caught:
         prepare(config(modules, "mine_broken.Empty"), log=lambda line: None)
+    assert is_about(caught.value, "mine_broken.Empty", "no")
 
 
 def test_broken_items_are_named_and_left_out(modules: Path) -> None:
@@ -194,7 +196,7 @@ def test_broken_items_are_named_and_left_out(modules: Path) -> None:
     assert index.count == 2 and len(said) == 6
     assert said["0"] == "broken item: KeyError: 'hole'"
     assert re.match(r"broken item: TypeError: .* \(image, caption\), .*ndarray", said["1"])
-    assert re.match(r"broken item: TypeError: .*float64 .*\(32, 32, 3\) .*8 bits", said["2"])
+    assert is_about(said["2"], "broken item", "TypeError", "float64", "(32, 32, 3)")
     assert kind(said["3"]) == "caption text" and said["3"].endswith(" int")
     assert kind(said["4"]) == "no caption"
     assert os.strerror(errno.ENOENT) in said["5"]

@@ -61,7 +61,7 @@ def test_data_is_made_once() -> None:
     said: list[str] = []
     home = prepare.prepare("shapes", 0.01, data_only=True, log=said.append)
     stamp = (home / "data" / "00000.tar").stat().st_mtime_ns
-    assert "256 captioned pictures" in said[0]
+    assert names(said[0], 256, home / "data")
     assert prepare.prepare("shapes", 0.01, data_only=True, log=said.append) == home
     assert len(said) == 1 and (home / "data" / "00000.tar").stat().st_mtime_ns == stamp
     assert sorted(path.name for path in home.iterdir()) == ["data", "prompts.txt"]

@@ -183,7 +183,7 @@ class Together(torch.optim.SGD):
 def test_an_optimizer_that_may_look_at_all_gradients_is_refused(monkeypatch):
     Together.__module__ = "elsewhere.optim"
     monkeypatch.setattr(torch.optim, "Together", Together, raising=False)
-    with pytest.raises(ConfigFault, match=r"elsewhere\.optim\.Together looks .*gradients"):
+    with pytest.raises(ConfigFault, match=r"--optimizer_type: elsewhere\.optim\.Together .*gradients"):
         built(config(type="torch.optim.Together", **ONE))
 
 

@@ -113,10 +113,10 @@ def test_few_pictures_have_a_value_and_no_error() -> None:
 
 @pytest.mark.parametrize(("m", "n"), [(1, 5), (5, 1), (0, 0)])
 def test_too_few_pictures_are_refused(m: int, n: int) -> None:
-    with pytest.raises(ValueError, match=f" 2 pictures .* {m} and {n}$"):
+    with pytest.raises(ValueError, match=f" 2 .* {m} and {n}$"):
         mmd2(torch.randn(m, 3), torch.randn(n, 3))
 
 
 def test_pairs_must_be_pairs() -> None:
-    with pytest.raises(ValueError, match=r"4 and 5 pictures .*pairs"):
+    with pytest.raises(ValueError, match=r"4 and 5 .*pairs"):
         mmd2(torch.randn(4, 3), torch.randn(5, 3), paired=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import names
 
 from difftrain.launch import environment as env
 
@@ -81,7 +82,7 @@ def test_untested_versions_are_named(
     assert capsys.readouterr().err == ""
     versions["torch"] = "2.9.1"
     env.name_untested(lines)
-    assert "not tested: torch 2.9.1 (tested ==2.13.0)\n" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "torch 2.9.1", "tested ==2.13.0")
 
 
 def test_npu_machines_get_the_adapter_of_their_torch(versions: dict[str, str], tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_whoever_comes_first_says_for_whom_it_waits(site: Site) -> None:
     second = site.start(1, 3)
     site.until_said("1", "machine 0 of 3", f"127.0.0.1:{site.port}")
     first = site.start(0, 3)
-    site.until_said("0", "machine 1 of 3", "here")
+    site.until_said("0", "machine 1 of 3", "joined")
     site.until_said("0", "machines 1, 2 of 3", f"127.0.0.1:{site.port}", "left")
     third = site.start(2, 3)
     assert all(each.result(60) is not None for each in (first, second, third))
@@ -112,7 +112,7 @@ def test_machines_that_count_differently(site: Site) -> None:
 def test_two_machines_with_one_number(site: Site) -> None:
     site.start(0, 3, wait_s=3)
     older = site.start(1, 3)
-    site.until_said("0", "machine 1 of 3", "here")
+    site.until_said("0", "machine 1 of 3", "joined")
     site.start(1, 3, wait_s=2.5, name="newer")
     with pytest.raises(RendezvousFailed) as caught:
         older.result(60)
@@ -141,9 +141,9 @@ def test_one_that_died_is_missed_again_and_may_come_back(site: Site, monkeypatch
     leader = site.start(0, 3)
     first = Machine(1, 3, "127.0.0.1", site.port, 5.0, token="first")
     mortal = site.pool.submit(rendezvous.meet, first, lambda line: None)
-    site.until_said("0", "machine 1 of 3", "here")
+    site.until_said("0", "machine 1 of 3", "joined")
     killed.set()
-    site.until_said("0", "machine 1 of 3", "gone")
+    site.until_said("0", "machine 1 of 3", "has left")
     with pytest.raises(SystemExit):
         mortal.result(60)
     both = [site.start(1, 3), site.start(2, 3)]
@@ -154,7 +154,7 @@ def test_a_machine_that_comes_to_a_job_without_it_waits_for_the_next(site: Site)
     leader, guest = site.start(0), site.start(1)
     store = leader.result(60), guest.result(60)
     late = site.start(1, wait_s=3, name="late")
-    site.until_said("late", "machine 0 of 2", "begun")
+    site.until_said("late", "machine 0 of 2", "started")
     with pytest.raises(RendezvousFailed):
         late.result(60)
     assert store

@@ -102,7 +102,7 @@ def test_folder_loads_in_transformers_with_its_pad_token(tmp_path: Path) -> None
         ("other.txt", None, r"vocab\.json .*merges\.txt .*tokenizer\.json"),
         ("tokenizer.json", '{"model": {"type": "Unigram"}}', r"tokenizer\.json .*CLIP tokenizer"),
         ("tokenizer.json", "not json", "Expecting value"),
-        ("vocab.json", '{"a": 0}', r"has no <\|startoftext\|>, <\|endoftext\|>, !"),
+        ("vocab.json", '{"a": 0}', r"vocabulary: .*<\|startoftext\|>, <\|endoftext\|>, !"),
     ],
 )
 def test_other_files_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:

@@ -215,7 +215,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
         file.write_bytes(file.read_bytes() + b"1")
         return "never"
 
-    with pytest.raises(ConfigFault, match="weights: changes "):
+    with pytest.raises(ConfigFault, match="weights: changed "):
         fingerprints.of_files([file], "all", changing)
-    with pytest.raises(ConfigFault, match=": changes "):
+    with pytest.raises(ConfigFault, match=": changed "):
         fingerprints.of_files([file], "all", lambda: "a", since=[[0, 0, 0, 0]])

@@ -288,6 +288,7 @@ def test_schedule_free_keeps_its_rate_and_the_wrapper_follows_a_schedule() -> No
 def test_a_package_that_is_held_back_comes_in_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers imports bitsandbytes wherever it finds it, in every process."""
     monkeypatch.setattr(hidden_imports, "WITHHELD", ("lion_pytorch",))
+    monkeypatch.setattr(hidden_imports, "_IMPORTERS", ())
     monkeypatch.setattr(hidden_imports, "_hidden", set())
     monkeypatch.delitem(sys.modules, "lion_pytorch")
     hidden_imports.hold_back()

@@ -75,7 +75,7 @@ def test_what_was_measured_beside_the_loss_has_its_quantiles_too() -> None:
     titles = re.findall("<h3>(.*?)</h3>", "".join(panels(measured)))
     assert not any("quantile 0" in title for title in titles)
     for term in ("loss", "denoise loss", "text recon loss"):
-        for whose in ("as trained", "averaged weights"):
+        for whose in ("raw weights", "averaged weights"):
             assert (
                 sum(
                     re.fullmatch(rf"a/b, 5 records: {term} .*quantile .*, .*{whose}", title) is not None

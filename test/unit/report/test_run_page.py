@@ -157,7 +157,7 @@ def test_a_folder_without_a_report_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataFault, match=r"report\.json"):
         build_html(tmp_path)
     (tmp_path / "report.json").write_text("{")
-    with pytest.raises(DataFault, match="no JSON"):
+    with pytest.raises(DataFault, match=r"report\.json: .*JSON"):
         build_html(tmp_path)
 
 

@@ -217,7 +217,7 @@ REFUSED = {
     "another family": ({"family": "other"}, "other"),
     "another network": ({"model": "n"}, "network"),
     "another format": ({"format": "9"}, "9"),
-    "no trace": ({"calls": ""}, "torn"),
+    "no trace": ({"calls": ""}, "incomplete"),
 }
 
 

@@ -47,7 +47,7 @@ def test_options_are_read_as_kohya_reads_them() -> None:
     }
     assert parse_line("a --W 96px").notes[0].startswith("--w takes '96'; 'px' ")
     (note,) = parse_line("hill -- quality").notes
-    assert note.startswith("'-- quality' is no")
+    assert note.startswith("'-- quality' is ")
 
 
 @pytest.mark.flags("sample_prompts")
@@ -184,7 +184,7 @@ sample_sampler = "eulr"
         ("p.json", "[{]", "FILE: .* JSON"),
         ("p.json", f'[{{"width": {"9" * 5000}}}]', "FILE: .* JSON"),
         ("p.json", '[{"seed": -1, "scale": NaN}]', r"FILE, entry 1: seed: .* 0 to \d+, got -1"),
-        ("p.yaml", "- a\n", r"FILE is no .*\(.*\.txt, \.toml or \.json file\)"),
+        ("p.yaml", "- a\n", r"FILE is not .*\(.*\.txt, \.toml or \.json file\)"),
     ],
 )
 def test_files_without_a_prompt_say_what_to_write(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -114,12 +114,12 @@ def test_a_grid_says_from_which_weights_it_is(
     for name in ("on_device", "during"):
         monkeypatch.setattr(f"difftrain.train.drawing.{name}", nothing)
     monkeypatch.setattr("difftrain.train.drawing.draw_grid", lambda *_, **__: tmp_path / "grid.png")
-    said = {0: "raw weights, .* 100 % ", 200: "averaged weights: "}
-    for averages.ema.updates, told in said.items():
+    said = {0: ("trained", "raw weights, .* 100 % "), 200: ("averaged", "averaged weights: ")}
+    for averages.ema.updates, (put, told) in said.items():
         with caplog.at_level(logging.INFO, "difftrain"):
             Drawing(cfg, model, device, RANKS, clock)._draw_here(Position(0))  # type: ignore[arg-type]
         assert re.search(rf"step 0, {told}.*grid\.png", caplog.text)
-        assert averages.engine.put == told.split()[0]
+        assert averages.engine.put == put
 
 
 def test_an_average_goes_on_with_what_it_has_taken_in(tmp_path: Path) -> None:

@@ -120,13 +120,13 @@ def test_counts_are_complete(cfg: TrainConfig, tmp_path: Path) -> None:
     )  # half of each 96 x 48, which becomes 128 x 64, and of each 128 x 64
     assert square["batches_per_epoch"] == pytest.approx(square["draws_per_epoch"] / 3)
     [rejected] = facts["rejected"]["reasons"]
-    assert (rejected["source"], kind(rejected["reason"]), rejected["items"]) == (second["source"], "not picture", 1)
+    assert (rejected["source"], kind(rejected["reason"]), rejected["items"]) == (second["source"], "not image", 1)
     assert facts["copies"]["first"] == [{"pictures": 2, "names": ["data/1_dog/copy.png", "data/2_a cat/0003.png"]}]
     said = [finding["what"] for finding in facts["findings"]]
     assert any(re.match("6 .*, 3 .* 2 ", what) for what in said)
     assert any(re.match("1 of 19 captions .* 75 tokens", what) for what in said)
     assert any(what.startswith("1 of 20 items (5.0%) ") for what in said)
-    assert any(what.startswith("1 picture is there") for what in said)
+    assert any(what.startswith("1 image ") and "duplicated" in what for what in said)
     assert any(finding["what"].startswith("2 images look") for finding in facts["findings"])
     assert [[one["name"] for one in group["shown"]] for group in facts["similar"]["first"]] == [
         sorted(facts["copies"]["first"][0]["names"])

@@ -110,7 +110,7 @@ def test_the_host_has_other_remedies() -> None:
 
 def test_before_training_and_other_errors() -> None:
     with (
-        pytest.raises(TrainingFault, match=r"while putting .*optimizer"),
+        pytest.raises(TrainingFault, match=r"while setting up .*optimizer"),
         explained(config(), Fake(), ALONE),
     ):
         raise ERROR

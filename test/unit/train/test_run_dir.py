@@ -126,7 +126,7 @@ def test_what_cannot_be_resumed_is_told_with_what_can(tmp_path: Path) -> None:
     assert f"'{tmp_path}'" in said and f": {run}" in said
     (run / "global_step4" / "weights.bin").write_bytes(b"torn")
     assert re.search(rf"{run / 'global_step4'} .*weights\.bin", told(config(tmp_path, str(run / "global_step4"))))
-    assert re.search(rf"no checkpoint .* {tmp_path} .*whole", told(config(tmp_path, "latest")))
+    assert re.search(rf"no checkpoint .* {tmp_path} .*complete", told(config(tmp_path, "latest")))
     assert "step 4: " in told(config(tmp_path, "4"))
 
 

@@ -78,4 +78,4 @@ def test_a_reset_acts_once_a_launch(
     ):
         assert start.cfg.save.reset_optimizer == start.cfg.save.reset_dataloader == acts
         assert start.record.sessions[-1]["launch"] == list(start.launch) == ([launch] if launch else [])
-    assert ("--reset_dataloader, --reset_optimizer: has acted" in caplog.text) is not acts
+    assert ("--reset_dataloader, --reset_optimizer: was applied" in caplog.text) is not acts

@@ -10,6 +10,7 @@ from difftrain.config.rules.finding import Finding, Rule, value_of
 from difftrain.config.schema.families import row_of, takes
 from difftrain.config.schema.rates import is_schedule_free, schedule_name
 from difftrain.config.schema.sections import TrainConfig
+from difftrain.config.schema.validate import default_of
 from difftrain.config.spellings.spelling import option, spelled, spoken_by
 
 
@@ -72,8 +73,8 @@ NEEDS: tuple[Companion, ...] = (
     Companion("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
     Companion("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
     Companion("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
-    Companion("sample.sampler", lambda c: c.sample.prompts or c.sample.texts or c.eval.kid or c.demo.score,
-         "needs {sample.prompts}: there is nothing to draw", strict=True),
+    Companion("sample.sampler", lambda c: c.sample.prompts or c.sample.texts or c.eval.kid or c.demo.score or _is_usual_sampler(c),
+         "needs {sample.prompts}: there is nothing to sample", strict=True),
     Companion("demo.score", lambda c: c.demo.dataset, "needs {demo.dataset}: there is nothing to score"),
     Companion("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
     Companion("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
@@ -96,6 +97,11 @@ def _saves_steps(cfg: TrainConfig) -> object:
 
 def _saves_epochs(cfg: TrainConfig) -> object:
     return cfg.save.every_n_epochs or cfg.save.n_epoch_ratio
+
+
+def _is_usual_sampler(cfg: TrainConfig) -> bool:
+    """Tell whether the sampler is what the family has anyway: a run's record writes it, with and without prompts."""
+    return cfg.sample.sampler in (default_of("sample.sampler"), row_of(cfg).defaults.get("sample.sampler"))
 
 
 def _schedule(cfg: TrainConfig) -> str:

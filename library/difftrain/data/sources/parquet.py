@@ -86,7 +86,7 @@ class ParquetSource(DataSource):
                     try:
                         item = self._item(file.path, row, picture.as_py(), text)
                     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a type of its own kind
-                        item = BadItem(str(row), f"no picture: the row cannot be read: {' '.join(str(error).split())}")
+                        item = BadItem(str(row), f"no image: the row cannot be read: {' '.join(str(error).split())}")
                     yield item
                     row += 1
         except pyarrow.ArrowException as error:

@@ -62,7 +62,9 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     kept = weights_kept(training)
     if training.full_precision and kept in KEPT_BYTES:
         items.append(
-            MemoryItem(f"beside them ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B a trained parameter")
+            MemoryItem(
+                f"master weights ({kept})", KEPT_BYTES[kept] * moving, f"{KEPT_BYTES[kept]} B per trained parameter"
+            )
         )
 
     # of each step: gradients and copies
