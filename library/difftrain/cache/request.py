@@ -197,7 +197,7 @@ class StorageEstimate:
         if self.missing:
             present = self.entries - self.missing
             todo = (
-                f"{present:,} are there, {self.missing:,} to be encoded, {self._most}{bytes_text(self.missing_bytes)}"
+                f"{present:,} are present, {self.missing:,} to be encoded, {self._most}{bytes_text(self.missing_bytes)}"
             )
         return f"{self.size_sentence()}; {todo}"
 
