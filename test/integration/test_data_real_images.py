@@ -70,7 +70,7 @@ def test_every_file_comes_out_as_pillow_shows_it_or_is_refused(files):
             assert np.abs(got - want).max() <= 0.51, path.name
             compared += 1
     assert compared > 600
-    kinds = {"broken", "truncated", "too pixels", "unsupported pixels", "not picture"}
+    kinds = {"broken", "truncated", "too pixels", "unsupported pixels", "not image"}
     assert set(map(rejects.kind, refused.values())) <= kinds
     assert len(refused) < 60
 

@@ -90,7 +90,7 @@ def test_a_run_of_several_data_sets_resumes_exactly_on_one_and_two_ranks(
     one, two = tmp_path / "one", tmp_path / "two"
     printed = door.run(line(one, f"--dataset_config={sets(1)}"))
     assert re.search("batch: 4, 2 .* x 1 accumulated x 1 rank = 4, 2 images ", printed)
-    assert "index: rejected, no picture: 1" in printed
+    assert re.search("index: rejected, (no|not an) image: 1", printed)
     taken = np.diff([0, *(m["samples_seen"] for m in metrics(one))]).tolist()
     assert set(taken) == {4, 2} and len(taken) == STEPS
     report = json.loads((one / "report.json").read_text())
