@@ -97,7 +97,7 @@ def test_workers_that_stay_silent_though_no_picture_is_slow_are_given_up_after_s
     monkeypatch.setattr(guard, "run_jobs", lambda *args, **more: iter(()))
     handed = guard.BatchQueue(decoding.np.arange(3), iter(range(9)).__next__, guard.threading.Event())
     start = time.monotonic()
-    with pytest.raises(TrainingFault, match=r"nothing came .* for 0\.3 s"):
+    with pytest.raises(TrainingFault, match=r"nothing .*0\.3 s"):
         list(guard.decoded_batches(Late(), handed, 1))  # type: ignore[arg-type]
     assert time.monotonic() - start < 30
 
