@@ -69,4 +69,4 @@ def test_real_pictures_come_through_npm(launchers: Launchers) -> None:
 def test_a_demo_takes_no_model(launchers: Launchers, tmp_path: Path) -> None:
     done = launchers.run("1m_1p", "--dataset_name=emoji", f"--model_name={tmp_path}", "--demo_scale=2")
     assert done.code == 2
-    assert "the demo emoji brings" in done.text and re.search("--demo_scale: .* 0 .* 1, got 2", done.text)
+    assert "--model_name: the demo emoji " in done.text and re.search("--demo_scale: .* 0 .* 1, got 2", done.text)
