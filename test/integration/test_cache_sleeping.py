@@ -129,7 +129,7 @@ def test_a_dry_run_with_a_whole_cache_loads_nothing(runs: Runs, online: Path) ->
     runs.read.clear()
     said: list[str] = []
     line = runs.line(runs.folder / "dry", *ON_DISK, "--fp8_base", "--mixed_precision=bf16")
-    assert dry_run.dry_run(parse(line).config, said.append) == 0
+    assert dry_run.dry_run(parse(line).config, said.append, full=True) == 0
     assert not runs.filled and not runs.read
     text = "\n".join(said)
     assert "parameters of text_encoder_2" in text and "cache of latents" in text
