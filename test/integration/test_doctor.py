@@ -65,7 +65,7 @@ def test_what_is_wrong_is_named_and_is_the_exit_code(tmp_path: Path) -> None:
     assert "/proc/closed cannot be" in found["folders.output"]["found"]  # nobody can, root neither
     assert "WORLD_SIZE" in found["launch"]["found"] and "torchrun" in found["launch"]["remedy"]
     text = doctor(*asked, expect=1, RANK="1").stdout
-    assert text.count("WRONG") == 3 and "3 things to mend" in text and text.count("-> ") >= 3
+    assert text.count("WRONG") == 3 and text.rstrip().splitlines()[-1].startswith("3 ") and text.count("-> ") >= 3
 
 
 def test_ranks_that_cannot_meet_are_a_finding(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_ranks_that_cannot_meet_are_a_finding(tmp_path: Path) -> None:
     )
     assert (
         found["verdict"] == "wrong"
-        and found["found"].startswith("2 cpu processes (gloo) ")
+        and "2 cpu processes (gloo) " in found["found"]
         and ": rank " in found["found"]
     )
     assert "not connect" in found["found"]  # at once, and so it is said
