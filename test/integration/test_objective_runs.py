@@ -163,4 +163,4 @@ def test_snapshots_of_two_runs_are_not_mixed(
     assert "another run" in capfd.readouterr().err
     (tmp_path / "ema_snapshots" / "0.1-00000004.safetensors").write_bytes(b"torn")
     assert main(line) == 2
-    assert "0.1-00000004.safetensors is no " in capfd.readouterr().err
+    assert "0.1-00000004.safetensors is not a " in capfd.readouterr().err
