@@ -254,7 +254,7 @@ def test_bad_input_is_named_before_anything_is_drawn(
     weights = load_file(path)
     weights["conv_in.bias"][0] = torch.nan
     save_file(weights, path, {"format": "pt"})
-    assert "unet.conv_in.bias" in refused(capsys, f"--weights={broken}", "--prompt=a", *line, "--overwrite")
+    assert "conv_in.bias" in refused(capsys, f"--weights={broken}", "--prompt=a", *line, "--overwrite")
 
 
 def test_sizes_are_rounded_and_said(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
