@@ -75,11 +75,7 @@ def test_ranks_that_cannot_meet_are_a_finding(tmp_path: Path) -> None:
         for c in document("--device=cpu", "--checks=collective", expect=1, **env)["checks"]
         if c["name"] == "collective"
     )
-    assert (
-        found["verdict"] == "wrong"
-        and "2 cpu processes (gloo) " in found["found"]
-        and ": rank " in found["found"]
-    )
+    assert found["verdict"] == "wrong" and "2 cpu processes (gloo) " in found["found"] and ": rank " in found["found"]
     assert "not connect" in found["found"]  # at once, and so it is said
     assert "GLOO_SOCKET_IFNAME" in found["remedy"]
 

@@ -97,10 +97,7 @@ def test_files_that_ask_save_on_all_ranks_and_end_the_run_in_good_order(trainer:
         assert not (run / name).exists()
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0, printed
-    assert (
-        f"stopped by save_quit at step {max(steps_done(out))}" in printed
-        and "--resume_from_checkpoint" in printed
-    )
+    assert f"stopped by save_quit at step {max(steps_done(out))}" in printed and "--resume_from_checkpoint" in printed
     assert f"global_step{max(steps_done(out))}" in {path.name for path in run.iterdir()}
 
 
@@ -141,10 +138,7 @@ def test_torchrun_starts_a_killed_rank_anew_and_a_reset_acts_once(trainer: Train
     os.kill(family_of(process.pid)[1], signal.SIGKILL)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0, printed
-    both = [
-        len(re.findall(rf"{flag}: .*step 13\b", printed))
-        for flag in ("--reset_optimizer", "--reset_dataloader")
-    ]
+    both = [len(re.findall(rf"{flag}: .*step 13\b", printed)) for flag in ("--reset_optimizer", "--reset_dataloader")]
     assert both == [1, 1]
     assert printed.count("--reset_dataloader, --reset_optimizer: ") == 1
     assert [line["step"] for line in metrics(only(out))] == list(range(1, 18))
