@@ -14,6 +14,7 @@ from families import FAMILIES, ON_KIT, Tiny, config, exported, loaded, made
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault
 
 
@@ -143,7 +144,7 @@ def test_vocabularies_that_are_not_there_or_do_not_fit(name: str, tiny: Tiny, fo
     for number, each in enumerate(tiny.family.texts, start=1):
         (tmp_path / str(number)).mkdir()
         faults = faults_of(name, pretrained=str(folder), **{f"tokenizer{number}": str(tmp_path / str(number))})
-        assert [fault.where for fault in faults] == [f"--tokenizer{number}_path"]
+        assert [fault.where for fault in faults] == [option(f"model.tokenizer{number}")]
         assert each.tokenizer in faults[0].remedy
 
 
