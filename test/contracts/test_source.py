@@ -36,7 +36,7 @@ GOOD = [Sample(number, f"cat {number}", (20 + number, 18)) for number in range(5
 # what cannot be trained on -> the kind of its reason
 BAD = {
     5: (Sample(5, data=picture(5, (30, 30))[:900]), "truncated"),
-    6: (Sample(6, data=b"I am a text file"), r"not\b[^:]* picture"),
+    6: (Sample(6, data=b"I am a text file"), r"not\b[^:]* image"),
     7: (Sample(7, None, data=b""), "empty|no caption"),
     8: (Sample(8, size_wh=(15, 40)), "too small"),
     9: (Sample(9, None), "no caption|empty caption"),
