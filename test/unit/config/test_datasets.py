@@ -271,7 +271,6 @@ def test_all_faults_of_a_file_at_once(folder: Path) -> None:
         f"{subset} 3 is_reg": "metadata_file",
         f"{subset} 3 batch_size": "[[datasets]]",
         "[[datasets]] 2": "subset",
-        "--train_data_dir": "contradicts --dataset_config",
     }
     assert {place: facts for place, facts in expected.items() if not is_about(said[place], place, *facts.split())} == {}
     assert set(said) == set(expected)
@@ -314,13 +313,11 @@ def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "where", "facts"),
     [
-        (["--in_json=m.json", "--reg_data_dir=b"], "--reg_data_dir", "contradicts --in_json"),
         (["--in_json=gone.json"], "--in_json", "file 'gone.json'"),
         (["--in_json=m.json", "--train_data_dir=b"], "--in_json", "--train_data_dir 2"),
         (["--reg_data_dir=gone"], "--reg_data_dir", "folder 'gone'"),
         (["--dataset_class=Pictures"], "--dataset_class", "package.module.Class 'Pictures'"),
         (["--dataset_class=a.B", "--in_json=m.json"], "--in_json", "contradicts --dataset_class"),
-        (["--dataset_config=sets.toml", "--reg_data_dir=b"], "--reg_data_dir", "contradicts --dataset_config"),
         (["--dataset_config=sets.toml", "--dataset_repeats=1,2"], "--dataset_repeats", "2 subset num_repeats"),
         (["--prior_loss_weight=-1"], "--prior_loss_weight", "0 -1"),
     ],

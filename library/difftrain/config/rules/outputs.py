@@ -84,10 +84,12 @@ class _Place(NamedTuple):
     captions: CaptionSection
     bucketed: bool
 
-    def finding(self, path: str, what: str, remedy: str = "", *, note: bool = False) -> Finding:
+    def finding(
+        self, path: str, what: str, remedy: str = "", *, note: bool = False, passes_there: bool = False
+    ) -> Finding:
         """Name a field, or the subset and its field."""
         if not self.name:
-            return Finding((path,), what, remedy, note)
+            return Finding((path,), what, remedy, note, passes_there)
         field = path.partition(".")[2]
         return Finding(("data.dataset_config", path), f"{self.name}: {field} {what}", remedy, note)
 
@@ -127,9 +129,8 @@ def _masks(place: _Place, masked: bool) -> Iterator[Finding]:
     if not folder:
         return
     if not masked:
-        yield place.finding(
-            "data.conditioning_dir", f"needs {option('loss.masked', True)}: it holds masks, and nothing would use them"
-        )
+        what = f"needs {option('loss.masked', True)}: it holds masks, and nothing would use them"
+        yield place.finding("data.conditioning_dir", what, passes_there=True)
     if not place.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its picture"
         yield place.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)

@@ -20,6 +20,7 @@ class Need(NamedTuple):
     met: Callable[[TrainConfig], object]
     needs: str
     note: bool = False  # kohya lets it pass: said, no fault
+    passes_there: bool = False  # the same, where kohya's flags are read
 
 
 _CYCLED = ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
@@ -37,13 +38,13 @@ NEEDS: tuple[Need, ...] = (
     Need("data.bucket_reso_steps", lambda c: has_buckets(c), _BUCKETS, note=True),
     Need("data.bucket_no_upscale", lambda c: has_buckets(c), _BUCKETS, note=True),
     Need("training.compile_backend", lambda c: c.training.compile, "has no effect without {training.compile=true}", note=True),
-    Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
-    Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Need("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}", passes_there=True),
+    Need("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}", passes_there=True),
     Need("training.initial_step", lambda c: _skips(c), _SKIPS),
     Need("training.initial_epoch", lambda c: _skips(c), _SKIPS),
     Need("training.skip_until_initial_step", lambda c: c.training.initial_step or c.training.initial_epoch > 1 or c.save.resume,
          "needs {training.initial_step} or {training.initial_epoch}"),
-    Need("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Need("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}", passes_there=True),
     Need("optimizer.schedulefree_wrapper_args", lambda c: c.optimizer.schedulefree_wrapper,
          "needs {optimizer.schedulefree_wrapper=true}"),
     Need("ema.decay", lambda c: c.ema.enable, "needs {ema.enable=true}"),
@@ -53,24 +54,23 @@ NEEDS: tuple[Need, ...] = (
     Need("validation.every_n_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
     Need("validation.every_n_epochs", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
     Need("validation.max_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
-    Need("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs {training.max_epochs}"),
-    Need("save.last_n_steps", lambda c: _saves_steps(c), "needs {save.every_n_steps}"),
-    Need("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs {save.every_n_steps}"),
-    Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
+    Need("save.last_n_steps", lambda c: _saves_steps(c), "needs {save.every_n_steps}", passes_there=True),
+    Need("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs {save.every_n_steps}", passes_there=True),
+    Need("save.last_n_epochs", lambda c: _saves_epochs(c), "needs {save.every_n_epochs} or {save.n_epoch_ratio}", passes_there=True),
     Need("save.last_n_epochs_state", lambda c: _saves_epochs(c) or c.save.checkpoint_every_n_epochs,
-         "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
-    Need("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs {save.state=true}"),
-    Need("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs {save.state=true}"),
-    Need("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS),
+         "needs {save.every_n_epochs} or {save.n_epoch_ratio}", passes_there=True),
+    Need("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs {save.state=true}", passes_there=True),
+    Need("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs {save.state=true}", passes_there=True),
+    Need("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS, passes_there=True),
     Need("hub.repo_type", lambda c: c.hub.repo_id, _SENDS, note=True),
     Need("hub.visibility", lambda c: c.hub.repo_id, _SENDS, note=True),
     Need("hub.async_upload", lambda c: c.hub.repo_id, _SENDS, note=True),
     Need("hub.save_state", lambda c: c.hub.repo_id, _SENDS),
     Need("hub.save_state", lambda c: c.save.state or c.save.state_on_train_end,
          "needs {save.state=true} or {save.state_on_train_end=true}: there are no states to send"),
-    Need("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
-    Need("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
-    Need("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw"),
+    Need("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw", passes_there=True),
+    Need("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw", passes_there=True),
+    Need("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to draw", passes_there=True),
     Need("demo.score", lambda c: c.demo.dataset, "needs {demo.dataset}: there is nothing to score"),
     Need("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
     Need("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
@@ -109,7 +109,7 @@ def lacking(needs: Iterable[Need], cfg: TrainConfig, asked: set[str]) -> Iterato
     for need in needs:
         value = value_of(cfg, need.field)
         if need.field in asked and value is not None and value is not False and not need.met(cfg):
-            yield Finding((need.field,), spelled(need.needs), note=need.note)
+            yield Finding((need.field,), spelled(need.needs), note=need.note, passes_there=need.passes_there)
 
 
 def required(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

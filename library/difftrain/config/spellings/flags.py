@@ -122,7 +122,7 @@ KOHYA: tuple[Row, ...] = (
     Row("max_token_length", "int", "model.max_token_length", kohya=None),
     near("mem_eff_attn", "switch", "training.attention", _ONE_ATTENTION, sets="mem_eff"),
     Row("torch_compile", "switch", "training.compile"),
-    Row("dynamo_backend", "str", "training.compile_backend"),
+    Row("dynamo_backend", "str", "training.compile_backend", passes=("no", "NO")),
     near("xformers", "switch", "training.attention", _ONE_ATTENTION, sets="xformers"),
     near("sdpa", "switch", "training.attention",
         "torch's own attention on an NPU, not npu_fusion_attention; elsewhere torch's own is used anyway", sets="sdpa"),

@@ -59,6 +59,11 @@ def speaking(door: Door) -> Iterator[None]:
         _door = before
 
 
+def is_kohyas() -> bool:
+    """Tell whether the entry point that is running takes kohya's flags, and passes over what his scripts pass over."""
+    return _door == "kohya"
+
+
 def option(path: str, value: Any = None, *, door: Door | None = None) -> str:
     """Return how the command line spells "section.field", or that it has a value.
 
