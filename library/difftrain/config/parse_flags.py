@@ -220,13 +220,16 @@ def resolve_flags(
     return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words, given=given)
 
 
+_AS_KOHYA = {"captions.allow_empty": True}  # his scripts train an image without a caption with an empty one
+
+
 def _family_defaults(row: FamilyRow) -> dict[str, Any]:
     """Return what a family's model is, its sampler and the layout of its exports.
 
     Rates and caches stay kohya's; the rest must be what the family means, so that what a run records can be read again.
     """
     own = ("model.", "sample.", "save.model_as")
-    return {path: value for path, value in row.defaults.items() if path.startswith(own)}
+    return {path: value for path, value in row.defaults.items() if path.startswith(own)} | _AS_KOHYA
 
 
 def _help(path: str) -> str:

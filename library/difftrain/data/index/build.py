@@ -281,6 +281,8 @@ def _report(summary: IndexSummary, changed: bool, seconds: float, log: Log) -> N
             f"index: {summary.long_captions:,} captions have more than {LONG_CAPTION:,} characters; "
             "what exceeds the model's tokens is cut off there"
         )
+    if summary.empty_captions:
+        log(f"index: {summary.empty_captions:,} pictures have no caption and are trained with an empty one")
     for kind, count in summary.reasons.items():
         log(f"index: rejected, {kind}: {count:,}")
 
