@@ -6,11 +6,11 @@ Keys are the names of flags; tables only group them, their names mean nothing, a
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from difftrain.config.document import text_of, toml_of
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.row import Row, convert
@@ -40,10 +40,10 @@ def read(path: Path, table: Mapping[str, Row]) -> tuple[Words, list[Fault], list
     `switch = false` is as if the flag were not given, and so is `false` or `""` of any other.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = toml_of(text_of(path))
     except FileNotFoundError:
         return {}, [Fault(f"--config_file={path}", "no such file", "give a TOML file of arguments")], []
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return {}, [Fault(f"--config_file={path}", f"cannot be read as TOML: {error}")], []
 
     # all faults are told together, so that the file is mended in one go

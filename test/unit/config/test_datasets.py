@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,17 @@ def test_a_resolution_that_is_wrong_is_not_missing_too(folder: Path, general: bo
     with pytest.raises(ConfigFault) as caught:
         parse(argv(folder, f"--dataset_config={path}"))
     assert [fault.where.split()[-1] for fault in caught.value.faults] == ["resolution"]
+
+
+@pytest.mark.flags("dataset_config")
+def test_a_file_of_datasets_may_be_json(folder: Path) -> None:
+    toml = write(folder, {"resize_interpolation": "box"}, {"resolution": 64, "batch_size": 3}, {"num_repeats": 2})
+    path = folder / "sets.json"
+    path.write_text(json.dumps(tomllib.loads(toml.read_text())))
+    assert resolved(path).data.datasets == resolved(toml).data.datasets
+    assert resolved(toml).data.datasets[0].subsets[0].resize_interpolation == "box"
+    for text in ("[1]", "{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigFault) as caught:
+            resolved(path)
+        assert all(is_about(fault, "--dataset_config") for fault in caught.value.faults)

@@ -94,7 +94,12 @@ def test_kohyas_folders(tmp_path):
     )
     made = configured(tmp_path, repeats=(2,))
     found = {info.prefix: (info.repeats, info.words) for info in made.infos}
-    assert found == {"10_sks dog/": (10, "sks dog"), "3_cat_sitting/": (3, "cat_sitting"), "7_/": (7, ""), "8/": (8, "")}
+    assert found == {
+        "10_sks dog/": (10, "sks dog"),
+        "3_cat_sitting/": (3, "cat_sitting"),
+        "7_/": (7, ""),
+        "8/": (8, ""),
+    }
     assert all(info.flat for info in made.infos)
     assert any("--dataset_repeats" in note for note in made.notes) and any("7_, 8" in note for note in made.notes)
     assert [info.ordinal for info in made.infos] == [0, 1, 2, 3] and {info.name for info in made.infos} == {"0"}

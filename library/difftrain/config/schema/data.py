@@ -81,9 +81,9 @@ class SizeSection(Section):
 class PictureSection(Section):
     """How an image becomes pixels, and what masks its loss."""
 
-    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = (
-        Field(None, description="how images are resized; unset: area when smaller, lanczos when larger")
-    )
+    resize_interpolation: (
+        Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"] | None
+    ) = Field(None, description="how images are resized; unset: area when smaller, lanczos when larger; box is area")
     flip: bool = Field(False, description="mirror half of the uses, by chance")
     random_crop: bool = Field(False, description="cut at a random place instead of the centre")
     color_aug: bool = Field(False, description="shift the hue or the gamma of a third of the uses")

@@ -283,6 +283,7 @@ OURS: tuple[Row, ...] = (
     Row("validate_every_n_steps", "int", "validation.every_n_steps"),
     Row("validate_every_n_epochs", "int", "validation.every_n_epochs"),
     Row("max_validation_steps", "int", "validation.max_steps"),
+    Row("mask_mean", "str", "loss.mask_mean"),
     Row("log_every", "int", "logging.log_every"),
     Row("trace", "str", "logging.trace"),
     Row("training_comment", "str", "metadata.training_comment"),
