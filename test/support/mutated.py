@@ -30,7 +30,11 @@ from difftrain.config.spellings.keys import KEYS
 from difftrain.testing.pictures import write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = tuple(sorted((ROOT / "configs").glob("*/*.toml")))
+RECIPES = tuple(
+    path
+    for path in sorted((ROOT / "configs").glob("*/*.toml"))
+    if "[[directory]]" not in path.read_text(encoding="utf-8")
+)
 LIMIT_S = 60.0
 NUMBERS = (
     0, -1, 1, 2, 3, 7, -13, 1000, 16384, 65535, 10**6, 2**31, 2**53, 2**63 - 1, -(2**63), 10**30, 0.0, -0.5, 0.1, 0.999,
@@ -119,7 +123,10 @@ def _sound(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name in ("path", "pretrained", "diffusers_path", "checkpoint_path", "transformer_path", "vae", "text_encoders"):
         model.pop(name, None)
     model["init_from_config"] = "tiny"
-    tables.pop("demo", None)
+    for name in ("demo", "repa", "eval", "eval_datasets"):
+        tables.pop(name, None)
+    if "prompts" in tables.get("sample", {}):
+        tables["sample"]["prompts"] = str(folder / "prompts.txt")
     tables["output"] = {"output_dir": str(folder / "out"), "dataset": str(folder / "data.toml")}
     tables.pop("save", None)
     tables.pop("data", None)
@@ -161,7 +168,9 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
         case 7:
             return rng.random() < 0.5
         case 8:
-            return _Raw(rng.choice(("1979-05-27T07:32:00Z", "07:32:00", "[[[[1]]]]", "[" * 3000 + "]" * 3000, "9" * 5000)))
+            return _Raw(
+                rng.choice(("1979-05-27T07:32:00Z", "07:32:00", "[[[[1]]]]", "[" * 3000 + "]" * 3000, "9" * 5000))
+            )
         case 9 if depth < 3:
             return {rng.choice("abc"): _value(rng, depth + 1)}
         case _ if depth < 3:
