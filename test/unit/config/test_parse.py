@@ -281,11 +281,11 @@ def test_a_resolved_configuration_is_frozen(line: list[str]) -> None:
 
 
 @pytest.mark.flags("lr_warmup_steps", "mask_mean")
-def test_all_updates_as_a_share() -> None:
+def test_all_updates_as_a_share(tmp_path: Path) -> None:
     line = [
         "--init_from_config=tiny",
         "--train_data_dir=/",
-        "--output_dir=/tmp/o",
+        f"--output_dir={tmp_path}",
         "--resolution=64,64",
         "--lr_scheduler=linear",
     ]

@@ -78,6 +78,10 @@ def store(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:
             yield Finding(("data.cache_dir",), *fault)
     elif given and is_file(given):  # a folder that can't be written to may do: a whole cache is only read
         yield Finding(("data.cache_dir",), f"{given!r} is a file, not a folder", "choose another folder")
+    elif given:
+        above = next(filter(path_exists, Path(expanded(given)).absolute().parents), Path("/"))
+        if not is_folder(above):
+            yield Finding(("data.cache_dir",), f"{str(above)!r} is a file, not a folder", "choose another folder")
 
 
 def output(cfg: TrainConfig, asked: set[str]) -> Iterator[Finding]:

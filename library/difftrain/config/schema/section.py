@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=10**12)]  # no run counts further, and no loop ends there
+BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
+Side = Annotated[int, Field(ge=1, le=1 << 16)]  # of an image, in pixels
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 IntOrShare = Annotated[float, Field(ge=0)]  # below 1 and written as a float: a share of all steps
