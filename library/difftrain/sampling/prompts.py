@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from difftrain.config.document import json_of, toml_of
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.sampling.samplers import sampler_fault
 
@@ -348,7 +349,7 @@ def _lines(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
 
 def _json(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
     """Read a list of objects; a text among them is a line."""
-    data = json_of(text)
+    data = json.loads(text)
     if not isinstance(data, list):
         return [], [Fault(str(path), f"must be a list, got {_kind(data)}", _REMEDIES[".json"])]
     entries, faults = [], []
@@ -365,7 +366,7 @@ def _json(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
 
 def _toml(path: Path, text: str) -> tuple[_Placed, list[Fault]]:
     """Read [[prompt.subset]] tables over the defaults in [prompt]; a subset's own value wins."""
-    data = toml_of(text)
+    data = tomllib.loads(text)
     faults = [Fault(f"{path} {key}", "no such table", "known is [prompt]") for key in data if key != "prompt"]
     shared = data.get("prompt", {})
     if not isinstance(shared, dict):
