@@ -106,8 +106,8 @@ def _to_fp32(value: Any) -> Any:
     return value.float() if half else value
 
 
-def _attend(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-    return _FusedAttention.apply(q, k, v)
+def _attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return _FusedAttention.apply(query, key, value)
 
 
 class _FusedAttention(torch.autograd.Function):

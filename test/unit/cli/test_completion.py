@@ -43,7 +43,7 @@ def test_what_bash_offers(script: str, tmp_path: Path) -> None:
         "--": ["--help", "--version"],
         "recipes copy ": sorted(recipes.shipped()),
         "recipes copy sd3_light/ti": ["sd3_light/tiny"],
-        "recipes copy sdxl/tiny --": ["--overwrite"],
+        "recipes copy sdxl/tiny --": ["--overwrite", "--schema"],
         "train --conf": ["--config="],
         "train --config=t": ["tiny.toml"],
         "train --config ": ["runs", "tiny.toml"],

@@ -54,4 +54,4 @@ def test_what_is_logged_counts_as_heard(capsys: pytest.CaptureFixture[str]) -> N
 
     assert alive("difftrain x", talks)() == 3
     assert "difftrain x" not in capsys.readouterr().err
-    assert progress.SIGNS._say is None and not progress.SIGNS._doing
+    assert progress.SIGNS._log is None and not progress.SIGNS._doing

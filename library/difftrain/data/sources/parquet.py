@@ -125,7 +125,9 @@ class ParquetSource(DataSource):
             size, opener = image_file(self.root / inner_path)
         except OSError as error:
             exists = error.errno == errno.EINVAL
-            return BadItem(member, f"cannot be read: {error.strerror}" if exists else f"no image: {path} does not exist")
+            return BadItem(
+                member, f"cannot be read: {error.strerror}" if exists else f"no image: {path} does not exist"
+            )
         return SourceItem(member, 0, 0, size, captions, opener, lacking, path=inner_path)
 
     def read(self, media: MediaRef) -> bytes:
