@@ -54,7 +54,7 @@ BAD = {
     "truncated.png": (GOOD["good"][:3000], "truncated"),
     "truncated.jpg": (GOOD["jpeg"][:-30], "truncated"),
     "zero.png": (b"", "empty"),
-    "text.jpg": (b"I am a text file", "not picture"),
+    "text.jpg": (b"I am a text file", "not image"),
     "thin.png": (encoded(Image.new("RGB", (1, 10_000))), "too small"),
     "tiny.png": (encoded(Image.new("RGB", (15, 400))), "too small"),
     "bomb.png": (bomb(), "too pixels"),

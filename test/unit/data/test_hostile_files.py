@@ -114,7 +114,7 @@ def test_tables_and_lists_that_name_what_waits(tmp_path: Path, monkeypatch: pyte
     (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     index = build(tmp_path, caption_column="text")
     assert index.count == 1 and REFUSED.items() - {("nowhere.png", "cannot read")} <= reasons(index).items()
-    assert set(reasons(index).values()) == {"cannot read", "empty", "too large", "no picture"}
+    assert set(reasons(index).values()) == {"cannot read", "empty", "too large", "no image"}
 
     (tmp_path / "data" / "metadata.jsonl").unlink()
     only = DataSection(dirs=(str(folder / "a.parquet"),), max_rejected_share=0.99)
@@ -123,7 +123,7 @@ def test_tables_and_lists_that_name_what_waits(tmp_path: Path, monkeypatch: pyte
     )
     assert index.count == 1
     assert sorted(reasons(index).values()) == sorted(
-        [*(REFUSED | {"nowhere.png": "no picture"}).values(), "no picture"]
+        [*(REFUSED | {"nowhere.png": "no image"}).values(), "no image"]
     )
 
 

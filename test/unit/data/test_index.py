@@ -225,7 +225,7 @@ def test_a_stray_picture_and_deeper_ones_leave_class_folders_as_they_are(build, 
     assert index.count == 3 and [source.repeats for source in index.sources] == [2]
     rejected = {reject.path for reject in index.rejects()}
     assert rejected == {str(tmp_path / "a" / name) for name in ("cover.png", "2_cat/deeper/0000.png")}
-    assert "2 pictures" in said and "for example 2_cat/deeper/0000.png" in said
+    assert "2 images" in said and "for example 2_cat/deeper/0000.png" in said
 
 
 def test_a_caption_goes_to_the_faces_that_were_cut_out_of_its_picture(build, tmp_path):
@@ -245,7 +245,7 @@ def test_pictures_without_a_caption_are_counted_where_they_are_trained(build, tm
     write_folder(tmp_path / "a", [(20, 20)] * 3)
     (tmp_path / "a" / "0001.txt").unlink()
     index, said = build(tmp_path / "a", captions={"allow_empty": True})
-    assert index.count == 3 and "index: 1 pictures have no caption" in said
+    assert index.count == 3 and "index: 1 images have no caption" in said
 
 
 def test_one_large_shard_is_divided_among_processes(tmp_path, monkeypatch):

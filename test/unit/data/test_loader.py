@@ -264,7 +264,7 @@ def test_a_spoilt_picture_is_replaced_and_named(broken, many_processors):
         replaced += sum(a != b for a, b in zip(before.keys, after.keys))
     assert replaced == 8  # two pictures, four epochs
     reasons = {reject.path[-8:]: reject.reason for [batch] in now for reject in batch.rejects}
-    assert kind(reasons["0004.png"]) == "not picture" and os.strerror(errno.ENOENT) in reasons["0002.png"]
+    assert kind(reasons["0004.png"]) == "not image" and os.strerror(errno.ENOENT) in reasons["0002.png"]
     assert_same(steps_of(changed(cfg, data={"workers": 2}), data, last=18), now)
     halves = [steps_of(changed(cfg, training={"batch_size": 1}), data, rank, 2, last=18) for rank in range(2)]
     for step, micro in enumerate(now):

@@ -184,7 +184,7 @@ def test_broken_classes(modules: Path, dotted: str, what: str) -> None:
 
 
 def test_an_empty_class(modules: Path) -> None:
-    with pytest.raises(DataFault, match=r"mine_broken\.Empty: no items"):
+    with pytest.raises(DataFault, match=r"mine_broken\.Empty: no samples"):
         prepare(config(modules, "mine_broken.Empty"), log=lambda line: None)
 
 
@@ -194,7 +194,7 @@ def test_broken_items_are_named_and_left_out(modules: Path) -> None:
     assert index.count == 2 and len(said) == 6
     assert said["0"] == "broken item: KeyError: 'hole'"
     assert re.match(r"broken item: TypeError: .* \(image, caption\), .*ndarray", said["1"])
-    assert re.match(r"broken item: TypeError: .*float64 .*\(32, 32, 3\) .*8 bits", said["2"])
+    assert re.match(r"broken item: TypeError: .*float64 .*\(32, 32, 3\) .*8-bit", said["2"])
     assert kind(said["3"]) == "caption text" and said["3"].endswith(" int")
     assert kind(said["4"]) == "no caption"
     assert os.strerror(errno.ENOENT) in said["5"]

@@ -373,5 +373,5 @@ def test_surplus_is_said(tmp_path: Path) -> None:
     }
     said: list[str] = []
     prepare(TrainConfig.model_validate({"data": data, "training": {"seed": 1}}), log=said.append)
-    assert any(line.startswith("data: 2 regularisation pictures ") for line in said)
+    assert any(line.startswith("data: 2 regularisation images ") for line in said)
     assert any(line.startswith("data: ") and refusals.names(line, "3 records", 4) for line in said)

@@ -118,7 +118,7 @@ def test_pictures_beside_class_folders_are_nobodys(tmp_path):
     (info,) = made.infos
     assert (info.kind, info.repeats, info.prefix) == ("folder", 4, "4_summer/")
     left = [f"{tmp_path}/{name}" for name in ("4_summer/deep/c.jpg", "a.jpg")]
-    assert sorted(made.outside()) == left and any("2 pictures" in note and "c.jpg" in note for note in made.notes)
+    assert sorted(made.outside()) == left and any("2 images" in note and "c.jpg" in note for note in made.notes)
 
 
 def test_several_folders_with_repeats(tmp_path):
