@@ -140,18 +140,18 @@ def _write(
     words: Mapping[str, list[str]],
     code: int,
 ) -> None:
-    from difftrain.io.files import write_text
+    from difftrain.io.files import write_output
     from difftrain.report.compare.summary import document
 
     if "json" in words:
         path = Path(expanded(words["json"][-1]))
         with writing(path):
-            write_text(path, json.dumps(document(names, comparisons, code), indent=1, ensure_ascii=False) + "\n")
+            write_output(path, json.dumps(document(names, comparisons, code), indent=1, ensure_ascii=False) + "\n")
         printed([str(path)])
     if "html" in words:
         from difftrain.report.compare.page import comparison_page
 
         path = Path(expanded(words["html"][-1]))
         with writing(path):
-            write_text(path, comparison_page(names, comparisons))
+            write_output(path, comparison_page(names, comparisons))
         printed([str(path)])

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
             print(USAGE)
             return 0
         words = read([word for word in argv if word != "--trace"])
-        from difftrain.io.files import write_text
+        from difftrain.io.files import write_output
         from difftrain.report.compare.trace_summary import document, sentences
         from difftrain.report.trace import compare_traces
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         printed(sentences(comparison))
         if words.json is not None:
             with writing(words.json):
-                write_text(words.json, json.dumps(document(comparison), indent=1, ensure_ascii=False) + "\n")
+                write_output(words.json, json.dumps(document(comparison), indent=1, ensure_ascii=False) + "\n")
             printed([str(words.json)])
         return comparison.code
 

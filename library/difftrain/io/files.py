@@ -39,13 +39,8 @@ def aside_of(path: Path) -> Path:
 def atomic_write(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
     """Open a binary file aside and give it its name on leaving; nothing is left where the block raises.
 
-    A pipe or a device is written straight into, and stays; of a link the file that it names is replaced. Raises OSError.
+    Raises OSError.
     """
-    if is_stream(path):
-        with path.open("wb", buffering=buffering) as file:
-            yield file
-        return
-    path = path.resolve() if path.is_symlink() else path
     aside = aside_of(path)
     try:
         with aside.open("xb", buffering=buffering) as file:
@@ -61,6 +56,18 @@ def atomic_write(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
 def is_stream(path: Path) -> bool:
     """Tell whether a path is a pipe, a device, or a system's name of an open file, such as /dev/stdout."""
     return path.exists() and (not path.is_file() or str(path.absolute()).startswith(("/dev/", "/proc/")))
+
+
+def write_output(path: Path, text: str) -> Path:
+    """Write a text to where a user says, who may name a pipe, a device or a link, which stay. Raises OSError.
+
+    Files of our own are never written so: somebody else may have put a link or a pipe in their place.
+    """
+    if is_stream(path):
+        path.write_text(text, encoding="utf-8")
+        return path
+    write_text(path.resolve() if path.is_symlink() else path, text)
+    return path
 
 
 def write_bytes(path: Path, *pieces: Any) -> Path:

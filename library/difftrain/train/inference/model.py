@@ -110,7 +110,8 @@ def load_model(
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.detach().to(DTYPES[half])
     _refuse_no_numbers(source, modules)
-    parts.root.requires_grad_(False).eval().to(device.torch_device)
+    # gradients stay allowed, as in training: torch's matmul is another one where weights take none, and rounds otherwise
+    parts.root.eval().to(device.torch_device)
     for name, module in parts.frozen.items():
         if name not in parts.training_only:
             module.eval().to(device.torch_device)

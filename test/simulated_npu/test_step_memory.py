@@ -1,0 +1,36 @@
+"""What a step is estimated to take (`--dry_run`), against the peak that the device's own allocator counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from difftrain.config import TrainConfig
+from difftrain.config.schema.model import ModelSection
+from difftrain.config.schema.training import TrainingSection
+from difftrain.contracts import METRIC, Bucket
+from difftrain.models.flops import blank_inputs
+from difftrain.models.registry import TRAINED, make_family
+from difftrain.models.step_memory import step_peak
+
+NPU, BUCKET, BATCH = "npu:0", Bucket(128, 128), 4
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_estimate_is_the_allocators_peak(name: str) -> None:
+    cfg = TrainConfig(model=ModelSection(family=name, init_from_config="tiny"), training=TrainingSection())
+    family = make_family(cfg)
+    estimated = step_peak(family, family.load(meta=True).root.to("meta"), BUCKET, BATCH)
+
+    root = family.load().root.to(NPU).train()
+    inputs = blank_inputs(family, BUCKET, NPU, BATCH)
+    torch.npu.empty_cache()
+    torch.npu.reset_peak_memory_stats()
+    before = torch.npu.memory_allocated()
+    outputs = family.forward(root, inputs)
+    terms = family.loss_sums(tuple(output.float() for output in outputs), inputs)
+    loss = torch.stack([value for term, value in terms.items() if not term.startswith(METRIC)]).sum()
+    del outputs, terms
+    loss.backward()
+    measured = torch.npu.max_memory_allocated() - before
+    assert estimated == pytest.approx(measured, rel=0.15), (estimated, measured)
