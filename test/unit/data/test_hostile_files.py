@@ -122,9 +122,7 @@ def test_tables_and_lists_that_name_what_waits(tmp_path: Path, monkeypatch: pyte
         Path(build_index(only, CaptionSection(), tmp_path / "other", log=lambda line: None, workers=1).folder)
     )
     assert index.count == 1
-    assert sorted(reasons(index).values()) == sorted(
-        [*(REFUSED | {"nowhere.png": "no image"}).values(), "no image"]
-    )
+    assert sorted(reasons(index).values()) == sorted([*(REFUSED | {"nowhere.png": "no image"}).values(), "no image"])
 
 
 def test_a_list_that_is_a_pipe(tmp_path: Path) -> None:

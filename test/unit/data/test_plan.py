@@ -174,7 +174,7 @@ def test_digest_names_what_changed(tables):
     assert grown.digest != plan.digest
     assert changes(kept, grown.describe()) == [
         "record count 17 -> 18",
-        "bucket 64x64: 12 -> 13 records, 12 -> 13 draws",
+        "bucket 64x64: 12 -> 13 records, 12 -> 13 uses",
     ]
     renamed = EpochPlan(tables([*items_of([12, 4]), Item("new", SIZES[1])]), 1, 4)
     assert renamed.digest != plan.digest

@@ -144,7 +144,7 @@ def test_what_a_plan_says_names_the_data_set(tmp_path: Path) -> None:
     assert re.match(r"bucket 64x64 .*data set 2 ", said[1]) and refusals.names(said[1], 6, 8)
     other = EpochPlan(make_tables(tmp_path / "b", items, [PlanSource(1, 0), PlanSource(1, 1)]), 3, (4, 8))
     [line] = changes(json.loads(json.dumps(plan.describe())), other.describe())
-    assert re.fullmatch(r"bucket 64x64 .*data set 2: 3 -> 3 records, 6 -> 3 draws", line)
+    assert re.fullmatch(r"bucket 64x64 .*data set 2: 3 -> 3 records, 6 -> 3 uses", line)
 
 
 # ---- regularisation pictures
