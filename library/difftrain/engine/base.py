@@ -172,6 +172,7 @@ class BaseEngine:
     def step(self, micro: list[Batch], counts: dict[str, float]) -> Stats:
         """Make one update from this rank's micro batches; the host waits for nothing on an accelerator.
 
+        micro: of different shapes and sizes, but on every rank as many; one that is idle only goes along with the others'.
         counts: the GLOBAL number of samples of this step, known before the backward: loss = global sum / that.
         """
         self._must_not_be_swapped()
@@ -189,8 +190,10 @@ class BaseEngine:
                 if observer is not None:
                     observer.before_forward(number, batch)
                 terms = self._forward(batch, self._wrapped, observer)
-                loss = self._terms.loss(terms, counts)
-                sums.append(self._terms.vector(terms))
+                loss, vector = self._terms.loss(terms, counts), self._terms.vector(terms)
+                if batch.idle:
+                    loss, vector = loss * 0.0, torch.zeros_like(vector)
+                sums.append(vector)
                 if last:
                     self._update.ready(lambda: means()[TOTAL])
                 self._backward(loss)

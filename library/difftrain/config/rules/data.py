@@ -19,6 +19,8 @@ DATA_NEEDS: tuple[Need, ...] = (
          "has no effect without regularisation pictures: {data.reg_dirs}, or is_reg in the data set TOML", note=True),
     Need("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
+    Need("data.epoch_batches", lambda c: c.data.epoch_batches != "every" or c.data.tar_order == "random",
+         "every needs {data.tar_order=random}: data that are read in sequence come in whole batches"),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"

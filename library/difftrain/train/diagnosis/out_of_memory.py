@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def in_step(step: int, micro: list[Batch]) -> AbstractContextManager[None]:
-    """Name a step, and the shape that did not fit."""
-    first = micro[0]
-    return during(f"training (step {step}, {len(first.record_id)} images of {first.bucket})")
+    """Name a step, and the shape that did not fit, as far as that is known: the largest."""
+    largest = max(micro, key=lambda b: len(b.record_id) * b.bucket.frames * b.bucket.height * b.bucket.width)
+    return during(f"training (step {step}, {len(largest.record_id)} images of {largest.bucket})")
 
 
 @contextmanager
