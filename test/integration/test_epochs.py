@@ -94,6 +94,7 @@ def test_a_run_of_no_step_is_an_error_with_its_arithmetic(door: Door, tmp_path: 
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 
+@pytest.mark.flags("epoch_batches")
 def test_a_run_goes_on_with_the_epochs_that_it_was_written_with(door: Door, tmp_path: Path) -> None:
     def steps(name: str, number: int, *more: str, expect: int = 0) -> str:
         flags = ["--save_every_n_steps=4", f"--max_train_steps={number}", *more]

@@ -170,9 +170,8 @@ class BaseEngine:
     # ------------------------------------------------------------------ stepping
 
     def step(self, micro: list[Batch], counts: dict[str, float]) -> Stats:
-        """Make one update from this rank's micro batches; the host waits for nothing on an accelerator.
+        """Make one update from this rank's micro batches, on every rank as many; the host waits for nothing on an accelerator.
 
-        micro: of different shapes and sizes, but on every rank as many; one that is idle only goes along with the others'.
         counts: the GLOBAL number of samples of this step, known before the backward: loss = global sum / that.
         """
         self._must_not_be_swapped()
