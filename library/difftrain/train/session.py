@@ -267,10 +267,10 @@ def check_same(session: Session, now: dict[str, Any]) -> None:
         what = f"the checkpoint was written with {kind}: step {session.step} is elsewhere in the data"
         remedy = f"{option(path, kind)}, or {option('save.reset_dataloader', True)}, which begins the epoch anew"
         faults.append(Fault(option(path, kind_of(plans)), what, remedy))
-    elif planned.get("micro_batch") != plans.get("micro_batch"):
-        faults.append(_differs(flag, "micro batch", planned.get("micro_batch"), plans.get("micro_batch")))
     elif was.get("global_batch") != now["global_batch"]:
         faults.append(_differs(flag, "global batch", was.get("global_batch"), now["global_batch"]))
+    elif planned.get("micro_batch") != plans.get("micro_batch"):
+        faults.append(_differs(flag, "micro batch", planned.get("micro_batch"), plans.get("micro_batch")))
     elif was.get("plan_digest") != now["plan_digest"]:
         parted = "; ".join(changes(planned, plans)[:6])
         if session.auto and not session.cfg.training.only_warn:
