@@ -100,6 +100,8 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
     if training.batch_size > 1 and len(cfg.batch_sizes) == 1:
         half, times = training.batch_size // 2, 2 * training.accumulation
         same = "the same images a step" if training.batch_size % 2 == 0 else "about the same images a step"
+        if cfg.data.epoch_batches == "every":  # whose order is one of micro batches
+            same = f"about as many images a step, in another order: a resume then takes {option('save.reset_dataloader', True)}"
         ways.append(f"{option('training.batch_size')}={half} {option('training.accumulation')}={times} ({same})")
     elif max(cfg.batch_sizes) > 1:
         ways.append("a smaller batch_size in the data set's file")
