@@ -228,7 +228,9 @@ def _sign_in(machine: Machine, store: Any, waiting: Waiting) -> str:
     key = f"here/{machine.rank}"
     if table.check(["begun"]):
         return "a job that started without this machine is still running there"
-    if table.check(["count"]) and int(table.get("count")) != machine.count:
+    if not table.check(["count"]):  # its port is open a moment before it says for how many it waits
+        return "a store answers there, but no machine 0 of this package yet"
+    if int(table.get("count")) != machine.count:
         named = f"--nnodes: {machine.count} on machine {machine.rank}, {table.get('count').decode()} on machine 0"
         raise RendezvousFailed(named, 2)
     table.set(key, f"{machine.token} {socket.gethostname()}")

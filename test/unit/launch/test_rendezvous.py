@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from refusals import names
+from torch.distributed import PrefixStore, TCPStore
 
 from difftrain.distributed.ranks import DEFAULT_TIMEOUT_MIN
 from difftrain.launch import machines, rendezvous
@@ -106,6 +107,16 @@ def test_machines_that_count_differently(site: Site) -> None:
     site.start(0, 2, wait_s=3)
     with pytest.raises(RendezvousFailed) as caught:
         site.start(1, 3).result(60)
+    assert names(caught.value, "--nnodes", 3, 2) and caught.value.code == 2
+
+
+def test_a_machine_that_comes_before_the_count_is_said_does_not_sign_in_unseen(site: Site) -> None:
+    store = TCPStore("localhost", site.port, None, True, wait_for_workers=False)
+    early = site.start(1, 3)
+    site.until_said("1", "machine 0 of 3", "store")
+    PrefixStore(rendezvous._PREFIX, store).set("count", "2")
+    with pytest.raises(RendezvousFailed) as caught:
+        early.result(60)
     assert names(caught.value, "--nnodes", 3, 2) and caught.value.code == 2
 
 
