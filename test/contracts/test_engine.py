@@ -257,9 +257,9 @@ def test_a_snapshot_owns_its_memory(make: Build, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "optimizer", "words"),
     [
-        (TinyFamily(blocks=4), {}, ["it: blocks.3.0.bias"]),
-        (TinyFamily(blocks=2), {}, ["has not: blocks.2.0.bias"]),
-        (TinyFamily(width=8), {}, ["another shape: blocks.0.0.bias"]),
+        (TinyFamily(blocks=4), {}, ["blocks.3.0.bias"]),
+        (TinyFamily(blocks=2), {}, ["blocks.2.0.bias"]),
+        (TinyFamily(width=8), {}, ["blocks.0.0.bias"]),
         (
             TinyFamily(),
             {"type": "torch.optim.SGD"},

@@ -13,9 +13,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from refusals import names
 
 from difftrain.config import TrainConfig
-from difftrain.config.schema import names
+from difftrain.config.schema import names as schema_names
 from difftrain.contracts import ConfigFault
 from difftrain.diffusion.ddpm import STEPS, kept
 from difftrain.models.objective.ddpm import scheduler_config
@@ -79,7 +80,7 @@ def drawn(name: str, model: ExactModel, steps: int, noise: torch.Tensor = NOISE,
 
 
 def test_the_configuration_has_these_names() -> None:
-    assert (*SAMPLERS,) == names.SAMPLERS and (*FLOW_SAMPLERS,) == names.FLOW_SAMPLERS
+    assert (*SAMPLERS,) == schema_names.SAMPLERS and (*FLOW_SAMPLERS,) == schema_names.FLOW_SAMPLERS
 
 
 @pytest.mark.flags("sample_sampler")
@@ -130,14 +131,11 @@ def test_names_that_are_none_and_those_of_the_other_kind_are_refused(name: str) 
     own, other = (FLOW_SAMPLERS, SAMPLERS) if name in FLOW_SAMPLERS else (SAMPLERS, FLOW_SAMPLERS)
     config, flow = models(name)[0].scheduler.config, name in FLOW_SAMPLERS
     assert sampler_fault(name) is None and sampler_fault(name, flow=flow) is None
-    for wrong, what in (
-        (f"{name}x", f"no sampler '{name}x'"),
-        (next(iter(other)), f"{next(iter(other))} is no "),
-    ):
+    for wrong in (f"{name}x", next(iter(other))):
         with pytest.raises(ConfigFault) as caught:
             make_sampler(wrong, config)
         (fault,) = caught.value.faults
-        assert fault.where == "sampler" and what in fault.what and f"one of {', '.join(own)}" in fault.what
+        assert fault.where == "sampler" and names(fault, wrong, f"one of {', '.join(own)}"), fault
 
 
 @pytest.mark.parametrize(("registry", "kind"), [(SAMPLERS, "epsilon"), (FLOW_SAMPLERS, "flow")])

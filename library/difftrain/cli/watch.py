@@ -36,8 +36,8 @@ FLAGS: dict[str, Row] = {
 USAGE = f"""usage: {PROG} [RUN | FOLDER] [--port=N] [--host=ADDRESS] [--token=TEXT]
 
 Serve a page of the runs in a folder (unset: this one) or up to six folders below it: state, progress, time left, newest
-samples, log, report, and buttons that save, sample and stop. The address that is printed holds a token; without it
-nothing is shown. It serves until it is stopped (Ctrl-C). docs/watch.md says more.
+samples, log, report, and buttons that save, sample and stop. The printed address contains a token; without it
+nothing is shown. Ctrl-C stops the server. docs/watch.md says more.
 
 """
 
@@ -55,7 +55,7 @@ def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
     words, remaining = positional(argv, FLAGS)
     scanned = scan(remaining, FLAGS)
     values = {name: texts[-1] for name, texts in scanned.words.items()}
-    faults = [*scanned.faults, *(Fault(repr(word), f"is a word too many for {PROG}") for word in words[1:])]
+    faults = [*scanned.faults, *(Fault(repr(word), f"is an unexpected argument of {PROG}") for word in words[1:])]
 
     folder = Path(expanded(words[0] if words else ".")).absolute()
     if not folder.is_dir():
@@ -100,10 +100,10 @@ def serve(folder: Path, host: str, port: int | None, token: str) -> int:
         else ""
     )
     try:  # from the first word on: who reads the address may stop it at once
-        print(f"{sought}; open\n  {server.url}\nCtrl-C ends this; runs go on", flush=True)
+        print(f"{sought}; open\n  {server.url}\nCtrl-C stops the server; runs continue", flush=True)
         if host not in (HOST, "localhost", "::1"):
             print(
-                f"{PROG}: whoever reaches {host} and knows the token can stop runs, and nothing is encrypted",
+                f"{PROG}: anyone who can reach {host} and knows the token can stop runs; nothing is encrypted",
                 file=sys.stderr,
             )
         server.serve_forever(poll_interval=0.2)

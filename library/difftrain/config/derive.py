@@ -36,7 +36,9 @@ def train_door(preset: Mapping[str, Any]) -> Door:
         for path, value in preset.items():
             if out.values.get(path, value) != value:
                 out.fault(
-                    path, f"{out.values[path]} contradicts this door, which is for {value}", f"use {toml_entry_point()}"
+                    path,
+                    f"{out.values[path]} contradicts this entry point, which is for {value}",
+                    f"use {toml_entry_point()}",
                 )
             out.values[path] = value
         for step in _STEPS:
@@ -50,7 +52,7 @@ def _other_weights(out: Resolution, layer: Layer) -> None:
     pair = ("model.pretrained", "model.init_from_config")
     for new, old in (pair, pair[::-1]):
         if new in layer.values and old not in layer.values and old in out.values:
-            out.note(old, f"{out.pop(old)} is left aside: weights are taken from {layer.values[new]}")
+            out.note(old, f"{out.pop(old)} is ignored: weights are taken from {layer.values[new]}")
 
 
 def _text_encoders(layers: Sequence[Layer], preset: Mapping[str, Any]) -> None:
@@ -152,7 +154,7 @@ def _precision(out: Resolution, layers: Sequence[Layer]) -> None:
         out.set("training.full_precision", mixed, "?masters")
         out.set("training.master_weights", "none", "?masters")
         out.note("?masters", f"false: weights, gradients and optimizer state in {mixed}, 8 B a parameter with AdamW in place of "
-                 "16; updates below half a unit of the last place are lost ('kahan', 14 B, keeps them)")  # fmt: skip
+                 "16; updates below half a unit in the last place are lost ('kahan', 14 B, keeps them)")  # fmt: skip
     storage = out.pop("?held")
     frozen = out.values.get("optimizer.unet_lr") == 0
     if storage == "float8" and frozen:
@@ -160,7 +162,7 @@ def _precision(out: Resolution, layers: Sequence[Layer]) -> None:
     elif storage and out.values.get("model.train_only"):
         out.note("?held", f"{storage} has no effect: what train_only leaves out is kept in dtype")
     elif storage and storage != "float32" and masters is not False:
-        what = f"{storage} is for weights that are not trained: all of the denoiser's are, and stay fp32"
+        what = f"{storage} is for weights that are not trained: all of the denoiser is trained, and stays fp32"
         out.note("?held", f"{what} (16 B a parameter with AdamW: weight, gradient, two of state; master_weights)")
 
 
@@ -186,7 +188,9 @@ def _optimizer(out: Resolution, layers: Sequence[Layer]) -> None:
         key = source.removeprefix(start)
         if wrong := wrong_argument(name, key, value, taken, keys_of("optimizer")):
             home = home_of(key)
-            out.fault(source, *((f"has no place in [optimizer]: {wrong[0]}", f"it belongs {home}") if home else wrong))
+            out.fault(
+                source, *((f"does not belong in [optimizer]: {wrong[0]}", f"it belongs {home}") if home else wrong)
+            )
             continue
         args[key] = f"{key}={tuple(value) if isinstance(value, list) else value!r}"
         out.origins.setdefault("optimizer.args", out.where(source))

@@ -94,7 +94,7 @@ class ModelScopeRepository(Repository):
         patiently(lambda: self._download(missing), str(self), trouble)
         log.info("%s: fetched in %.0f s", self, time.monotonic() - start)
         if absent := [file for file in missing if not (self.folder / file).is_file()]:
-            raise NotFetched(client.Trouble(f"{self}: {absent[0]} is not among what was fetched"))
+            raise NotFetched(client.Trouble(f"{self}: {absent[0]} is not among the fetched files"))
         return self.folder
 
     def _require_now(self, offline: bool = False) -> None:
@@ -126,7 +126,7 @@ def trouble(error: BaseException, name: str) -> client.Trouble | None:
 
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
     if isinstance(error, errors.NotExistError):
-        return client.Trouble(f"{endpoint()} has no {name}, or hides it from you", "see how it is spelt")
+        return client.Trouble(f"{endpoint()} has no {name}, or hides it from you", "check the spelling")
     if isinstance(error, errors.AuthenticationError | errors.PermissionDeniedError):
         return client.Trouble(f"{endpoint()} forbids it: {text}", "MODELSCOPE_API_TOKEN holds a token")
     if isinstance(error, errors.NetworkError):

@@ -265,12 +265,12 @@ def read_run(folder: Path, *, begun: bool = False) -> RunFiles:
     elif run.state == KILLED:
         remarks.append("its last session was killed")
     elif run.state != "finished":
-        remarks.append(f"its last session {run.state}" if run.state != "unknown" else "how it ended is not known")
+        remarks.append(f"its last session {run.state}" if run.state != "unknown" else "how it ended is unknown")
     if run.report and not run.is_report_current:
         of = run.report.get("steps")
-        remarks.append(f"{REPORT} is of step {of}, before the last line: speeds are those of {METRICS}")
+        remarks.append(f"{REPORT} is from step {of}, before the last line: speeds are those of {METRICS}")
     elif not run.report:
-        remarks.append(f"it has no {REPORT}: speeds are those of {METRICS}; versions and machine are not known")
+        remarks.append(f"it has no {REPORT}: speeds are those of {METRICS}; versions and machine are unknown")
     begins = [_integer(session.get("from_step")) for session in sessions if _integer(session.get("from_step"))]
     if begins:
         remarks.append(f"resumed at step {', '.join(map(str, begins))}")
@@ -296,12 +296,12 @@ def read_steps(path: Path) -> tuple[dict[int, LoggedStep], list[str]]:
         return {}, [f"{path.name} is missing"]
     except OSError as error:
         return {}, [f"{path.name} cannot be read: {error.strerror}"]
-    notes = [f"{path.name} has no line yet"] if not logged and not damaged else []
+    notes = [f"{path.name} has no lines yet"] if not logged and not damaged else []
     if torn:
         notes.append(f"the last line of {path.name} is incomplete and ignored")
     if damaged:
         named = ", ".join(map(str, damaged[:MOST_NAMED])) + (", ..." if len(damaged) > MOST_NAMED else "")
-        notes.append(f"damaged lines of {path.name} are left out, {len(damaged)}: {named}")
+        notes.append(f"damaged lines of {path.name} are ignored, {len(damaged)}: {named}")
     return dict(sorted(logged.items())), notes
 
 

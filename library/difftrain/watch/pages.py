@@ -59,7 +59,7 @@ def runs_page(statuses: Sequence[RunStatus], *, folder: str, more: int, token: s
         body = panel(
             f'<div class="wide"><table class="rows runs"><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>'
         )
-        body += note(f"the {MOST_RUNS} newest runs; {more} older ones are left out") if more else ""
+        body += note(f"the {MOST_RUNS} newest runs; {more} older ones are not shown") if more else ""
     count, running = len(statuses) + more, sum(status.state == "running" for status in statuses)
     about = f"{escape(folder)} · {count} run{'s'[: count != 1]}, {running} running"
     return _shell("Runs", about, f'<div id="live" data-state="" data-refresh="{1000 * REFRESH_S}">{body}</div>', nonce)

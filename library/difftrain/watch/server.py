@@ -300,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
         # a file that nobody looks for now would be acted on by the next resume
         status = runs.status_of(name, folder)
         if status.state != "running":
-            raise Refusal(HTTPStatus.CONFLICT, f"this run is not running ({status.state}): nothing was asked of it")
+            raise Refusal(HTTPStatus.CONFLICT, f"this run is not running ({status.state}): nothing was requested")
         try:
             runs.ask(folder, action)
         except OSError as error:

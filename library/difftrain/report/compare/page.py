@@ -71,7 +71,10 @@ def _cards(first: str, comparisons: dict[str, RunComparison]) -> list[tuple[str,
         if comparison.errors is not None:
             cards.append((f"mean relative error, {label}", shown(comparison.errors.mean, 2)))
             cards.append(
-                (f"first step apart, {label}", str(comparison.divergence.step) if comparison.divergence else "none")
+                (
+                    f"first step beyond its limit, {label}",
+                    str(comparison.divergence.step) if comparison.divergence else "none",
+                )
             )
     return cards
 
@@ -132,7 +135,7 @@ def _errors(first: str, comparisons: dict[str, RunComparison]) -> str:
 
         loss = [
             Curve("each step", errors.steps, errors.loss, "faint"),
-            Curve("mean up to it", errors.steps, errors.running_mean),
+            Curve("running mean", errors.steps, errors.running_mean),
             limit(comparison.thresholds.step_relative_error),
         ]
         norm = [
@@ -153,9 +156,9 @@ def _equal(curve: Curve) -> str:
     """Say what a logarithmic axis has no place for."""
     equal = sum(y == 0 for y in curve.ys)
     beyond = sum(y is not None and not math.isfinite(y) for y in curve.ys)
-    remarks = [f"{equal} steps are equal to the bit"] if equal else []
+    remarks = [f"{equal} steps are bit-identical"] if equal else []
     remarks += [f"{beyond} steps have no finite error"] if beyond else []
-    return note(f"Not drawn: {', '.join(remarks)}.") if remarks else ""
+    return note(f"Not plotted: {', '.join(remarks)}.") if remarks else ""
 
 
 # ---------------------------------------------------------------------- tables

@@ -91,7 +91,7 @@ def dry_run(
             for line in _as_shipped(cfg, ranks):
                 log(line)
         done = "made or written" if coming else "fetched"
-        log(f"dry run: figures of what is not here are left out; nothing was {done}, and no device was touched")
+        log(f"dry run: figures for what is not present are left out; nothing was {done}, and no device was touched")
         return 0
 
     # --- output folder, prompts, data and plan, as training would find them
@@ -208,7 +208,7 @@ def evaluation(cfg: TrainConfig, family: Family, parts: Parts) -> Iterator[str]:
         check_sizes(eval_set.data.tables, family.features)
         records, weights = sum(rows.records for rows in eval_set.data.tables.training), 1 + cfg.ema.enable
         looks = f"{records:,} images x {len(TENTHS)} quantiles x {weights} weight{'s'[: weights > 1]}"
-        yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} images forward each time"
+        yield f"{name}: {looks} = {records * len(TENTHS) * weights:,} forward passes of an image per evaluation"
         for wish in cache_requests(eval_set.cfg, family, parts, eval_set.data, trains=False):
             yield f"{name}: {estimate_storage(wish, eval_set.data).size_sentence()}"
     if cfg.eval.kid and (lacking := packages_missing()):
@@ -267,7 +267,7 @@ def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
     return (
         f"{sizes} image{'s'[: sizes != '1']} a micro batch x {cfg.training.accumulation} accumulated x {ranks} "
         f"rank{'s' if ranks > 1 else ''} = {images} image{'s'[: images != '1']} a step"
-        + (", by data set" if len(cfg.batch_sizes) > 1 else "")
+        + (", by dataset" if len(cfg.batch_sizes) > 1 else "")
     )
 
 
@@ -300,7 +300,7 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
         yield f"device memory: {item.what} {gib_text(item.size)} ({item.formula})"
     images = f"{memory.batch} x {memory.bucket}"
     yield f"device memory: a step of {images} {gib_text(memory.step)} (gradients, casts and activations at its peak)"
-    yield f"device memory: {gib_text(memory.total)} in all, without driver and libraries"
+    yield f"device memory, estimated: {gib_text(memory.total)} in all, without driver and libraries"
 
 
 def flops(family: Family, parts: Parts, cfg: TrainConfig, data: Data, plan: EpochPlan, total: int) -> Iterator[str]:

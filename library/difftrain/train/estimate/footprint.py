@@ -57,7 +57,7 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     frozen = sum(parameter.numel() * parameter.element_size() for part in resident for parameter in part.parameters())
     items = [
         MemoryItem(f"weights in {training.full_precision or 'fp32'}", weights, f"{wide} B per trained parameter"),
-        MemoryItem("frozen weights", frozen, "in the precision that they are kept in"),
+        MemoryItem("frozen weights", frozen, "in the precision they are kept in"),
     ]
     kept = weights_kept(training)
     if training.full_precision and kept in KEPT_BYTES:
@@ -71,25 +71,25 @@ def needs(cfg: TrainConfig, parts: Parts, ranks: int) -> list[MemoryItem]:
     alive, formula = gradients_alive(cfg, parts)
     items.append(MemoryItem("gradients", wide * alive, f"{wide} B {formula}", in_step=True))
     if training.mixed_precision != "no" and not training.full_precision:
-        items.append(MemoryItem("casts of autocast", 2 * moving, "2 B a trained parameter", in_step=True))
+        items.append(MemoryItem("casts of autocast", 2 * moving, "2 B per trained parameter", in_step=True))
     if ranks > 1 and not training.ddp_bucket_view and alive == moving:
         items.append(
-            MemoryItem("gradient buckets", wide * moving, f"{wide} B a trained parameter; none with bucket views")
+            MemoryItem("gradient buckets", wide * moving, f"{wide} B per trained parameter; none with bucket views")
         )
 
     # optimizer state, of which sharding leaves each rank its part
     state = state_bytes(cfg, matrix_share(parts))
     shards = ranks if cfg.optimizer.type.lower() == "oss" else 1
-    formula = f"{state:g} B a trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
+    formula = f"{state:g} B per trained parameter" + (f", sharded over {shards} ranks" if shards > 1 else "")
     items.append(MemoryItem("optimizer state", state * moving / shards, formula))
 
     # averages, always in fp32
     if cfg.ema.enable:
-        items.append(MemoryItem("averaged weights", FP32 * moving, "4 B a trained parameter"))
+        items.append(MemoryItem("averaged weights", FP32 * moving, "4 B per trained parameter"))
     if cfg.ema.profiles:
         count = len(cfg.ema.profiles)
         items.append(
-            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B a trained parameter and width")
+            MemoryItem(f"averages of {count} widths", count * FP32 * moving, "4 B per trained parameter and width")
         )
     return items
 
@@ -99,7 +99,7 @@ def gradients_alive(cfg: TrainConfig, parts: Parts) -> tuple[int, str]:
     named = [(name, parameter) for name, parameter in parts.root.named_parameters() if parameter.requires_grad]
     section = cfg.optimizer
     if not (section.fused_backward or section.fused_groups) or cfg.training.accumulation > 1:
-        return sum(parameter.numel() for _, parameter in named), "a trained parameter"
+        return sum(parameter.numel() for _, parameter in named), "per trained parameter"
     sizes = {name: parameter.numel() for name, parameter in named}
     together = parts_of([Group("all", named, 0.0)], section.fused_groups)
     what = "per parameter of the largest group" if section.fused_groups else "per element of the largest parameter"
