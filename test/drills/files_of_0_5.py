@@ -13,7 +13,6 @@ PLACE is a fixed path, because an index is named by a hash of where its data are
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ import numpy as np
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from archives import unpack_tar
 from machine_kind import machine_kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,9 +230,10 @@ def _sdxl() -> tuple[Path, Path, tuple[str, ...]]:
 
 def _check_out(folder: Path) -> None:
     """Put the files of COMMIT into a folder."""
-    archive = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
+    archive = folder.parent / f"{folder.name}.tar"
+    subprocess.run(["git", "archive", f"--output={archive}", COMMIT], cwd=ROOT, check=True)
+    unpack_tar(archive, folder)
+    archive.unlink()
     (folder / "neutral").mkdir()
     (folder / "neutral" / "sitecustomize.py").write_text(NEUTRAL, encoding="utf-8")
 

@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import uuid
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from archives import unpack_tar
 
 PACKAGE = "@sparticuz/chromium"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftrain" / "test-data"
@@ -200,8 +200,7 @@ def _fetch(target: Path) -> None:
         if done.returncode:
             pytest.skip(f"the npm registry cannot be reached for {PACKAGE}: {done.stderr.strip()[-300:]}")
         (archive,) = aside.glob("*.tgz")
-        with tarfile.open(archive) as packed:
-            packed.extractall(aside, filter="data")
+        unpack_tar(archive, aside)
         archive.unlink()
         packs, made = aside / "package" / "bin", aside / "made"
         made.mkdir()
@@ -209,8 +208,7 @@ def _fetch(target: Path) -> None:
         (made / "chromium").chmod(0o755)
         for name in ("al2023", "swiftshader"):
             _decompress(packs / f"{name}.tar.br", aside / f"{name}.tar")
-            with tarfile.open(aside / f"{name}.tar") as packed:
-                packed.extractall(made / name, filter="data")
+            unpack_tar(aside / f"{name}.tar", made / name)
         (made / "libraries").symlink_to("al2023/lib")
         with contextlib.suppress(FileExistsError):
             made.rename(target)

@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import uuid
 import zipfile
 from pathlib import Path
 
 import pytest
+from archives import unpack_tar
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftrain" / "test-data"
 TIMEOUT_S = 400
@@ -120,5 +120,4 @@ def _unpack(archive: Path, target: Path, below: str) -> None:
         with zipfile.ZipFile(archive) as zipped:
             zipped.extractall(target, [name for name in zipped.namelist() if below in name])
         return
-    with tarfile.open(archive) as packed:
-        packed.extractall(target, [member for member in packed if below in member.name], filter="data")
+    unpack_tar(archive, target, below)

@@ -60,8 +60,17 @@ class Site:
 
 
 @pytest.fixture
-def site(pool: ThreadPoolExecutor, port: int) -> Site:
-    return Site(pool, port)
+def site(pool: ThreadPoolExecutor, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    over, pause = threading.Event(), rendezvous.Waiting.pause
+
+    def until_over(waiting: rendezvous.Waiting, *words: Any) -> None:
+        if over.is_set():
+            raise RendezvousFailed("the test is over")
+        pause(waiting, *words)
+
+    monkeypatch.setattr(rendezvous.Waiting, "pause", until_over)
+    yield Site(pool, port)
+    over.set()
 
 
 def test_whoever_comes_first_says_for_whom_it_waits(site: Site) -> None:
@@ -104,7 +113,7 @@ def test_when_machine_0_gives_up_the_others_hear_for_whom(site: Site) -> None:
 
 
 def test_machines_that_count_differently(site: Site) -> None:
-    site.start(0, 2, wait_s=3)
+    site.start(0, 2)
     with pytest.raises(RendezvousFailed) as caught:
         site.start(1, 3).result(60)
     assert names(caught.value, "--nnodes", 3, 2) and caught.value.code == 2
@@ -121,7 +130,7 @@ def test_a_machine_that_comes_before_the_count_is_said_does_not_sign_in_unseen(s
 
 
 def test_two_machines_with_one_number(site: Site) -> None:
-    site.start(0, 3, wait_s=3)
+    site.start(0, 3)
     older = site.start(1, 3)
     site.until_said("0", "machine 1 of 3", "joined")
     site.start(1, 3, wait_s=2.5, name="newer")
@@ -164,7 +173,7 @@ def test_one_that_died_is_missed_again_and_may_come_back(site: Site, monkeypatch
 def test_a_machine_that_comes_to_a_job_without_it_waits_for_the_next(site: Site) -> None:
     leader, guest = site.start(0), site.start(1)
     store = leader.result(60), guest.result(60)
-    late = site.start(1, wait_s=3, name="late")
+    late = site.start(1, wait_s=0.5, name="late")
     site.until_said("late", "machine 0 of 2", "started")
     with pytest.raises(RendezvousFailed):
         late.result(60)
