@@ -176,6 +176,8 @@ def _of_launch(base: Path, ask: Ask, launch: Torchruns) -> _Choice | None:
 def _look(cfg: TrainConfig, base: Path, ranks: int, ask: Ask) -> _Choice:
     resume = None if cfg.hub.resume else cfg.save.resume
     if resume is None:
+        if cfg.save.resume is None and not cfg.sample.test_only:
+            _name_unfinished(base, digest(cfg, ranks), ask)
         return _new(cfg.save.resume)
     if resume == AUTO:
         choice = _of_auto(base, digest(cfg, ranks), ask)
@@ -190,6 +192,22 @@ def _look(cfg: TrainConfig, base: Path, ranks: int, ask: Ask) -> _Choice:
     # one look at a checkpoint is no part of the run that it is of
     state = base / choice.name / _name(choice.step) if choice.step is not None else None
     return _new(str(state) if state else None)
+
+
+def _name_unfinished(base: Path, ours: str, ask: Ask) -> None:
+    """Say that a run of this very configuration could be resumed: a forgotten flag costs all that it has trained."""
+    try:
+        choice = _of_auto(base, ours, ask)
+    except ConfigFault:  # another run's record, which nobody has asked for
+        return
+    if choice.step is not None:
+        log.warning(
+            "%s has the same configuration and is not finished: this starts a new run; --resume_from_checkpoint=%s "
+            "continues it after step %d",
+            base / choice.name,
+            choice.name,
+            choice.step,
+        )
 
 
 def _new(resume: str | None = None) -> _Choice:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import names
 
 from difftrain import checkpoint
 from difftrain.checkpoint import RunRecord
@@ -61,6 +62,21 @@ def told(cfg: TrainConfig) -> str:
     with pytest.raises(ConfigFault) as caught:
         resolve_run_directory(cfg, ALONE)
     return str(caught.value)
+
+
+def test_a_new_run_beside_an_unfinished_one_of_its_configuration_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = config(tmp_path, training={"max_steps": 8})
+    run_of(tmp_path, OLD, 4, cfg=cfg)
+    with caplog.at_level("WARNING"):
+        assert where(config(tmp_path, training={"max_steps": 9}))[1] is None
+    assert not caplog.messages
+    with caplog.at_level("WARNING"):
+        name, resume = where(cfg)
+    assert name != OLD and resume is None
+    (line,) = caplog.messages
+    assert names(line, str(tmp_path / OLD), f"--resume_from_checkpoint={OLD}", 4)
 
 
 def test_a_run_gets_a_folder_named_by_the_time_and_two_at_once_get_two(tmp_path: Path) -> None:
