@@ -15,7 +15,7 @@ from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import applied, draws_captions
 from difftrain.config.layers import Layer
 from difftrain.config.paths import PendingFiles
-from difftrain.config.reads import given_fields
+from difftrain.config.reads import explicit_fields
 from difftrain.config.resolve import Door, Resolution, resolve_layers
 from difftrain.config.rules import data as data_rules
 from difftrain.config.rules import engine, objective, optimizer, outputs, paths, run
@@ -212,7 +212,7 @@ def resolve_flags(
         raise ConfigFault(faults)
     words = {**written, **line.words}
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
-    explicit = given_fields(cfg, out.origins, noted)
+    explicit = explicit_fields(cfg, out.origins, noted)
     return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words, explicit=explicit)
 
 

@@ -20,7 +20,7 @@ from difftrain.config.door import enter
 from difftrain.config.layers import KeyValue, Layer
 from difftrain.config.parse_flags import RULES, Parsed, with_variants
 from difftrain.config.paths import PendingFiles, expanded, expecting, is_file, recipes_named
-from difftrain.config.reads import given_fields
+from difftrain.config.reads import explicit_fields
 from difftrain.config.resolve import Resolution, resolve_layers
 from difftrain.config.rules import data as data_rules
 from difftrain.config.rules import run
@@ -205,7 +205,7 @@ def _parse(argv: list[str], extra_rules: Sequence[Rule], preset: Mapping[str, An
     if faults:
         raise ConfigFault(dict.fromkeys(faults))
     notes = dict.fromkeys((*out.notes, *new_notes))
-    explicit = given_fields(out.cfg, out.origins, noted)
+    explicit = explicit_fields(out.cfg, out.origins, noted)
     return Parsed(out.cfg, tuple(notes), bare, tuple(redact(argv)), explicit=explicit)
 
 

@@ -35,7 +35,7 @@ LATER: dict[str, str] = {
     "model.disable_mmap": "models/weights/find.py",
     "training.ddp_bucket_view": "engine/ddp.py, engine/accelerate.py",
     "training.ddp_static_graph": "engine/ddp.py, engine/accelerate.py",
-    # in the loss
+    # in the loss; test/contracts/test_objective_settings.py holds that each of them changes it
     "loss": "models/objective/ddpm.py, models/objective/flow.py, diffusion/losses.py",
     "noise": "models/objective/ddpm.py",
     "flow": "models/objective/flow.py",
@@ -88,7 +88,7 @@ def recorded() -> Iterator[set[str]]:
         del Section.__getattribute__
 
 
-def given_fields(cfg: TrainConfig, origins: Mapping[str, str], noted: Collection[str]) -> dict[str, str]:
+def explicit_fields(cfg: TrainConfig, origins: Mapping[str, str], noted: Collection[str]) -> dict[str, str]:
     """Return what somebody gave and is not the default anyway: field -> where. noted: what has been said to have no effect."""
     values = ((path, getattr(getattr(cfg, path.partition(".")[0]), path.partition(".")[2])) for path in origins)
     return {path: origins[path] for path, value in values if path not in noted and value != default_of(path)}

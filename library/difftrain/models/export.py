@@ -82,7 +82,7 @@ def write_single_file(
     elif not family.is_released:
         metadata = metadata | {SIZES: sizes}
     if not family.writes_as_kohya:
-        metadata = HEADER | metadata | {FACTS: json.dumps(_said_in_header(family))}
+        metadata = HEADER | metadata | {FACTS: json.dumps(_facts_of(family))}
 
     # --- every tensor with its shape, which the header needs first
     maps, stored = single_file_shapes(family, parts, dtype, beside)
@@ -112,7 +112,7 @@ def write_single_file(
     return path
 
 
-def _said_in_header(family: BaseFamily) -> dict[str, Any]:
+def _facts_of(family: BaseFamily) -> dict[str, Any]:
     """Return what a single file cannot say in its tensors; warn where its readers draw otherwise than this model."""
     scheduler = {key: value for key, value in family.scheduler().config.items() if not key.startswith("_")}
     shift, readers_shift = scheduler.get("shift"), family.one_file.shift if family.one_file else None

@@ -74,8 +74,8 @@ _ROUTED_FIELDS = ("tread", "patch_masking")
 # what every UNet over CLIP has
 _UNET_FIELDS = (
     "noise", "model.prediction_type", "model.fp8_frozen", "model.clip_skip", "model.max_token_length",
-    "model.train_text_encoder", "model.tokenizer1", "loss.min_snr_gamma", "loss.scale_v_pred_like_noise_pred",
-    "loss.v_pred_like", "loss.debiased_estimation", "loss.huber_schedule", "loss.huber_scale",
+    "model.train_text_encoder", "model.tokenizer1", "loss.min_snr_gamma", "loss.min_snr_plus_one",
+    "loss.scale_v_pred_like_noise_pred", "loss.v_pred_like", "loss.debiased_estimation", "loss.huber_schedule", "loss.huber_scale",
     "optimizer.learning_rate_te1", "optimizer.text_encoder_lr", "optimizer.unet_lr", "captions.weighted",
 )  # fmt: skip
 _ONE_ENCODER = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from difftrain.config.parse_flags import parse
-from difftrain.config.reads import LATER, given_fields, is_read_later, recorded, refuse_unread
+from difftrain.config.reads import LATER, explicit_fields, is_read_later, recorded, refuse_unread
 from difftrain.config.schema.section import Section
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.toml import dump
@@ -39,7 +39,7 @@ def test_what_is_given_is_what_somebody_said_and_is_no_default() -> None:
     assert parsed.explicit.keys() - {"optimizer.learning_rate"} == given | {"training.seed", "model.clip_skip"}
     assert ("optimizer.learning_rate" in parsed.explicit) == (default != 1e-4)
     assert parsed.explicit["model.clip_skip"] == "--clip_skip"
-    assert given_fields(parsed.config, parsed.explicit, {"training.seed"}).keys() == parsed.explicit.keys() - {
+    assert explicit_fields(parsed.config, parsed.explicit, {"training.seed"}).keys() == parsed.explicit.keys() - {
         "training.seed"
     }
 

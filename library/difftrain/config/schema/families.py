@@ -29,6 +29,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "noise.max_timestep": (_DIFFUSION, "max_t = 0.0 to 1.0"),
     "model.prediction_type": (_DIFFUSION, "leave it out: the velocity is predicted"),
     "loss.min_snr_gamma": (_DIFFUSION, "timestep_sample_method weighs the times"),
+    "loss.min_snr_plus_one": (_DIFFUSION, ""),
     "loss.scale_v_pred_like_noise_pred": (_DIFFUSION, ""),
     "loss.v_pred_like": (_DIFFUSION, ""),
     "loss.debiased_estimation": (_DIFFUSION, "timestep_sample_method weighs the times"),
