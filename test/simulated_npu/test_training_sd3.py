@@ -10,7 +10,8 @@ from doors import write_pictures
 from npu_runs import Runner, Trained, toml_runner
 from sd3_speedups import vision_folder
 
-from difftrain.report.trace import AGREE, compare_traces, sentences
+from difftrain.report.compare.trace_summary import sentences
+from difftrain.report.trace import AGREE, compare_traces
 
 STEPS = 12
 BLOCKS = 3
