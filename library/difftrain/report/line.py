@@ -93,8 +93,10 @@ def exact_json(value: Any) -> str:
         return f"{Decimal(text):f}" if "e" in text else text
     if isinstance(value, str):
         return _quoted(value)
-    if isinstance(value, bool) or value is None or isinstance(value, int):
+    if value is None or isinstance(value, bool):
         return json.dumps(value)
+    if isinstance(value, int):
+        return int.__repr__(value)
     if isinstance(value, dict):
         return "{" + ", ".join([f"{_key(str(k))}: {exact_json(v)}" for k, v in value.items()]) + "}"
     if isinstance(value, list | tuple):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 FIRST_S = 3.0  # of silence, before the first line
 SILENCE_S = 10.0  # of silence, later
@@ -35,7 +36,7 @@ class Progress:
 
     def head(self) -> str:
         """Return the beginning of a step's line, with the time of day."""
-        return f"{time.strftime('%H:%M:%S')} {self.text()}"
+        return f"{_time_of_day(int(time.time()))} {self.text()}"
 
     def text(self) -> str:
         """Return step, total, share, epoch, rate and time left."""
@@ -48,6 +49,11 @@ class Progress:
         speed = f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"
         time_left = f", {duration(left)} left" if left > 0 else ""
         return f"step {self.step}/{self.total} ({share:.1f} %){epoch} | {speed}{time_left}"
+
+
+@lru_cache(1)  # asking the system for the time zone costs more than the rest of a line
+def _time_of_day(second: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(second))
 
 
 def duration(seconds: float) -> str:

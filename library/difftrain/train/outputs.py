@@ -260,7 +260,7 @@ class RunOutputs:
         """Print a line for scripts, as it stands."""
         if self._on:
             self._console.line(text)
-            self._run_log.line(text)
+            self._run_log.line(redact_text(text))
 
     def flush(self) -> None:
         """Let trackers hand over what they keep for a while: a checkpoint that is saved has its curves."""
