@@ -148,7 +148,7 @@ def build_report(argv: list[str]) -> int:
             names = [name for name in find_runs(run) if name != "."]
             if names:
                 shown = [str(run / name) for name in names[:MOST_NAMED]] + ["..."] * (len(names) > MOST_NAMED)
-                what = f"{folder!r} is no run; {len(names)} run{'s'[: len(names) != 1]} lie below it"
+                what = f"{folder!r} is not a run; {len(names)} run{'s'[: len(names) != 1]} {'is' if len(names) == 1 else 'are'} below it"
                 raise ConfigFault([Fault("RUN_DIR", what, f"give one of them, the newest first: {', '.join(shown)}")])
         with writing(run):
             print(rebuild(run))

@@ -261,7 +261,7 @@ def read_run(folder: Path, *, begun: bool = False) -> RunFiles:
     # --- what there is to know of the run as a whole
     remarks = []
     if run.state == "running":
-        remarks.append(f"its last session goes on; the last line is {_age(folder)} old")
+        remarks.append(f"its last session is running; the last line is {_age(folder)} old")
     elif run.state == KILLED:
         remarks.append("its last session was killed")
     elif run.state != "finished":

@@ -199,7 +199,7 @@ class Meter:
             raise TrainingFault(
                 f"loss or gradient was not finite in {self._progress.skipped_in_a_row} steps in a row, {first} to {step}. "
                 f"{weights}Lower {option('optimizer.learning_rate')}, or train in bf16 instead of fp16; "
-                f"{option('training.max_skipped_steps')} says how many are borne"
+                f"{option('training.max_skipped_steps')} says how many are tolerated"
             )
 
     def _hand_on_rejects(self) -> None:

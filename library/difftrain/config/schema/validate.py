@@ -25,7 +25,7 @@ def unsupported_value(value: Any) -> str:
         if not isinstance(leaf, str | bool | int | float | None):
             return "must not be a date or a time"
         if isinstance(leaf, str) and ("\0" in leaf or any("\ud800" <= letter <= "\udfff" for letter in leaf)):
-            return f"holds what is no text: {leaf!r}"
+            return f"contains what is not text: {leaf!r}"
         if isinstance(leaf, int) and abs(leaf) > _MOST:
             return f"is beyond the whole numbers of TOML, {_MOST} at most"
     return ""

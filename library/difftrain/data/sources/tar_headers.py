@@ -87,7 +87,7 @@ def _behind(file: IO[bytes], at: int, end: int) -> int | None:
             return at
         at += len(chunk)
         if at > most:
-            raise _HeaderFault(f"more than {_MAX_ZEROS:,} zero bytes follow its end mark; what lies behind is not read")
+            raise _HeaderFault(f"more than {_MAX_ZEROS:,} zero bytes follow its end mark; what follows is not read")
     return None
 
 

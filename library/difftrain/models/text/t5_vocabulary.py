@@ -185,9 +185,9 @@ def _checked(text: str, path: Path) -> str:
             raise ValueError(f"{path} is not a T5 tokenizer (a Unigram model), but {model.get('type', 'unnamed')}")
         ids = _ids(content)
         if not all(isinstance(piece, str) and math.isfinite(score) for piece, score in model["vocab"]):
-            raise TypeError("a piece is no text, or its score no number")
+            raise TypeError("a piece is not text, or its score is not a number")
         if not all(type(number) is int and 0 <= number < _MOST_IDS for number in ids.values()):
-            raise TypeError("an id is no whole number, or too large")
+            raise TypeError("an id is not a whole number, or is too large")
     except RecursionError:
         raise ValueError(f"{path} is not a tokenizer.json of T5: of too many levels") from None
     except (TypeError, KeyError, AttributeError) as error:

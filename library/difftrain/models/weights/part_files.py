@@ -279,7 +279,7 @@ class SingleFile:
             return None
         content = _object(text)
         if content is None:
-            raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is no JSON object")])
+            raise ConfigFault([Fault(self.flag, f"{self.path}: its {SIZES} is not a JSON object")])
         return content
 
     def stored_facts(self) -> dict[str, Any]:
