@@ -101,7 +101,7 @@ class PartFiles:
     @cached_property
     def shapes(self) -> Shapes:
         """Give the shapes of the part's tensors, without what lies beside it."""
-        shapes = {id(file): file.shapes() for file, _ in self._located.values()}
+        shapes = {id(file): file.shapes() for _, file in self._opened}
         return {name: shapes[id(file)][key] for name, (file, key) in self._located.items() if not self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
