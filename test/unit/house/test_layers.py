@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,16 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
                 yield f"{node.module}.{alias.name}", node.lineno, id(node) in top
 
 
+@lru_cache(None)
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget() -> Iterator[None]:
+    """Leave no tree to the next file: a million objects that every garbage collection would look at."""
+    yield
+    parsed.cache_clear()
 
 
 def breaks(source: str, target: str) -> str:
