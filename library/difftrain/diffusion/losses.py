@@ -99,7 +99,7 @@ HIGHEST_SNR = 1000.0  # kohya's: steps with less noise than this all weigh as if
 
 
 def min_snr(snr: Tensor, gamma: float, prediction_type: str, *, plus_one: bool = False) -> Tensor:
-    """Return min(SNR, gamma) / SNR for epsilon, over SNR + 1 for v. Source: Hang et al. 2023, equation 6.
+    """Return min(SNR, gamma) / SNR for epsilon, over SNR + 1 for v. Source: Hang et al. 2023 (arXiv 2303.09556).
 
     plus_one: for v min(SNR + 1, gamma) / (SNR + 1), as diffusers' examples have it.
     """
