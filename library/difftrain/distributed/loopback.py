@@ -53,18 +53,18 @@ def stores_on_loopback(*modules: str) -> Iterator[None]:
     from torch._C._distributed_c10d import TCPStore
 
     def made(*args: Any, **named: Any) -> Any:
-        given = dict(zip(_ARGUMENTS, args)) | named
-        if not given.get("is_master"):
-            return TCPStore(**given)
-        listener = socket.create_server(("127.0.0.1", int(given["port"])), backlog=BACKLOG)
-        given |= {"host_name": "127.0.0.1", "port": listener.getsockname()[1]}
-        return TCPStore(**given, master_listen_fd=listener.detach())  # the store closes it, also where it fails
+        arguments = dict(zip(_ARGUMENTS, args)) | named
+        if not arguments.get("is_master"):
+            return TCPStore(**arguments)
+        listener = socket.create_server(("127.0.0.1", int(arguments["port"])), backlog=BACKLOG)
+        arguments |= {"host_name": "127.0.0.1", "port": listener.getsockname()[1]}
+        return TCPStore(**arguments, master_listen_fd=listener.detach())  # the store closes it, also where it fails
 
-    found = [module for module in map(import_module, modules) if module.__dict__.get("TCPStore") is TCPStore]
-    for module in found:
+    patched = [module for module in map(import_module, modules) if module.__dict__.get("TCPStore") is TCPStore]
+    for module in patched:
         vars(module)["TCPStore"] = made
     try:
         yield
     finally:
-        for module in found:
+        for module in patched:
             vars(module)["TCPStore"] = TCPStore
