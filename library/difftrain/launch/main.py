@@ -20,8 +20,10 @@ if __name__ == "__main__":  # it runs as a script
 
 from difftrain.config import TrainConfig
 from difftrain.config.digest import digest
+from difftrain.config.open_files import make_room
 from difftrain.config.paths import checkout
 from difftrain.config.secrets import to_environment
+from difftrain.contracts import ConfigFault
 from difftrain.launch import flags, light, machines, occupant, recipes, text_to_image
 from difftrain.launch.flags import SCRIPTS, Caller, LaunchFlags
 from difftrain.launch.machines import Where
@@ -173,6 +175,11 @@ def launch(recipe_name: str, layout: str, argv: list[str], command: str, caller:
         if code:
             return code
         cfg = plan.recipe.parse(plan.words)
+        try:
+            note = make_room(cfg.data.workers)  # torchrun and the ranks inherit it
+        except ConfigFault as fault:
+            raise LaunchRefused([str(problem) for problem in fault.faults]) from fault
+        lines += [note] if note else []
         clear_the_way(plan, cfg)
         start(plan, cfg, lines)
     except LaunchRefused as refused:
