@@ -132,7 +132,7 @@ def test_a_rank_that_fails_while_encoding_ends_the_others_too(many: Path, tmp_pa
     assert "TrainingFault: rank 1: RuntimeError('a fault of rank 1 alone')" in ended[0].err
     ended = run_ranks(2, function, many, tmp_path / "killed", "killed", check=False, timeout_s=90)
     assert [each.code for each in ended] == [1, -signal.SIGKILL]
-    assert "TrainingFault: rank 0: another rank " in ended[0].err
+    assert "RankLost: rank 0: rank 1 of 2 " in ended[0].err
     assert entries(tmp_path / "failed") > 20 and entries(tmp_path / "killed") > 20
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from difftrain.distributed.loopback import is_loopback
 from difftrain.testing.spawn import run_ranks
 
 HERE = __file__
@@ -152,7 +155,9 @@ def test_a_rank_that_dies_takes_the_others_with_it_at_once(how: str) -> None:
     assert how != "raises" or "ValueError: a fault of rank 1 alone" in ended[1].err
     for other in (ended[0], ended[2]):
         assert other.code == 1, other.err
-        assert f"TrainingFault: rank {other.rank}: another rank " in other.err
+        (line,) = re.findall(rf"RankLost: rank {other.rank}: (.*)", other.err)
+        assert "rank 1 of 3 " in line and ("error" in line) == (how == "raises"), line
+        assert not re.search(r"gloo|\.cc|peer|socket", line), line  # no library's own text
     assert max(e.seconds for e in ended) < 40  # well within the minute that a collective would wait
 
 
@@ -176,8 +181,49 @@ def one_stays_away(given_up: str) -> None:
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
     ended = run_ranks(2, f"{HERE}::one_stays_away", tmp_path / "given up", check=False, timeout_s=60)
     assert ended[0].code == 1
-    assert "TrainingFault: rank 0: another rank " in ended[0].err
-    assert 2.5 < float(ended[0].out.split()[-1]) < 9.0
+    assert "RankLost: rank 0: rank 1 of 2 is alive" in ended[0].err and "0.05 min" in ended[0].err
+    assert 2.5 < float(ended[0].out.split()[-1]) < 12.0
+
+
+def one_is_stopped(who: str) -> None:
+    from difftrain.distributed import signs
+
+    signs.NOTICE_S = 2.0
+    with _open(timeout_min=0.1) as ranks:
+        ranks.barrier()
+        if ranks.rank == int(who):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        ranks.barrier()
+
+
+@pytest.mark.parametrize("who", [1, 0], ids=["any rank", "the rank that keeps the store"])
+def test_a_stopped_rank_is_named_when_the_time_is_up(who: int) -> None:
+    with pytest.raises(AssertionError) as left_over:  # the stopped one has to be killed
+        run_ranks(3, f"{HERE}::one_is_stopped", who, check=False, timeout_s=30)
+    text = str(left_over.value)
+    assert f"ranks [{who}] of 3 ended wrong" in text, text
+    for rank in {0, 1, 2} - {who}:
+        (line,) = re.findall(rf"RankLost: rank {rank}: (.*)", text)
+        assert not re.search(r"gloo|\.cc|peer|socket|wait timeout", line), line
+        assert "stopped" in line and ("rank 1 of 3 " in line) == (who == 1), line
+    if who == 1:  # and before, by the rank beside it
+        assert re.findall(r"^rank 2: rank 1 of 3 .* 2 s$", text, re.MULTILINE), text
+
+
+def listening() -> None:
+    sys.path.append(str(Path(HERE).parents[1] / "support"))
+    from ports import listens_at
+
+    with _open() as ranks:
+        ranks.barrier()
+        print(json.dumps(listens_at(os.getpid())))
+        ranks.barrier()
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_alone() -> None:
+    for ended in run_ranks(2, f"{HERE}::listening"):
+        found = json.loads(ended.out.splitlines()[-1])
+        assert found and all(is_loopback(address) for address in found), found
 
 
 def nobody_else_starts() -> None:

@@ -16,6 +16,8 @@ from doors import Door, losses, metrics, wait_for, write_pictures
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from difftrain.config.spellings.spelling import option
+
 
 def small_pictures(folder: Path, count: int = 4) -> Path:
     return write_pictures(folder, count)
@@ -203,3 +205,12 @@ def test_weights_that_an_optimizer_broke_are_named_and_no_success(door: Door, tm
     line = ["--full_fp16", "--mixed_precision=fp16", "--optimizer_type=AdamWScheduleFree", "--learning_rate=1e-3"]
     output = door.run(door.flags(tmp_path / "out", *line, "--save_every_n_steps=9", steps=3), expect=1)
     assert re.search(r"\d+ tensors of .* non-finite values, such as \w", output) and "Traceback" not in output
+
+
+@pytest.mark.parametrize("more", ["", "--dry_run"])
+def test_twenty_four_open_files_are_refused_with_what_to_raise(more: str, door: Door, tmp_path: Path) -> None:
+    """The run would wait for ever: a process that can open no file cannot take a batch from its loader."""
+    words = door.command(door.flags(tmp_path / "out", *filter(None, [more])))
+    output = door.run_cold(["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *words], expect=2, timeout=60)
+    assert "Traceback" not in output and "ulimit -n 4096" in output and " 24 " in output
+    assert option("data.workers") in output and not (tmp_path / "out").exists()

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from doors import family_of
+from ports import listens_at
+
+from difftrain.distributed.loopback import is_loopback
 
 WORKERS = Path(__file__).resolve().parents[2] / "library" / "difftrain" / "launch" / "workers.py"
 # Begins late, then saves for seconds when it is stopped, and notes what it was sent.
@@ -41,7 +45,7 @@ class Job:
         (folder / "rank.py").write_text(RANK)
 
     def start(self, *torchrun: str, saves_for: float = 0) -> subprocess.Popen[str]:
-        words = [*(torchrun or ("--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")),
+        words = [*(torchrun or ("--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1")),
                  "--nproc_per_node=1", str(self.folder / "rank.py"), str(self.folder), str(saves_for)]  # fmt: skip
         environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         environ |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -83,6 +87,13 @@ def test_saving_may_take_longer_than_torchrun_would_wait(job: Job) -> None:
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, text
     assert (job.folder / "saved").exists() and "Traceback" not in text
+
+
+def test_the_launcher_of_one_machine_listens_on_the_loopback_alone(job: Job) -> None:
+    process = job.start()
+    job.wait_for("listening")
+    found = listens_at(*family_of(process.pid))
+    assert found and all(is_loopback(address) for address in found), found
 
 
 def test_usr1_reaches_ranks_that_listen_and_harms_nobody_before(job: Job) -> None:

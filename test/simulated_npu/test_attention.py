@@ -98,6 +98,7 @@ SIZES = {  # S, L, D, heads of q, heads of k and v
     "the VAE's": (49, 49, 512, 1, 1),
     "the largest head": (11, 5, 768, 1, 1),
     "odd": (101, 103, 7, 3, 3),
+    "keys beyond 512": (5, 641, 16, 2, 2),
 }
 
 

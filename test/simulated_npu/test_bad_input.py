@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_sentence(door: Door, tmp_p
             each.kill()
             each.wait()
     assert ranks[0].returncode == 1 and time.monotonic() - start < 75, output
-    said(output, "rank 0: another rank ")
+    said(output, "rank 0: rank 1 of 2 ")
 
 
 def joins() -> None:

@@ -17,6 +17,7 @@ from difftrain.config.parse_flags import scan
 from difftrain.config.paths import expanded
 from difftrain.config.render.help import entries
 from difftrain.config.schema.names import did_you_mean
+from difftrain.config.secrets import hide_in_command_line
 from difftrain.config.spellings.row import Row
 from difftrain.contracts.errors import ConfigFault, Fault
 
@@ -72,6 +73,7 @@ def read(argv: list[str]) -> tuple[Path, str, int | None, str]:
             faults.append(Fault("--port", f"must be a number from 0 to 65535, got {values['port']!r}"))
 
     token = values.get("token", os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
+    hide_in_command_line(token)
     if not token.strip():
         faults.append(Fault("--token", "is empty", "leave it out: each start makes a new one"))
     host = values.get("host", HOST).strip()

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from difftrain.config import arguments_file
+from difftrain.config import arguments_file, open_files
 from difftrain.config.hidden_imports import hold_back
 from difftrain.config.parse_flags import Parsed, parse
 from difftrain.config.render.help import flag_help
@@ -92,7 +92,9 @@ def guard(prog: str, work: Callable[[], int], *, failure: int = 1) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in REQUIRED:
+        if limit := open_files.met(error):
+            text = limit
+        elif isinstance(error, ModuleNotFoundError) and error.name in REQUIRED:
             text = f"needs the package {REQUIRED[error.name]}, which is not installed (pip install -r requirements.txt)"
         else:  # a bug of ours: the traceback is the message, and tokens stay out of it
             text = traceback.format_exc()

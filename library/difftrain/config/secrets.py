@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from difftrain.config.spellings.flags import FLAGS
@@ -59,9 +61,58 @@ def redact_text(text: str) -> str:
 
 
 def keep_in_environment(variable: str, value: str) -> None:
-    """Move a token to where the libraries that use it look for it."""
+    """Move a token to where the libraries that use it look for it, and out of what `ps` shows of this process."""
     os.environ[variable] = value
     _kept.add(variable)
+    hide_in_command_line(value)
+
+
+def hide_in_command_line(value: str) -> None:
+    """Write over a token where the kernel keeps this process's arguments, which every user of the machine can read.
+
+    Processes forked later show the same. Where the kernel does not let us (only Linux does), they stay.
+    """
+    text = os.fsencode(value)
+    if not text or text not in _read("/proc/self/cmdline"):
+        return
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # proc(5): fields 48 and 49 are where the arguments begin and end; the second field may hold blanks
+        fields = _read("/proc/self/stat").rpartition(b")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:  # noqa: PTH123 - unbuffered, or it reads ahead
+            memory.seek(start)
+            arguments = memory.read(end - start)
+            at = arguments.find(text)
+            while at >= 0:
+                memory.seek(start + at)
+                memory.write(b"*" * len(text))
+                at = arguments.find(text, at + len(text))
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def to_environment(words: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Take tokens out of a command line for another process; return the rest, and the variables that hold them there."""
+    kept: list[str] = []
+    variables: dict[str, str] = {}
+    waiting = ""  # the variable whose value is the next word
+    for word in words:
+        option, equals, value = word.partition("=")
+        name = option.removeprefix("--").rpartition(".")[2]
+        variable = (SECRET_FLAGS.get(option) or variable_of(name)) if is_secret(option) else ""
+        if waiting and not word.startswith("--"):
+            variables[waiting] = word
+        elif not variable:
+            kept.append(word)
+        elif equals:
+            variables[variable] = value
+        waiting = "" if equals else variable
+    return kept, variables
 
 
 def unfit_secret(variable: str, value: str) -> str:

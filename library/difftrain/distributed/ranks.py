@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from difftrain.contracts import TrainingFault
+from difftrain.distributed import signs
 from difftrain.distributed.launch import Launch
+from difftrain.distributed.loopback import loopback_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +40,10 @@ _LOST = re.compile(
 )
 
 
+class RankLost(TrainingFault):
+    """Another rank is gone, or did not come in time; the sentence names it."""
+
+
 class _Device(Protocol):
     """What a process group needs to know of the device."""
 
@@ -56,6 +62,7 @@ class Ranks:
     """Know this process's place, and let ranks agree. A single process needs no group and never waits.
 
     rank, size: in the job. local_rank, local_size: on this machine. control: the CPU group, or None when alone.
+    signs: what names a rank that is missing. limit: how long others are waited for, where: the store, both in words.
     """
 
     rank: int = 0
@@ -63,6 +70,9 @@ class Ranks:
     local_rank: int = 0
     local_size: int = 1
     control: Any = None
+    signs: signs.Signs | None = None
+    limit: str = ""
+    where: str = ""
 
     @classmethod
     def open(cls, launch: Launch, device: _Device, timeout_min: float | None = None) -> Ranks:
@@ -81,12 +91,17 @@ class Ranks:
             _noticed(f"rank {launch.rank}: waits for {at}, {_minutes(timeout)} at most"),
             _meeting(launch.rank, f"{at} %s; {_TO_CHECK}", timeout),
         ):
-            dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
+            with loopback_only(launch):
+                dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
+            store = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store()).clone()
+            own = signs.Signs(store, launch.rank, launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":
             with _meeting(launch.rank, f"{at} are connected, but their devices %s; {_LINK}", timeout):
                 _connect(device, launch.size)
-        return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control)
+        where = f"{launch.master_addr}:{launch.master_port}"
+        limit = _minutes(timeout)
+        return cls(launch.rank, launch.size, launch.local_rank, launch.local_size, control, own, limit, where)
 
     @property
     def leads_node(self) -> bool:
@@ -129,8 +144,20 @@ class Ranks:
             dist.all_gather_object(box, value, group=self.control)
         return box
 
-    def _together(self) -> contextlib.AbstractContextManager[None]:
-        return _as_fault(self.rank, _ENDED)
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Turn what the network says when a rank is lost into one line that names it."""
+        with self.signs.waiting() if self.signs else contextlib.nullcontext():
+            try:
+                yield
+            except RuntimeError as error:
+                raise self._missing(error) from error
+
+    def _missing(self, error: BaseException) -> RankLost:
+        """Find out which rank is missing. The library's own text goes to the log of those who want it."""
+        log.debug("rank %d: %s: %s", self.rank, type(error).__name__, error)
+        roll = self.signs.roll() if self.signs else signs.Roll(answered=False)
+        return RankLost(f"rank {self.rank}: {signs.sentence(roll, self.size, self.limit, self.where)}")
 
     def counter(self, name: str) -> Callable[[], int]:
         """Return what hands out 0, 1, 2, ... to whichever rank asks next: each number once, and nobody waits for another.
@@ -162,6 +189,8 @@ class Ranks:
         if self.control is None:
             return
         self.barrier()
+        if self.signs:
+            self.signs.end(signs.LEFT)
         self.control = None
         dist.destroy_process_group()
 
@@ -174,18 +203,23 @@ class Ranks:
         if kind is None:
             self.close()
             return
-        self.abort()
-        if error is not None and self.size > 1 and lost(error):
-            raise TrainingFault(f"rank {self.rank}: {_ENDED} ({_first_line(error)})") from error
+        missing = self._missing(error) if error is not None and self.size > 1 and lost(error) else None
+        self.abort(missing or error)
+        if missing is not None:
+            raise missing from error
 
-    def abort(self) -> None:
+    def abort(self, error: BaseException | None = None) -> None:
         """Leave without waiting: the control group's sockets close, and ranks that wait for this one fail at once.
+
+        error: why; one of this rank's own is what the others' messages point at.
 
         An accelerator's group is left to the end of the process: freeing it may wait for the very ranks that are lost.
         """
         if self.control is None:
             return
         control, self.control = self.control, None
+        if self.signs:
+            self.signs.end(signs.LEFT if isinstance(error, RankLost) else signs.FAILED)
         with contextlib.suppress(Exception):  # the first error is the one to be seen
             dist.destroy_process_group(None if dist.get_backend() == "gloo" else control)
 
@@ -202,7 +236,6 @@ class _Sum:
         return self._sum
 
 
-_ENDED = "another rank has ended or did not arrive in time; its own error says why"
 _TO_CHECK = (
     "check that every machine was started, with the same number of machines and the same master address, that this "
     "address reaches the first machine from here, and that its firewall lets the port through"
@@ -237,8 +270,10 @@ def _meeting(rank: int, what: str, timeout: timedelta) -> Iterator[None]:
         yield
     except RuntimeError as error:
         late = time.monotonic() - start > 0.9 * timeout.total_seconds()
+        log.debug("rank %d: %s: %s", rank, type(error).__name__, error)
         how = f"did not connect within {_minutes(timeout)}" if late else "could not connect"
-        raise TrainingFault(f"rank {rank}: {what % how} ({_first_line(error)})") from error
+        why = "" if late else f" (the library's words: {_first_line(error)})"
+        raise TrainingFault(f"rank {rank}: {what % how}{why}") from error
 
 
 def _minutes(timeout: timedelta) -> str:
@@ -255,15 +290,6 @@ def _noticed(log: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-@contextlib.contextmanager
-def _as_fault(rank: int, what: str) -> Iterator[None]:
-    """Turn what the network says when a rank is lost into one line that a user can read."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TrainingFault(f"rank {rank}: {what} ({_first_line(error)})") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -66,7 +66,8 @@ class Where:
         """Return torchrun's own arguments. wait_s: how long machines wait for one another."""
         words = [f"--nnodes={self.nodes}", f"--nproc_per_node={self.processes}"]
         if self.nodes == 1 and not self.port_given:  # two runs on one machine never ask for one port
-            return [*words, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+            # without the address torchrun hands the host's name to the ranks, and nothing listens there
+            return [*words, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1"]
         return [
             *words,
             f"--node_rank={self.node_rank}",

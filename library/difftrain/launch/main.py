@@ -20,7 +20,10 @@ if __name__ == "__main__":  # it runs as a script
 
 from difftrain.config import TrainConfig
 from difftrain.config.digest import digest
+from difftrain.config.open_files import make_room
 from difftrain.config.paths import checkout
+from difftrain.config.secrets import to_environment
+from difftrain.contracts import ConfigFault
 from difftrain.launch import flags, light, machines, occupant, recipes, text_to_image
 from difftrain.launch.flags import SCRIPTS, Caller, LaunchFlags
 from difftrain.launch.machines import Where
@@ -131,8 +134,9 @@ def dry_run(launch: LaunchPlan) -> int:
     if code:
         return code
     environ = {**os.environ, **launch.where.dry_environment()}
-    words = launch.recipe.dry_words(launch.words)
-    return subprocess.run([sys.executable, *entry_point(launch.recipe.door), *words], env=environ).returncode
+    words, tokens = to_environment(launch.recipe.dry_words(launch.words))
+    command = [sys.executable, *entry_point(launch.recipe.door), *words]
+    return subprocess.run(command, env=environ | tokens).returncode
 
 
 def clear_the_way(launch: LaunchPlan, cfg: TrainConfig) -> None:
@@ -171,6 +175,11 @@ def launch(recipe_name: str, layout: str, argv: list[str], command: str, caller:
         if code:
             return code
         cfg = plan.recipe.parse(plan.words)
+        try:
+            note = make_room(cfg.data.workers)  # torchrun and the ranks inherit it
+        except ConfigFault as fault:
+            raise LaunchRefused([str(problem) for problem in fault.faults]) from fault
+        lines += [note] if note else []
         clear_the_way(plan, cfg)
         start(plan, cfg, lines)
     except LaunchRefused as refused:
@@ -184,9 +193,10 @@ def start(launch: LaunchPlan, cfg: TrainConfig, lines: list[str]) -> None:
     launch.output.mkdir(parents=True, exist_ok=True)
     config_digest = digest(cfg, launch.where.world_size)
     occupant.write_note(launch.output, config_digest, finished=False)
-    environ = launch.where.environment(dict(os.environ))
+    words, tokens = to_environment(launch.words)  # neither the log nor `ps` shows them
+    environ = launch.where.environment(dict(os.environ)) | tokens
     wait_s = 60 * (cfg.training.ddp_timeout_min or machines.WAIT_MIN)
-    ranks = [*launch.where.torchrun(wait_s), *entry_point(launch.recipe.door), *launch.words]
+    ranks = [*launch.where.torchrun(wait_s), *entry_point(launch.recipe.door), *words]
     command = "torchrun " + shlex.join(ranks)
     print(command, flush=True)
     with launch.log.open("a", encoding="utf-8") as log:

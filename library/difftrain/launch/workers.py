@@ -21,12 +21,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 IMPATIENT_S = 5.0  # signals that come closer together are one wish, as the ranks see it
 TORCHRUN = "--torchrun"  # the first argument of the process that becomes torchrun
+# where torchrun makes the stores of a single machine
+STORES = (
+    "torch.distributed",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+)
 
 
 @contextmanager
@@ -155,6 +161,7 @@ def run(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    from difftrain.distributed.loopback import stores_on_loopback
     from difftrain.launch import rendezvous
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables bury the ranks' messages
@@ -162,7 +169,8 @@ def run(words: list[str]) -> int:
     try:
         machine = rendezvous.machine_of(words)
         store = rendezvous.meet(machine, _print) if machine else None  # torchrun takes it over
-        main(words)
+        with nullcontext() if machine else stores_on_loopback(*STORES):
+            main(words)
         del store
     except rendezvous.RendezvousFailed as failed:
         _print(str(failed))

@@ -22,7 +22,8 @@ from PIL import Image, ImageDraw
 
 from difftrain.report.line import fixed
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser holds the page to it
+# what a browser holds a page to, besides the one script that its hash allows
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MOST_ROWS = 200
 LONG = 30  # items of a list longer than this stand on lines of their own
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -52,7 +53,7 @@ def page(
     links = "".join(f'<a href="#{anchor}">{escape(heading)}</a>' for anchor, heading, _ in kept)
     figures = "".join(f'<div class="card"><b>{value}</b><span>{escape(text)}</span></div>' for text, value in cards)
     style, script = asset("page.css"), asset("page.js")
-    policy = f"{POLICY}; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    policy = f"{POLICY}; script-src {script_hash()}"
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">\n' if refresh_s else ""
     document = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -82,6 +83,11 @@ def _icon() -> str:
 def asset(name: str) -> str:
     """Return a file that lies beside this one: page.css or page.js."""
     return resources.files("difftrain.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def script_hash() -> str:
+    """Return what a policy says to let the pages' own script run, and no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(asset('page.js').encode()).digest()).decode()}'"
 
 
 def escape(value: object) -> str:

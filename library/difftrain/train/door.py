@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from difftrain.config.door import print_notes
+from difftrain.config.open_files import make_room
 from difftrain.config.parse_flags import Parsed
 from difftrain.config.paths import expecting
 from difftrain.config.rules.finding import Rule
@@ -55,6 +56,8 @@ def work(parsed: Parsed, prog: str, apply_for: Callable[[str, str], list[str]]) 
 
     apply_for: applies the patches of other people's packages that an engine needs with an optimizer, and says which.
     """
+    if note := make_room(parsed.config.data.workers):
+        print_notes(prog, [note])
     hold_autoload()
     calm_threads()
     end_with_launcher()

@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 from difftrain.contracts import DataFault
 from difftrain.report.metrics import EVALUATION, METRICS, VALIDATION
+from difftrain.report.page import POLICY, script_hash
 from difftrain.report.sessions import FILE as SESSIONS
 from difftrain.watch import pages, runs
 
@@ -36,10 +37,8 @@ _PLAIN = (
     "default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; connect-src 'self'; frame-src 'self'; "
     "form-action 'self'; frame-ancestors 'self'; base-uri 'none'"
 )
-_OF_REPORTS = (
-    "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "frame-ancestors 'self'; base-uri 'none'; form-action 'none'"
-)
+# a report may come from elsewhere: only a script that is this version's own runs, out of reach of the page around it
+_OF_REPORTS = f"sandbox allow-scripts; {POLICY}; script-src {script_hash()}; frame-ancestors 'self'"
 _TYPES = {b"\x89": "image/png", b"\xff": "image/jpeg", b"R": "image/webp"}
 
 

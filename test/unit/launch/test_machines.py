@@ -74,7 +74,11 @@ def test_one_machine_scripts_refuse_several() -> None:
 
 
 def test_torchrun_words() -> None:
-    assert place("1m_8p", CPU).torchrun()[2:] == ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    assert place("1m_8p", CPU).torchrun()[2:] == [
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "--local_addr=127.0.0.1",
+    ]
     words = place("nm_np", CPU, "--nnodes=2", "--node_rank=1", "--master_ip=10.0.0.1").torchrun()
     assert words[2:] == ["--node_rank=1", "--master_addr=10.0.0.1", "--master_port=8989"]
     assert place("1m_1p", CPU, "--master_port=9000").torchrun()[-1] == "--master_port=9000"

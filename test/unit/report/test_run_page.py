@@ -23,7 +23,7 @@ from reports import config, facts
 from difftrain.contracts import DataFault
 from difftrain.report.charts import Curve, bar_chart, line_chart, thinned, ticks
 from difftrain.report.metrics import JsonLines
-from difftrain.report.page import asset
+from difftrain.report.page import POLICY, asset
 from difftrain.report.report import ScoreTarget, make_report, write_report
 from difftrain.report.run_page import build_html
 from difftrain.report.samples import MOST_CELLS, MOST_STEPS, sample_images
@@ -92,7 +92,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     script = re.search("<script>(.*?)</script>", text, re.S)
     assert script is not None and script[1] == asset("page.js") and page.count("script") == 1
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
+    assert f"content=\"{POLICY}; script-src 'sha256-{digest}'\"" in text
     anchors = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
     assert anchors == {attrs["href"][1:] for tag, attrs in page.tags if tag == "a"} and "curves" in anchors
     assert page.count("img") == 6 and page.count("svg") >= 6
