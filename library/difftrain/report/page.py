@@ -52,22 +52,40 @@ def page(
     marks = "".join(f'<span class="badge {kind}">{escape(text)}</span>' for kind, text in badges)
     links = "".join(f'<a href="#{anchor}">{escape(heading)}</a>' for anchor, heading, _ in kept)
     figures = "".join(f'<div class="card"><b>{value}</b><span>{escape(text)}</span></div>' for text, value in cards)
-    style, script = asset("page.css"), asset("page.js")
     policy = f"{POLICY}; script-src {script_hash()}"
-    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">\n' if refresh_s else ""
-    document = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{refresh}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="{_icon()}">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{escape(title)}{marks}</h1><p>{about}</p></header>\n<nav>{links}</nav>\n{lead}"
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    body = (
+        f"<nav>{links}</nav>\n{lead}"
         + (f'<div class="cards">{figures}</div>\n' if figures else "")
         + "\n".join(f'<section id="{a}">\n<h2>{escape(h)}</h2>\n{body}\n</section>' for a, h, body in kept)
     )
+    return shell(
+        title,
+        about,
+        body,
+        marks=marks,
+        head=head + (f'<meta http-equiv="refresh" content="{refresh_s}">\n' if refresh_s else ""),
+        end=f"<script>{asset('page.js')}</script>\n",
+    )
+
+
+def shell(title: str, about: str, body: str, *, marks: str = "", head: str = "", style: str = "", end: str = "") -> str:
+    """Return a document around a body, HTML all but the title: of pages that are files, and of those that are served.
+
+    marks: beside the title. head: in the document's head. style: CSS beside that of every page. end: behind the body,
+    as it stands: a script's hash is of its very bytes.
+    """
+    document = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{head}"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<link rel="icon" href="{_icon()}">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{asset('page.css')}{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<header><h1>{escape(title)}{marks}</h1><p>{about}</p></header>\n{body}\n</main>\n"
+    )
     # names of files may hold bytes that are no text, and captions halves of characters
     document = _CONTROL.sub("\ufffd", document).encode("utf-8", "replace").decode()
-    return f"{document}\n</main>\n<script>{script}</script>\n</body>\n</html>\n"  # its hash is of these very bytes
+    return f"{document}{end}</body>\n</html>\n"
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from importlib import resources
 from urllib.parse import urlencode
 
 from difftrain.report.line import fixed
-from difftrain.report.page import escape, missing, note, panel
+from difftrain.report.page import escape, missing, note, panel, shell
 from difftrain.watch.runs import DEPTH, MOST_RUNS, RunStatus
 
 REFRESH_S = 5
@@ -128,20 +128,14 @@ def message_page(title: str, text: str, *, form: bool = False) -> str:
 
 
 def _shell(title: str, about: str, body: str, nonce: str, *, badge: str = "", refreshes: bool = True) -> str:
-    style = _resource("difftrain.report", "page.css") + _resource("difftrain.watch", "watch.css")
-    again = f'<noscript><meta http-equiv="refresh" content="{3 * REFRESH_S}"></noscript>' if refreshes else ""
-    script = f'<script nonce="{nonce}">{_resource("difftrain.watch", "watch.js")}</script>' if refreshes else ""
+    again = f'<noscript><meta http-equiv="refresh" content="{3 * REFRESH_S}"></noscript>\n' if refreshes else ""
+    script = f'<script nonce="{nonce}">{_asset("watch.js")}</script>\n' if refreshes else ""
     away = '<p id="away" class="said bad" hidden>difftrain watch does not answer; what is shown is old</p>'
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(_text(title))}</title>\n<style>\n{style}</style>\n{again}</head>\n<body>\n<main>\n"
-        f"<header><h1>{escape(_text(title))}{badge}</h1><p>{about}</p></header>\n{away}{body}\n</main>\n{script}</body>\n</html>\n"
-    )
+    return shell(_text(title), about, away + body, marks=badge, head=again, style=_asset("watch.css"), end=script)
 
 
-def _resource(package: str, name: str) -> str:
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+def _asset(name: str) -> str:
+    return resources.files("difftrain.watch").joinpath(name).read_text(encoding="utf-8")
 
 
 def _badge(state: str) -> str:
