@@ -9,6 +9,7 @@ median of the first and of the last quarter after a warm-up, and the slope; ends
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -94,10 +95,11 @@ def reading(pid: int) -> dict[str, float]:
             status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
             entries = list((place / "fd").iterdir())
             for entry in entries:
-                if str(entry.readlink()).startswith("/dev/shm/"):
-                    found = entry.stat()
-                    shared[found.st_ino] = found.st_size
-        except (OSError, ValueError):  # ended, or closed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    if str(entry.readlink()).startswith("/dev/shm/"):
+                        found = entry.stat()
+                        shared[found.st_ino] = found.st_size
+        except (OSError, ValueError):  # ended meanwhile
             continue
         if "RssAnon" not in status:  # ended, and nobody has asked how
             continue
