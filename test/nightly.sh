@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Long drills, each bounded in time: random kills and restarts, ten million records, a model compiled by inductor,
-# and planted faults that the tests must notice. About an hour on two cores.
+# Long drills, each bounded in time: random kills and restarts, ten million records, a model compiled by inductor, hostile
+# files, thousands of steps in which nothing may grow, and planted faults that the tests must notice. Two hours on two cores.
 # Uses the environment of test/run_tests.sh, which must have run once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,4 +11,6 @@ PYTHONPATH=library "$python" benchmarks/scale.py
 "$python" benchmarks/cache_chaos.py --rounds=200
 "$python" benchmarks/cache_scale.py
 "$python" test/drills/compiled.py --minutes="${COMPILE_MINUTES:-20}"
+"$python" test/drills/hostile.py
+"$python" test/drills/endurance.py --steps="${ENDURANCE_STEPS:-5000}"
 "$python" test/drills/planted_faults.py

@@ -214,3 +214,28 @@ def test_twenty_four_open_files_are_refused_with_what_to_raise(more: str, door: 
     output = door.run_cold(["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *words], expect=2, timeout=60)
     assert "Traceback" not in output and "ulimit -n 4096" in output and " 24 " in output
     assert option("data.workers") in output and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["as it is used", "cached"])
+@pytest.mark.parametrize("encoder", ["latents", "text_encoder_2"])
+def test_what_an_encoder_makes_of_finite_weights_is_looked_at(
+    encoder: str, cached: bool, straight: Path, door: Door, tmp_path: Path
+) -> None:
+    """Weights near the largest number pass every look at them, and overflow in use."""
+    from safetensors import safe_open
+
+    word = {"latents": "first_stage_model.encoder.conv_in.weight", "text_encoder_2": "conditioner.embedders.1.model"}
+    state = load_file(straight / "NAME.safetensors")
+    with safe_open(straight / "NAME.safetensors", "pt") as file:
+        header = file.metadata()
+    name = next(each for each in sorted(state) if each.startswith(word[encoder]) and state[each].dim() > 1)
+    state[name] = state[name].sign() * 3e38
+    save_file(state, tmp_path / "model.safetensors", header)
+    more = ["--cache_latents", "--cache_text_encoder_outputs"] if cached else []
+    kept = [flag for flag in door.flags(tmp_path / "out", *more, steps=3) if not flag.startswith("--init_from_config")]
+    output = door.run([*kept, f"--pretrained_model_name_or_path={tmp_path / 'model.safetensors'}"], expect=None)
+    last = output.strip().splitlines()[-1]
+    assert encoder in last and "not finite" in last and "Traceback" not in output, output
+    # the record: a picture is named by its file, a caption that is cached by its text
+    assert re.search(r"\d{3}\.png|the caption '" if cached else r"\d{3}\.png", last), last
+    assert not (tmp_path / "out" / "NAME.safetensors").exists()

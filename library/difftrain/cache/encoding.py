@@ -139,9 +139,9 @@ def _entry(job: BuildJob, piece: DecodedBatch, position: int, row: int, made: di
     except Unstorable as error:
         finite = all(bool(torch.isfinite(tensor[position]).all()) for tensor in made.values())
         if finite or request.encoder.source == CAPTION:
-            what = meta.get("name") or meta.get("caption")
+            what = meta.get("name") or f"the caption {str(meta.get('caption', ''))[:200]!r}"
             raise TrainingFault(f"cache of {request.name}: {what}: {error}") from None
-        return reject(_address(job, row), str(meta.get("name", "")), f"not finite: {error}")
+        return reject(_address(job, row), str(meta.get("name", "")), f"not finite, made by {request.name}: {error}")
     return PackedEntry(_address(job, row), pack(features, meta))
 
 

@@ -15,7 +15,7 @@ from difftrain.contracts.errors import ConfigFault, Fault
 ENOUGH = 4096
 BASE, OF_A_WORKER = 64, 8  # measured: 24 for a run of one process, 5 for each loader process; and some to spare
 REMEDY = (
-    f"raise it: `ulimit -n {ENOUGH}` in the shell that starts the run, `--ulimit nofile={ENOUGH}:{ENOUGH}` for docker"
+    f"raise it: `ulimit -n {ENOUGH}` in the shell that starts the run; docker has the option ulimit nofile={ENOUGH}"
 )
 
 

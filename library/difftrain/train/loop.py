@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from difftrain.contracts import Batch
+from difftrain.train.diagnosis.first_batch import check_encoders
 from difftrain.train.diagnosis.out_of_memory import in_step
 from difftrain.train.meter import Meter
 from difftrain.train.saving import Saving
@@ -47,7 +48,14 @@ def _steps(
     draw: Callable[[Position], None],
 ) -> None:
     run.clock.start()
+    is_first = True
     for micro in run.clock.batches(steps):
+        # what encoders make is looked at once, before it reaches a weight
+        if is_first:
+            is_first = False
+            with in_step(run.progress.step + 1, micro):
+                check_encoders(run, micro)
+
         # update weights, then their averages
         images = run.plan.size(run.progress.step)
         with in_step(run.progress.step + 1, micro), meter.counted(micro):

@@ -36,6 +36,7 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn
         requested=lambda: next(wishes), save_now=lambda at, export: saved, sampled=lambda: drawn("taken")
     )
     monkeypatch.setattr(loop, "in_step", lambda *_: nullcontext())
+    monkeypatch.setattr(loop, "check_encoders", lambda *_: None)
     meter: Any = SimpleNamespace(
         counted=lambda micro: nullcontext(), say_memory=lambda *_: None, after_step=lambda *_: None
     )
