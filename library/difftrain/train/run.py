@@ -226,7 +226,7 @@ def make_hooks(run: Run, outputs: RunOutputs) -> tuple[Meter, Saving, Evaluating
     origin = NonFinite(model, ranks, partial(batches_again, run), lambda step: run.plan.size(step - 1))
     meter = Meter(cfg, run.progress, run.plan, run.data.index, device, ranks, clock, outputs, origin)
     exports = Exports(cfg, model, ranks, run.uploads, run.identity, run.facts, run.notices)
-    saving = Saving(cfg, model, ranks, clock, run.claim, meter, exports, run.meta)
+    saving = Saving(cfg, model, ranks, clock, run.claim, meter, exports, run.meta, run.epoch_of(run.total_steps))
     drawing = Drawing(cfg, model, device, ranks, clock, outputs)
     if ranks.is_logger:
         warn_of_trained(run.sets, run.data.index)

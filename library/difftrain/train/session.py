@@ -131,6 +131,9 @@ def _chosen(
     # One folder, one configuration: else a later --resume=auto could not tell which checkpoint is whose.
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
         parted = differences(state.record.identity, config_identity(cfg, ranks.size))
+        # 0.5 rejected images without a caption where kohya's flags are read; the plan says whether records differ
+        if not [field for field in parted if not field.startswith("captions.allow_empty:")]:
+            return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
         if cfg.save.run_dirs:  # its own checkpoint was asked for; what must be equal is looked at by check_same
             message = "the configuration differs from the one that %s started with, and applies from here on: %s"
             log.warning(message, cfg.output_dir, "; ".join(parted))

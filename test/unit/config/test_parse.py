@@ -12,6 +12,7 @@ from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.spelling import meaning
 from difftrain.contracts import ConfigFault
+from difftrain.optim import schedule
 
 
 @pytest.fixture
@@ -277,3 +278,21 @@ def test_a_resolved_configuration_is_frozen(line: list[str]) -> None:
     cfg: TrainConfig = parse(line).config
     with pytest.raises(ValueError, match="frozen"):
         cfg.training.batch_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.flags("lr_warmup_steps", "mask_mean")
+def test_all_updates_as_a_share(tmp_path: Path) -> None:
+    line = [
+        "--init_from_config=tiny",
+        "--train_data_dir=/",
+        f"--output_dir={tmp_path}",
+        "--resolution=64,64",
+        "--lr_scheduler=linear",
+    ]
+    share = parse([*line, "--lr_warmup_steps=100%"]).config.optimizer.warmup_steps
+    assert [schedule.updates(share, total) for total in (1, 3, 7919, 10**9)] == [1, 3, 7919, 10**9]
+    assert schedule.updates(1, 100) == 1 and schedule.updates(0.1, 100) == 10
+    with pytest.raises(ConfigFault) as caught:
+        parse([*line, "--lr_warmup_steps=150%"])
+    assert is_about(caught.value.faults[0], "--lr_warmup_steps", "100%", "'150%'")
+    assert parse([*line, "--mask_mean=all"]).config.loss.mask_mean == "all"

@@ -19,7 +19,7 @@ DATA_NEEDS: tuple[Companion, ...] = (
          "has no effect without regularisation images: {data.reg_dirs}, or is_reg in the dataset TOML", note=True),
     Companion("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
-    Companion("data.prefetch", lambda c: c.data.workers != 0, "needs {data.workers}: no worker loads ahead", strict=True),
+    Companion("data.prefetch", lambda c: c.data.workers != 0, "needs {data.workers}: no worker loads ahead", passes_there=True),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"

@@ -285,6 +285,8 @@ def _report(summary: IndexSummary, changed: bool, seconds: float, log: Log) -> N
             f"index: {summary.long_captions:,} captions have more than {LONG_CAPTION:,} characters; "
             "what exceeds the model's token limit is cut off"
         )
+    if summary.empty_captions:
+        log(f"index: {summary.empty_captions:,} images have no caption and are trained with an empty one")
     for kind, count in summary.reasons.items():
         log(f"index: rejected, {kind}: {count:,}")
 

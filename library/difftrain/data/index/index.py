@@ -124,6 +124,7 @@ class IndexSummary:
     shards: tuple[int, ...]  # of each source
     verify: str  # full | quick
     long_captions: int = 0  # of more than LONG_CAPTION characters
+    empty_captions: int = field(default=0, compare=False)  # of records that had none, where that is allowed
     notes: tuple[str, ...] = ()  # choices made and things passed over, one sentence each
     stamp: str = ""  # of what was refused before any file was opened
     checksums: Mapping[str, int] = field(default_factory=dict, compare=False)  # CRC-32 of each column; of 0.5 none

@@ -28,7 +28,7 @@ _PAGE = 4096
 _BYTES_AN_ITEM = 50_000
 
 _SCRATCH = """
-CREATE TABLE scan.media (source INTEGER, path TEXT, stem TEXT, size INTEGER, mtime_ns INTEGER);
+CREATE TABLE scan.media (source INTEGER, path TEXT, stem TEXT, size INTEGER, mtime_ns INTEGER, uncut TEXT);
 CREATE TABLE scan.captions (source INTEGER, stem TEXT, rank INTEGER, path TEXT, size INTEGER, mtime_ns INTEGER);
 CREATE TABLE scan.mapping (old INTEGER PRIMARY KEY, new INTEGER, name TEXT);
 CREATE TABLE scan.same (old INTEGER PRIMARY KEY, new INTEGER UNIQUE);
@@ -37,8 +37,9 @@ _FILES = """
 INSERT INTO main.files (source, path, size, mtime_ns, stamp, level, shard, caption)
 SELECT m.source, m.path, m.size, m.mtime_ns, ? || coalesce('|' || c.path || '|' || c.size || '|' || c.mtime_ns, ''),
        ?, {shard}, c.path
-FROM scan.media m LEFT JOIN scan.captions c ON c.rowid = (
-    SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.stem ORDER BY k.rank LIMIT 1)
+FROM scan.media m LEFT JOIN scan.captions c ON c.rowid = coalesce(
+    (SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.stem ORDER BY k.rank LIMIT 1),
+    (SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.uncut ORDER BY k.rank LIMIT 1))
 WHERE m.source = ?
 """
 _SAME = """
@@ -76,7 +77,7 @@ _UNREAD = (
     " AND NOT EXISTS (SELECT 1 FROM scan.twins WHERE source = files.source)"
 )
 _INSERT = {
-    "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?)",
+    "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?, ?)",
     "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
     "rejects": "INSERT INTO main.rejects VALUES (?, ?, ?)",
 }
@@ -134,7 +135,8 @@ def _rows(info: SourceInfo, by_folder: Counter[str]) -> Iterator[tuple[str, tupl
                     reason = "name not UTF-8: the file name cannot be recorded; rename it"
                     yield "rejects", (None, f"{info.root}/{printable(file.path)}", reason)
             elif file.role == "media":
-                yield "media", (info.ordinal, file.path, stem, file.size, file.mtime_ns)
+                uncut = None if info.whole_text else _uncut(stem)
+                yield "media", (info.ordinal, file.path, stem, file.size, file.mtime_ns, uncut)
             elif file.role == "caption":
                 rank = info.suffixes.index(suffix)
                 yield "captions", (info.ordinal, stem, rank, file.path, file.size, file.mtime_ns)
@@ -144,6 +146,13 @@ def _rows(info: SourceInfo, by_folder: Counter[str]) -> Iterator[tuple[str, tupl
                 by_folder[_kind_of_other(file.path)] += 1
     except OSError as error:
         raise DataFault(f"{error.filename or info.root}: cannot be listed ({error.strerror})") from None
+
+
+def _uncut(stem: str) -> str | None:
+    """Return the name of the image that a face was cut out of: kohya's tool appends four numbers, and captions stay."""
+    folder, slash, name = stem.rpartition("/")
+    parts = name.rsplit("_", 4)
+    return f"{folder}{slash}{parts[0]}" if len(parts) == 5 and parts[0] else None
 
 
 def _kind_of_other(path: str) -> str:
@@ -206,6 +215,7 @@ def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> 
     if bare:
         listing.captions["the folder's class words" if info.words else "none"] += bare
     lone = "FROM scan.captions WHERE source = ?1 AND stem NOT IN (SELECT stem FROM scan.media WHERE source = ?1)"
+    lone += " AND stem NOT IN (SELECT uncut FROM scan.media WHERE source = ?1 AND uncut IS NOT NULL)"
     count, example = writer.db.execute(f"SELECT count(*), min(path) {lone}", (info.ordinal,)).fetchone()
     if count:
         listing.passed_over.append(f"{info.root}: {count} caption files without an image, for example {example}")
