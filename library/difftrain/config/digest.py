@@ -23,6 +23,7 @@ FREE = frozenset({
     "model.vae_batch_size", "model.disable_mmap", "cache", "model.tokenizer_cache_dir",
     # the folders' own names count, see identity; the records themselves are in the plan's digest
     "data.dirs", "data.reg_dirs", "data.datasets", "data.dataset_config",
+    "data.epoch_batches",
     "data.workers", "data.prefetch", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
     "training.gradient_checkpointing", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",

@@ -232,12 +232,18 @@ def _family_defaults(row: FamilyRow) -> dict[str, Any]:
     return {path: value for path, value in row.defaults.items() if path.startswith(own)} | _AS_KOHYA
 
 
+def _epoch_batches(out: Resolution, layers: Sequence[Layer]) -> None:
+    """Epochs are kohya's, unless somebody says otherwise, or tars are read in sequence, which takes whole batches."""
+    sequential = out.values.get("data.tar_order") == "sequential"
+    out.values.setdefault("data.epoch_batches", "whole" if sequential else "every")
+
+
 def _help(path: str) -> str:
     flag = flag_of(path)
     return meaning(flag) if flag and not choices_of(path) else ""
 
 
-_KOHYA = Door(defaults=_family_defaults, remedy=_help, passes_over=True)
+_KOHYA = Door(together=_epoch_batches, defaults=_family_defaults, remedy=_help, passes_over=True)
 
 
 def without(cfg: TrainConfig, fields: Iterable[str]) -> TrainConfig:

@@ -24,10 +24,12 @@ from difftrain.data.index.build import build_index
 from difftrain.data.index.index import Index, IndexColumns, check_columns, newest
 from difftrain.data.index.writer import disk_faults
 from difftrain.data.plan.buckets import BucketTable
-from difftrain.data.plan.plan import EpochPlan
+from difftrain.data.plan.every import EveryPlan
+from difftrain.data.plan.plan import EVERY, EpochPlan
 from difftrain.data.plan.sequential import with_plain_shards
 from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, build_tables, held_out, overlaps
 from difftrain.data.plan.tables import VERSION, Layout, PlanTables, total_uses
+from difftrain.data.plan.whole import WholePlan
 from difftrain.data.recipe import Recipe, recipes_of
 from difftrain.data.sources.configured import class_argument
 
@@ -133,14 +135,20 @@ def open_data(cfg: TrainConfig, folder: Path) -> Data:
 
 
 def global_batches(cfg: TrainConfig, dp_size: int) -> tuple[int, ...]:
-    """Return the draws of a step over all ranks, of each data set."""
+    """Return the draws of a full step over all ranks, of each data set."""
     return tuple(size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes)
 
 
 def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -> EpochPlan:
     """Make the plan that a configuration asks for. The seed must be resolved."""
     assert cfg.training.seed is not None
-    return EpochPlan(
+    if cfg.data.epoch_batches == EVERY:
+        batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
+        units = {batch // size for batch, size in zip(batches, cfg.batch_sizes, strict=True)}
+        if len(units) > 1:
+            raise ValueError(f"global batches {batches} of micro batches {cfg.batch_sizes}")
+        return EveryPlan(data.tables, cfg.training.seed, cfg.batch_sizes, units.pop())
+    return WholePlan(
         data.tables,
         cfg.training.seed,
         global_batch,

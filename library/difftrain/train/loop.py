@@ -49,7 +49,8 @@ def _steps(
     run.clock.start()
     for micro in run.clock.batches(steps):
         # update weights, then their averages
-        images = run.plan.size(run.progress.step)
+        sizes = run.plan.counts(run.progress.step)
+        images = sum(number for _, number in sizes)
         with in_step(run.progress.step + 1, micro), meter.counted(micro):
             stats = run.model.engine.step(micro, {"samples": float(images)})
         meter.say_memory(run.model.parts, run.model.engine)
@@ -58,7 +59,7 @@ def _steps(
         # the step counts; hooks come last, they read counters and metrics
         run.progress.step += 1
         run.progress.samples_seen += images
-        run.clock.stepped(images, images * run.flops(micro))
+        run.clock.stepped(images, sum(number * run.flops(rows.bucket) for rows, number in sizes))
         at = run.position
         meter.after_step(at, micro, stats)
         for hook in hooks:

@@ -127,7 +127,9 @@ def _run(
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0
         cfg = stack.enter_context(run_directory(cfg, ranks))
-        session = stack.enter_context(open_session(cfg, ranks, drawn_seed=secrets.randbits(31)))
+        session = stack.enter_context(
+            open_session(cfg, ranks, secrets.randbits(31), epochs_given="data.epoch_batches" in explicit)
+        )
         if session.finished:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, session.step)
             return 0

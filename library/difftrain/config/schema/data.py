@@ -171,6 +171,12 @@ class DataSection(SizeSection, PictureSection):
         None,
         description="of data divided into train, validation and test by names of folders and shards: the part that is read",
     )
+    epoch_batches: Literal["whole", "every"] | None = Field(
+        None,
+        description="whole: steps of whole global batches, each of one bucket, what is left of it begins its next epoch; every: all"
+        " uses in every epoch, the last micro batch of a bucket smaller, as in kohya's scripts; unset: what a checkpoint was written"
+        " with, else every with kohya's flags and whole elsewhere",
+    )
     max_samples: PositiveInt | None = Field(
         None, description="so many records, chosen by {training.seed}, are trained on; unset: all"
     )

@@ -274,6 +274,7 @@ OURS: tuple[Row, ...] = (
     Row("tar_order", "str", "data.tar_order"),
     Row("tar_streams", "int", "data.tar_streams"),
     Row("tar_window", "int", "data.tar_window"),
+    Row("epoch_batches", "str", "data.epoch_batches"),
     Row("image_decoder", "str", "data.image_decoder"),
     Row("verify_data", "str", "data.verify"),
     Row("image_column", "str", "data.image_column"),
