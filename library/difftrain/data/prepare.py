@@ -182,7 +182,8 @@ def _reading_hash(cfg: TrainConfig) -> str:
         "dirs": [os.path.realpath(expanded(folder)) for folder in cfg.data.dirs],
         "repeats": cfg.data.repeats,
         "columns": [cfg.data.image_column, cfg.data.caption_column],
-        "captions": [cfg.captions.extension, cfg.captions.allow_empty],
+        # what has no caption is found again in an index that was made without or with it, but for whole texts
+        "captions": [cfg.captions.extension, cfg.captions.allow_empty and cfg.captions.dialect != "kohya"],
     }
     if cfg.captions.enable_wildcard:
         reading["lines"] = "all"
@@ -199,7 +200,7 @@ def _reading(subset: SubsetSection) -> list[Any]:
     captions = [subset.captions.extension, subset.captions.separator, subset.captions.enable_wildcard]
     later = [subset.captions_file, subset.default_mask, subset.masks_optional, subset.captions.dialect]
     more = later if later != [None, None, False, "kohya"] else []
-    if subset.captions.allow_empty:
+    if subset.captions.allow_empty and subset.captions.dialect != "kohya":
         more.append("empty captions")
     real = [path and os.path.realpath(expanded(str(path))) for path in paths]
     return [

@@ -248,6 +248,35 @@ def test_pictures_without_a_caption_are_counted_where_they_are_trained(build, tm
     assert index.count == 3 and "index: 1 images have no caption" in said
 
 
+def test_whether_empty_captions_count_makes_no_index_of_captioned_pictures(build, tmp_path):
+    write_folder(tmp_path / "a", [(20, 20)] * 3)
+    first, _ = build(tmp_path / "a")
+    again, said = build(tmp_path / "a", captions={"allow_empty": True})
+    assert again.folder == first.folder and "index: looking at" not in said
+    assert build(tmp_path / "a")[0].folder == first.folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_has_no_caption_is_looked_at_again_where_it_counts_otherwise(build, tmp_path, sharded):
+    if sharded:
+        write_tar(tmp_path / "a" / "0.tar", [(20, 20)] * 3)
+        with tarfile.open(tmp_path / "a" / "0.tar", "a") as tar:
+            content = picture(7, (20, 20))
+            member = tarfile.TarInfo("bare.png")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    else:
+        write_folder(tmp_path / "a", [(20, 20)] * 4)
+        (tmp_path / "a" / "0001.txt").unlink()
+    for _ in range(2):
+        index, _ = build(tmp_path / "a")
+        assert (index.count, index.summary.reasons) == (3, {"no caption": 1})
+        index, said = build(tmp_path / "a", captions={"allow_empty": True})
+        assert (index.count, index.summary.reasons) == (4, {})
+        assert sum(record.captions == ("",) for record in facts(index)) == 1
+        assert read_and_known(said) == ((1, 0) if sharded else (1, 3))
+
+
 def test_one_large_shard_is_divided_among_processes(tmp_path, monkeypatch):
     write_tar(tmp_path / "a" / "0.tar", [(16 + i % 7, 16) for i in range(200)])
     monkeypatch.setattr(indexing, "_cpus", lambda: 3)

@@ -6,6 +6,7 @@ with their captions and with the previous index.
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from difftrain.contracts import DataFault
 from difftrain.data.index.index import DATABASE, IndexSummary
-from difftrain.data.index.inspection import PASSING
+from difftrain.data.index.inspection import CAPTIONLESS, PASSING
 from difftrain.data.index.shared_sources import KINDS, firsts_of, list_shared_sources
 from difftrain.data.index.writer import IndexWriter, disk_faults
 from difftrain.data.sources import SourceInfo, open_source
@@ -76,6 +77,8 @@ _UNREAD = (
     "NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id)"
     " AND NOT EXISTS (SELECT 1 FROM scan.twins WHERE source = files.source)"
 )
+_REFUSED_FOR = "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)"
+_OF_SOURCE = "old IN (SELECT id FROM old.files WHERE source = ?)"
 _INSERT = {
     "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?, ?)",
     "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
@@ -279,14 +282,29 @@ def match_files(
         db.executemany("INSERT INTO scan.mapping VALUES (?, ?, ?)", _mapping(previous.sources, infos, foreign))
         db.execute(_SAME)
 
-        # what may have been a passing fault is looked at again
+        # what may have been a passing fault is looked at again, and what has no caption where that counts otherwise now
         for kind in PASSING:
-            db.execute(
-                "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)", (f"{kind}:%",)
-            )
+            db.execute(_REFUSED_FOR, (f"{kind}:%",))
+        for old, new in _read_otherwise(db, previous.sources, infos):
+            if infos[new].allow_empty:
+                for kind in CAPTIONLESS:
+                    db.execute(f"{_REFUSED_FOR} AND {_OF_SOURCE}", (f"{kind}%", old))
+            else:
+                empty = "SELECT file FROM old.records WHERE captions = '[\"\"]'"
+                db.execute(f"DELETE FROM scan.same WHERE old IN ({empty}) AND {_OF_SOURCE}", (old,))
         (same,) = db.execute("SELECT count(*) FROM scan.same").fetchone()
         (had,) = db.execute("SELECT count(*) FROM old.files").fetchone()
     return same, had
+
+
+def _read_otherwise(
+    db: sqlite3.Connection, before: Sequence[SourceInfo], now: Sequence[SourceInfo]
+) -> Iterator[tuple[int, int]]:
+    """Yield (ordinal before, ordinal now) of sources whose images without a caption count only before, or only now."""
+    earlier = {info.ordinal: info.allow_empty for info in before}
+    for old, new in db.execute("SELECT old, new FROM scan.mapping").fetchall():
+        if earlier[old] != now[new].allow_empty:
+            yield old, new
 
 
 def _mapping(
