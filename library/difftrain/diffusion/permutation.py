@@ -78,7 +78,7 @@ class Permutation:
         if self._table is not None:
             return self._table[flat].reshape(i.shape)
         if flat.size <= _FEW:
-            return np.array([self(each) for each in flat.tolist()], dtype=np.int64).reshape(i.shape)
+            return np.array([self(index) for index in flat.tolist()], dtype=np.int64).reshape(i.shape)
         out = flat.view(np.uint64).copy()
         for start in range(0, out.size, _CHUNK):
             piece = out[start : start + _CHUNK]

@@ -18,7 +18,7 @@ from difftrain.config.digest import identity as config_identity
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Family, Fault, Parts
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan.plan import EVERY, WHOLE, EpochPlan, changes, kind_of, total_steps, why_no_step
+from difftrain.data.plan.plan import EVERY, WHOLE_BATCHES, EpochPlan, changes, kind_of, total_steps, why_no_step
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data
 from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks
@@ -172,7 +172,7 @@ def _without_resets(cfg: TrainConfig) -> TrainConfig:
 def _with_epochs_of(cfg: TrainConfig, meta: dict[str, Any]) -> TrainConfig:
     """Return cfg with the kind of epochs that a checkpoint was written with."""
     kind = kind_of(meta.get("plan", {}))
-    if kind == (cfg.data.epoch_batches or WHOLE) or (kind == EVERY and cfg.data.tar_order == "sequential"):
+    if kind == (cfg.data.epoch_batches or WHOLE_BATCHES) or (kind == EVERY and cfg.data.tar_order == "sequential"):
         return cfg
     log.info("%s, as the checkpoint was written", option("data.epoch_batches", kind))
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"epoch_batches": kind})})

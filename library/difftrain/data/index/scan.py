@@ -77,8 +77,16 @@ _UNREAD = (
     "NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id)"
     " AND NOT EXISTS (SELECT 1 FROM scan.twins WHERE source = files.source)"
 )
-_REFUSED_FOR = "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)"
-_OF_SOURCE = "old IN (SELECT id FROM old.files WHERE source = ?)"
+# what is looked at again: what was refused for a reason, and what has no caption
+_REFUSED = "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)"
+_REFUSED_OF = """
+DELETE FROM scan.same WHERE old IN (
+    SELECT r.file FROM old.rejects r JOIN old.files f ON f.id = r.file WHERE r.reason LIKE ? AND f.source = ?)
+"""
+_EMPTY_OF = """
+DELETE FROM scan.same WHERE old IN (
+    SELECT r.file FROM old.records r JOIN old.files f ON f.id = r.file WHERE r.captions = '[""]' AND f.source = ?)
+"""
 _INSERT = {
     "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?, ?)",
     "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
@@ -284,14 +292,13 @@ def match_files(
 
         # what may have been a passing fault is looked at again, and what has no caption where that counts otherwise now
         for kind in PASSING:
-            db.execute(_REFUSED_FOR, (f"{kind}:%",))
+            db.execute(_REFUSED, (f"{kind}:%",))
         for old, new in _read_otherwise(db, previous.sources, infos):
             if infos[new].allow_empty:
                 for kind in CAPTIONLESS:
-                    db.execute(f"{_REFUSED_FOR} AND {_OF_SOURCE}", (f"{kind}%", old))
+                    db.execute(_REFUSED_OF, (f"{kind}%", old))
             else:
-                empty = "SELECT file FROM old.records WHERE captions = '[\"\"]'"
-                db.execute(f"DELETE FROM scan.same WHERE old IN ({empty}) AND {_OF_SOURCE}", (old,))
+                db.execute(_EMPTY_OF, (old,))
         (same,) = db.execute("SELECT count(*) FROM scan.same").fetchone()
         (had,) = db.execute("SELECT count(*) FROM old.files").fetchone()
     return same, had

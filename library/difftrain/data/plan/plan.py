@@ -180,12 +180,12 @@ class EpochPlan(ABC):
         }
 
 
-WHOLE, EVERY = "whole", "every"
+WHOLE_BATCHES, EVERY = "whole", "every"
 
 
 def kind_of(described: dict[str, Any]) -> str:
     """Return the kind of plan that `describe` was of; version 0.5 knew whole batches alone."""
-    return str(described.get("epoch_batches", WHOLE))
+    return str(described.get("epoch_batches", WHOLE_BATCHES))
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -197,7 +197,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         "records": "record count",
         "stream_version": "stream version",
     }
-    before, now = ({"epoch_batches": kind_of(each), **each} for each in (before, now))
+    before, now = ({"epoch_batches": kind_of(described), **described} for described in (before, now))
     differences = [
         f"{words.get(name, name)} {before.get(name)} -> {now.get(name)}"
         for name in dict.fromkeys([*before, *now])
@@ -249,7 +249,7 @@ def why_no_step(training: TrainingSection, plan: EpochPlan) -> Fault:
     buckets = f"{number} buckets, at most {largest.uses} in one" if number > 1 else "one bucket"
     what = f"no step in {epochs} epoch{'s'[: epochs != 1]}: {plan.uses} samples an epoch in {buckets}"
     remedy = f"train for longer than {training.max_epochs} epochs"
-    if plan.kind == WHOLE:
+    if plan.kind == WHOLE_BATCHES:
         what += f", and a step takes {batch} of one bucket"
         remedy = f"a smaller batch, more epochs, or {option('data.epoch_batches', EVERY)}, which takes what there is"
     return Fault(f"{option('training.max_epochs')}={epochs}", what, remedy)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from difftrain.contracts import Bucket, Draw
-from difftrain.data.plan.plan import WHOLE, EpochPlan, RankShare, Uses
+from difftrain.data.plan.plan import WHOLE_BATCHES, EpochPlan, RankShare, Uses
 from difftrain.data.plan.sequential import BucketRepeats, LruCache, SequentialOrder, bucket_key
 from difftrain.data.plan.tables import BucketRows, PlanTables
 from difftrain.diffusion.permutation import Permutation
@@ -73,7 +73,7 @@ class WholePlan(EpochPlan):
     global_batch: one number, or that of each data set; a batch is of one bucket, so of one data set.
     """
 
-    kind = WHOLE
+    kind = WHOLE_BATCHES
 
     def __init__(
         self,
