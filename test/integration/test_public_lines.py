@@ -36,8 +36,8 @@ def came_out(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
     """Count the lines that come out as they should, and print how many."""
     counts: Counter[str] = Counter()
     yield counts
-    if reporter := request.config.pluginmanager.getplugin("terminalreporter"):
-        reporter.write_line(f"\npublic lines of {len(LINES)}: {counts['dry']} dry, {counts['trained']} trained")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{len(LINES)} public lines: {counts['dry']} dry, {counts['trained']} trained")
 
 
 @BY_NAME

@@ -50,7 +50,10 @@ class CaptionSection(Section):
         0, description="every n-th epoch has empty captions; 0: none"
     )
     tag_dropout_rate: Share = Field(0.0, description="fraction of caption parts that is left out")
-    allow_empty: bool = Field(False, description="train on images without a caption instead of rejecting them")
+    allow_empty: bool = Field(
+        False,
+        description="train on images without a caption instead of rejecting them; with kohya's flags this is the default",
+    )
     shuffle_capitalization: bool = Field(
         False, description="the first letter of a caption is upper or lower case at random"
     )
