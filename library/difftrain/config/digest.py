@@ -70,7 +70,21 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
     out["global batch"] = batches if cfg.data.datasets else batches[0]
     if cfg.training.max_epochs and not cfg.training.first_limit:
         del out["training.max_steps"]  # epochs win
-    return out
+    return without_empty(out)
+
+
+def without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an identity as it is where images without a caption are rejected, which 0.5 did with kohya's flags too.
+
+    Whether there are such images the plan's digest says.
+    """
+    kept = dict(fields)
+    if fields.get("captions.dialect") == "kohya":
+        kept["captions.allow_empty"] = False
+    for name, value in fields.items():
+        if name.endswith(": captions") and value["dialect"] == "kohya":
+            kept[name] = value | {"allow_empty": False}
+    return kept
 
 
 def _cached(cfg: TrainConfig) -> dict[str, Any]:

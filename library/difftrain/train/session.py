@@ -13,7 +13,7 @@ from typing import Any
 from difftrain import checkpoint
 from difftrain.checkpoint import DIFFUSERS, Claim, Empty, Finished, Foreign, RunRecord, Unfinished
 from difftrain.config import TrainConfig
-from difftrain.config.digest import differences, digest
+from difftrain.config.digest import differences, digest, without_empty
 from difftrain.config.digest import identity as config_identity
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Family, Fault, Parts
@@ -134,9 +134,8 @@ def _chosen(
         inside = Path(resume).resolve().parent == cfg.output_dir.resolve()
     # One folder, one configuration: else a later --resume=auto could not tell which checkpoint is whose.
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
-        parted = differences(state.record.identity, config_identity(cfg, ranks.size))
-        # 0.5 rejected images without a caption where kohya's flags are read; the plan says whether records differ
-        if not [field for field in parted if not field.startswith("captions.allow_empty:")]:
+        parted = differences(without_empty(state.record.identity), config_identity(cfg, ranks.size))
+        if not parted:
             return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
         if cfg.save.run_dirs:  # its own checkpoint was asked for; what must be equal is looked at by check_same
             message = "the configuration differs from the one that %s started with, and applies from here on: %s"
