@@ -131,7 +131,7 @@ def _masks(subset: _Subset, masked: bool) -> Iterator[Finding]:
     if not masked:
         what = f"needs {option('loss.masked', True)}: it contains masks that nothing would use"
         yield subset.finding("data.conditioning_dir", what, passes_there=True)
-    if not subset.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
+    elif not subset.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its image"
         yield subset.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
 

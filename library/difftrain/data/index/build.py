@@ -36,6 +36,7 @@ from difftrain.data.index.worker_pool import PoolJob, run_jobs
 from difftrain.data.index.writer import IndexWriter
 from difftrain.data.media.media import MEDIA_VERSION
 from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.base import printable
 from difftrain.data.sources.captions import digest_of
 from difftrain.data.sources.configured import Configured, configured_sources
 
@@ -291,7 +292,9 @@ def _report(summary: IndexSummary, changed: bool, seconds: float, log: Log) -> N
             "what exceeds the model's token limit is cut off"
         )
     if summary.empty_captions:
-        log(f"index: {summary.empty_captions:,} images have no caption and are trained with an empty one")
+        some = ", ".join(map(printable, Index(Path(summary.folder)).captionless(_EXAMPLES)))
+        what = f"{summary.empty_captions:,} image{'s'[: summary.empty_captions != 1]} without a caption"
+        log(f"index: {what}, trained with an empty one, for example {some}")
     for kind, count in summary.reasons.items():
         log(f"index: rejected, {kind}: {count:,}")
 
