@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from refusals import is_about, names
 
+from difftrain.config import parse_keys
 from difftrain.config.parse_flags import Parsed, parse
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.flags import FLAGS
@@ -47,6 +48,23 @@ def only_fault(argv: list[str]) -> str:
     found = faults(argv)
     assert len(found) == 1, found
     return found[0]
+
+
+def test_epochs_are_kohyas_with_his_flags_and_of_whole_batches_with_train_py(line: list[str], tmp_path: Path) -> None:
+    assert parse(line).config.data.epoch_batches == "every"
+    assert parse([*line, "--epoch_batches=whole"]).config.data.epoch_batches == "whole"
+    # tars that are read in sequence come in whole batches
+    assert parse([*line, "--tar_order=sequential"]).config.data.epoch_batches == "whole"
+    fault = only_fault([*line, "--tar_order=sequential", "--epoch_batches=every"])
+    assert "--epoch_batches" in fault and "--tar_order=random" in fault
+
+    recipe = tmp_path / "run.toml"
+    for setting, kind in (("", None), ('epoch_batches = "every"', "every")):
+        data = f'dirs = ["{tmp_path / "data"}"]\nresolution = 64\n{setting}'
+        recipe.write_text(
+            f'[model]\ninit_from_config = "tiny"\n[training]\nmax_steps = 3\n[data]\n{data}\n[save]\noutput_dir = "{tmp_path}/out"\n'
+        )
+        assert parse_keys.parse([f"--config={recipe}"]).config.data.epoch_batches == kind
 
 
 def test_the_contract_line(line: list[str], tmp_path: Path) -> None:
