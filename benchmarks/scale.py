@@ -25,6 +25,7 @@ import numpy as np
 from figures import Report
 
 from difftrain.config import TrainConfig
+from difftrain.contracts import Draw
 from difftrain.data.index.index import Index
 from difftrain.data.loader import data_loader
 from difftrain.data.plan.plan import EpochPlan
@@ -32,6 +33,8 @@ from difftrain.data.prepare import make_plan, make_tables, open_data
 from difftrain.testing.synthetic_index import write_synthetic_index
 
 BATCH = 64
+MICRO_BATCH = 4  # of epochs that use every record: a step has 16 of them, each of a bucket of its own
+ORDERS = ("random", "sequential", "every")
 SETTINGS = {
     "dirs": ("/nowhere",),
     "resolution": (1024, 1024),
@@ -42,10 +45,15 @@ SETTINGS = {
 
 
 def config(order: str) -> TrainConfig:
-    """Return SDXL's usual buckets, a validation split, and an order of reading."""
-    return TrainConfig.model_validate(
-        {"data": SETTINGS | {"tar_order": order}, "training": {"seed": 1}, "validation": {"split": 0.01}}
-    )
+    """Return SDXL's usual buckets, a validation split, and an order of reading: of whole batches, or of every record."""
+    how = {"epoch_batches": "every"} if order == "every" else {"tar_order": order}
+    training = {"seed": 1, "batch_size": MICRO_BATCH if order == "every" else BATCH}
+    return TrainConfig.model_validate({"data": SETTINGS | how, "training": training, "validation": {"split": 0.01}})
+
+
+def batch(plan: EpochPlan, step: int) -> list[Draw]:
+    """Return the draws of a step."""
+    return [draw for uses in plan.parts(step) for draw in plan.draws(uses)]
 
 
 class Probe:
@@ -58,7 +66,7 @@ class Probe:
 
     def __getitem__(self, n: int) -> dict[str, float]:
         for step in range(n * self.batches, (n + 1) * self.batches):
-            _, draws = self.plan.batch(step * 7919)  # far apart
+            draws = batch(self.plan, step * 7919)  # far apart
             self.data.index.records(draw.record_id for draw in draws)
         gc.collect()
         return memory()
@@ -93,11 +101,11 @@ def timed(call: Callable[[], object], clock: Callable[[], float] = time.thread_t
 
 def check_plan(report: Report, name: str, plan: EpochPlan, limit_far: float, slowness: float) -> None:
     """Time batches in sequence and far apart. limit_far: in ms."""
-    near = [timed(functools.partial(plan.batch, step)) * 1e3 for step in range(2000)]
+    near = [timed(functools.partial(batch, plan, step)) * 1e3 for step in range(2000)]
     rng = np.random.Generator(np.random.Philox(key=1))
     steps = rng.integers(0, plan.total_steps(1000), 500).tolist()
     located = [timed(functools.partial(plan.locate, step)) * 1e3 for step in steps]
-    far = [timed(functools.partial(plan.batch, step)) * 1e3 for step in steps]
+    far = [timed(functools.partial(batch, plan, step)) * 1e3 for step in steps]
     tail = f"90 % below {np.quantile(near, 0.9):.3f}"
     report.check(f"{name}: batch of {BATCH}, one after another", statistics.median(near), slowness, "ms", tail)
     report.check(f"{name}: locate any position", statistics.median(located), slowness, "ms")
@@ -119,18 +127,19 @@ def main() -> int:
         large = written(root / f"{args.records}", args.records)
         small = written(root / f"{args.records // 100}", args.records // 100)
         plans = {}
-        for order in ("random", "sequential"):
+        for order in ORDERS:
             cfg = config(order)
             for index in (large, small):
                 seconds = timed(lambda index=index, cfg=cfg: make_tables(cfg, index))
                 print(f"      tables ({order}, {index.count} records): {seconds:.1f} s")
             opened = timed(
-                lambda cfg=cfg: make_plan(open_data(cfg, large.folder), cfg, BATCH).batch(0), time.perf_counter
+                lambda cfg=cfg: batch(make_plan(open_data(cfg, large.folder), cfg, BATCH), 0), time.perf_counter
             )
             report.check(f"{order}: open index, tables and plan", opened, args.slowness, "s")
             plans[order] = make_plan(open_data(cfg, large.folder), cfg, BATCH)
         check_plan(report, "random", plans["random"], 1.0, args.slowness)
         check_plan(report, "sequential", plans["sequential"], 5.0, args.slowness)
+        check_plan(report, "every", plans["every"], 2.0, args.slowness)
         for order in plans:
             check_memory(report, order, large.folder, small.folder)
         compare(plans["random"])
@@ -161,7 +170,7 @@ def compare(plan: EpochPlan) -> None:
     rng = np.random.Generator(np.random.Philox(key=1))
     uses = plan.uses
     shuffled = timed(lambda: rng.permutation(uses))
-    far = statistics.median(timed(functools.partial(plan.batch, s)) for s in range(10_000, 500_000, 4_999))
+    far = statistics.median(timed(functools.partial(batch, plan, s)) for s in range(10_000, 500_000, 4_999))
     print(f"ratio: a shuffle of all {uses} ids takes {shuffled / far:.0f} times as long as any batch of the plan")
     print(f"ratio: it holds {uses * 8 / 2**20:.0f} MiB in every process, the plan none that grows")
 

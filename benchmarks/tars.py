@@ -65,8 +65,7 @@ def write_tars(folder: Path, shards: int, records: int) -> int:
 def ours(index: Index, plan: EpochPlan) -> Iterator[tuple[bytes, str]]:
     """Read an epoch in the plan's order, as a loader worker does."""
     for step in range(plan.steps(0)):
-        _, draws = plan.batch(step)
-        for draw in draws:
+        for draw in (draw for uses in plan.parts(step) for draw in plan.draws(uses)):
             record = index.record(draw.record_id)
             yield index.read(record.media), record.captions[0]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,18 @@ def test_accumulation_changes_nothing_but_rounding(make: Build, accumulation: in
     assert run(parts, 0, 20, accumulation) == pytest.approx(run(whole, 0, 20), rel=1e-6)
     for name, tensor in weights(parts).items():
         assert (tensor - weights(whole)[name]).abs().max() < 1e-3
+
+
+def test_an_idle_micro_batch_counts_nothing(make: Build) -> None:
+    """What another rank's is on a rank that has none: every engine runs it, for the others' sake."""
+    plain, beside = make(), make()
+    for step in range(6):
+        idle = replace(tiny_batch([1000 + step]), idle=True)
+        a, b = (engine.step(micro, COUNTS) for engine, micro in (
+            (plain, tiny_step(step, 8)), (beside, [*tiny_step(step, 8), idle])
+        ))  # fmt: skip
+        assert float(b.sums["loss"]) == float(a.sums["loss"]) and float(b.grad_norm) == float(a.grad_norm)
+    assert equal(weights(beside), weights(plain))
 
 
 @pytest.mark.flags("mixed_precision")

@@ -22,6 +22,7 @@ CASES = {
         "--caption_dropout_rate=0.2",
         "--flip_aug",
         "--gradient_accumulation_steps=2",
+        "--epoch_batches=whole",
         "--max_token_length=150",
         "--lr_scheduler=cosine",
         "--lr_warmup_steps=2",

@@ -18,4 +18,4 @@ def test_planning_keeps_its_limits():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASS") == 14 and "FAIL" not in done.stdout
+    assert done.stdout.count("PASS") == 21 and "FAIL" not in done.stdout

@@ -19,7 +19,8 @@ from difftrain.testing.spawn import run_ranks
 
 CACHED = ("--cache_latents", "--cache_text_encoder_outputs")
 ON_DISK = ("--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk")
-MORE = ("--flip_aug", "--validation_split=0.2", "--validate_every_n_steps=4", "--max_data_loader_n_workers=1")
+WHOLE = "--epoch_batches=whole"  # which two ranks may split
+MORE = (WHOLE, "--flip_aug", "--validation_split=0.2", "--validate_every_n_steps=4", "--max_data_loader_n_workers=1")
 
 
 PICTURES, CAPTIONS = 26, 15  # of cached.write_data: 13 both ways; 14 captions and the empty one

@@ -17,7 +17,7 @@ from difftrain.distributed.ranks import Ranks
 from difftrain.engine import accelerate_zero
 from difftrain.engine.base import BaseEngine
 from difftrain.evaluation import quantile_losses, validate
-from difftrain.testing.family import tiny_batch, tiny_step
+from difftrain.testing.family import tiny_batch, tiny_step, tiny_uneven_step
 from difftrain.testing.spawn import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the ranks are no pytest
@@ -29,6 +29,7 @@ PIECES = {2: 3, 3: 2}
 PLAIN = {"lr": LR, "terms": 2}
 ROUGH = {"lr": 1e-2, "dropout": 0.2, "blocks": 4}
 WAYS = ("ddp", "sharded", "zero1", "zero2", "zero3")
+UNEVEN = ((4, 1, 3, 2, 4), (2,), (1, 4, 3))  # samples of each micro batch of a step: on some ranks there is none
 SHARDED = ("sharded", "zero1", "zero2", "zero3")
 
 
@@ -41,7 +42,7 @@ def cases(folder: str, before: str) -> None:
     out = Path(folder)
     with Ranks.open(Launch.from_environment(), choose("cpu"), 2.0) as ranks:
         more = (crossed, half, looked_at) if ranks.size == 2 else ()  # what three ranks add nothing to
-        found = {case.__name__: case(ranks, out) for case in (losses, resume, not_finite, scaled, *more)}
+        found = {case.__name__: case(ranks, out) for case in (losses, uneven, resume, not_finite, scaled, *more)}
         found["other_size"] = other_size(ranks, out, Path(before)) if before else {}
         gathered = ranks.gather(found)
         if ranks.is_logger:
@@ -59,6 +60,20 @@ def losses(ranks: Ranks, out: Path) -> dict:
         norm = float(engines[0].step(tiny_step(30, GLOBAL_BATCH, ranks.rank, ranks.size), COUNTS).grad_norm)
         found[way] = [*told, apart, norm, type(engines[0]._wrapped).__name__]
     found["norm"] = float(native.step(tiny_step(30, GLOBAL_BATCH, ranks.rank, ranks.size), COUNTS).grad_norm)
+    return found
+
+
+def uneven(ranks: Ranks, out: Path) -> dict:
+    """Every rank has micro batches of other sizes, or none; the samples that an idle rank runs count nothing."""
+    found = {}
+    for way in ("native", *WAYS):
+        engine = built(ranks, way, PLAIN)
+        found[way] = []
+        for step in range(9):
+            sizes = UNEVEN[step % len(UNEVEN)]
+            micro = tiny_uneven_step(step, sizes, ranks.rank, ranks.size)
+            found[way].append(float(engine.step(micro, {"samples": float(sum(sizes))}).sums["loss"]))
+        found[way].append(digest(engine))
     return found
 
 
@@ -209,6 +224,16 @@ def test_losses_and_weights_are_those_of_plain_ddp(launched, world, way):
     assert all(each["losses"][way][:2] == [whole, pieces] for each in found)
     kinds = {"ddp": "DistributedDataParallel", "sharded": "ShardedDataParallel"}
     assert wrapped == kinds.get(way, "DeepSpeedEngine")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_micro_batches_of_other_sizes_and_none_on_some_ranks_add_up(launched, world, way):
+    for each in launched[world]:
+        assert each["uneven"][way] == pytest.approx(each["uneven"]["native"], rel=1e-6)
+    assert launched[world][0]["uneven"]["native"][:9] == pytest.approx(
+        launched[5 - world][0]["uneven"]["native"][:9], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -23,7 +23,7 @@ from difftrain.engine import ddp, make_engine
 from difftrain.engine.native import NativeEngine
 from difftrain.optim import make_optimizer, make_schedule
 from difftrain.report.trace import FOLDER, Trace, file_name
-from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step
+from difftrain.testing.family import TinyFamily, tiny_batch, tiny_step, tiny_uneven_step
 from difftrain.testing.spawn import run_ranks
 from difftrain.train.diagnosis.non_finite import NonFinite
 from difftrain.train.diagnosis.tracing import Tracing
@@ -96,6 +96,7 @@ def cases(folder: str, before: str) -> None:
     with Ranks.open(launch, choose("cpu"), 2.0) as ranks:
         for case in (
             same_as_alone,
+            uneven,
             shared_state,
             resume,
             options,
@@ -123,6 +124,32 @@ def same_as_alone(ranks: Ranks, out: Path) -> dict:
         save_file(weights(whole), out / "whole.safetensors")
         save_file(weights(split), out / "split.safetensors")
     return losses
+
+
+UNEVEN = ((4, 1, 3, 2, 4), (2,), (1, 4, 3))  # samples of each micro batch of a step: on some ranks there is none
+
+
+UNEVEN_WAYS = {"ddp": {}, "oss": {"optimizer": "oss"}, "fused": {"fused": {"fused_backward": True}}}
+
+
+def run_uneven(engine: NativeEngine, steps: int) -> list[float]:
+    found = []
+    for step in range(steps):
+        sizes = UNEVEN[step % len(UNEVEN)]
+        micro = tiny_uneven_step(step, sizes, engine.dp_rank, engine.dp_size)
+        found.append(float(engine.step(micro, {"samples": float(sum(sizes))}).sums["loss"]))
+    return found
+
+
+def uneven(ranks: Ranks, out: Path) -> dict:
+    """Every rank has micro batches of other sizes, or none; the samples that an idle rank runs count nothing."""
+    found = {}
+    for name, how in UNEVEN_WAYS.items():
+        engine = built(ranks, TinyFamily(**PLAIN), max_grad_norm=0.0, **how)
+        found[name] = run_uneven(engine, 12)
+        if ranks.is_logger:
+            save_file(weights(engine), out / f"uneven-{name}.safetensors")
+    return found
 
 
 def shared_state(ranks: Ranks, out: Path) -> dict:
@@ -375,6 +402,18 @@ def one_thread():
 def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     engine = built(Ranks(), TinyFamily(**PLAIN))
     return run(engine, 0, STEPS), weights(engine)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("way", UNEVEN_WAYS)
+def test_micro_batches_of_other_sizes_and_none_on_some_ranks_add_up(launched, world, way):
+    engine = built(Ranks(), TinyFamily(**PLAIN), max_grad_norm=0.0)
+    wanted = run_uneven(engine, 12)
+    folder, found = launched[world]
+    assert all(each["uneven"][way] == found[0]["uneven"][way] for each in found)
+    assert found[0]["uneven"][way] == pytest.approx(wanted, rel=1e-6)
+    theirs = load_file(folder / f"uneven-{way}.safetensors")
+    assert max(float((theirs[name] - value).abs().max()) for name, value in weights(engine).items()) <= LR
 
 
 @pytest.mark.parametrize("world", WORLDS)

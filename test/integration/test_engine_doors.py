@@ -10,13 +10,14 @@ from doors import Door, losses
 from safetensors.torch import load_file
 
 STEPS = 6
+WHOLE = "--epoch_batches=whole"  # which two ranks may split into micro batches of half the size
 
 
 @pytest.mark.flags("engine")
 def test_fairscale_in_half_precision_through_accelerate(door: Door, straight: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     line = ("--engine=accelerate", "--optimizer_type=oss", "--mixed_precision=fp16")  # the launchers' defaults
-    said = door.run(door.flags(out, *line, batch=1, steps=STEPS), ranks=2)
+    said = door.run(door.flags(out, WHOLE, *line, batch=1, steps=STEPS), ranks=2)
     assert said.count("fairscale 0.4.13 is patched in this process") == 1
     assert said.count("accelerate 1.15.0 is patched in this process") == 1
     assert losses(out) == pytest.approx(losses(straight)[:STEPS], rel=2e-3)
@@ -31,7 +32,7 @@ def test_deepspeed_trains_the_same_and_one_process_of_accelerate_goes_on(
     door: Door, straight: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "zero"
-    said = door.run(door.flags(out, "--deepspeed", "--zero_stage=2", batch=1, steps=STEPS), ranks=2)
+    said = door.run(door.flags(out, WHOLE, "--deepspeed", "--zero_stage=2", batch=1, steps=STEPS), ranks=2)
     assert said.count("--deepspeed: takes --engine=accelerate") == 1
     assert losses(out) == pytest.approx(losses(straight)[:STEPS], rel=1e-6)
     state = out / "NAME-step00000004-state"
@@ -41,7 +42,7 @@ def test_deepspeed_trains_the_same_and_one_process_of_accelerate_goes_on(
 
 def test_with_weights_in_pieces_reports_and_exports_are_whole(door: Door, straight: Path, tmp_path: Path) -> None:
     line = ("--deepspeed", "--zero_stage=3", "--mixed_precision=bf16", "--use_ema", "--save_every_n_steps=100")
-    door.run(door.flags(tmp_path / "out", *line, batch=1, steps=2), ranks=2)
+    door.run(door.flags(tmp_path / "out", WHOLE, *line, batch=1, steps=2), ranks=2)
     assert losses(tmp_path / "out") == pytest.approx(losses(straight)[:2], rel=2e-2)
     found, expected = (json.loads((out / "report.json").read_text()) for out in (tmp_path / "out", straight))
     assert found["parameters"] == expected["parameters"]

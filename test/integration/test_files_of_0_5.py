@@ -69,7 +69,10 @@ def test_a_run_of_0_5_goes_on(family: str, place: Path) -> None:
             load_file(place / "expected" / f"{name}.safetensors"),
         )
         torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
-    assert contents(place / "cache" / "index") == index, "the index was made anew"
+    now = contents(place / "cache" / "index")
+    assert index.items() <= now.items(), "the index was made anew"
+    # captions are mended before they are tokenized: lists of them are written again, and find the entries of 0.5
+    assert not [name for name in now.keys() - index.keys() if "/wanted-" not in name]
     assert contents(place / "cache" / "segments") == cache, "something was encoded anew"
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from difftrain.cli import main
 
 LOT = (
+    "--epoch_batches=whole",  # which more ranks may split
     "--v_parameterization", "--zero_terminal_snr", "--min_timestep=20",
     "--noise_offset=0.1", "--noise_offset_random_strength", "--adaptive_noise_scale=0.05",
     "--multires_noise_iterations=6", "--multires_noise_discount=0.4",

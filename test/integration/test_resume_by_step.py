@@ -71,6 +71,23 @@ def test_an_epoch_that_begins_anew_has_its_batches_again(start: Start, tmp_path:
     assert (home(tmp_path) / "epoch2").is_dir() and json.loads((home(tmp_path) / "report.json").read_text())
 
 
+def test_epochs_of_every_image_go_on_though_the_key_is_gone_and_begin_anew_as_whole_ones(
+    start: Start, tmp_path: Path
+) -> None:
+    start(data_epoch_batches="every", training_batch_size=3, training_max_steps=6)
+    straight = losses(home(tmp_path))
+    seen = [line["samples_seen"] for line in metrics(home(tmp_path))]
+    assert seen[3] == 10 and [line["epoch"] for line in metrics(home(tmp_path))] == [1] * 4 + [2] * 2
+    start("3", training_batch_size=3, training_max_steps=6)
+    assert losses(home(tmp_path)) == straight
+    # a micro batch of another size makes other steps, unless the epoch begins anew
+    with pytest.raises(ConfigFault) as caught:
+        start("latest", training_batch_size=1, training_accumulation=3, training_max_steps=8)
+    assert "micro batch: 3 there, 1 here" in str(caught.value)
+    start("3", training_batch_size=1, training_accumulation=3, training_max_steps=8, save_reset_dataloader=True)
+    assert [line["samples_seen"] for line in metrics(home(tmp_path))][3:7] == [seen[2] + n for n in (3, 6, 9, 10)]
+
+
 def test_other_data_or_another_batch_need_the_epoch_to_begin_anew(start: Start, pictures: Path, tmp_path: Path) -> None:
     start(training_max_steps=3)
     more = write_pictures(tmp_path / "pictures", 12)

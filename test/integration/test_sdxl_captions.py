@@ -70,14 +70,14 @@ def test_with_every_option_a_resume_is_bit_exact(tagged: Door, tmp_path: Path) -
 def test_contradictions_are_named_together(tagged: Door, tmp_path: Path) -> None:
     flags = (
         f"--conditioning_data_dir={tmp_path / 'none'}",
+        "--masked_loss",
         "--face_crop_aug_range=4,1",
         "--caption_tag_dropout_rate=1.5",
         "--token_warmup_step=-1",
-        "--clip_skip=0",
+        "--clip_skip=-1",
     )
     output = tagged.run(tagged.flags(tmp_path / "a", *flags), expect=2)
     for said in (
-        "--conditioning_data_dir: needs --masked_loss",
         "--conditioning_data_dir: no such",
         "--face_crop_aug_range: must be LOW,HIGH, got 4,1",
         "--caption_tag_dropout_rate: ",

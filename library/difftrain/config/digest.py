@@ -23,6 +23,7 @@ FREE = frozenset({
     "model.vae_batch_size", "model.disable_mmap", "cache", "model.tokenizer_cache_dir",
     # the folders' own names count, see identity; the records themselves are in the plan's digest
     "data.dirs", "data.reg_dirs", "data.datasets", "data.dataset_config",
+    "data.epoch_batches",
     "data.workers", "data.prefetch", "data.image_decoder", "data.cache_dir", "data.verify", "data.max_rejected_share",
     "training.batch_size", "training.accumulation",  # their product with the number of replicas counts
     "training.gradient_checkpointing", "training.cpu_offload_checkpointing", "training.compile", "training.compile_backend",
@@ -69,7 +70,21 @@ def identity(cfg: TrainConfig, dp_size: int = 1) -> dict[str, Any]:
     out["global batch"] = batches if cfg.data.datasets else batches[0]
     if cfg.training.max_epochs and not cfg.training.first_limit:
         del out["training.max_steps"]  # epochs win
-    return out
+    return without_empty(out)
+
+
+def without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an identity as it is where images without a caption are rejected, which 0.5 did with kohya's flags too.
+
+    Whether there are such images the plan's digest says.
+    """
+    kept = dict(fields)
+    if fields.get("captions.dialect") == "kohya":
+        kept["captions.allow_empty"] = False
+    for name, value in fields.items():
+        if name.endswith(": captions") and value["dialect"] == "kohya":
+            kept[name] = value | {"allow_empty": False}
+    return kept
 
 
 def _cached(cfg: TrainConfig) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from difftrain.config.constructors import NPU_FUSED_ADAMW
+from difftrain.config.document import text_of, toml_of
 from difftrain.config.paths import recipes_named, resolve_path
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
@@ -241,13 +241,13 @@ def read_file(path: Path) -> Layer:
     """Read a file into values by field, with every fault of it."""
     layer = Layer()
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        tables = toml_of(text_of(path))
     except FileNotFoundError:
         layer.faults.append(
             Fault(f"--config={path}", "no such file", f"give a TOML file, such as one of {recipes_named()}")
         )
         return layer
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         layer.faults.append(Fault(f"--config={path}", f"cannot be read as TOML: {error}"))
         return layer
     return layer.take(_items(path, tables, layer))

@@ -5,7 +5,7 @@ Precedence: field default < --config TOML < what stands between < --config_file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from difftrain.config import arguments_file, toml
 from difftrain.config.datasets import kohya
 from difftrain.config.datasets.datasets import applied, draws_captions
-from difftrain.config.layers import Layer
+from difftrain.config.layers import Layer, judged
 from difftrain.config.paths import PendingFiles
 from difftrain.config.reads import explicit_fields
 from difftrain.config.resolve import Door, Resolution, resolve_layers
@@ -24,7 +24,7 @@ from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import choices_of, default_of
 from difftrain.config.secrets import keep_in_environment, redact, unfit_secret
-from difftrain.config.spellings.flags import FLAGS, flag_of
+from difftrain.config.spellings.flags import FLAGS, KOHYA, flag_of
 from difftrain.config.spellings.other_names import meant
 from difftrain.config.spellings.row import Row, convert
 from difftrain.config.spellings.spelling import meaning, option, speaking
@@ -202,18 +202,25 @@ def resolve_flags(
     # --- one configuration
     out = resolve_layers([file, *between, arguments, flags], door)
     setters = arguments.values.keys() | flags.values.keys()
+    if door.passes_over:
+        _pass_over_data(out)
     cfg = with_variants(_with_data_sets(out, setters), out.bad, out.notes)
 
     # --- its rules
     requested = {path for path in out.origins if path in setters or value_of(cfg, path) != default_of(path)}
     noted: set[str] = set()
-    faults, notes = check(cfg, rules, requested, out.bad, out.origins, noted)
+    passed_over: set[str] | None = set() if door.passes_over else None
+    faults, notes = check(cfg, rules, requested, out.bad, out.origins, noted, passed_over)
     if faults := [*out.faults, *faults]:
         raise ConfigFault(faults)
     words = {**written, **line.words}
+    cfg = without(cfg, passed_over or ())
     bare = {name: "".join(texts[-1:]) for name, texts in words.items() if not table[name].to}
     explicit = explicit_fields(cfg, out.origins, noted)
     return Parsed(cfg, (*out.notes, *notes), bare, tuple(redact(argv)), words, explicit=explicit)
+
+
+_AS_KOHYA = {"captions.allow_empty": True}  # his scripts train an image without a caption with an empty one
 
 
 def _family_defaults(row: FamilyRow) -> dict[str, Any]:
@@ -222,7 +229,13 @@ def _family_defaults(row: FamilyRow) -> dict[str, Any]:
     Rates and caches stay kohya's; the rest must be what the family means, so that what a run records can be read again.
     """
     own = ("model.", "sample.", "save.model_as")
-    return {path: value for path, value in row.defaults.items() if path.startswith(own)}
+    return {path: value for path, value in row.defaults.items() if path.startswith(own)} | _AS_KOHYA
+
+
+def _epoch_batches(out: Resolution, layers: Sequence[Layer]) -> None:
+    """Epochs are kohya's, unless somebody says otherwise, or tars are read in sequence, which takes whole batches."""
+    sequential = out.values.get("data.tar_order") == "sequential"
+    out.values.setdefault("data.epoch_batches", "whole" if sequential else "every")
 
 
 def _help(path: str) -> str:
@@ -230,7 +243,30 @@ def _help(path: str) -> str:
     return meaning(flag) if flag and not choices_of(path) else ""
 
 
-_KOHYA = Door(defaults=_family_defaults, remedy=_help)
+_KOHYA = Door(together=_epoch_batches, defaults=_family_defaults, remedy=_help, passes_over=True)
+
+
+def without(cfg: TrainConfig, fields: Iterable[str]) -> TrainConfig:
+    """Return a configuration in which some fields have not been given."""
+    for path in fields:
+        section, _, name = path.partition(".")
+        changed = getattr(cfg, section).model_copy(update={name: default_of(path)})
+        cfg = cfg.model_copy(update={section: changed})
+    return cfg
+
+
+def _pass_over_data(out: Resolution) -> None:
+    """Pass over what kohya's script does not read: folders next to a file of datasets, or next to a metadata json."""
+    data = out.cfg.data
+    winner = "data.dataset_config" if data.dataset_config else "data.in_json" if data.in_json else ""
+    losers = {"data.dataset_config": ("data.dirs", "data.reg_dirs", "data.in_json"), "data.in_json": ("data.reg_dirs",)}
+    losers_given = [path for path in losers.get(winner, ()) if path in out.origins and value_of(out.cfg, path)]
+    for path in losers_given:
+        listed = value_of(out.cfg, path)
+        values = " ".join(listed) if isinstance(listed, tuple) else listed
+        out.note(path, f"{values}: not read, as in kohya's scripts: {option(winner)} names the data")
+        out.origins.pop(path)
+    out.cfg = without(out.cfg, losers_given)
 
 
 def with_variants(cfg: TrainConfig, bad: set[str], notes: list[str]) -> TrainConfig:
@@ -283,8 +319,9 @@ def _written(words: dict[str, list[str]], table: Mapping[str, Row], layer: Layer
     if "config_file" not in words:
         return {}, Path()
     path = arguments_file.path_of(words["config_file"][-1])
-    texts_of, faults = arguments_file.read(path, table)
+    texts_of, faults, notes = arguments_file.read(path, table)
     layer.faults += faults
+    layer.notes += notes
     taken = {table[name].to for name in words} - {""}
     return {name: texts for name, texts in texts_of.items() if name not in words and table[name].to not in taken}, path
 
@@ -300,6 +337,11 @@ def _take_sections(path: Path, layer: Layer) -> None:
 
 def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
     """Read one flag into a layer. origin: the flag, or where a file has it."""
+    if is_off(flag, texts):
+        reading = f"{texts[-1]} is taken as off" if texts[-1] else "an empty value is taken as none"
+        layer.notes.append(f"{origin}: {reading}, as if it were not given")
+        return
+
     # --- flags that are known and not offered, and those that something near stands in for
     if flag.status in ("later", "refused"):
         if not (texts and texts[-1] in flag.passes):
@@ -312,7 +354,7 @@ def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
     # --- the words as a value of the flag's type
     try:
         value = convert(flag, texts)
-        if value == "" and flag.passes == ("",):
+        if value in flag.passes:
             return
         if not all(_is_text(item) for item in (value if flag.kind == "strs" else (value,)) if isinstance(item, str)):
             raise ValueError("its value is empty or not UTF-8")
@@ -338,6 +380,29 @@ def take_flag(layer: Layer, flag: Row, texts: list[str], origin: str) -> None:
             del layer.values[flag.to], layer.origins[flag.to]
         layer.rows[flag.to] = flag
         layer.set(flag.to, value, origin)
+
+
+_NEVER = ("sample.every_n_steps", "sample.every_n_epochs")  # kohya's scripts take anything from 0 down as never
+
+
+def is_off(flag: Row, texts: list[str]) -> bool:
+    """Tell whether a flag of kohya's says that something is not wanted: 0 or an empty text, where no such value exists."""
+    if flag.kind == "switch" or not texts or texts[-1] in flag.passes:
+        return False
+    text = "".join(texts).strip()
+    if flag.status in ("later", "refused"):
+        return text in ("", "0")
+    if not flag.to or flag.to.startswith("?") or default_of(flag.to) is not None or flag not in KOHYA:
+        return False
+    if text == "":
+        return flag.kind == "str"
+    if flag.kind not in ("int", "float", "number"):
+        return False
+    try:
+        number = float(text)
+    except ValueError:
+        return False
+    return (number == 0 or (number < 0 and flag.to in _NEVER)) and bool(judged(flag.to, int(number))[1])
 
 
 def _is_text(value: str) -> bool:

@@ -6,7 +6,6 @@ Precedence: field default < family default < TOML < command line.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from difftrain.config import launch_options, layers
 from difftrain.config.datasets import diffusion_pipe
 from difftrain.config.datasets.datasets import Resolved, applied
 from difftrain.config.derive import train_door
+from difftrain.config.document import toml_of
 from difftrain.config.door import enter
 from difftrain.config.layers import KeyValue, Layer
 from difftrain.config.parse_flags import RULES, Parsed, with_variants
@@ -257,8 +257,8 @@ def _option(name: str, text: str | None, bare: dict[str, str], line: Layer) -> N
 def literal(text: str) -> Any:
     """Read a value as TOML has it, else as text."""
     try:
-        value = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        value = toml_of(f"value = {text}")
+    except ValueError:
         return text
     plain = isinstance(value["value"], str | bool | int | float | list | dict) and len(value) == 1
     return value["value"] if plain else text

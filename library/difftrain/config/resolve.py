@@ -60,6 +60,7 @@ class Door:
 
     before: on each layer by itself. merging: as a layer is laid over those below it. together: when all are merged.
     defaults: values of fields that nobody gives, by the family. remedy: what to say of a field whose value does not fit.
+    passes_over: what kohya's scripts would pass over is said, no fault, and counts as not given.
     """
 
     before: Callable[[Sequence[Layer]], None] = lambda layers: None
@@ -67,6 +68,7 @@ class Door:
     together: Callable[[Resolution, Sequence[Layer]], None] = lambda out, layers: None
     defaults: Callable[[FamilyRow], Mapping[str, Any]] = lambda row: {}
     remedy: Callable[[str], str] = lambda path: ""
+    passes_over: bool = False
 
 
 def resolve_layers(layers: Sequence[Layer], door: Door) -> Resolution:

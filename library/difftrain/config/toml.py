@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from difftrain.config.document import text_of, toml_of
 from difftrain.config.paths import recipes_named
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import Section, TrainConfig
@@ -69,10 +69,10 @@ def load(path: Path) -> TrainConfig:
 def read(path: Path) -> tuple[Values, list[Fault]]:
     """Read a file into values that fit their fields, and the faults of all others."""
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
+        tables = toml_of(text_of(path))
     except FileNotFoundError:
         return {}, [Fault(str(path), "no such file", f"give a TOML file, such as one of {recipes_named()}")]
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         return {}, [Fault(str(path), f"cannot be read as TOML: {error}")]
     values: Values = {}
     faults: list[Fault] = []

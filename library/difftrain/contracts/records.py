@@ -75,6 +75,7 @@ class Batch:
     Shapes: record_id, occurrence (B,) int64; features and draws (B, ...).
     counts: this rank's host-known share of each normaliser, here the number of samples under "samples".
     step: the update that it is for, counted from 0; None: none, as in evaluation.
+    idle: it is another rank's, and counts nothing: forward and backward take all ranks, and this one had nothing to do.
     """
 
     bucket: Bucket
@@ -87,6 +88,7 @@ class Batch:
     keys: tuple[bytes, ...] = ()
     rejects: tuple[Reject, ...] = ()  # items that failed only when they were decoded, and were replaced
     step: int | None = None
+    idle: bool = False
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor under one flat name, for pinning and moving."""

@@ -17,7 +17,8 @@ from difftrain.config.schema.sections import DatasetSection, EvalSetSection
 from difftrain.contracts import Batch, DataFault, Draw, FeatureSpec, Reject, Tokenize
 from difftrain.data.features import NOTHING_CACHED
 from difftrain.data.index.index import DATABASE, Index, connect
-from difftrain.data.loader import RankShare, data_loader, items_of, num_workers
+from difftrain.data.loader import data_loader, items_of, num_workers
+from difftrain.data.plan.plan import RankShare
 from difftrain.data.plan.tables import BucketRows, PlanTables
 from difftrain.data.prepare import Data, built_index, make_tables, open_data, refuse, trusted_index, validation_seed
 from difftrain.data.recipe import recipes_of

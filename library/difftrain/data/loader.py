@@ -28,9 +28,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from difftrain.config import TrainConfig
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import Batch, DataFault, FeatureSpec, Tokenize, TrainingFault
-from difftrain.data.plan.plan import EpochPlan, Uses, total_steps
+from difftrain.data.plan.plan import EpochPlan, RankShare, Uses, total_steps
 from difftrain.data.plan.readahead import Readahead
 from difftrain.data.plan.tables import PlanTables
+from difftrain.data.plan.whole import WholePlan
 from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import SampleMaker
 from difftrain.distributed.launch import Launch
@@ -107,50 +108,32 @@ def from_shared_batch(item: Any) -> Any:
     return item.unpack() if isinstance(item, SharedBatch) else item
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """A rank's part of every global batch: draws rank, rank + dp_size, ..., cut into micro batches in this order.
-
-    batch_sizes: images of a micro batch, of each data set.
-    """
-
-    dp_rank: int
-    dp_size: int
-    batch_sizes: tuple[int, ...]
-    accumulation: int = 1
-
-    @property
-    def global_batches(self) -> tuple[int, ...]:
-        """Return the draws of a step over all ranks, of each data set."""
-        return tuple(size * self.accumulation * self.dp_size for size in self.batch_sizes)
-
-    def part(self, micro: int, dataset: int = 0) -> slice:
-        """Return where micro batch `micro` lies in a global batch of a data set."""
-        span = self.dp_size * self.batch_sizes[dataset]
-        return slice(self.dp_rank + micro * span, (micro + 1) * span, self.dp_size)
-
-
 class MicroBatches(Dataset[Any]):
-    """Item n is micro batch n % accumulation of step n // accumulation. Picklable."""
+    """Item n is micro batch n % accumulation of step n // accumulation; None where a step has fewer. Picklable."""
 
     def __init__(self, maker: SampleMaker, plan: EpochPlan, share: RankShare) -> None:
         self._maker, self._plan, self._share = maker, plan, share
-        self._readahead = Readahead(maker.index, plan) if plan.order == "sequential" else None
+        self._readahead: Readahead | None = None
+        if isinstance(plan, WholePlan) and plan.order == "sequential":
+            self._readahead = Readahead(maker.index, plan)
 
-    def __getitem__(self, n: int) -> Batch | DataFault | TrainingFault:
+    def __getitem__(self, n: int) -> Batch | DataFault | TrainingFault | None:
         step, micro = divmod(n, self._share.accumulation)
-        part = self._share.part(micro, self._plan.dataset(step))
-        if self._readahead is not None:
-            self._readahead.advise(step, part)
-        uses = self._plan.uses_of(step, part)
-        draws = self._plan.draws(uses.rows, uses.occurrences)
+        if self._readahead is not None and isinstance(self._plan, WholePlan):
+            self._readahead.advise(step, self._share.part(micro, self._plan.dataset(step)))
+        uses = self._plan.micro_batch(step, micro, self._share)
+        if uses is None:
+            return None
+        draws = self._plan.draws(uses)
         epoch, _ = self._plan.locate(step)
         try:
-            return self._maker.batch(
+            batch = self._maker.batch(
                 uses.bucket.bucket, draws, epoch, lambda slot: neighbours(self._plan, uses, slot), step
             )
         except (DataFault, TrainingFault) as fault:
             return fault  # raised by the parent, without the worker's traceback around it
+        # whoever counts it names what was replaced in it
+        return replace(batch, idle=True, counts={"samples": 0.0}, rejects=()) if uses.idle else batch
 
 
 def neighbours(plan: EpochPlan, uses: Uses, slot: int) -> list[int]:
@@ -162,7 +145,7 @@ def neighbours(plan: EpochPlan, uses: Uses, slot: int) -> list[int]:
 
 
 class StepLoader:
-    """Iterate over steps: a list of `accumulation` micro batches each."""
+    """Iterate over steps: a list of micro batches each, `accumulation` of them or fewer, on every rank as many."""
 
     def __init__(self, loader: DataLoader[Any], accumulation: int) -> None:
         self._loader, self._accumulation = loader, accumulation
@@ -172,9 +155,10 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         micro: list[Batch] = []
-        for batch in items_of(self._loader):
-            micro.append(batch)
-            if len(micro) == self._accumulation:
+        for number, batch in enumerate(items_of(self._loader), 1):
+            if batch is not None:
+                micro.append(batch)
+            if number % self._accumulation == 0:
                 yield micro
                 micro = []
 

@@ -24,10 +24,12 @@ from difftrain.data.index.build import build_index
 from difftrain.data.index.index import Index, IndexColumns, check_columns, newest
 from difftrain.data.index.writer import disk_faults
 from difftrain.data.plan.buckets import BucketTable
-from difftrain.data.plan.plan import EpochPlan
+from difftrain.data.plan.every import EveryPlan
+from difftrain.data.plan.plan import EVERY, EpochPlan
 from difftrain.data.plan.sequential import with_plain_shards
 from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, build_tables, held_out, overlaps
 from difftrain.data.plan.tables import VERSION, Layout, PlanTables, total_uses
+from difftrain.data.plan.whole import WholePlan
 from difftrain.data.recipe import Recipe, recipes_of
 from difftrain.data.sources.configured import class_argument
 
@@ -133,14 +135,20 @@ def open_data(cfg: TrainConfig, folder: Path) -> Data:
 
 
 def global_batches(cfg: TrainConfig, dp_size: int) -> tuple[int, ...]:
-    """Return the draws of a step over all ranks, of each data set."""
+    """Return the draws of a full step over all ranks, of each data set."""
     return tuple(size * cfg.training.accumulation * dp_size for size in cfg.batch_sizes)
 
 
 def make_plan(data: Data, cfg: TrainConfig, global_batch: int | Sequence[int]) -> EpochPlan:
     """Make the plan that a configuration asks for. The seed must be resolved."""
     assert cfg.training.seed is not None
-    return EpochPlan(
+    if cfg.data.epoch_batches == EVERY:
+        batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
+        units = {batch // size for batch, size in zip(batches, cfg.batch_sizes, strict=True)}
+        if len(units) > 1:
+            raise ValueError(f"global batches {batches} of micro batches {cfg.batch_sizes}")
+        return EveryPlan(data.tables, cfg.training.seed, cfg.batch_sizes, units.pop())
+    return WholePlan(
         data.tables,
         cfg.training.seed,
         global_batch,
@@ -174,7 +182,8 @@ def _reading_hash(cfg: TrainConfig) -> str:
         "dirs": [os.path.realpath(expanded(folder)) for folder in cfg.data.dirs],
         "repeats": cfg.data.repeats,
         "columns": [cfg.data.image_column, cfg.data.caption_column],
-        "captions": [cfg.captions.extension, cfg.captions.allow_empty],
+        # what has no caption is found again in an index that was made without or with it, but for whole texts
+        "captions": [cfg.captions.extension, cfg.captions.allow_empty and cfg.captions.dialect != "kohya"],
     }
     if cfg.captions.enable_wildcard:
         reading["lines"] = "all"
@@ -191,7 +200,7 @@ def _reading(subset: SubsetSection) -> list[Any]:
     captions = [subset.captions.extension, subset.captions.separator, subset.captions.enable_wildcard]
     later = [subset.captions_file, subset.default_mask, subset.masks_optional, subset.captions.dialect]
     more = later if later != [None, None, False, "kohya"] else []
-    if subset.captions.allow_empty:
+    if subset.captions.allow_empty and subset.captions.dialect != "kohya":
         more.append("empty captions")
     real = [path and os.path.realpath(expanded(str(path))) for path in paths]
     return [

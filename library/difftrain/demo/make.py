@@ -12,12 +12,12 @@ import os
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from difftrain.config.document import text_of, toml_of
 from difftrain.config.paths import PendingFiles
 from difftrain.demo.recipe import GLOBAL_BATCH, SIDE, DemoPlan, cache_root, ema_decay
 from difftrain.models.registry import FAMILIES
@@ -124,7 +124,7 @@ def _flags_of(argv: Sequence[str]) -> dict[str, str]:
 
 def _tables(path: str | None) -> Mapping[str, Any]:
     try:
-        return tomllib.loads(Path(path or "").read_text(encoding="utf-8-sig"))
+        return toml_of(text_of(Path(path or "")))
     except (OSError, ValueError):
         return {}
 

@@ -16,6 +16,7 @@ from difftrain.diffusion.draws import Stream, key_of, words_of
 _ROUNDS = 8
 _SMALL = 128  # below: one Fisher-Yates table; halves of a dozen values mix badly in a Feistel network
 _CHUNK = 1 << 13
+_FEW = 8  # up to so many, one after another is faster than as an array
 _LIMIT = 1 << 48  # the 32-bit hash still reaches every value of a half evenly
 _MASK = (1 << 64) - 1
 # The multipliers and shifts of a 64-bit finaliser (Stafford's mix 13), whose every input bit reaches every output bit.
@@ -76,6 +77,8 @@ class Permutation:
             raise IndexError(f"values outside [0, {self.n})")
         if self._table is not None:
             return self._table[flat].reshape(i.shape)
+        if flat.size <= _FEW:
+            return np.array([self(index) for index in flat.tolist()], dtype=np.int64).reshape(i.shape)
         out = flat.view(np.uint64).copy()
         for start in range(0, out.size, _CHUNK):
             piece = out[start : start + _CHUNK]

@@ -93,7 +93,7 @@ class Ranks:
         ):
             with loopback_only(launch):
                 dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
-            store = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store()).clone()
+            store = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store()).clone()  # type: ignore[attr-defined]
             own = signs.Signs(store, launch.rank, launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":

@@ -170,7 +170,7 @@ class BaseEngine:
     # ------------------------------------------------------------------ stepping
 
     def step(self, micro: list[Batch], counts: dict[str, float]) -> Stats:
-        """Make one update from this rank's micro batches; the host waits for nothing on an accelerator.
+        """Make one update from this rank's micro batches, on every rank as many; the host waits for nothing on an accelerator.
 
         counts: the GLOBAL number of samples of this step, known before the backward: loss = global sum / that.
         """
@@ -189,8 +189,10 @@ class BaseEngine:
                 if observer is not None:
                     observer.before_forward(number, batch)
                 terms = self._forward(batch, self._wrapped, observer)
-                loss = self._terms.loss(terms, counts)
-                sums.append(self._terms.vector(terms))
+                loss, vector = self._terms.loss(terms, counts), self._terms.vector(terms)
+                if batch.idle:
+                    loss, vector = loss * 0.0, torch.zeros_like(vector)
+                sums.append(vector)
                 if last:
                     self._update.ready(lambda: means()[TOTAL])
                 self._backward(loss)

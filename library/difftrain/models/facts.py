@@ -26,6 +26,7 @@ class Text:
     normed: of CLIP: the encoder's last norm is put behind a hidden state that is read by number.
     pads_zero: of CLIP: texts are filled up with id 0, as OpenCLIP does, in place of the end's.
     mask: its name among features; pooled_as: the vector's; empty: by the encoder's place, mask_1 and pooled_1.
+    mends: of T5: captions are mended before they are read, as CLIP's always are.
     hub: a repository that has the vocabulary, for weights that come without it.
     """
 
@@ -44,6 +45,7 @@ class Text:
     passes_mask: bool = False
     normed: bool = False
     pads_zero: bool = False
+    mends: bool = False
     mask: str = ""
     pooled_as: str = ""
     hub: str = ""

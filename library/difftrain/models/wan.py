@@ -29,7 +29,7 @@ class Wan(ModelFamily):
 
     name = "wan"
     modelspec = "wan-2.1-t2v"
-    texts = (Text("text_encoder", "tokenizer", "t5", 512, masked=True),)
+    texts = (Text("text_encoder", "tokenizer", "t5", 512, masked=True, mends=True),)
     blocks = ("blocks",)
     shift = Shift(3.0, walks=False)  # of 480p; 720p is drawn with 5
     zero = r"^proj_out\."

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from difftrain.config.schema.rates import ADAFACTOR, is_relative, is_schedule_free, schedule_name
+from difftrain.config.schema.section import WHOLE_SHARE
 from difftrain.config.schema.sections import OptimizerSection
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
@@ -203,7 +204,7 @@ def piecewise_constant(*, step_rules: str = "") -> Factor:
 
 def updates(value: float, total: int) -> int:
     """Turn a number of updates, or below 1 a share of all, into a number of updates."""
-    return int(value * total) if 0 < value < 1 else int(value)
+    return total if value == WHOLE_SHARE else int(value * total) if 0 < value < 1 else int(value)
 
 
 # name -> (function, the arguments that flags give it)

@@ -90,6 +90,7 @@ class ReportFacts:
     scores: dict[str, Any] = field(default_factory=dict)
     targets: list[ScoreTarget] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
+    timed_images: int | None = None  # of the step of logging.timed_step; None: a global batch
 
 
 def make_report(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def _timed_step(cfg: TrainConfig, facts: ReportFacts) -> dict[str, Any]:
     return {
         "timed_step": number,
         "timed_step_s": step_s,
-        "timed_step_ips": facts.global_batch / step_s / facts.world_size if step_s else None,
+        "timed_step_ips": (facts.timed_images or facts.global_batch) / step_s / facts.world_size if step_s else None,
         "all_steps_loss_mean": statistics.fmean(losses) if losses else None,
         "all_steps_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
     }

@@ -42,10 +42,14 @@ class Prompt:
 
 @dataclass
 class PromptEntry:
-    """One prompt as somebody wrote it: its fields by kohya's names, what is wrong, and what is worth saying."""
+    """One prompt as somebody wrote it: its fields by kohya's names, what is wrong, and what is worth saying.
+
+    unread: field -> what is wrong with the option of a line, which kohya's scripts pass over.
+    """
 
     fields: dict[str, Any] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
@@ -184,11 +188,14 @@ def _take(entry: PromptEntry, name: str, value: str) -> None:
             raise ValueError
         converted = convert(match[0])
     except ValueError:
-        entry.faults.append(f"--{name} does not take {value!r}")
+        entry.unread[target] = f"--{name} does not take {value!r}"
         return
     behind = value[match.end() :]
     if behind.strip():  # kohya reads the number in "512px" too
         entry.notes.append(f"--{name} takes {match[0]!r}; {behind!r} after it is ignored")
+    if target == "sample_sampler" and (wrong := sampler_fault(str(converted))):
+        entry.unread[target] = f"--{name}: {wrong}"
+        return
     set_field(entry, target, converted, f"--{name}")
 
 
@@ -244,17 +251,26 @@ def read_prompts(
     guided: bool = False,
     option: Callable[[str], str] = str,
     defaults: PromptEntry | None = None,
+    passes_over: bool = False,
 ) -> PromptFile:
     """Read a file of prompts by its suffix.
 
     sampler: that of prompts that name none. flow: whether the model learns a flow. guided: whether it is told a
     guidance. option: how messages call the settings sample.prompts and sample.sampler. defaults: what prompts take that
-    do not say it themselves. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where
+    do not say it themselves. passes_over: an option of a line with a value that it does not take is left out, as in kohya's
+    scripts, and said. Raises: ConfigFault with every fault of the file, where there is nothing to draw, or where
     the sampler cannot be used: at the start of a run, not at its first picture.
     """
     entries, faults = _entries(path, option("sample.prompts"))
     if not entries and not faults:
         faults.append(Fault(option("sample.prompts"), f"{path} {_NONE}", _REMEDIES[path.suffix.lower()]))
+    if passes_over:
+        for _, entry in entries:
+            if "sample_sampler" in entry.unread:
+                entry.fields["sample_sampler"] = "ddim"
+                entry.notes.append(f"{entry.unread.pop('sample_sampler')}; ddim is taken, as in kohya's scripts")
+            entry.notes += [f"{what}; it is left out, as in kohya's scripts" for what in entry.unread.values()]
+            entry.unread.clear()
     return _judged(entries, faults, sampler, flow, guided, option, defaults)
 
 
@@ -288,7 +304,7 @@ def _judged(
             entry.fields = defaults.fields | entry.fields
     for _, entry in entries:
         entry.set_aside_idle(flow=flow, guided=guided)
-    faults += [Fault(where, what) for where, entry in entries for what in entry.faults]
+    faults += [Fault(where, what) for where, entry in entries for what in (*entry.unread.values(), *entry.faults)]
     for where, entry in entries:
         own = entry.fields.get("sample_sampler")
         if own and (fault := sampler_fault(own, flow=flow)):

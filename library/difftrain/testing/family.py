@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,19 @@ def tiny_step(step: int, global_batch: int, dp_rank: int = 0, dp_size: int = 1, 
     mine = list(range(step * global_batch, (step + 1) * global_batch))[dp_rank::dp_size]
     size = len(mine) // accumulation
     return [tiny_batch(mine[i * size : (i + 1) * size]) for i in range(accumulation)]
+
+
+def tiny_uneven_step(step: int, sizes: Sequence[int], dp_rank: int = 0, dp_size: int = 1) -> list[Batch]:
+    """Return a rank's micro batches of a step of micro batches of so many samples: number rank, rank + dp_size, ...
+
+    As a plan of every use deals them: where the last round has none for a rank, it goes along with another's, idle.
+    """
+    first = [1000 * step + sum(sizes[:number]) for number in range(len(sizes))]
+    micro = []
+    for round_ in range(0, len(sizes), dp_size):
+        own = round_ + dp_rank
+        if own < len(sizes):
+            micro.append(tiny_batch(range(first[own], first[own] + sizes[own])))
+        else:
+            micro.append(replace(tiny_batch([first[round_]]), idle=True, counts={"samples": 0.0}))
+    return micro

@@ -12,7 +12,7 @@ from difftrain.cache.build import on_device
 from difftrain.config import TrainConfig
 from difftrain.config.schema.families import learns_flow, row_of
 from difftrain.config.schema.names import FLOW_SAMPLERS
-from difftrain.config.spellings.spelling import option
+from difftrain.config.spellings.spelling import is_kohyas, option
 from difftrain.device.memory import SAMPLING, during
 from difftrain.distributed.collective import heartbeat
 from difftrain.sampling import Prompt, PromptFile, draw_grid, read_prompts
@@ -41,6 +41,7 @@ def prompts_of(cfg: TrainConfig) -> PromptFile:
         flow=learns_flow(cfg),
         guided=row_of(cfg).has("model.guidance"),
         option=option,
+        passes_over=is_kohyas(),
     )
     return replace(file, prompts=(*words, *file.prompts))
 

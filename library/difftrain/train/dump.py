@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from difftrain.config import TrainConfig
 from difftrain.config.secrets import redact_text
 from difftrain.contracts import Batch, ConfigFault, Family, Fault, Parts, Reject
 from difftrain.data.loader import check_sizes, neighbours
-from difftrain.data.plan.plan import EpochPlan, total_steps
+from difftrain.data.plan.plan import EpochPlan, Uses, total_steps
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.data.recipe import recipes_of
 from difftrain.data.samples import Sample, SampleMaker
@@ -95,16 +96,12 @@ class _Dump:
             (self.folder / LIST).open("w", encoding="utf-8") as listing,
         ):
             for step in range(steps):
-                uses = self.plan.uses_of(step)
-                size = self.cfg.batch_sizes[uses.bucket.dataset]
-                for start in range(0, len(uses.rows), size):
+                for uses in self._micro_batches(step):
                     # a micro batch as training gets it
-                    part = uses.part(slice(start, start + size))
-                    draws = self.plan.draws(part.rows, part.occurrences)
                     samples, kept, rejects = self.maker.samples(
-                        part.bucket.bucket, draws, 0, partial(neighbours, self.plan, part), step
+                        uses.bucket.bucket, self.plan.draws(uses), 0, partial(neighbours, self.plan, uses), step
                     )
-                    batch = self.maker.collate(part.bucket.bucket, samples, kept, rejects)
+                    batch = self.maker.collate(uses.bucket.bucket, samples, kept, rejects)
                     _log(rejects)
 
                     # what the model would see, beside where it comes from
@@ -116,6 +113,13 @@ class _Dump:
             "--dump_dataset: %s samples of %s steps, the first epoch, are in %s", f"{number:,}", steps, self.folder
         )
         return number
+
+    def _micro_batches(self, step: int) -> Iterator[Uses]:
+        """Cut a global batch into micro batches."""
+        for uses in self.plan.parts(step):
+            size = self.cfg.batch_sizes[uses.bucket.dataset]
+            for start in range(0, len(uses.rows), size):
+                yield uses.part(slice(start, start + size))
 
     def _pictures(self, batch: Batch) -> np.ndarray:
         """Decode the latents of a micro batch. Shape: (B, H, W, 3) uint8."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftrain.cache.request import bytes_text
 from difftrain.contracts import Bucket, Parts
-from difftrain.data.plan.plan import why
+from difftrain.data.plan.plan import EVERY, why
 from difftrain.distributed.collective import heartbeat
 from difftrain.engine.half_precision import precision_of
 from difftrain.hub.uploads import AT_END_S
@@ -95,6 +95,7 @@ def write_reports(run: Run, meter: Meter, saving: Saving, *, at_end: bool = True
         device=device.describe(),
         world_size=run.ranks.size,
         global_batch=run.global_batch,
+        timed_images=run.plan.size(timed - 1) if (timed := run.cfg.logging.timed_step) else None,
         steps=run.progress.step,
         planned_steps=run.total_steps,
         epochs=run.epoch,
@@ -187,7 +188,8 @@ def say_what_runs(run: Run) -> None:
         f"precision {precision_of(cfg.training)}",
         f"model: {weights_of(run)}; " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items()),
         f"batch: {_listed(cfg.batch_sizes)} a rank x {cfg.training.accumulation} accumulated x {size} rank{'s'[: size != 1]} "
-        f"= {_listed(batches)} image{'s'[: batches != (1,)]} per step{', by dataset' if len(cfg.batch_sizes) > 1 else ''}",
+        f"= {_listed(batches)} image{'s'[: batches != (1,)]} per step{', by dataset' if len(cfg.batch_sizes) > 1 else ''}"
+        f"{', fewer where a bucket or an epoch ends' if run.plan.kind == EVERY else ''}",
         *run.plan.lines(),
         f"length: {run.total_steps} steps"
         + (f" ({why(cfg.training, run.plan)})" if cfg.training.max_epochs else "")

@@ -57,7 +57,8 @@ def _steps(
                 check_encoders(run, micro)
 
         # update weights, then their averages
-        images = run.plan.size(run.progress.step)
+        sizes = run.plan.counts(run.progress.step)
+        images = sum(number for _, number in sizes)
         with in_step(run.progress.step + 1, micro), meter.counted(micro):
             stats = run.model.engine.step(micro, {"samples": float(images)})
         meter.say_memory(run.model.parts, run.model.engine)
@@ -66,7 +67,7 @@ def _steps(
         # the step counts; hooks come last, they read counters and metrics
         run.progress.step += 1
         run.progress.samples_seen += images
-        run.clock.stepped(images, images * run.flops(micro))
+        run.clock.stepped(images, sum(number * run.flops(rows.bucket) for rows, number in sizes))
         at = run.position
         meter.after_step(at, micro, stats)
         for hook in hooks:

@@ -178,13 +178,14 @@ class Meter:
         # a step that was not applied is named with its records, one of which may be the cause
         self._progress.skipped += 1
         self._progress.skipped_in_a_row += 1
-        bucket, draws = self._plan.batch(step - 1)
+        parts = self._plan.parts(step - 1)
+        draws = [draw for uses in parts for draw in self._plan.draws(uses)]
         names = [record.name for record in self._index.records([draw.record_id for draw in draws])]
         log.warning(
             "step %d (epoch %d, %s): loss %s, gradient norm %s; %s%s. Its records: %s",
             step,
             epoch + 1,
-            bucket,
+            ", ".join(dict.fromkeys(str(uses.bucket.bucket) for uses in parts)),
             loss,
             grad_norm,
             what_was_skipped(self._cfg.optimizer, loss),

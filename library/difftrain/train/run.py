@@ -127,7 +127,9 @@ def _run(
             build_caches(fetch(cfg, ranks, {})[0], device, ranks)
             return 0
         cfg = stack.enter_context(run_directory(cfg, ranks))
-        session = stack.enter_context(open_session(cfg, ranks, drawn_seed=secrets.randbits(31)))
+        session = stack.enter_context(
+            open_session(cfg, ranks, secrets.randbits(31), epochs_given="data.epoch_batches" in explicit)
+        )
         if session.finished:
             log.info("%s: this run is finished at step %d; nothing to do", cfg.output_dir, session.step)
             return 0
@@ -226,7 +228,7 @@ def make_hooks(run: Run, outputs: RunOutputs) -> tuple[Meter, Saving, Evaluating
     origin = NonFinite(model, ranks, partial(batches_again, run), lambda step: run.plan.size(step - 1))
     meter = Meter(cfg, run.progress, run.plan, run.data.index, device, ranks, clock, outputs, origin)
     exports = Exports(cfg, model, ranks, run.uploads, run.identity, run.facts, run.notices)
-    saving = Saving(cfg, model, ranks, clock, run.claim, meter, exports, run.meta)
+    saving = Saving(cfg, model, ranks, clock, run.claim, meter, exports, run.meta, run.epoch_of(run.total_steps))
     drawing = Drawing(cfg, model, device, ranks, clock, outputs)
     if ranks.is_logger:
         warn_of_trained(run.sets, run.data.index)

@@ -61,8 +61,12 @@ class Saving:
         meter: Meter,
         exports: Exports,
         meta: Callable[[str], dict[str, object]],
+        epochs: int = 0,
     ) -> None:
-        """Begin. claim: on the output folder. meta: says what a checkpoint of a kind holds of the run, as it is now."""
+        """Begin. claim: on the output folder. meta: says what a checkpoint of a kind holds of the run, as it is now.
+
+        epochs: of the whole run, those that are begun by the last step counted.
+        """
         self._cfg, self._model, self._ranks, self._clock = cfg, model, ranks, clock
         self._claim, self._meter, self.exports, self._meta = claim, meter, exports, meta
 
@@ -81,9 +85,8 @@ class Saving:
         self.newest: Path | None = None  # the last checkpoint that this session has committed
         self._size = 0  # of it, in bytes, on this rank's disk
         self.every_n_epochs = save.every_n_epochs
-        epochs = cfg.training.max_epochs
-        if save.n_epoch_ratio and epochs:
-            self.every_n_epochs = max(1, epochs // save.n_epoch_ratio)
+        if save.n_epoch_ratio:
+            self.every_n_epochs = max(1, (cfg.training.max_epochs or epochs) // save.n_epoch_ratio)
 
     def before_training(self, at: Position) -> None:
         """Nothing is due before the first step; files and the time are looked at from here on, by one rank."""

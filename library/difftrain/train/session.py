@@ -13,12 +13,12 @@ from typing import Any
 from difftrain import checkpoint
 from difftrain.checkpoint import DIFFUSERS, Claim, Empty, Finished, Foreign, RunRecord, Unfinished
 from difftrain.config import TrainConfig
-from difftrain.config.digest import differences, digest
+from difftrain.config.digest import differences, digest, without_empty
 from difftrain.config.digest import identity as config_identity
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, DataFault, Family, Fault, Parts
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan.plan import EpochPlan, changes, total_steps
+from difftrain.data.plan.plan import EVERY, WHOLE_BATCHES, EpochPlan, changes, kind_of, total_steps, why_no_step
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data
 from difftrain.distributed.collective import run_on
 from difftrain.distributed.ranks import Ranks
@@ -62,10 +62,11 @@ class Session:
 
 
 @contextmanager
-def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Session]:
+def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int, *, epochs_given: bool = False) -> Iterator[Session]:
     """Claim the output folder for as long as the session lasts, and say how it begins. Every rank calls it.
 
-    drawn_seed: taken by a new run that was given none. Raises ConfigFault where the folder must not be written to.
+    drawn_seed: taken by a new run that was given none. epochs_given: data.epoch_batches is the user's own word, not the
+    entry point's: without it a run goes on with epochs as its checkpoint has them. Raises ConfigFault where the folder must not be written to.
     """
     out, resume = cfg.output_dir, fetch_state(cfg, ranks)
     ours, names = digest(cfg, ranks.size), checkpoint.naming_of(cfg.save)
@@ -99,6 +100,9 @@ def open_session(cfg: TrainConfig, ranks: Ranks, drawn_seed: int) -> Iterator[Se
             log.info("seed %d, %s", seed, "chosen for this run" if earlier is None else "of the resumed run")
         seeded = cfg.model_copy(update={"training": cfg.training.model_copy(update={"seed": seed})})
 
+        if source is not None and not epochs_given:
+            seeded = _with_epochs_of(seeded, meta)
+
         # a checkpoint of this very launch has begun anew what was asked to
         launch = launch_of(ranks)
         if source is not None and wrote(meta, launch):
@@ -130,7 +134,9 @@ def _chosen(
         inside = Path(resume).resolve().parent == cfg.output_dir.resolve()
     # One folder, one configuration: else a later --resume=auto could not tell which checkpoint is whose.
     if inside and isinstance(state, Unfinished | Finished) and state.record.config_digest != ours:
-        parted = differences(state.record.identity, config_identity(cfg, ranks.size))
+        parted = differences(without_empty(state.record.identity), config_identity(cfg, ranks.size))
+        if not parted:
+            return checkpoint.choose_start(state, resume, ours, cfg.output_dir)
         if cfg.save.run_dirs:  # its own checkpoint was asked for; what must be equal is looked at by check_same
             message = "the configuration differs from the one that %s started with, and applies from here on: %s"
             log.warning(message, cfg.output_dir, "; ".join(parted))
@@ -160,6 +166,15 @@ def _without_resets(cfg: TrainConfig) -> TrainConfig:
         "%s: was applied when this launch started, and is not applied again", ", ".join(f"--{name}" for name in resets)
     )
     return cfg.model_copy(update={"save": cfg.save.model_copy(update=dict.fromkeys(resets, False))})
+
+
+def _with_epochs_of(cfg: TrainConfig, meta: dict[str, Any]) -> TrainConfig:
+    """Return cfg with the kind of epochs that a checkpoint was written with."""
+    kind = kind_of(meta.get("plan", {}))
+    if kind == (cfg.data.epoch_batches or WHOLE_BATCHES) or (kind == EVERY and cfg.data.tar_order == "sequential"):
+        return cfg
+    log.info("%s, as the checkpoint was written", option("data.epoch_batches", kind))
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"epoch_batches": kind})})
 
 
 def _new_record(cfg: TrainConfig, ours: str, seed: int, ranks: Ranks, before: RunRecord | None) -> RunRecord:
@@ -202,6 +217,8 @@ def plan_run(
     total = total_steps(cfg.training, plan)
     if session is not None:
         check_length(session, total)
+    if total < 1 and (session is None or session.checkpoint is None) and not cfg.sample.test_only:
+        raise ConfigFault([why_no_step(cfg.training, plan)])
     return plan, total
 
 
@@ -245,13 +262,21 @@ def check_same(session: Session, now: dict[str, Any]) -> None:
     if (was.get("held") or {}) != (now.get("held") or {}):  # the checkpoint has what is trained alone
         faults.append(_differs(flag, "weights that are not trained (train_only)", was.get("held"), now.get("held")))
 
-    # another global batch is refused, other data only where exactness was promised
+    # another global batch or kind of epoch is refused, other data only where exactness was promised
+    planned, plans = was.get("plan", {}), now["plan"]
     if save.reset_dataloader:
         pass
+    elif kind_of(planned) != kind_of(plans):
+        path, kind = "data.epoch_batches", kind_of(planned)
+        what = f"the checkpoint was written with {kind}: step {session.step} is elsewhere in the data"
+        remedy = f"{option(path, kind)}, or {option('save.reset_dataloader', True)}, which begins the epoch anew"
+        faults.append(Fault(option(path, kind_of(plans)), what, remedy))
     elif was.get("global_batch") != now["global_batch"]:
         faults.append(_differs(flag, "global batch", was.get("global_batch"), now["global_batch"]))
+    elif planned.get("micro_batch") != plans.get("micro_batch"):
+        faults.append(_differs(flag, "micro batch", planned.get("micro_batch"), plans.get("micro_batch")))
     elif was.get("plan_digest") != now["plan_digest"]:
-        parted = "; ".join(changes(was.get("plan", {}), now["plan"])[:6])
+        parted = "; ".join(changes(planned, plans)[:6])
         if session.auto and not session.cfg.training.only_warn:
             remedy = (
                 f"start from the checkpoint with {option('save.resume')}=FOLDER in another {option('save.output_dir')}"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from difftrain.contracts import Batch, Bucket, Engine, Family, Parts, RunFacts
+from difftrain.contracts import Bucket, Engine, Family, Parts, RunFacts
 from difftrain.hub.uploads import Uploads
 from difftrain.report.notices import Notices
 
@@ -184,9 +184,8 @@ class Run:
         """Return how many updates are still to do."""
         return self.total_steps - self.progress.step
 
-    def flops(self, micro: list[Batch]) -> float:
-        """Return the model FLOPs of an image in the bucket of these micro batches."""
-        bucket = micro[0].bucket
+    def flops(self, bucket: Bucket) -> float:
+        """Return the model FLOPs of an image in a bucket."""
         if bucket not in self._flops:
             self._flops[bucket] = self.model.family.flops_per_sample(self.model.parts, bucket)
         return self._flops[bucket]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,6 @@ def test_all_faults_of_a_file_at_once(folder: Path) -> None:
         f"{subset} 3 is_reg": "metadata_file",
         f"{subset} 3 batch_size": "[[datasets]]",
         "[[datasets]] 2": "subset",
-        "--train_data_dir": "contradicts --dataset_config",
     }
     assert {place: facts for place, facts in expected.items() if not is_about(said[place], place, *facts.split())} == {}
     assert set(said) == set(expected)
@@ -314,13 +314,11 @@ def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "where", "facts"),
     [
-        (["--in_json=m.json", "--reg_data_dir=b"], "--reg_data_dir", "contradicts --in_json"),
         (["--in_json=gone.json"], "--in_json", "file 'gone.json'"),
         (["--in_json=m.json", "--train_data_dir=b"], "--in_json", "--train_data_dir 2"),
         (["--reg_data_dir=gone"], "--reg_data_dir", "folder 'gone'"),
         (["--dataset_class=Pictures"], "--dataset_class", "package.module.Class 'Pictures'"),
         (["--dataset_class=a.B", "--in_json=m.json"], "--in_json", "contradicts --dataset_class"),
-        (["--dataset_config=sets.toml", "--reg_data_dir=b"], "--reg_data_dir", "contradicts --dataset_config"),
         (["--dataset_config=sets.toml", "--dataset_repeats=1,2"], "--dataset_repeats", "2 subset num_repeats"),
         (["--prior_loss_weight=-1"], "--prior_loss_weight", "0 -1"),
     ],
@@ -382,3 +380,17 @@ def test_a_resolution_that_is_wrong_is_not_missing_too(folder: Path, general: bo
     with pytest.raises(ConfigFault) as caught:
         parse(argv(folder, f"--dataset_config={path}"))
     assert [fault.where.split()[-1] for fault in caught.value.faults] == ["resolution"]
+
+
+@pytest.mark.flags("dataset_config")
+def test_a_file_of_datasets_may_be_json(folder: Path) -> None:
+    toml = write(folder, {"resize_interpolation": "box"}, {"resolution": 64, "batch_size": 3}, {"num_repeats": 2})
+    path = folder / "sets.json"
+    path.write_text(json.dumps(tomllib.loads(toml.read_text())))
+    assert resolved(path).data.datasets == resolved(toml).data.datasets
+    assert resolved(toml).data.datasets[0].subsets[0].resize_interpolation == "box"
+    for text in ("[1]", "{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigFault) as caught:
+            resolved(path)
+        assert all(is_about(fault, "--dataset_config") for fault in caught.value.faults)

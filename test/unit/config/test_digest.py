@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from difftrain.config.digest import FREE, NAMED, differences, digest, identity
+from difftrain.config.digest import FREE, NAMED, differences, digest, identity, without_empty
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import fields
 
@@ -27,6 +27,8 @@ def config(**changes: dict[str, Any]) -> TrainConfig:
 
 SAME = [
     {"data": {"workers": 0}},
+    {"data": {"epoch_batches": "every"}},  # the plan's digest says so
+    {"captions": {"allow_empty": True}},  # of which records there are it says so too
     {"data": {"dirs": ("/elsewhere/stars", "/elsewhere/moons/")}},
     {"data": {"cache_dir": "x", "verify": "full", "workers": 3}},
     {"training": {"batch_size": 2, "accumulation": 2}},
@@ -92,6 +94,22 @@ def test_the_global_batch_counts_not_its_split() -> None:
 def test_epochs_win_so_steps_do_not_count_beside_them() -> None:
     one, two = ({"max_epochs": 3, "max_steps": steps} for steps in (10, 20))
     assert digest(config(training=one)) == digest(config(training=two))
+
+
+def test_a_run_of_datasets_is_known_though_empty_captions_count_now() -> None:
+    def with_subset(**captions: Any) -> TrainConfig:
+        subset = {"image_dir": "/mnt/a/stars", "captions": captions}
+        return config(data={"dirs": (), "datasets": [{"resolution": (64, 64), "subsets": [subset]}]})
+
+    before, now = with_subset(), with_subset(allow_empty=True)
+    assert digest(before) == digest(now)
+    # what a version wrote that had it in a run's identity
+    written = json.loads(json.dumps(identity(before)))
+    written["data set 1, subset 1: captions"]["allow_empty"] = True
+    assert not differences(without_empty(written), identity(before))
+    # where a caption is a file's whole text it counts as ever
+    pipe = {"dialect": "diffusion_pipe"}
+    assert digest(with_subset(**pipe)) != digest(with_subset(**pipe, allow_empty=True))
 
 
 def test_every_name_in_the_lists_exists() -> None:

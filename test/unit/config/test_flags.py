@@ -23,14 +23,14 @@ SPEC = {
 FROZEN_OURS = {
     "config", "dry_run", "family", "init_from_config", "tokenizer1_path", "tokenizer2_path", "half_vae",
     "enable_npu_flash_attention", "max_train_epoch", "engine", "device", "threads", "performance", "max_skipped_steps",
-    "use_ema", "ema_decay", "ema_profiles", "ema_snapshot_precision", "allow_empty_caption", "max_rejected_share", "cache_dir", "tar_order",
+    "use_ema", "ema_decay", "ema_profiles", "ema_snapshot_precision", "allow_empty_caption", "max_rejected_share", "cache_dir", "tar_order", "epoch_batches",
     "tar_streams", "tar_window", "verify_data", "image_column", "caption_column", "validation_split", "validation_seed",
     "validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps", "log_every", "training_comment",
     "no_metadata", "cache_only", "prior_loss_weight", "demo", "demo_score", "unet_lr", "text_encoder_lr", "optimizer_schedulefree_wrapper",
     "image_decoder", "schedulefree_wrapper_args", "skip_until_initial_step", "initial_step", "initial_epoch",
     "trust_cache", "regenerate_cache", "cache_latents_as", "cache_latents_dtype", "cache_text_dtype", "cache_dtypes",
     "cache_shuffle_num", "cache_preload", "cache_batch_size", "cache_workers", "cache_segment_gib", "cache_copy_gib",
-    "trace", "webhook_url",
+    "trace", "webhook_url", "mask_mean",
 }  # fmt: skip
 FROZEN_LATER = {
     "master_weights",

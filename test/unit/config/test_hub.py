@@ -111,7 +111,6 @@ WRONG = [
     ("--huggingface_repo_id=me/my/models", "--huggingface_repo_id 'me/my/models'"),
     (f"{SENDS} --huggingface_path_in_repo=/abs", "--huggingface_path_in_repo '/abs'"),
     (f"{SENDS} --huggingface_path_in_repo=a/../b", "--huggingface_path_in_repo 'a/../b'"),
-    ("--huggingface_path_in_repo=a", "--huggingface_path_in_repo --huggingface_repo_id"),
     (f"{SENDS} --huggingface_repo_type=space", "--huggingface_repo_type model dataset 'space'"),
     (f"{SENDS} --huggingface_repo_visibility=secret", "--huggingface_repo_visibility private public 'secret'"),
     ("--save_state_to_huggingface --save_state", "--save_state_to_huggingface --huggingface_repo_id"),

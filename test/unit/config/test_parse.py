@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from refusals import is_about, names
 
+from difftrain.config import parse_keys
 from difftrain.config.parse_flags import Parsed, parse
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.config.spellings.spelling import meaning
 from difftrain.contracts import ConfigFault
+from difftrain.optim import schedule
 
 
 @pytest.fixture
@@ -46,6 +48,23 @@ def only_fault(argv: list[str]) -> str:
     found = faults(argv)
     assert len(found) == 1, found
     return found[0]
+
+
+def test_epochs_are_kohyas_with_his_flags_and_of_whole_batches_with_train_py(line: list[str], tmp_path: Path) -> None:
+    assert parse(line).config.data.epoch_batches == "every"
+    assert parse([*line, "--epoch_batches=whole"]).config.data.epoch_batches == "whole"
+    # tars that are read in sequence come in whole batches
+    assert parse([*line, "--tar_order=sequential"]).config.data.epoch_batches == "whole"
+    fault = only_fault([*line, "--tar_order=sequential", "--epoch_batches=every"])
+    assert "--epoch_batches" in fault and "--tar_order=random" in fault
+
+    recipe = tmp_path / "run.toml"
+    for setting, kind in (("", None), ('epoch_batches = "every"', "every")):
+        data = f'dirs = ["{tmp_path / "data"}"]\nresolution = 64\n{setting}'
+        recipe.write_text(
+            f'[model]\ninit_from_config = "tiny"\n[training]\nmax_steps = 3\n[data]\n{data}\n[save]\noutput_dir = "{tmp_path}/out"\n'
+        )
+        assert parse_keys.parse([f"--config={recipe}"]).config.data.epoch_batches == kind
 
 
 def test_the_contract_line(line: list[str], tmp_path: Path) -> None:
@@ -277,3 +296,21 @@ def test_a_resolved_configuration_is_frozen(line: list[str]) -> None:
     cfg: TrainConfig = parse(line).config
     with pytest.raises(ValueError, match="frozen"):
         cfg.training.batch_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.flags("lr_warmup_steps", "mask_mean")
+def test_all_updates_as_a_share(tmp_path: Path) -> None:
+    line = [
+        "--init_from_config=tiny",
+        "--train_data_dir=/",
+        f"--output_dir={tmp_path}",
+        "--resolution=64,64",
+        "--lr_scheduler=linear",
+    ]
+    share = parse([*line, "--lr_warmup_steps=100%"]).config.optimizer.warmup_steps
+    assert [schedule.updates(share, total) for total in (1, 3, 7919, 10**9)] == [1, 3, 7919, 10**9]
+    assert schedule.updates(1, 100) == 1 and schedule.updates(0.1, 100) == 10
+    with pytest.raises(ConfigFault) as caught:
+        parse([*line, "--lr_warmup_steps=150%"])
+    assert is_about(caught.value.faults[0], "--lr_warmup_steps", "100%", "'150%'")
+    assert parse([*line, "--mask_mean=all"]).config.loss.mask_mean == "all"

@@ -55,7 +55,7 @@ def test_flags_set_their_fields():
         (["--fused_backward_pass", "--optimizer_type=OSS"], "--fused_backward_pass oss"),
         (["--fused_backward_pass", "--optimizer_type=Prodigy"], "--fused_backward_pass optimizer --optimizer_type=AdamW"),
         (["--fused_optimizer_groups=2", "--optimizer_type=AdamWScheduleFree"], "--fused_optimizer_groups --optimizer_type=AdamW"),
-        (["--fused_optimizer_groups=0"], "--fused_optimizer_groups 1 0"),
+        (["--fused_optimizer_groups=-1"], "--fused_optimizer_groups 1 -1"),
         (["--cpu_offload_checkpointing"], "--cpu_offload_checkpointing --gradient_checkpointing"),
         (["--fp8_base", "--fp8_base_unet"], "--fp8_base_unet contradicts --fp8_base"),
         (["--full_fp16", "--full_bf16", "--mixed_precision=bf16"], "--full_bf16 contradicts --full_fp16"),

@@ -11,9 +11,10 @@ from refusals import is_about
 
 from difftrain.config.parse_flags import parse
 from difftrain.config.rules import optimizer, paths, run
+from difftrain.config.rules.finding import value_of
 from difftrain.config.rules.optimizer import one_of
 from difftrain.config.schema import names
-from difftrain.config.schema.validate import fields
+from difftrain.config.schema.validate import default_of, fields
 from difftrain.config.spellings.flags import FLAGS
 from difftrain.contracts import ConfigFault
 from difftrain.models.registry import FAMILIES
@@ -49,16 +50,8 @@ TOGETHER = [
     ("--enable_bucket --min_bucket_reso=36", ["--min_bucket_reso", "8", "36"]),
     ("--enable_bucket --min_bucket_reso=128", ["--min_bucket_reso", "shorter", "--resolution", "128 > 64"]),
     ("--enable_bucket --min_bucket_reso=32 --max_bucket_reso=48", ["--max_bucket_reso", "longer", "--resolution", "48 < 64"]),
-    ("--save_n_epoch_ratio=3", ["--save_n_epoch_ratio", "needs --max_train_epochs"]),
-    ("--save_last_n_steps=100", ["--save_last_n_steps", "needs --save_every_n_steps"]),
-    ("--save_last_n_epochs=2", ["--save_last_n_epochs", "needs --save_every_n_epochs"]),
-    ("--save_every_n_steps=4 --save_last_n_steps_state=8", ["--save_last_n_steps_state", "needs --save_state"]),
-    ("--sample_every_n_steps=4", ["--sample_every_n_steps", "needs --sample_prompts"]),
-    ("--sample_at_first", ["--sample_at_first", "needs --sample_prompts"]),
     ("--sample_prompts={here}/none.txt", ["--sample_prompts", "file", "none.txt"]),
     ("--sample_prompts={here}/prompts.yaml", ["--sample_prompts", "prompts.yaml", ".txt"]),
-    ("--learning_rate_te1=1e-5", ["--learning_rate_te1", "needs --train_text_encoder"]),
-    ("--learning_rate_te2=0", ["--learning_rate_te2", "needs --train_text_encoder"]),
     ("--ema_decay=0.9", ["--ema_decay", "needs --use_ema"]),
     ("--validate_every_n_steps=4", ["--validate_every_n_steps", "needs --validation_split"]),
     ("--max_validation_steps=4", ["--max_validation_steps", "needs --validation_split"]),
@@ -116,7 +109,50 @@ def test_what_kohya_lets_pass_is_said(line: dict[str, str], more: str, facts: st
     assert any(is_about(said, *facts.split()) for said in parse(words(line, more)).notes)
 
 
+PASSED_OVER = [
+    ("--save_last_n_steps=100", "--save_last_n_steps --save_every_n_steps", "save.last_n_steps"),
+    ("--save_last_n_epochs=2", "--save_last_n_epochs --save_every_n_epochs", "save.last_n_epochs"),
+    ("--save_every_n_steps=4 --save_last_n_steps_state=8", "--save_last_n_steps_state --save_state", "save.last_n_steps_state"),
+    ("--sample_every_n_steps=4", "--sample_every_n_steps --sample_prompts", "sample.every_n_steps"),
+    ("--sample_at_first", "--sample_at_first --sample_prompts", "sample.at_first"),
+    ("--learning_rate_te1=1e-5", "--learning_rate_te1 --train_text_encoder", "optimizer.learning_rate_te1"),
+    ("--learning_rate_te2=0", "--learning_rate_te2 --train_text_encoder", "optimizer.learning_rate_te2"),
+    ("--text_encoder_lr=1e-5", "--text_encoder_lr --train_text_encoder", "optimizer.text_encoder_lr"),
+    ("--huggingface_path_in_repo=a", "--huggingface_path_in_repo --huggingface_repo_id", "hub.path_in_repo"),
+    ("--conditioning_data_dir={here}", "--conditioning_data_dir --masked_loss", "data.conditioning_dir"),
+    ("--in_json={here}/captions.json --reg_data_dir={here}", "--reg_data_dir --in_json", "data.reg_dirs"),
+    ("--sample_every_n_steps=0", "--sample_every_n_steps 0", "sample.every_n_steps"),
+    ("--sample_every_n_epochs=-1", "--sample_every_n_epochs -1", "sample.every_n_epochs"),
+    ("--fused_optimizer_groups=0", "--fused_optimizer_groups 0", "optimizer.fused_groups"),
+    ("--vae=", "--vae", "model.vae"),
+    ("--network_dim=0", "--network_dim 0", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "facts", "path"), PASSED_OVER, ids=[more for more, *_ in PASSED_OVER])
+def test_what_kohyas_script_passes_over_is_said_and_counts_as_not_given(
+    line: dict[str, str], tmp_path: Path, more: str, facts: str, path: str
+) -> None:
+    (tmp_path / "captions.json").write_text("{}")
+    parsed = parse(words(line, more.format(here=tmp_path)))
+    assert [note for note in parsed.notes if is_about(note, *facts.split())], parsed.notes
+    assert not path or value_of(parsed.config, path) == default_of(path)
+
+
+def test_a_file_of_datasets_wins_over_folders_of_the_line_which_need_not_be_there(
+    line: dict[str, str], tmp_path: Path
+) -> None:
+    sets = tmp_path / "sets.toml"
+    sets.write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{tmp_path / 'data'}'\n")
+    line |= {"dataset_config": str(sets), "train_data_dir": "/nowhere/a", "reg_data_dir": "/nowhere/b"}
+    parsed = parse(words(line))
+    for flag in ("--train_data_dir", "--reg_data_dir"):
+        assert any(is_about(note, flag, "--dataset_config") for note in parsed.notes), flag
+    assert parsed.config.data.dirs == parsed.config.data.reg_dirs == () and parsed.config.data.datasets
+
+
 FINE = [
+    "--max_train_steps=9 --save_n_epoch_ratio=3",
     "--keep_tokens=2",
     "--resume=auto",
     "--min_snr_gamma=5",

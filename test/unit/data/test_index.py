@@ -85,7 +85,7 @@ def test_records_of_every_kind_of_source(build, tmp_path):
         assert decode(index.read(record.media)).shape[:2] == record.size_hw
     assert by_name["b/1.tar!00008.png"].key == record_key("1", "1.tar/00008.png")
     assert by_name["d/3_blue cat/p.png"].key == record_key("3", "3_blue cat/p.png")
-    assert [source.repeats for source in index.sources] == [1, 2, 1, 15]
+    assert [source.repeats for source in index.sources] == [1, 2, 1, 3]
     assert (
         index.shard_paths(1) == ["0.tar", "1.tar"]
         and index.shard_paths(0) == []
@@ -215,6 +215,66 @@ def test_pictures_outside_kohyas_folders_are_rejected_by_name(build, tmp_path):
     assert index.count == 3
     again, said = build(tmp_path / "a")
     assert again.folder == index.folder and read_again(said) == 0
+
+
+def test_a_stray_picture_and_deeper_ones_leave_class_folders_as_they_are(build, tmp_path):
+    write_folder(tmp_path / "a" / "2_cat", [(20, 20)] * 3)
+    write_folder(tmp_path / "a" / "2_cat" / "deeper", [(20, 20)])
+    (tmp_path / "a" / "cover.png").write_bytes(picture(5, (20, 20)))
+    index, said = build(tmp_path / "a")
+    assert index.count == 3 and [source.repeats for source in index.sources] == [2]
+    rejected = {reject.path for reject in index.rejects()}
+    assert rejected == {str(tmp_path / "a" / name) for name in ("cover.png", "2_cat/deeper/0000.png")}
+    assert "2 images" in said and "for example 2_cat/deeper/0000.png" in said
+
+
+def test_a_caption_goes_to_the_faces_that_were_cut_out_of_its_picture(build, tmp_path):
+    for name in ("f_30_30_20_20.png", "g_1_2_3_4.png", "f.png"):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_bytes(picture(len(name), (40, 40)))
+    (tmp_path / "a" / "f.txt").write_text("of f")
+    (tmp_path / "a" / "g_1_2_3_4.txt").write_text("its own")
+    (tmp_path / "a" / "g.txt").write_text("of g")
+    index, said = build(tmp_path / "a")
+    captions = {record.name.rpartition("/")[2]: record.captions for record in facts(index)}
+    assert captions == {"f_30_30_20_20.png": ("of f",), "f.png": ("of f",), "g_1_2_3_4.png": ("its own",)}
+    assert "f.txt" not in said
+
+
+def test_pictures_without_a_caption_are_counted_where_they_are_trained(build, tmp_path):
+    write_folder(tmp_path / "a", [(20, 20)] * 3)
+    (tmp_path / "a" / "0001.txt").unlink()
+    index, said = build(tmp_path / "a", captions={"allow_empty": True})
+    assert index.count == 3 and any(line.startswith("index: 1 ") and "a/0001.png" in line for line in said.splitlines())
+
+
+def test_whether_empty_captions_count_makes_no_index_of_captioned_pictures(build, tmp_path):
+    write_folder(tmp_path / "a", [(20, 20)] * 3)
+    first, _ = build(tmp_path / "a")
+    again, said = build(tmp_path / "a", captions={"allow_empty": True})
+    assert again.folder == first.folder and "index: looking at" not in said
+    assert build(tmp_path / "a")[0].folder == first.folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_has_no_caption_is_looked_at_again_where_it_counts_otherwise(build, tmp_path, sharded):
+    if sharded:
+        write_tar(tmp_path / "a" / "0.tar", [(20, 20)] * 3)
+        with tarfile.open(tmp_path / "a" / "0.tar", "a") as tar:
+            content = picture(7, (20, 20))
+            member = tarfile.TarInfo("bare.png")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    else:
+        write_folder(tmp_path / "a", [(20, 20)] * 4)
+        (tmp_path / "a" / "0001.txt").unlink()
+    for _ in range(2):
+        index, _ = build(tmp_path / "a")
+        assert (index.count, index.summary.reasons) == (3, {"no caption": 1})
+        index, said = build(tmp_path / "a", captions={"allow_empty": True})
+        assert (index.count, index.summary.reasons) == (4, {})
+        assert sum(record.captions == ("",) for record in facts(index)) == 1
+        assert read_and_known(said) == ((1, 0) if sharded else (1, 3))
 
 
 def test_one_large_shard_is_divided_among_processes(tmp_path, monkeypatch):

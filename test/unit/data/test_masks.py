@@ -102,7 +102,7 @@ def masked(tmp_path):
     """Pictures, some in a sub-folder, and masks of their green channel in the mask's red one."""
     for number, size in enumerate(SIZES):
         rgb = noise(number, size, 3)
-        below = "10_cat/" if number > 2 else ""
+        below = "cats/" if number > 2 else ""
         write(tmp_path / "d" / f"{below}p{number}.png", rgb)
         mask = np.dstack([rgb[..., 1:2], noise(90, size, 2)])
         path = tmp_path / "m" / (f"{below}p{number}.webp" if number == 3 else f"p{number}.png")

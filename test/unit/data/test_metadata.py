@@ -220,3 +220,17 @@ def test_a_face_is_that_of_the_picture_however_it_is_named(folder: Path) -> None
         recipe = Recipe(CaptionSection(), table, 1, face_crop_range=(1.0, 1.0))
         record = index.record(0)
         assert crop_window(recipe, record, Draw(0, record.key, 0), 1).native, name
+
+
+@pytest.mark.flags("in_json")
+def test_a_picture_a_line(folder: Path) -> None:
+    lines = [
+        {"image_path": "0000.png", "caption": "a cat", "image_size": [64, 64]},
+        {"image_path": "0001", "tags": "x, y"},
+    ]
+    (folder / "meta.jsonl").write_text("".join(f"{json.dumps(line)}\n\n" for line in lines))
+    index = built(folder, None, data={"in_json": str(folder / "meta.jsonl")})
+    assert captions(index) == {"0000.png": "a cat", "0001.png": "x, y"}
+    (folder / "meta.jsonl").write_text('{"image_path": "0000.png"}\n[1]\n')
+    with pytest.raises(DataFault, match=r"meta\.jsonl, line 2"):
+        built(folder, None, data={"in_json": str(folder / "meta.jsonl")})

@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from difftrain.contracts import Bucket
-from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.plan.sequential import BucketRepeats
 from difftrain.data.plan.table_build import HeldOutSplit, PlanSource
+from difftrain.data.plan.whole import WholePlan
 from difftrain.data.sources.configured import repeats as whole_or_not
 from difftrain.testing.tables import Item, make_tables
 
@@ -43,7 +43,7 @@ def test_over_epochs_every_record_comes_exactly_as_often_as_asked(
     layout = "key" if order == "random" else "shard"
     folder = tmp_path_factory.mktemp("t") / "t"
     tables = make_tables(folder, items, [float(each) for each in repeats], layout=layout)
-    plan = EpochPlan(tables, seed, batch, order, streams=4, window=2)
+    plan = WholePlan(tables, seed, batch, order, streams=4, window=2)
     cycle = math.lcm(*(each.denominator for each in repeats)) * batch  # of every bucket whole passes and whole batches
     assume(cycle <= 60)
     seen = {}
@@ -96,10 +96,10 @@ def test_the_pass_of_a_place_is_found_without_walking_there(tmp_path_factory, re
 def test_any_step_is_the_same_however_it_is_reached(tmp_path, order):
     items = items_of([20, 9], [0, 1], shards=4)
     tables = make_tables(tmp_path / "t", items, [0.6, 1.25], layout="key" if order == "random" else "shard")
-    plan = EpochPlan(tables, 3, 4, order, streams=2, window=2)
+    plan = WholePlan(tables, 3, 4, order, streams=2, window=2)
     walked = [plan.batch(step) for step in range(60)]
     for step in (59, 17, 0, 33):
-        fresh = EpochPlan(tables, 3, 4, order, streams=2, window=2)
+        fresh = WholePlan(tables, 3, 4, order, streams=2, window=2)
         assert fresh.batch(step) == walked[step]
     for epoch in range(12):
         first = plan.total_steps(epoch)
@@ -109,15 +109,15 @@ def test_any_step_is_the_same_however_it_is_reached(tmp_path, order):
 
 def test_whole_repeats_written_as_fractions_are_whole_ones(tmp_path):
     items = items_of([12, 5], [0, 1])
-    whole = EpochPlan(make_tables(tmp_path / "a", items, [2, 3]), 1, 4)
-    again = EpochPlan(make_tables(tmp_path / "b", items, [2.0, 3.0]), 1, 4)
-    half = EpochPlan(make_tables(tmp_path / "c", items, [2.5, 3]), 1, 4)
+    whole = WholePlan(make_tables(tmp_path / "a", items, [2, 3]), 1, 4)
+    again = WholePlan(make_tables(tmp_path / "b", items, [2.0, 3.0]), 1, 4)
+    half = WholePlan(make_tables(tmp_path / "c", items, [2.5, 3]), 1, 4)
     assert whole.digest == again.digest != half.digest
     assert [whole.batch(k) for k in range(30)] == [again.batch(k) for k in range(30)]
 
 
 def test_the_digests_of_whole_repeats_are_those_of_before(tmp_path):
-    plan = EpochPlan(make_tables(tmp_path / "a", items_of([12, 5], [0, 1]), [2, 3]), 1, 4)
+    plan = WholePlan(make_tables(tmp_path / "a", items_of([12, 5], [0, 1]), [2, 3]), 1, 4)
     assert plan.digest == "58224ee50c47ce25c25a7ce97be23d2b"
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftrain.contracts import Bucket
-from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.plan.sequential import merged
+from difftrain.data.plan.whole import WholePlan
 from difftrain.testing.tables import Item, by_id, make_tables
 
 SIZES = (Bucket(64, 64), Bucket(32, 96), Bucket(96, 32))
@@ -32,7 +32,7 @@ def test_every_use_comes_exactly_once_a_pass(tmp_path_factory, shards, repeats, 
         for i in range(count)
     ] + [Item(f"plain{i}", SIZES[0], source=1) for i in range(5)]  # a folder beside the tars
     tables = make_tables(tmp_path_factory.mktemp("t") / "t", items, (repeats, 1), layout="shard")
-    plan = EpochPlan(tables, seed, batch, "sequential", streams=streams, window=window)
+    plan = WholePlan(tables, seed, batch, "sequential", streams=streams, window=window)
     seen = {}
     for step in range(plan.total_steps(batch)):
         bucket, draws = plan.batch(step)
@@ -83,7 +83,7 @@ def shards_of(draws):
 
 
 def test_a_stream_reads_one_window_of_shards_at_a_time(tars):
-    plan = EpochPlan(tars, 5, 8, "sequential", streams=4, window=2)
+    plan = WholePlan(tars, 5, 8, "sequential", streams=4, window=2)
     for stream in range(4):
         visited = []  # shards in order of first use, over all buckets
         recent = []
@@ -98,7 +98,7 @@ def test_a_stream_reads_one_window_of_shards_at_a_time(tars):
 
 
 def test_rank_reads_its_own_streams(tars):
-    plan = EpochPlan(tars, 5, 16, "sequential", streams=8, window=2)
+    plan = WholePlan(tars, 5, 16, "sequential", streams=8, window=2)
     assert plan.arrangement.streams == 8
     per_rank = [set(), set(), set(), set()]
     for step in range(plan.steps(0)):
@@ -110,13 +110,13 @@ def test_rank_reads_its_own_streams(tars):
 
 
 def test_streams_divide_the_batch(tars):
-    assert EpochPlan(tars, 1, 96, "sequential", streams=64).arrangement.streams == 48
-    assert EpochPlan(tars, 1, 7, "sequential", streams=64).arrangement.streams == 7
-    assert EpochPlan(tars, 1, 13, "sequential", streams=12).arrangement.streams == 1
+    assert WholePlan(tars, 1, 96, "sequential", streams=64).arrangement.streams == 48
+    assert WholePlan(tars, 1, 7, "sequential", streams=64).arrangement.streams == 7
+    assert WholePlan(tars, 1, 13, "sequential", streams=12).arrangement.streams == 1
 
 
 def test_all_buckets_pass_the_shards_together(tars):
-    plan = EpochPlan(tars, 5, 4, "sequential", streams=1, window=1)
+    plan = WholePlan(tars, 5, 4, "sequential", streams=1, window=1)
     places = {rows.bucket: [] for rows in plan.buckets}
     rank = {shard: place for place, shard in enumerate(plan.arrangement.shard_order(0).tolist())}
     for step in range(plan.steps(0)):
@@ -129,7 +129,7 @@ def test_all_buckets_pass_the_shards_together(tars):
 
 
 def test_passes_differ_and_windows_are_shuffled(tars):
-    plan = EpochPlan(tars, 5, 8, "sequential", streams=4, window=2)
+    plan = WholePlan(tars, 5, 8, "sequential", streams=4, window=2)
     first, second = ([plan.batch(s + e * plan.steps(0)) for s in range(20)] for e in (0, 1))
     assert [d.key for _, draws in first for d in draws] != [d.key for _, draws in second for d in draws]
     one_stream = [TARS_BY_ID[draws[0].record_id] for bucket, draws in first if bucket == SIZES[0]]
@@ -140,9 +140,9 @@ def test_passes_differ_and_windows_are_shuffled(tars):
 
 def test_layouts_cannot_be_mixed_up(tars):
     with pytest.raises(ValueError, match="shard"):
-        EpochPlan(tars, 5, 8, "random")
+        WholePlan(tars, 5, 8, "random")
 
 
 def test_sequential_settings_are_in_the_digest(tars):
-    digests = {EpochPlan(tars, 5, 8, "sequential", streams=s, window=w).digest for s, w in ((4, 2), (4, 3), (2, 2))}
+    digests = {WholePlan(tars, 5, 8, "sequential", streams=s, window=w).digest for s, w in ((4, 2), (4, 3), (2, 2))}
     assert len(digests) == 3

@@ -21,8 +21,9 @@ from difftrain.config import TrainConfig
 from difftrain.contracts import Batch, Bucket, DataFault, DrawSpec, FeatureSpec
 from difftrain.data.evaluation_sets import held_out_set
 from difftrain.data.loader import make_loader
-from difftrain.data.plan.plan import EpochPlan, changes
+from difftrain.data.plan.plan import changes
 from difftrain.data.plan.table_build import HeldOutSplit, PlanSource, reg_uses
+from difftrain.data.plan.whole import WholePlan
 from difftrain.data.prepare import Data, global_batches, make_plan, open_data, prepare
 from difftrain.testing.pictures import write_folder, write_tar
 from difftrain.testing.tables import Item, by_id, make_tables
@@ -55,7 +56,7 @@ def test_the_plan_of_one_data_set_is_what_it_always_was(
     items = [
         Item(f"a/{b}/{i}", SIZES[b], source=i % 2, shard=i // 5) for b, c in enumerate((23, 11, 3)) for i in range(c)
     ]
-    plan = EpochPlan(
+    plan = WholePlan(
         make_tables(tmp_path / "t", items, (1, 3), split=HeldOutSplit(0.2, 5), layout=layout),
         7,
         4,
@@ -89,7 +90,7 @@ def test_every_use_comes_once_a_pass_in_batches_of_its_data_set(
     layout: Any = "key" if order == "random" else "shard"
     tables = make_tables(tmp_path_factory.mktemp("t") / "t", items, origins, layout=layout)
     sizes = batches[: len(counts)]
-    plan = EpochPlan(tables, 11, sizes, order, streams=3, window=2)
+    plan = WholePlan(tables, 11, sizes, order, streams=3, window=2)
     epochs = int(np.lcm.reduce(sizes))
     seen: dict[bytes, list[int]] = {}
     known = by_id(items)
@@ -110,14 +111,14 @@ def test_every_use_comes_once_a_pass_in_batches_of_its_data_set(
 
 def test_another_data_set_reshuffles_nothing(tmp_path: Path) -> None:
     first = items_of((20, 9))
-    alone = EpochPlan(make_tables(tmp_path / "a", first), 3, 4)
-    both = EpochPlan(
+    alone = WholePlan(make_tables(tmp_path / "a", first), 3, 4)
+    both = WholePlan(
         make_tables(tmp_path / "b", [*first, *items_of((20, 9), 1, "b")], [PlanSource(1, 0), PlanSource(1, 1)]),
         3,
         (4, 4),
     )
 
-    def streams(plan: EpochPlan, dataset: int) -> dict[Bucket, list[Any]]:
+    def streams(plan: WholePlan, dataset: int) -> dict[Bucket, list[Any]]:
         found: dict[Bucket, dict[int, Any]] = {}
         for step in range(plan.total_steps(8)):
             epoch, index = plan.locate(step)
@@ -138,11 +139,11 @@ def test_another_data_set_reshuffles_nothing(tmp_path: Path) -> None:
 
 def test_what_a_plan_says_names_the_data_set(tmp_path: Path) -> None:
     items = [*items_of((20,)), *items_of((3,), 1, "b")]
-    plan = EpochPlan(make_tables(tmp_path / "a", items, [PlanSource(1, 0), PlanSource(2, 1)]), 3, (4, 8))
+    plan = WholePlan(make_tables(tmp_path / "a", items, [PlanSource(1, 0), PlanSource(2, 1)]), 3, (4, 8))
     said = plan.lines()
     assert "global batch 4, 8" in said[0]
     assert re.match(r"bucket 64x64 .*data set 2 ", said[1]) and refusals.names(said[1], 6, 8)
-    other = EpochPlan(make_tables(tmp_path / "b", items, [PlanSource(1, 0), PlanSource(1, 1)]), 3, (4, 8))
+    other = WholePlan(make_tables(tmp_path / "b", items, [PlanSource(1, 0), PlanSource(1, 1)]), 3, (4, 8))
     [line] = changes(json.loads(json.dumps(plan.describe())), other.describe())
     bucket, _, counts = line.partition(": ")
     assert refusals.names(bucket, "64x64", 2) and refusals.names(counts, "3 -> 3 records", "6 -> 3")
@@ -178,7 +179,7 @@ def test_regularisation_is_half_of_the_draws_in_the_order_of_keys(
     origins = [PlanSource(2, 0), PlanSource(1, 0, True), PlanSource(1, 1)]
     tables = make_tables(tmp_path / "t", items, origins, layout=layout)
     assert (tables.reg_uses, tables.surplus, tables.unplaced) == (8, surplus, 0)
-    plan = EpochPlan(tables, 1, (4, 1), "random" if layout == "key" else "sequential")
+    plan = WholePlan(tables, 1, (4, 1), "random" if layout == "key" else "sequential")
     uses = Counter(draw.key for step in range(plan.total_steps(1)) for draw in plan.batch(step)[1])
     ordered = sorted(item.key for item in items if item.source == 1)
     assert [uses[key] for key in ordered] == kohyas_loop([1] * count, 8)

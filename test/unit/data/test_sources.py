@@ -86,6 +86,7 @@ def test_kohyas_folders(tmp_path):
             "10_sks dog/a.jpg",
             "3_cat_sitting/b.jpg",
             "7_/c.jpg",
+            "8/g.jpg",
             "0_none/d.jpg",
             "000/f.jpg",
             "notes/e.jpg",
@@ -94,8 +95,15 @@ def test_kohyas_folders(tmp_path):
     )
     made = configured(tmp_path, repeats=(2,))
     found = {info.prefix: (info.repeats, info.words) for info in made.infos}
-    assert found == {"10_sks dog/": (20, "sks dog"), "3_cat_sitting/": (6, "cat_sitting"), "7_/": (14, "")}
-    assert [info.ordinal for info in made.infos] == [0, 1, 2] and {info.name for info in made.infos} == {"0"}
+    assert found == {
+        "10_sks dog/": (10, "sks dog"),
+        "3_cat_sitting/": (3, "cat_sitting"),
+        "7_/": (7, ""),
+        "8/": (8, ""),
+    }
+    assert all(info.flat for info in made.infos)
+    assert any("--dataset_repeats" in note for note in made.notes) and any("7_, 8" in note for note in made.notes)
+    assert [info.ordinal for info in made.infos] == [0, 1, 2, 3] and {info.name for info in made.infos} == {"0"}
     assert sorted(made.outside()) == [f"{tmp_path}/{name}" for name in ("000/f.jpg", "0_none/d.jpg", "notes/e.jpg")]
     assert "10_sks dog x 10" in made.notes[0]
 
@@ -105,9 +113,12 @@ def test_numbered_folders_are_no_repeats(tmp_path):
     assert (info.kind, info.repeats, info.prefix) == ("folder", 1, "")
 
 
-def test_pictures_beside_numbered_folders_make_it_a_plain_folder(tmp_path):
-    (info,) = configured(files(tmp_path, ["a.jpg", "2020_summer/b.jpg"])).infos
-    assert (info.kind, info.repeats, info.prefix) == ("folder", 1, "")
+def test_pictures_beside_class_folders_are_nobodys(tmp_path):
+    made = configured(files(tmp_path, ["a.jpg", "4_summer/b.jpg", "4_summer/deep/c.jpg"]))
+    (info,) = made.infos
+    assert (info.kind, info.repeats, info.prefix) == ("folder", 4, "4_summer/")
+    left = [f"{tmp_path}/{name}" for name in ("4_summer/deep/c.jpg", "a.jpg")]
+    assert sorted(made.outside()) == left and any("2 images" in note and "c.jpg" in note for note in made.notes)
 
 
 def test_several_folders_with_repeats(tmp_path):

@@ -31,11 +31,12 @@ def test_bucket_table() -> None:
 
 
 def test_steps_of_small_buckets() -> None:
-    rows = re.findall(r"^\| \d+ x \d+ \| (\d+) \| (\d+(?:, \d+)+) \|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| \d+ x \d+ \| (\d+) \| (\d+)[^|]* \| (\d+(?:, \d+)+) \|$", PAGE, re.MULTILINE)
     assert len(rows) == 3
-    for uses, steps in rows:
+    for uses, micro_batches, steps in rows:
         n = int(uses)
+        assert int(micro_batches) == -(-n // 8)
         assert [int(s) for s in steps.split(", ")] == [(e + 1) * n // 8 - e * n // 8 for e in range(4)]
-    assert sum(int(uses) for uses, _ in rows) == 10 * 30 + 200 == 500
+    assert sum(int(uses) for uses, _, _ in rows) == 10 * 30 + 200 == 500
     served = [e + 1 for e in range(40) if (e + 1) * 10 // 64 > e * 10 // 64]
     assert {b - a for a, b in itertools.pairwise(served)} == {6, 7}  # "every sixth or seventh epoch"

@@ -67,7 +67,7 @@ def test_what_a_process_holds_is_read() -> None:
 
 def test_hostile_input_that_fell_short_ends_the_drill_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = Counter(refused=3, used=1)
-    monkeypatch.setattr(hostile, "DRILLS", {"files": lambda word, verbose: outcomes})
+    monkeypatch.setattr(hostile, "DRILLS", {"files": lambda args: outcomes})
     assert hostile.main([]) == 0
     for outcome in ("traceback", "no end", "silent", "CODE RAN"):
         outcomes[outcome] = 1

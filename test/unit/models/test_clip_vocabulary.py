@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from sdxl import config
 from vocabularies import transformers_tokenizer
 
+from difftrain.cache.manifest.captions import tokenizer_identity
 from difftrain.contracts import ConfigFault
 from difftrain.models.sdxl import SDXLFamily
-from difftrain.models.text.clip_tokens import ClipTokenize
+from difftrain.models.text.clip_tokens import ClipTokenize, mended
 from difftrain.models.text.clip_vocabulary import BOS, EOS, ClipVocabulary, byte_symbols, learn_merges
 
 TEXT = "a photo of a cat and a photo of a dog, the cat is red; the dog's bone is green"
@@ -205,7 +207,8 @@ def test_words_one_by_one_give_the_ids_of_the_whole_text(texts: list[str]) -> No
     for text in (*texts, *texts):  # the second time from memory
         found = tokenize([text])
         for i, vocabulary in enumerate(tokenize._vocabularies, start=1):
-            whole = vocabulary.backend().encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+            plain = mended(text.encode("utf-8", "replace").decode())
+            whole = vocabulary.backend().encode(plain, add_special_tokens=False).ids
             rows = found[f"input_ids_{i}"][0, :, 1:-1].flatten().tolist()
             assert rows[: min(len(whole), 225)] == whole[:225]
 
@@ -223,3 +226,33 @@ def test_the_identity_of_a_tokenizer_tells_of_all_that_decides_ids() -> None:
             ClipTokenize((PLAIN, BANG), weighted=True), ClipTokenize((PLAIN, ClipVocabulary.learn(TEXT, 8)))]  # fmt: skip
     assert len({each.identity for each in made}) == len(made)
     assert pickle.loads(pickle.dumps(made[0])).identity == ClipTokenize((PLAIN, BANG)).identity
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("it\u2019s \u201ccurly\u201d", 'it\'s "curly"'),
+        ("\ufb01ligree", "filigree"),
+        ("\uff21\uff42\uff43", "abc"),
+        ("black &amp; white &lt;3", "black & white <3"),
+        ("don\u00e2\u20ac\u2122t", "don't"),
+        ("a\x07 bell", "a bell"),
+        ("na\u00efve caf\u00e9 \u2014 \u8d64\u3044\u732b", "na\u00efve caf\u00e9 \u2014 \u8d64\u3044\u732b"),
+    ],
+)
+def test_captions_are_read_as_the_reference_mends_them(written: str, read: str) -> None:
+    tokenize = ClipTokenize((PLAIN, BANG))
+    for name, ids in tokenize([written]).items():
+        assert ids.tolist() == tokenize([read])[name].tolist()
+    assert tokenize.lengths([written]) == tokenize.lengths([read])
+
+
+def test_plain_captions_are_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    assert ClipTokenize((PLAIN,))(["a photo, 1:2 (of) 'a' cat"])
+
+
+def test_lists_of_captions_say_how_they_were_mended_and_entries_keep_their_address() -> None:
+    tokenize = ClipTokenize((PLAIN, BANG))
+    assert tokenizer_identity(tokenize) == f"{tokenize.identity} ftfy"
+    assert "ftfy" not in ClipTokenize.digest((PLAIN, BANG))

@@ -208,3 +208,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_sampler_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers.importlib.util, "find_spec", lambda package: None)
     assert "package scipy" in faults(written(tmp_path, "p.txt", "a\n"), sampler="lms")[0]
+
+
+def test_what_kohyas_scripts_pass_over_is_said_where_his_flags_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.txt", "a cat --d -1 --s abc --w 64\na dog --ss DPM++ 2M Karras --l 1.2.3\n")
+    assert len(faults(path)) == 4
+    file = read_prompts(path, "euler_a", passes_over=True)
+    assert file.prompts == (Prompt("a cat", width=64), Prompt("a dog", sample_sampler="ddim"))
+    for line, facts in ((1, ("--d", "-1")), (1, ("--s", "abc")), (2, ("--ss", "ddim")), (2, ("--l", "1.2.3"))):
+        assert any(f"line {line}" in note and all(fact in note for fact in facts) for note in file.notes), facts

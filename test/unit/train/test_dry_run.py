@@ -57,7 +57,10 @@ def test_configuration_and_arithmetic(line: list[str], tmp_path: Path) -> None:
     assert load(tmp_path / "said.toml") == parse([*line, "--seed=1", "--gradient_accumulation_steps=3"]).config
     assert tomllib.loads(toml)["training"]["accumulation"] == 3
     assert re.search("batch: 2 images .* x 3 accumulated x 1 rank = 6 images ", text)
-    # buckets of 8 and 2 uses at a global batch of 6: 12 steps need floor(8e/6) + floor(2e/6) >= 12, so 8 epochs
+    # buckets of 8 and 2 uses are 4 + 1 micro batches, of which a step takes 3: 2 steps an epoch
+    assert re.search("length: 12 steps in 6 epochs .*--max_train_steps.* 60 images", text)
+    # whole batches of 6: 12 steps need floor(8e/6) + floor(2e/6) >= 12, so 8 epochs
+    text = described([*line, "--seed=1", "--gradient_accumulation_steps=3", "--epoch_batches=whole"])
     assert "length: 12 steps in 8 epochs (by --max_train_steps), 72 images seen" in text
     assert re.search("bucket 32x128 has 2 draws .*global batch 6", text) or "128x32" in text
     assert not (tmp_path / "out").exists()

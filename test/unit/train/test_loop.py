@@ -29,7 +29,7 @@ def steps_done(monkeypatch: pytest.MonkeyPatch, wish: int, *, saved: bool, drawn
     run: Any = SimpleNamespace(
         clock=Nothing(), steps_left=0, flops=lambda micro: 0.0, position=None,
         model=SimpleNamespace(engine=Nothing(), averages=Nothing(), parts=None),
-        plan=SimpleNamespace(size=lambda step: 1), progress=SimpleNamespace(step=0, samples_seen=0),
+        plan=SimpleNamespace(counts=lambda step: [(SimpleNamespace(bucket=None), 1)]), progress=SimpleNamespace(step=0, samples_seen=0),
         ranks=SimpleNamespace(agree=lambda wanted: wanted), device=Nothing(), cfg=None,
     )  # fmt: skip
     saving: Any = SimpleNamespace(

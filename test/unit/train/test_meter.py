@@ -26,7 +26,8 @@ def meter_of(
     """Return the meter of a run in which two steps in a row may not be bad."""
     index = SimpleNamespace(records=lambda ids: [SimpleNamespace(name=f"{number}.png") for number in ids])
     draw = SimpleNamespace(record_id=7, key=b"\x01", occurrence=2)
-    plan: Any = SimpleNamespace(locate=lambda step: (0, step), batch=lambda step: ("64x64", [draw]))
+    uses = SimpleNamespace(bucket=SimpleNamespace(bucket="64x64"))
+    plan: Any = SimpleNamespace(locate=lambda step: (0, step), parts=lambda step: [uses], draws=lambda uses: [draw])
     cfg = TrainConfig(
         training=TrainingSection(max_skipped_steps=2),
         optimizer=OptimizerSection(**optimizer),

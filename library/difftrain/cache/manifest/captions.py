@@ -53,13 +53,15 @@ def caption_settings(recipe: Recipe) -> list[Any]:
 
 
 def tokenizer_identity(tokenize: Tokenize) -> str:
-    """Return what tells a tokenizer from another: what it says of itself, or all of it."""
+    """Return what tells a tokenizer from another: what it says of itself, or all of it.
+
+    What it does to a text before is no part of an entry's address, which is of the tokens: a text that stays as it is keeps
+    its entry, of whatever version, and lists of captions are written anew.
+    """
     identity = getattr(tokenize, "identity", None)
-    return (
-        identity
-        if isinstance(identity, str)
-        else hashlib.blake2b(pickle.dumps(tokenize), digest_size=BYTES).hexdigest()
-    )
+    if not isinstance(identity, str):
+        return hashlib.blake2b(pickle.dumps(tokenize), digest_size=BYTES).hexdigest()
+    return " ".join(filter(None, (identity, getattr(tokenize, "cleaning", ""))))
 
 
 def caption_kind(request: ManifestRequest, tokenize: Tokenize) -> str:

@@ -106,6 +106,7 @@ REQUIRED = {
     "fsspec": "2023.12",
     "tensorboard": "2.15",
     "tqdm": "4.66",
+    "ftfy": "6.1",
 }
 OPTIONAL = {
     "wandb": "--log_with=wandb",

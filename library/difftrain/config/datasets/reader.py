@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 
 from difftrain.config.datasets.datasets import Resolved
 from difftrain.config.datasets.keys import KEYS_OF, RENAMED, DatasetKey, File
+from difftrain.config.document import json_of, toml_of
 from difftrain.config.paths import bytes_of
 from difftrain.config.schema.names import did_you_mean
 from difftrain.config.schema.sections import DatasetSection, Section, SubsetSection, TrainConfig
@@ -32,12 +32,18 @@ class TomlReader:
 
     def tables(self, where: str) -> Table | None:
         """Read the file; None where that cannot be done. where: what messages call it."""
+        of_kohya_as_json = self.file == "kohya" and self.path.suffix.lower() == ".json"
+        kind = "JSON" if of_kohya_as_json else "TOML"
         try:
-            return tomllib.loads(bytes_of(self.path).decode("utf-8-sig"))
+            text = bytes_of(self.path).decode("utf-8-sig")
+            tables = json_of(text) if of_kohya_as_json else toml_of(text)
+            if isinstance(tables, dict):
+                return tables
+            self.out.faults.append(Fault(where, "must be an object", '{"general": {...}, "datasets": [...]}'))
         except FileNotFoundError:
             self.out.faults.append(Fault(where, "no such file", "give a TOML file of datasets"))
         except (OSError, ValueError) as error:
-            self.out.faults.append(Fault(where, f"cannot be read as TOML: {error}"))
+            self.out.faults.append(Fault(where, f"cannot be read as {kind}: {error}"))
         return None
 
     def fault(self, location: str, what: str, remedy: str = "") -> None:

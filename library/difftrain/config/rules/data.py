@@ -19,7 +19,9 @@ DATA_NEEDS: tuple[Companion, ...] = (
          "has no effect without regularisation images: {data.reg_dirs}, or is_reg in the dataset TOML", note=True),
     Companion("data.shard_size", lambda c: c.data.tar_order == "sequential",
          "has no effect: data are not read in sequence ({data.tar_order=sequential})", note=True),
-    Companion("data.prefetch", lambda c: c.data.workers != 0, "needs {data.workers}: no worker loads ahead", strict=True),
+    Companion("data.prefetch", lambda c: c.data.workers != 0, "needs {data.workers}: no worker loads ahead", passes_there=True),
+    Companion("data.epoch_batches", lambda c: c.data.epoch_batches != "every" or c.data.tar_order == "random",
+         "every needs {data.tar_order=random}: data that are read in sequence come in whole batches"),
 )  # fmt: skip
 _NAMED_BY_FLAGS = ("data.dirs", "data.reg_dirs", "data.in_json", "data.dataset_class")
 _CLASS = "data.dataset_class"

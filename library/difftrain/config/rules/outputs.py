@@ -84,10 +84,12 @@ class _Subset(NamedTuple):
     captions: CaptionSection
     bucketed: bool
 
-    def finding(self, path: str, what: str, remedy: str = "", *, note: bool = False) -> Finding:
+    def finding(
+        self, path: str, what: str, remedy: str = "", *, note: bool = False, passes_there: bool = False
+    ) -> Finding:
         """Name a field, or the subset and its field."""
         if not self.name:
-            return Finding((path,), what, remedy, note)
+            return Finding((path,), what, remedy, note, passes_there)
         field = path.partition(".")[2]
         return Finding(("data.dataset_config", path), f"{self.name}: {field} {what}", remedy, note)
 
@@ -127,10 +129,9 @@ def _masks(subset: _Subset, masked: bool) -> Iterator[Finding]:
     if not folder:
         return
     if not masked:
-        yield subset.finding(
-            "data.conditioning_dir", f"needs {option('loss.masked', True)}: it contains masks that nothing would use"
-        )
-    if not subset.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
+        what = f"needs {option('loss.masked', True)}: it contains masks that nothing would use"
+        yield subset.finding("data.conditioning_dir", what, passes_there=True)
+    elif not subset.name and not is_folder(expanded(folder)):  # those of a TOML are looked for with its folders
         remedy = "give the folder of the masks, each named as its image"
         yield subset.finding("data.conditioning_dir", f"no such folder: {folder!r}", remedy)
 

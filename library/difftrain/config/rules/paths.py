@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from difftrain.config import hub_ids
+from difftrain.config.document import text_of, toml_of
 from difftrain.config.paths import expanded, is_file, is_folder, is_url, path_exists, unreadable_url
 from difftrain.config.rules.finding import Finding, Rule, value_of
 from difftrain.config.rules.outputs import can_be_resumed
@@ -78,6 +78,10 @@ def store(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
             yield Finding(("data.cache_dir",), *fault)
     elif cache_dir and is_file(cache_dir):  # a folder that can't be written to may do: a whole cache is only read
         yield Finding(("data.cache_dir",), f"{cache_dir!r} is a file, not a folder", "choose another folder")
+    elif cache_dir:
+        above = next(filter(path_exists, Path(expanded(cache_dir)).absolute().parents), Path("/"))
+        if not is_folder(above):
+            yield Finding(("data.cache_dir",), f"{str(above)!r} is a file, not a folder", "choose another folder")
 
 
 def output(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
@@ -154,12 +158,12 @@ def trackers(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:
     if not config:
         return
     try:
-        tomllib.loads(Path(config).read_text(encoding="utf-8"))
+        toml_of(text_of(Path(config)))
     except FileNotFoundError:
         yield Finding(
             ("logging.tracker_config",), f"no such file: {config!r}", "a TOML file with one table per tracker"
         )
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         yield Finding(("logging.tracker_config",), f"{config!r} cannot be read as TOML: {error}")
 
 

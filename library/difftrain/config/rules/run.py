@@ -11,7 +11,7 @@ from difftrain.config.schema.families import row_of, takes
 from difftrain.config.schema.rates import is_schedule_free, schedule_name
 from difftrain.config.schema.sections import TrainConfig
 from difftrain.config.schema.validate import default_of
-from difftrain.config.spellings.spelling import option, spelled, spoken_by
+from difftrain.config.spellings.spelling import option, spelled
 
 
 class Companion(NamedTuple):
@@ -21,7 +21,7 @@ class Companion(NamedTuple):
     met: Callable[[TrainConfig], object]
     needs: str
     note: bool = False  # kohya lets it pass: said, no fault
-    strict: bool = False  # nothing reads it: a fault at train.py; kohya's command lines carry it along, so a note there
+    passes_there: bool = False  # a fault at train.py; at kohya's entry point a note, and it counts as not given
 
 
 _CYCLED = ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
@@ -39,13 +39,13 @@ NEEDS: tuple[Companion, ...] = (
     Companion("data.bucket_reso_steps", lambda c: has_buckets(c), _BUCKETS, note=True),
     Companion("data.bucket_no_upscale", lambda c: has_buckets(c), _BUCKETS, note=True),
     Companion("training.compile_backend", lambda c: c.training.compile, "has no effect without {training.compile=true}", note=True),
-    Companion("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
-    Companion("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Companion("optimizer.learning_rate_te1", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}", passes_there=True),
+    Companion("optimizer.learning_rate_te2", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}", passes_there=True),
     Companion("training.initial_step", lambda c: _skips(c), _SKIPS),
     Companion("training.initial_epoch", lambda c: _skips(c), _SKIPS),
     Companion("training.skip_until_initial_step", lambda c: c.training.initial_step or c.training.initial_epoch > 1 or c.save.resume,
          "needs {training.initial_step} or {training.initial_epoch}"),
-    Companion("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}"),
+    Companion("optimizer.text_encoder_lr", lambda c: c.model.train_text_encoder, "needs {model.train_text_encoder=true}", passes_there=True),
     Companion("optimizer.schedulefree_wrapper_args", lambda c: c.optimizer.schedulefree_wrapper,
          "needs {optimizer.schedulefree_wrapper=true}"),
     Companion("ema.decay", lambda c: c.ema.enable, "needs {ema.enable=true}"),
@@ -55,26 +55,25 @@ NEEDS: tuple[Companion, ...] = (
     Companion("validation.every_n_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
     Companion("validation.every_n_epochs", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
     Companion("validation.max_steps", lambda c: c.validation.split, "needs {validation.split}: nothing is held out"),
-    Companion("save.n_epoch_ratio", lambda c: c.training.max_epochs, "needs {training.max_epochs}"),
-    Companion("save.last_n_steps", lambda c: _saves_steps(c), "needs {save.every_n_steps}"),
-    Companion("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs {save.every_n_steps}"),
-    Companion("save.last_n_epochs", lambda c: _saves_epochs(c), "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
+    Companion("save.last_n_steps", lambda c: _saves_steps(c), "needs {save.every_n_steps}", passes_there=True),
+    Companion("save.last_n_steps_state", lambda c: _saves_steps(c) or c.save.checkpoint_every_n_minutes, "needs {save.every_n_steps}", passes_there=True),
+    Companion("save.last_n_epochs", lambda c: _saves_epochs(c), "needs {save.every_n_epochs} or {save.n_epoch_ratio}", passes_there=True),
     Companion("save.last_n_epochs_state", lambda c: _saves_epochs(c) or c.save.checkpoint_every_n_epochs,
-         "needs {save.every_n_epochs} or {save.n_epoch_ratio}"),
-    Companion("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs {save.state=true}"),
-    Companion("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs {save.state=true}"),
-    Companion("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS),
+         "needs {save.every_n_epochs} or {save.n_epoch_ratio}", passes_there=True),
+    Companion("save.last_n_steps_state", lambda c: c.save.state or c.save.checkpoint_every_n_minutes, "needs {save.state=true}", passes_there=True),
+    Companion("save.last_n_epochs_state", lambda c: c.save.state or c.save.checkpoint_every_n_epochs, "needs {save.state=true}", passes_there=True),
+    Companion("hub.path_in_repo", lambda c: c.hub.repo_id, _SENDS, passes_there=True),
     Companion("hub.repo_type", lambda c: c.hub.repo_id, _SENDS, note=True),
     Companion("hub.visibility", lambda c: c.hub.repo_id, _SENDS, note=True),
     Companion("hub.async_upload", lambda c: c.hub.repo_id, _SENDS, note=True),
     Companion("hub.save_state", lambda c: c.hub.repo_id, _SENDS),
     Companion("hub.save_state", lambda c: c.save.state or c.save.state_on_train_end,
          "needs {save.state=true} or {save.state_on_train_end=true}: there are no states to upload"),
-    Companion("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
-    Companion("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
-    Companion("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample"),
+    Companion("sample.every_n_steps", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample", passes_there=True),
+    Companion("sample.every_n_epochs", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample", passes_there=True),
+    Companion("sample.at_first", lambda c: c.sample.prompts or c.sample.texts, "needs {sample.prompts}: there is nothing to sample", passes_there=True),
     Companion("sample.sampler", lambda c: c.sample.prompts or c.sample.texts or c.eval.kid or c.demo.score or _is_usual_sampler(c),
-         "needs {sample.prompts}: there is nothing to sample", strict=True),
+         "needs {sample.prompts}: there is nothing to sample", passes_there=True),
     Companion("demo.score", lambda c: c.demo.dataset, "needs {demo.dataset}: there is nothing to score"),
     Companion("optimizer.num_cycles", lambda c: _schedule(c) in _CYCLED, f"acts on {', '.join(_CYCLED)} only", note=True),
     Companion("optimizer.power", lambda c: _schedule(c) == "polynomial", "acts on polynomial only", note=True),
@@ -118,8 +117,7 @@ def lacking(needs: Iterable[Companion], cfg: TrainConfig, requested: set[str]) -
     for need in needs:
         value = value_of(cfg, need.field)
         if need.field in requested and value is not None and value is not False and not need.met(cfg):
-            lenient = need.strict and spoken_by() != "train"
-            yield Finding((need.field,), spelled(need.needs), note=need.note or lenient)
+            yield Finding((need.field,), spelled(need.needs), note=need.note, passes_there=need.passes_there)
 
 
 def required(cfg: TrainConfig, requested: set[str]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from difftrain.config.schema.section import CacheDtype, IntOrShare, PositiveInt, Section, Share
+from difftrain.config.schema.section import BatchSize, CacheDtype, IntOrShare, PositiveInt, Section, Share, Side
 
 _SPACED = "with a space between; none in diffusion-pipe's datasets, where it is joined as is"
 
@@ -50,7 +50,10 @@ class CaptionSection(Section):
         0, description="every n-th epoch has empty captions; 0: none"
     )
     tag_dropout_rate: Share = Field(0.0, description="fraction of caption parts that is left out")
-    allow_empty: bool = Field(False, description="train on images without a caption instead of rejecting them")
+    allow_empty: bool = Field(
+        False,
+        description="train on images without a caption instead of rejecting them; with kohya's flags this is the default",
+    )
     shuffle_capitalization: bool = Field(
         False, description="the first letter of a caption is upper or lower case at random"
     )
@@ -66,25 +69,23 @@ class CaptionSection(Section):
 class SizeSection(Section):
     """Which shapes images get."""
 
-    resolution: tuple[PositiveInt, PositiveInt] | None = Field(
+    resolution: tuple[Side, Side] | None = Field(
         None, description="width and height in pixels, or one number for a square"
     )
     enable_bucket: bool = Field(False, description="keep aspect ratios: group images into buckets of one area")
-    min_bucket_reso: PositiveInt = Field(256, description="shortest side of a bucket")
-    max_bucket_reso: PositiveInt = Field(1024, description="longest side of a bucket")
-    bucket_reso_steps: PositiveInt = Field(64, description="bucket sides are multiples of this")
+    min_bucket_reso: Side = Field(256, description="shortest side of a bucket")
+    max_bucket_reso: Side = Field(1024, description="longest side of a bucket")
+    bucket_reso_steps: Side = Field(64, description="bucket sides are multiples of this")
     bucket_no_upscale: bool = Field(False, description="never enlarge an image; buckets follow its size")
-    sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(
-        (), description="width, height of every bucket, in place of those"
-    )
+    sizes: tuple[tuple[Side, Side], ...] = Field((), description="width, height of every bucket, in place of those")
 
 
 class PictureSection(Section):
     """How an image becomes pixels, and what masks its loss."""
 
-    resize_interpolation: Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"] | None = (
-        Field(None, description="how images are resized; unset: area when smaller, lanczos when larger")
-    )
+    resize_interpolation: (
+        Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"] | None
+    ) = Field(None, description="how images are resized; unset: area when smaller, lanczos when larger; box is area")
     flip: bool = Field(False, description="mirror half of the uses, at random")
     random_crop: bool = Field(False, description="crop at a random position instead of the centre")
     color_aug: bool = Field(False, description="shift hue or gamma in a third of the uses")
@@ -128,7 +129,7 @@ class SubsetSection(PictureSection):
 class DatasetSection(SizeSection):
     """One table of [[datasets]], every setting resolved: sources that share buckets and a batch size."""
 
-    batch_size: PositiveInt = Field(1, description="images that a device takes in one micro batch")
+    batch_size: BatchSize = Field(1, description="images that a device takes in one micro batch")
     validation_split: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of records held out for the validation loss"
     )
@@ -172,6 +173,12 @@ class DataSection(SizeSection, PictureSection):
     split: str | None = Field(
         None,
         description="of data divided into train, validation and test by names of folders and shards: the part that is read",
+    )
+    epoch_batches: Literal["whole", "every"] | None = Field(
+        None,
+        description="whole: steps of whole global batches, each of one bucket, what is left of it begins its next epoch; every: all"
+        " uses in every epoch, the last micro batch of a bucket smaller, as in kohya's scripts; unset: what a checkpoint was written"
+        " with, else every with kohya's flags and whole elsewhere",
     )
     max_samples: PositiveInt | None = Field(
         None, description="so many records, chosen by {training.seed}, are trained on; unset: all"
@@ -240,7 +247,7 @@ class CacheSection(Section):
     regenerate: bool = Field(False, description="encode everything that this run reads from its cache again")
     only: bool = Field(False, description="build the cache on disk, and stop")
     preload: bool = Field(False, description="copy what is read from a cache on disk into memory, once for a machine")
-    batch_size: PositiveInt = Field(32, description="captions that a text encoder takes at once while a cache is built")
+    batch_size: BatchSize = Field(32, description="captions that a text encoder takes at once while a cache is built")
     workers: Annotated[int, Field(ge=0)] | None = Field(
         None, description="processes that decode for a device while a cache is built; unset: {data.workers}"
     )
@@ -269,7 +276,7 @@ class EvalSection(Section):
     every_n_epochs: PositiveInt | None = Field(None, description="measure every n epochs")
     every_n_examples: PositiveInt | None = Field(None, description="measure every n samples")
     before_first_step: bool = Field(False, description="measure before training; unset: where there are sets")
-    batch_size: PositiveInt | None = Field(
+    batch_size: BatchSize | None = Field(
         None, description="samples that a device takes at once while measuring; unset: {training.batch_size}"
     )
     kid: bool = Field(False, description="KID-efflite0 of images generated for the sets' captions")

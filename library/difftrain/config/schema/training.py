@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from difftrain.config.schema.names import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
-from difftrain.config.schema.section import IntOrShare, NonNegative, PositiveInt, Section, Share
+from difftrain.config.schema.section import BatchSize, IntOrShare, NonNegative, PositiveInt, Section, Share
 
 
 class TrainingSection(Section):
     """Batch arithmetic, length, precision and memory."""
 
     # batch, length, beginning
-    batch_size: PositiveInt = Field(1, description="images that a device takes in one micro batch")
+    batch_size: BatchSize = Field(1, description="images that a device takes in one micro batch")
     accumulation: PositiveInt = Field(1, description="micro batches in one update")
     max_steps: PositiveInt = Field(1600, description="optimizer updates")
     max_epochs: PositiveInt | None = Field(None, description="epochs")

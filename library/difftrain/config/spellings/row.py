@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from difftrain.config.schema.section import WHOLE_SHARE
 from difftrain.config.schema.validate import show
 
 Kind = Literal[
@@ -84,8 +85,10 @@ def _float(text: str) -> float:
 def _number(text: str) -> float:
     """Read a count of steps, a share of all steps below 1, or a percentage, as kohya does."""
     value = _float(text[:-1]) / 100 if text.endswith("%") else _float(text)
+    if text.endswith("%") and value > 1:
+        raise ValueError(f"must be at most 100%, got {text!r}")
     if text.endswith("%") or value < 1:
-        return value
+        return min(value, WHOLE_SHARE)
     if value != int(value):
         raise ValueError(f"must be a whole number of steps, or a share below 1, got {text!r}")
     return int(value)

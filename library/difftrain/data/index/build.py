@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import DataFault
 from difftrain.data.index.index import FORMAT, LONG_CAPTION, Index, IndexSummary, check_columns, newest
-from difftrain.data.index.inspection import FULL, QUICK, Accepted, FileBatch, Refused
+from difftrain.data.index.inspection import CAPTIONLESS, FULL, QUICK, Accepted, FileBatch, Refused
 from difftrain.data.index.scan import (
     Listing,
     count_items,
@@ -36,6 +36,7 @@ from difftrain.data.index.worker_pool import PoolJob, run_jobs
 from difftrain.data.index.writer import IndexWriter
 from difftrain.data.media.media import MEDIA_VERSION
 from difftrain.data.sources import SourceInfo, open_source
+from difftrain.data.sources.base import printable
 from difftrain.data.sources.captions import digest_of
 from difftrain.data.sources.configured import Configured, configured_sources
 
@@ -51,7 +52,6 @@ _ITEMS_A_WORKER = 50  # below this, starting another process costs more than it 
 _OUTSIDE = "outside the <repeats>_<class> folders: kohya's layout does not allow that"
 _QUICK_MEANS = "headers and file ends are read, images are not decoded, duplicates are not searched"
 _EXAMPLES = 3
-_CAPTIONLESS = ("no caption", "empty caption")  # kinds of reasons
 _INSPECT = "difftrain.data.index.inspection:inspect"
 _JOB_FILES = {FULL: 32, QUICK: 512}
 _EVERY_S = 10.0
@@ -198,7 +198,7 @@ class _Builder:
         parts: tuple[Any, ...] = (
             FORMAT,
             MEDIA_VERSION,
-            int(info.allow_empty),
+            int(info.allow_empty and info.whole_text),  # elsewhere match_files looks at what has no caption
             info.words,
             info.image_column,
             info.caption_column,
@@ -265,7 +265,13 @@ class _Builder:
 
 def _equal_but_for_notes(previous: IndexSummary, new: IndexSummary) -> bool:
     looked = previous.verify == new.verify or previous.verify == "full"
-    return looked and (previous.sources, previous.stamp) == (new.sources, new.stamp)
+    before, now = ([_without_listing(info) for info in summary.sources] for summary in (previous, new))
+    return looked and (before, previous.stamp) == (now, new.stamp)
+
+
+def _without_listing(info: SourceInfo) -> SourceInfo:
+    """Return a source without what matters only where other files are listed, or files are read again."""
+    return replace(info, flat=False) if info.whole_text else replace(info, flat=False, allow_empty=False)
 
 
 def _about_captions(listing: Listing) -> Iterator[str]:
@@ -285,6 +291,10 @@ def _report(summary: IndexSummary, changed: bool, seconds: float, log: Log) -> N
             f"index: {summary.long_captions:,} captions have more than {LONG_CAPTION:,} characters; "
             "what exceeds the model's token limit is cut off"
         )
+    if summary.empty_captions:
+        some = ", ".join(map(printable, Index(Path(summary.folder)).captionless(_EXAMPLES)))
+        what = f"{summary.empty_captions:,} image{'s'[: summary.empty_captions != 1]} without a caption"
+        log(f"index: {what}, trained with an empty one, for example {some}")
     for kind, count in summary.reasons.items():
         log(f"index: rejected, {kind}: {count:,}")
 
@@ -319,9 +329,9 @@ def _refuse(summary: IndexSummary, limit: float) -> None:
         if summary.count
         else "Nothing remains to train on."
     )
-    if not summary.count and set(summary.reasons) <= set(_CAPTIONLESS):
+    if not summary.count and set(summary.reasons) <= set(CAPTIONLESS):
         lines.insert(0, f"none of {items:,} images has a caption:")
-    if any(kind in _CAPTIONLESS for kind in summary.reasons):
+    if any(kind in CAPTIONLESS for kind in summary.reasons):
         remedy += f" {option('captions.allow_empty', True)} accepts images without a caption."
     raise TooManyRejects("\n".join([*lines, remedy]), Path(summary.folder))
 

@@ -82,6 +82,10 @@ _STAMPS = """
 SELECT records.row, records.content, files.size, files.mtime_ns, records.path, records.offset, records.length
 FROM records JOIN files ON files.id = records.file
 """
+_CAPTIONLESS = """
+SELECT files.source, files.path, records.member FROM records JOIN files ON files.id = records.file
+WHERE records.captions = '[""]' ORDER BY records.row LIMIT ?
+"""
 _PLACES = """
 SELECT records.row, files.source, coalesce(records.path, files.path), iif(records.path IS NULL, records.member, NULL)
 FROM records JOIN files ON files.id = records.file WHERE files.source IN ({marks}) ORDER BY records.row
@@ -124,6 +128,7 @@ class IndexSummary:
     shards: tuple[int, ...]  # of each source
     verify: str  # full | quick
     long_captions: int = 0  # of more than LONG_CAPTION characters
+    empty_captions: int = field(default=0, compare=False)  # of records that had none, where that is allowed
     notes: tuple[str, ...] = ()  # choices made and things passed over, one sentence each
     stamp: str = ""  # of what was refused before any file was opened
     checksums: Mapping[str, int] = field(default_factory=dict, compare=False)  # CRC-32 of each column; of 0.5 none
@@ -373,6 +378,11 @@ class Index:
         """Iterate over what is not trained on and why, by path."""
         for path, reason in self._connection().execute("SELECT path, reason FROM rejects ORDER BY path, reason"):
             yield Reject(path, reason)
+
+    def captionless(self, most: int) -> list[str]:
+        """Return the names of some records that have an empty caption because they had none."""
+        rows = self._connection().execute(_CAPTIONLESS, (most,))
+        return [f"{self._labels[source]}/{path}" + (f"!{member}" if member else "") for source, path, member in rows]
 
     def places(self, sources: Sequence[int]) -> Iterator[tuple[int, int, str, str | None]]:
         """Iterate over (row, source, path, member) of the records of some sources, by row.

@@ -18,6 +18,7 @@ from difftrain.data.sources.base import MAX_IMAGE_BYTES, BadItem, DataSource, Fi
 QUICK, FULL = 1, 2  # the header and the end of the file | every pixel
 # kinds that are looked at again next time
 PASSING = ("cannot be read", "too slow", "crashed", "out of memory", NO_MASK)
+CAPTIONLESS = ("no caption", "empty caption")  # kinds that an index which takes empty captions has not
 _STRIDE = 64  # items that one part of a divided shard takes at a time
 
 

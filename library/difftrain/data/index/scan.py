@@ -6,6 +6,7 @@ with their captions and with the previous index.
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from difftrain.contracts import DataFault
 from difftrain.data.index.index import DATABASE, IndexSummary
-from difftrain.data.index.inspection import PASSING
+from difftrain.data.index.inspection import CAPTIONLESS, PASSING
 from difftrain.data.index.shared_sources import KINDS, firsts_of, list_shared_sources
 from difftrain.data.index.writer import IndexWriter, disk_faults
 from difftrain.data.sources import SourceInfo, open_source
@@ -28,7 +29,7 @@ _PAGE = 4096
 _BYTES_AN_ITEM = 50_000
 
 _SCRATCH = """
-CREATE TABLE scan.media (source INTEGER, path TEXT, stem TEXT, size INTEGER, mtime_ns INTEGER);
+CREATE TABLE scan.media (source INTEGER, path TEXT, stem TEXT, size INTEGER, mtime_ns INTEGER, uncut TEXT);
 CREATE TABLE scan.captions (source INTEGER, stem TEXT, rank INTEGER, path TEXT, size INTEGER, mtime_ns INTEGER);
 CREATE TABLE scan.mapping (old INTEGER PRIMARY KEY, new INTEGER, name TEXT);
 CREATE TABLE scan.same (old INTEGER PRIMARY KEY, new INTEGER UNIQUE);
@@ -37,8 +38,9 @@ _FILES = """
 INSERT INTO main.files (source, path, size, mtime_ns, stamp, level, shard, caption)
 SELECT m.source, m.path, m.size, m.mtime_ns, ? || coalesce('|' || c.path || '|' || c.size || '|' || c.mtime_ns, ''),
        ?, {shard}, c.path
-FROM scan.media m LEFT JOIN scan.captions c ON c.rowid = (
-    SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.stem ORDER BY k.rank LIMIT 1)
+FROM scan.media m LEFT JOIN scan.captions c ON c.rowid = coalesce(
+    (SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.stem ORDER BY k.rank LIMIT 1),
+    (SELECT rowid FROM scan.captions k WHERE k.source = m.source AND k.stem = m.uncut ORDER BY k.rank LIMIT 1))
 WHERE m.source = ?
 """
 _SAME = """
@@ -75,8 +77,18 @@ _UNREAD = (
     "NOT EXISTS (SELECT 1 FROM scan.same WHERE new = files.id)"
     " AND NOT EXISTS (SELECT 1 FROM scan.twins WHERE source = files.source)"
 )
+# what is looked at again: what was refused for a reason, and what has no caption
+_REFUSED = "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)"
+_REFUSED_OF = """
+DELETE FROM scan.same WHERE old IN (
+    SELECT r.file FROM old.rejects r JOIN old.files f ON f.id = r.file WHERE r.reason LIKE ? AND f.source = ?)
+"""
+_EMPTY_OF = """
+DELETE FROM scan.same WHERE old IN (
+    SELECT r.file FROM old.records r JOIN old.files f ON f.id = r.file WHERE r.captions = '[""]' AND f.source = ?)
+"""
 _INSERT = {
-    "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?)",
+    "media": "INSERT INTO scan.media VALUES (?, ?, ?, ?, ?, ?)",
     "captions": "INSERT INTO scan.captions VALUES (?, ?, ?, ?, ?, ?)",
     "rejects": "INSERT INTO main.rejects VALUES (?, ?, ?)",
 }
@@ -134,7 +146,8 @@ def _rows(info: SourceInfo, by_folder: Counter[str]) -> Iterator[tuple[str, tupl
                     reason = "name not UTF-8: the file name cannot be recorded; rename it"
                     yield "rejects", (None, f"{info.root}/{printable(file.path)}", reason)
             elif file.role == "media":
-                yield "media", (info.ordinal, file.path, stem, file.size, file.mtime_ns)
+                uncut = None if info.whole_text else _uncut(stem)
+                yield "media", (info.ordinal, file.path, stem, file.size, file.mtime_ns, uncut)
             elif file.role == "caption":
                 rank = info.suffixes.index(suffix)
                 yield "captions", (info.ordinal, stem, rank, file.path, file.size, file.mtime_ns)
@@ -144,6 +157,13 @@ def _rows(info: SourceInfo, by_folder: Counter[str]) -> Iterator[tuple[str, tupl
                 by_folder[_kind_of_other(file.path)] += 1
     except OSError as error:
         raise DataFault(f"{error.filename or info.root}: cannot be listed ({error.strerror})") from None
+
+
+def _uncut(stem: str) -> str | None:
+    """Return the name of the image that a face was cut out of: kohya's tool appends four numbers, and captions stay."""
+    folder, slash, name = stem.rpartition("/")
+    parts = name.rsplit("_", 4)
+    return f"{folder}{slash}{parts[0]}" if len(parts) == 5 and parts[0] else None
 
 
 def _kind_of_other(path: str) -> str:
@@ -206,6 +226,7 @@ def _count_captions(writer: IndexWriter, info: SourceInfo, listing: Listing) -> 
     if bare:
         listing.captions["the folder's class words" if info.words else "none"] += bare
     lone = "FROM scan.captions WHERE source = ?1 AND stem NOT IN (SELECT stem FROM scan.media WHERE source = ?1)"
+    lone += " AND stem NOT IN (SELECT uncut FROM scan.media WHERE source = ?1 AND uncut IS NOT NULL)"
     count, example = writer.db.execute(f"SELECT count(*), min(path) {lone}", (info.ordinal,)).fetchone()
     if count:
         listing.passed_over.append(f"{info.root}: {count} caption files without an image, for example {example}")
@@ -269,14 +290,28 @@ def match_files(
         db.executemany("INSERT INTO scan.mapping VALUES (?, ?, ?)", _mapping(previous.sources, infos, foreign))
         db.execute(_SAME)
 
-        # what may have been a passing fault is looked at again
+        # what may have been a passing fault is looked at again, and what has no caption where that counts otherwise now
         for kind in PASSING:
-            db.execute(
-                "DELETE FROM scan.same WHERE old IN (SELECT file FROM old.rejects WHERE reason LIKE ?)", (f"{kind}:%",)
-            )
+            db.execute(_REFUSED, (f"{kind}:%",))
+        for old, new in _read_otherwise(db, previous.sources, infos):
+            if infos[new].allow_empty:
+                for kind in CAPTIONLESS:
+                    db.execute(_REFUSED_OF, (f"{kind}%", old))
+            else:
+                db.execute(_EMPTY_OF, (old,))
         (same,) = db.execute("SELECT count(*) FROM scan.same").fetchone()
         (had,) = db.execute("SELECT count(*) FROM old.files").fetchone()
     return same, had
+
+
+def _read_otherwise(
+    db: sqlite3.Connection, before: Sequence[SourceInfo], now: Sequence[SourceInfo]
+) -> Iterator[tuple[int, int]]:
+    """Yield (ordinal before, ordinal now) of sources whose images without a caption count only before, or only now."""
+    earlier = {info.ordinal: info.allow_empty for info in before}
+    for old, new in db.execute("SELECT old, new FROM scan.mapping").fetchall():
+        if earlier[old] != now[new].allow_empty:
+            yield old, new
 
 
 def _mapping(

@@ -62,6 +62,7 @@ class _Sorted:
     fingerprint: str
     duplicates: int | None
     long_captions: int
+    empty_captions: int
 
 
 class IndexWriter:
@@ -137,6 +138,7 @@ class IndexWriter:
                 fingerprint=made.fingerprint,
                 duplicates=made.duplicates,
                 long_captions=made.long_captions,
+                empty_captions=made.empty_captions,
                 rejected=sum(reasons.values()),
                 reasons=reasons,
                 checksums={
@@ -175,7 +177,8 @@ class IndexWriter:
         content = np.empty((count if hashed else 0, 16), np.uint8)
         numbers = np.empty((count, 6), np.uint32)
         cursor = self.db.execute(
-            "SELECT records.key, width, height, source, coalesce(shard, 0), row, length(captions) > ?, records.content"
+            "SELECT records.key, width, height, source, coalesce(shard, 0), row,"
+            " (length(captions) > ?) + 2 * (captions = '[\"\"]'), records.content"
             " FROM records JOIN files ON files.id = records.file ORDER BY row",
             (LONG_CAPTION,),
         )
@@ -193,7 +196,8 @@ class IndexWriter:
         width, height, source, shard, row = (numbers[order, i] for i in range(5))
         columns = IndexColumns(keys[order], width, height, source.astype(np.uint16), shard, row)
         duplicates = count - _distinct(content) if hashed else None
-        return _Sorted(columns, fingerprint_of(columns), duplicates, int(numbers[:, 5].sum()))
+        length = numbers[:, 5]  # 1: long, 2: empty
+        return _Sorted(columns, fingerprint_of(columns), duplicates, int((length == 1).sum()), int((length == 2).sum()))
 
     def _name(self, target: Path) -> None:
         """Make `target` the current index and remove those that nobody starts from any more."""

@@ -150,7 +150,7 @@ def resize(rgb: np.ndarray, size_wh: tuple[int, int], interpolation: str | None 
     pillow = Image.fromarray(rgb)
     shrinks = width >= size_wh[0] and height >= size_wh[1]
     name = interpolation or ("area" if shrinks else "lanczos")
-    return np.asarray(_area(pillow, size_wh) if name == "area" else pillow.resize(size_wh, _FILTERS[name]))
+    return np.asarray(_area(pillow, size_wh) if name in ("area", "box") else pillow.resize(size_wh, _FILTERS[name]))
 
 
 def _area(pillow: Image.Image, size_wh: tuple[int, int]) -> Image.Image:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftrain.data.plan.plan import EpochPlan
 from difftrain.data.plan.sequential import LruCache, SequentialOrder
+from difftrain.data.plan.whole import WholePlan
 
 if TYPE_CHECKING:
     from difftrain.data.index.index import Index
@@ -24,7 +24,7 @@ class Readahead:
     make any batch.
     """
 
-    def __init__(self, index: Index, plan: EpochPlan) -> None:
+    def __init__(self, index: Index, plan: WholePlan) -> None:
         self._index, self._plan = index, plan
         uses = [rows.uses for rows in plan.buckets]
         self._pacer = uses.index(max(uses))

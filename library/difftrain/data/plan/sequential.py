@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -238,6 +239,14 @@ class RepeatSegments:
         uses = pass_ * int((self._records * self._repeats).sum())
         return uses if self.even else uses + int(self.extras(pass_).sum())
 
+    def before_each(self, passes: np.ndarray) -> np.ndarray:
+        """Count the uses before each of several passes."""
+        before: np.ndarray = passes * int((self._records * self._repeats).sum())
+        extras = zip(self._records.tolist(), self._extra.tolist(), self._of.tolist(), self._phase.tolist(), strict=True)
+        for records, extra, of, phase in extras if not self.even else ():
+            before = before + (passes * (records * extra) + phase) // of
+        return before
+
     def find(self, pass_: int, uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows and occurrences of uses in a pass: an occurrence is the number of the record's uses before."""
         starts = self._starts.get(0 if self.even else pass_, lambda: np.append(0, np.cumsum(self.counts(pass_))))
@@ -265,6 +274,7 @@ class BucketRepeats:
         self.segments = RepeatSegments(self._table, self._phase)
         self.fractional = 0 if self.segments.even else int(np.count_nonzero(rows.segments["extra"]))
         pieces = np.unique(rows.segments[["extra", "of"]]) if self.fractional else ()
+        self.period = math.lcm(*(int(of) for extra, of in pieces if extra))  # passes until their lengths come round
         self.rate = Fraction(int((rows.segments["records"] * rows.segments["repeats"]).sum()))
         for extra, of in (map(int, piece) for piece in pieces):
             # summed as fractions, so that the rate is exact
@@ -282,6 +292,11 @@ class BucketRepeats:
     def uses(self, pass_: int) -> int:
         """Count the uses of a pass."""
         return self.before(pass_ + 1) - self.before(pass_)
+
+    def uses_of_passes(self, number: int) -> np.ndarray:
+        """Count the uses of the first passes, each by itself."""
+        before: np.ndarray = self.segments.before_each(np.arange(number + 1))
+        return np.diff(before)
 
     def pass_of(self, position: int) -> int:
         """Return the pass that a position of the stream lies in."""

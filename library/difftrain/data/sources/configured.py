@@ -163,15 +163,18 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
         made.notes[-1] = made.notes[-1].replace(_SENTENCES[kind], _SENTENCES["imagefolder"])
         add("imagefolder", image_dir, caption_column=data.caption_column)
         return
-    folders = kohya_folders(image_dir) if kind == "folder" and depth == 1 else []
+    as_kohya = subset.captions.dialect == "kohya"
+    folders: list[KohyaFolder] = []
+    if kind == "folder" and (depth == 1 or (as_kohya and depth == 0 and not subset.flat)):
+        folders = kohya_folders(image_dir, bare=as_kohya)
     if folders:
         made.kohya.append((image_dir, folders))
-        listed = ", ".join(f"{folder.name} x {folder.repeats}" for folder in folders[:8])
-        more = f" and {len(folders) - 8} more" if len(folders) > 8 else ""
-        made.notes[-1] = f"{image_dir}: kohya's <repeats>_<class> folders: {listed}{more}"
+        made.notes[-1:] = _about_kohya(image_dir, folders, subset.repeats if as_kohya else 1)
         for folder in folders:
-            name = f"{folder.name}/"
-            add("folder", image_dir, folder.repeats, prefix=name, words=folder.words, suffixes=suffixes, **of_file)
+            # a folder's own number is what counts, and what lies below it is nobody's (kohya)
+            times = {"repeats": folder.repeats} if as_kohya else {}
+            more = {"prefix": f"{folder.name}/", "words": folder.words, "flat": True, "suffixes": suffixes} | times
+            add("folder", image_dir, folder.repeats, **more, **of_file)
     elif kind == "folder":
         add(kind, image_dir, suffixes=suffixes, words=subset.class_tokens or "", **of_file)
     else:
@@ -182,6 +185,23 @@ def _add(made: Configured, known: dict[str, object], subset: SubsetSection, data
             )
         if subset.class_tokens:
             made.notes.append(f"{image_dir}: class_tokens have no effect: {kind} files contain their captions")
+
+
+def _about_kohya(root: Path, folders: list[KohyaFolder], count: float) -> Iterator[str]:
+    """Say which class folders there are, and what next to and below them is not read. count: repeats of the settings."""
+    listed = ", ".join(f"{folder.name} x {folder.repeats}" for folder in folders[:8])
+    more = f" and {len(folders) - 8} more" if len(folders) > 8 else ""
+    yield f"{root}: kohya's <repeats>_<class> folders: {listed}{more}"
+    if bare := [folder.name for folder in folders if not folder.words]:
+        yield f"{root}: no class words in {', '.join(bare[:8])}: only caption files caption their images"
+    left = sorted(outside(root, folders))
+    if left:
+        yield (
+            f"{root}: {len(left):,} images lie next to or below these folders and are not trained on, as in kohya's "
+            f"scripts, for example {printable(left[0])}"
+        )
+    if count != 1:
+        yield f"{root}: {option('data.repeats')} has no effect here: the number of each folder's name counts"
 
 
 _SENTENCES = {
@@ -272,35 +292,36 @@ class KohyaFolder:
     words: str
 
 
-def parse_name(name: str) -> KohyaFolder | None:
+def parse_name(name: str, *, bare: bool = False) -> KohyaFolder | None:
     """Read `10_sks dog` as (10, "sks dog"); None where it is no such name. Fewer than one repeat is none.
 
-    A bare number is none either, though kohya takes it for repeats: large folders are often divided into 000, 001, ...
+    bare: a number alone is one, without words (kohya), but for 000, 001, ...: large folders are often divided so.
     """
     number, line, words = name.partition("_")
-    if not line or not (number.isascii() and number.isdigit()) or int(number) < 1:
+    if not (number.isascii() and number.isdigit() and len(number) < 10) or int(number) < 1:
+        return None
+    if not line and (not bare or number.startswith("0")):
         return None
     return KohyaFolder(name, int(number), words.strip())
 
 
-def kohya_folders(root: Path) -> list[KohyaFolder]:
+def kohya_folders(root: Path, *, bare: bool = False) -> list[KohyaFolder]:
     """Return the sub-folders of kohya's layout that hold pictures directly, by name."""
     folders = []
     for entry in os.scandir(root):
-        parsed = parse_name(entry.name) if is_folder(entry) else None
+        parsed = parse_name(entry.name, bare=bare) if is_folder(entry) else None
         if parsed is not None and _holds_pictures(Path(entry.path)):
             folders.append(parsed)
     return sorted(folders, key=lambda folder: folder.name)
 
 
 def outside(root: Path, folders: list[KohyaFolder]) -> Iterator[str]:
-    """Iterate over pictures that lie in none of the folders: kohya passes them over, we name them."""
+    """Iterate over pictures that lie in none of the folders, or below one: kohya passes them over, we name them."""
     inside = {folder.name for folder in folders}
-    for entry in os.scandir(root):
-        if is_folder(entry) and entry.name not in inside and not entry.name.startswith("."):
-            for path, _ in walk(root, entry.name):
-                if is_picture(path):
-                    yield path
+    for path, _ in walk(root):
+        folder, _, name = path.rpartition("/")
+        if is_picture(name) and folder not in inside:
+            yield path
 
 
 def _holds_pictures(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """kohya's metadata json: which pictures there are, with caption and tags, `{"name or path": {"caption": ..., "tags": ...}}`.
 
-Pictures lie in a folder, or are named by whole paths. The file counts as one shard whose items lie elsewhere.
+A .jsonl file names a picture a line. Pictures lie in a folder, or are named by whole paths. The file counts as one shard whose
+items lie elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class MetadataSource(DataSource):
     def _entries(self) -> dict[str, Any]:
         file = os.path.normpath(self.root / self.info.only)
         try:
-            entries = json.loads(decode_text(read_regular(file, MAX_FILE_BYTES), "it"))
+            text = decode_text(read_regular(file, MAX_FILE_BYTES), "it")
+            entries = _of_lines(text, file) if file.endswith(".jsonl") else json.loads(text)
         except OSError as error:
             raise DataFault(f"{file}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError, BadCaption) as error:
@@ -137,6 +139,20 @@ class MetadataSource(DataSource):
 
     def read(self, media: MediaRef) -> bytes:
         return read_image(self.root / media.path)
+
+
+def _of_lines(text: str, file: str) -> dict[str, Any]:
+    """Read a picture a line, `{"image_path": ..., "caption": ..., "tags": ...}`. Raises ValueError, DataFault."""
+    entries: dict[str, Any] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        entry = json.loads(line)
+        name = entry.get("image_path") if isinstance(entry, dict) else None
+        if not isinstance(name, str):
+            raise DataFault(f'{file}, line {number}: must be an object, {{"image_path": "...", "caption": "..."}}')
+        entries[name] = entry
+    return entries
 
 
 def _is_file(path: Path) -> bool:

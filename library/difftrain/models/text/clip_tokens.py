@@ -19,8 +19,22 @@ if TYPE_CHECKING:
 
 PAD_1, PAD_2 = "<|endoftext|>", "!"  # CLIP-L fills up with EOS, bigG with id 0
 CHUNK = LENGTH - 2  # of a caption's tokens in a sequence of CLIP's
+CLEANING = "ftfy"  # raise it when mended() makes another text of the same one
 _BLANK = re.compile(r"[ \t\r\n]+")
 _WORDS, _LONG = 1 << 16, 64  # words that are kept with their ids, and characters of one that is
+
+
+def mended(text: str) -> str:
+    """Return a text as OpenAI's tokenizer of CLIP reads it, which kohya's scripts and diffusers' examples use.
+
+    ftfy makes typographic quotes, ligatures, full-width letters, entities and mojibake what they stand for. Printable ASCII
+    without an ampersand is as it is.
+    """
+    if text.isascii() and text.isprintable() and "&" not in text:
+        return text
+    from ftfy import fix_text
+
+    return fix_text(text)
 
 
 def chunks_of(max_token_length: int) -> int:
@@ -46,6 +60,8 @@ class ClipTokenize:
         self._chunk = self._length - 2
         self._backends: list[Any] | None = None
         self._known: list[dict[str, list[int]]] = [{} for _ in vocabularies]
+
+    cleaning = CLEANING  # beside `identity`, by which cached entries are named since before captions were mended
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_backends": None, "_known": [{} for _ in self._vocabularies]}
@@ -98,7 +114,8 @@ class ClipTokenize:
 
         No token of CLIP spans a blank, so each distinct word is looked at once: ten times as fast for many captions.
         """
-        words = [_BLANK.split(_plain(" ".join(piece for piece, _ in self._pieces(text)))) for text in captions]
+        texts = (" ".join(mended(_plain(piece)) for piece, _ in self._pieces(text)) for text in captions)
+        words = [_BLANK.split(text) for text in texts]
         distinct = list({word for encoded_word in words for word in encoded_word})
         encoded = self._tokenizers()[0].encode_batch_fast(distinct, add_special_tokens=False)
         counts = {word: len(encoded_word.ids) for word, encoded_word in zip(distinct, encoded, strict=True)}
@@ -125,7 +142,7 @@ class ClipTokenize:
     def _ids(self, which: int, text: str) -> list[int]:
         """Return the ids of a text. No token of CLIP spans a blank, so each word is encoded when it first comes."""
         known, ids = self._known[which], list[int]()
-        for word in _BLANK.split(_plain(text)):
+        for word in _BLANK.split(mended(_plain(text))):
             known_ids = known.get(word)
             if known_ids is None:
                 known_ids = self._tokenizers()[which].encode(word, add_special_tokens=False).ids

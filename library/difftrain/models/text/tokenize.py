@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import html
 import json
 import re
 import shutil
@@ -19,7 +20,7 @@ from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import read_json_object, read_regular
 from difftrain.models.facts import Text
-from difftrain.models.text.clip_tokens import PAD_1, PAD_2, ClipTokenize
+from difftrain.models.text.clip_tokens import CLEANING, PAD_1, PAD_2, ClipTokenize, mended
 from difftrain.models.text.clip_vocabulary import NUM_FIXED, ClipVocabulary, byte_symbols
 from difftrain.models.text.t5_vocabulary import T5Vocabulary, bare_tokenizer
 
@@ -135,11 +136,21 @@ class Tokenize:
         return made
 
     def _ids(self, position: int, caption: str, limit: int) -> list[int]:
-        text, plain = self.texts[position - 1], _plain(caption)
+        text, plain = self.texts[position - 1], self._read(position, caption)
         if text.kind == "t5":
             ids = self._backend(position).encode(plain, add_special_tokens=False).ids
             return [*ids[: limit - 1], self.vocabularies[position - 1].eos_id]
         return list(self._backend(position).encode(text.template.replace("{}", plain)).ids[:limit])
+
+    def _read(self, position: int, caption: str) -> str:
+        """Return a caption as an encoder that is not CLIP's reads it; CLIP's tokenizer mends by itself."""
+        plain = _plain(caption)
+        return html.unescape(html.unescape(mended(plain))).strip() if self.texts[position - 1].mends else plain
+
+    @property
+    def cleaning(self) -> str:
+        """Return what is done to captions before they are cut into tokens."""
+        return CLEANING if any(text.kind == "clip" or text.mends for text in self.texts) else ""
 
     def _backend(self, position: int) -> Any:
         if position not in self._backends:
@@ -192,7 +203,8 @@ class Tokenize:
         backend = self._backend(self._longest)
         if self.texts[self._longest - 1].kind == "clip":
             return list(backend.lengths(captions))
-        encoded = backend.encode_batch([_plain(text) for text in captions], add_special_tokens=False)
+        plain = [self._read(self._longest, text) for text in captions]
+        encoded = backend.encode_batch(plain, add_special_tokens=False)
         return [len(encoding.ids) for encoding in encoded]
 
 

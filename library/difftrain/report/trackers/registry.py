@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from difftrain.config.document import text_of, toml_of
 from difftrain.config.spellings.spelling import option
 from difftrain.contracts import ConfigFault, Fault
 from difftrain.io.files import DISK_ERRORS
@@ -113,7 +113,7 @@ def tracker_options(file: str | None, tracker: str) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        tables = toml_of(text_of(Path(file)))
     except (OSError, ValueError) as error:
         raise ConfigFault([Fault(option("logging.tracker_config"), f"cannot read {file}: {error}")]) from error
     return dict(tables.get(tracker, {}))

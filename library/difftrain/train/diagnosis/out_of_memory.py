@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def in_step(step: int, micro: list[Batch]) -> AbstractContextManager[None]:
-    """Name a step, and the shape that did not fit."""
-    first = micro[0]
-    return during(f"training (step {step}, {len(first.record_id)} images of {first.bucket})")
+    """Name a step, and the shape that did not fit, as far as that is known: the largest."""
+    largest = max(micro, key=lambda b: len(b.record_id) * b.bucket.frames * b.bucket.height * b.bucket.width)
+    return during(f"training (step {step}, {len(largest.record_id)} images of {largest.bucket})")
 
 
 @contextmanager
@@ -100,6 +100,8 @@ def remedies(cfg: TrainConfig, launch: Launch, doing: str) -> list[str]:
     if training.batch_size > 1 and len(cfg.batch_sizes) == 1:
         half, times = training.batch_size // 2, 2 * training.accumulation
         same = "the same images per step" if training.batch_size % 2 == 0 else "about the same images per step"
+        if cfg.data.epoch_batches == "every":  # whose order is one of micro batches
+            same = f"about as many images a step, in another order: a resume then takes {option('save.reset_dataloader', True)}"
         ways.append(f"{option('training.batch_size')}={half} {option('training.accumulation')}={times} ({same})")
     elif max(cfg.batch_sizes) > 1:
         ways.append("a smaller batch_size in the dataset's file")

@@ -18,7 +18,7 @@ from difftrain.config.toml import dump
 from difftrain.contracts import Bucket, ConfigFault, DataFault, Family, Parts
 from difftrain.data.evaluation_sets import open_set
 from difftrain.data.loader import check_sizes
-from difftrain.data.plan.plan import EpochPlan, why
+from difftrain.data.plan.plan import EVERY, EpochPlan, why
 from difftrain.data.prepare import global_batches, prepare
 from difftrain.device.free_memory import free_memory
 from difftrain.distributed.launch import Launch
@@ -268,6 +268,7 @@ def batch_arithmetic(cfg: TrainConfig, ranks: int) -> str:
         f"{sizes} image{'s'[: sizes != '1']} a micro batch x {cfg.training.accumulation} accumulated x {ranks} "
         f"rank{'s' if ranks > 1 else ''} = {images} image{'s'[: images != '1']} a step"
         + (", by dataset" if len(cfg.batch_sizes) > 1 else "")
+        + (", fewer where a bucket or an epoch ends" if cfg.data.epoch_batches == EVERY else "")
     )
 
 

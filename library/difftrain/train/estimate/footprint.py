@@ -274,8 +274,8 @@ def disk(cfg: TrainConfig, parts: Parts, total_steps: int, epochs: int, mean_bat
     # how many: by steps, by epochs, and at the end
     by_step = save.naming != "kohya"
     every_epochs = save.every_n_epochs
-    if save.n_epoch_ratio and cfg.training.max_epochs:
-        every_epochs = max(1, cfg.training.max_epochs // save.n_epoch_ratio)
+    if save.n_epoch_ratio:
+        every_epochs = max(1, (cfg.training.max_epochs or epochs) // save.n_epoch_ratio)
     exports = total_steps // save.every_n_steps if save.every_n_steps else 0
     exports += int(total_steps * mean_batch) // save.every_n_examples if save.every_n_examples else 0
     exports += epochs // every_epochs if every_epochs else 0

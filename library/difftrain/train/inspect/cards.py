@@ -52,9 +52,9 @@ def walk(look: Look) -> Walk:
         first = plan.total_steps(epoch)
         searched.append(min(plan.steps(epoch), most))
         for step in range(first, first + searched[-1]):
-            uses = plan.uses_of(step)
-            when = np.full((2, len(uses.rows)), [[step], [epoch]])
-            parts.append(np.concatenate([[uses.rows, uses.occurrences], when]))
+            for uses in plan.parts(step):
+                when = np.full((2, len(uses.rows)), [[step], [epoch]])
+                parts.append(np.concatenate([[uses.rows, uses.occurrences], when]))
     rows, occurrences, steps, epochs = np.concatenate(parts, axis=1)
     complete = tuple(count == plan.steps(epoch) for epoch, count in enumerate(searched))
     return Walk(rows, occurrences, steps, epochs, tuple(searched), complete)
