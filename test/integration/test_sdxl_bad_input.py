@@ -14,6 +14,7 @@ import pytest
 import torch
 from doors import Door, losses, metrics, wait_for, write_pictures
 from PIL import Image
+from refusals import names
 from safetensors.torch import load_file, save_file
 
 from difftrain.config.spellings.spelling import option
