@@ -93,8 +93,8 @@ class Ranks:
         ):
             with loopback_only(launch):
                 dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
-            store = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store()).clone()
-            own = signs.Signs(store, launch.rank, launch.size)
+            store: Any = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store())
+            own = signs.Signs(store.clone(), launch.rank, launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":
             with _meeting(launch.rank, f"{at} are connected, but their devices %s; {_LINK}", timeout):
