@@ -144,10 +144,10 @@ def test_dry_run_prints_the_arithmetic_and_leaves_nothing(launchers: Launchers) 
 
 def test_too_few_open_files_are_refused_before_anything_starts(launchers: Launchers) -> None:
     script = launchers.root / "test" / "pretrain_full_1m_8p_sdxl.sh"
-    words = [str(script), f"--dataset_name={launchers.pictures}", *TINY, "--nproc_per_node=2", "--device_id=6"]
+    words = [str(script), f"--dataset_name={launchers.pictures}", *TINY, "--nproc_per_node=2", "--device_id=9"]
     done = subprocess.run(
         ["bash", "-c", 'ulimit -n 24; exec bash "$@"', "bash", *words],
         env=launchers.env, cwd=launchers.root, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 2 and "ulimit -n" in done.stderr, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr and not launchers.output(6).exists()
+    assert "Traceback" not in done.stdout + done.stderr and not launchers.output(9).exists()

@@ -30,11 +30,11 @@ DEFAULT_TIMEOUT_MIN = 30.0
 NOTICE_S = 30.0  # ranks that have not met by then say what they wait for
 log = logging.getLogger("difftrain")
 
-# What libraries say where a rank is gone, or did not come in time: gloo and c10d, then CANN's (EI0002: nobody answers,
-# EI0006: no connection, EI0013: the link broke).
+# What libraries say where a rank is gone, or did not come in time: gloo and c10d, NCCL's, then CANN's (EI0002: nobody
+# answers, EI0006: no connection, EI0013: the link broke).
 _LOST = re.compile(
     r"Connection (?:closed|reset|refused) by peer|Broken pipe|Timed out waiting \d+ms for (?:recv|send)"
-    r"|gloo/transport|Watchdog caught collective operation timeout|remote process exited or there was a network error"
+    r"|ncclRemoteError|NCCL communicator was aborted|gloo/transport|Watchdog caught collective operation timeout|remote process exited or there was a network error"
     r"|\bEI00(?:02|06|13)\b",
     re.IGNORECASE,
 )
@@ -93,8 +93,8 @@ class Ranks:
         ):
             with loopback_only(launch):
                 dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
-            store = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store()).clone()  # type: ignore[attr-defined]
-            own = signs.Signs(store, launch.rank, launch.size)
+            store: Any = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store())
+            own = signs.Signs(store.clone(), launch.rank, launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":
             with _meeting(launch.rank, f"{at} are connected, but their devices %s; {_LINK}", timeout):
