@@ -55,7 +55,7 @@ def test_bad_pictures_and_captions_are_named_and_the_rest_is_trained(door: Door,
     assert "6 rejected" in output
     assert json.loads((tmp_path / "out" / "report.json").read_text())["rejected"]["count"] == 6
     # as in kohya's scripts, but not in silence
-    assert "2 images without a caption" in output and "no_caption.png" in output and "empty_caption.png" in output
+    assert "index: 2 images" in output and "no_caption.png" in output and "empty_caption.png" in output
     assert len(metrics(tmp_path / "out")) == 2
 
 
