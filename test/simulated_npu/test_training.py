@@ -197,7 +197,7 @@ def train_as_rank(pictures: str, base: str) -> None:
 def test_ranks_hold_the_same_weights_and_wait_for_nothing(train: Runner, pictures: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([*map(str, (ROOT / "test" / "support", ROOT / "library", ROOT)), os.environ["PYTHONPATH"]])
     run_ranks(2, f"{__file__}::train_as_rank", pictures, tmp_path, timeout_s=240, env={"PYTHONPATH": path})
-    alone = train("npu", "--train_batch_size=4", steps=8)
+    alone = train("npu", "--gradient_accumulation_steps=2", steps=8)  # the same micro batches, one after another
     report = Trained(tmp_path / "ranks", None, {}, []).report()
     assert report["world_size"] == 2
     assert report["final_avr_loss"] == pytest.approx(alone.report()["final_avr_loss"], rel=1e-5)
