@@ -24,10 +24,15 @@ LONGEST = (
     "simulated_npu/test_bad_input", "simulated_npu/test_attention_runs", "simulated_npu/test_run",
 )  # fmt: skip
 HERE = Path(__file__).parent
+NIGHTLY = "DIFFTRAIN_NIGHTLY"  # set by test/nightly.sh
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of long files first; within a file they stay in order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests of long files first; within a file they stay in order. Leave out the nightly ones, unless asked for."""
+    if not os.environ.get(NIGHTLY):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     places = {HERE / f"{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 

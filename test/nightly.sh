@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Long drills, each bounded in time: random kills and restarts, ten million records, a model compiled by inductor, hostile
-# files, thousands of steps in which nothing may grow, and planted faults that the tests must notice. Two hours on two cores.
+# Long drills, each bounded in time: random kills and restarts, ten million records, a model compiled by inductor, all of
+# kohya's public lines, hostile files and configurations, thousands of steps in which nothing may grow, and planted faults
+# that the tests must notice; and tests marked nightly. Two to three hours on two cores.
 # Uses the environment of test/run_tests.sh, which must have run once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,6 +12,7 @@ PYTHONPATH=library "$python" benchmarks/scale.py
 "$python" benchmarks/cache_chaos.py --rounds=200
 "$python" benchmarks/cache_scale.py
 "$python" test/drills/compiled.py --minutes="${COMPILE_MINUTES:-20}"
+DIFFTRAIN_NIGHTLY=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "$python" -m pytest -q test/integration -m nightly
 "$python" test/drills/hostile.py
 "$python" test/drills/endurance.py --steps="${ENDURANCE_STEPS:-5000}"
 "$python" test/drills/planted_faults.py

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
 from benchmarked import benchmark
 
 
+@pytest.mark.nightly
 def test_every_peer_trains_from_files(tmp_path: Path) -> None:
     code, said = benchmark("peers", "--rehearse", cwd=tmp_path)
     assert code == 0, said

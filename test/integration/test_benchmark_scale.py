@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from machine_kind import slowness
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 def test_planning_keeps_its_limits():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--records=200000", f"--slowness={slowness()}"],

@@ -26,6 +26,7 @@ def importable() -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.nightly
 def test_every_trained_family_is_measured(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(
         '[measure]\nwarm_up = 1\nsteps = 1\nrepeats = 1\n[[run]]\ntrains = ["full", "lora"]\n'

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 def test_twelve_rounds_of_kills_lose_nothing():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "cache_chaos.py"), "--rounds=12"],

@@ -78,6 +78,7 @@ def test_pictures_that_hang_or_crash_their_decoder_are_named_and_all_else_is_enc
     assert lost == 2 < data.index.count
 
 
+@pytest.mark.nightly
 def test_workers_that_stay_silent_though_no_picture_is_slow_are_given_up_after_some_tries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

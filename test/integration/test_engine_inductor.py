@@ -15,6 +15,7 @@ from difftrain.train.diagnosis.non_finite import NonFinite
 from difftrain.train.state import TrainedModel
 
 
+@pytest.mark.nightly
 @pytest.mark.flags("torch_compile", "dynamo_backend")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_inductor_trains_what_eager_trains(tmp_path, monkeypatch):

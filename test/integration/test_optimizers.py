@@ -15,6 +15,7 @@ BLOCKS[0] = BLOCKS[8] = BLOCKS[16] = 0.0
 FROZEN = ("time_embed.", "label_emb.", "middle_block.1.", "out.")
 
 
+@pytest.mark.nightly
 @pytest.mark.flags("block_lr", "optimizer_type", "optimizer_args")
 def test_prodigy_with_frozen_blocks_stops_and_goes_on(door: Door, tmp_path: Path) -> None:
     line = ["--block_lr=" + ",".join(map(str, BLOCKS)), "--optimizer_type=prodigy", "--learning_rate=1"]

@@ -22,6 +22,10 @@ from difftrain.data.prepare import Data, global_batches, make_plan, open_data, p
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = pytest.mark.parametrize("line", LINES, ids=[line.name for line in LINES])
+# each is a run of its own: all of them in the nightly script, one of five elsewhere
+TRAINED = [
+    pytest.param(line, id=line.name, marks=() if at % 5 == 0 else pytest.mark.nightly) for at, line in enumerate(LINES)
+]
 
 
 def test_there_are_as_many_as_promised_and_the_formulas_are_kohyas() -> None:
@@ -66,7 +70,7 @@ def uses_of(plan: EpochPlan, data: Data, epoch: int) -> dict[str, list[int]]:
     return {folder: sorted(numbers) for folder, numbers in by_folder.items()}
 
 
-@BY_NAME
+@pytest.mark.parametrize("line", TRAINED)
 def test_a_line_trains(line: PublicLine, tmp_path: Path, came_out: Counter[str]) -> None:
     words = [*public_lines.write(line, tmp_path), "--seed=1"]
     script = [sys.executable, str(ROOT / "sd_scripts_xl" / "sdxl_pretrain.py"), *words]
