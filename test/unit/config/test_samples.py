@@ -29,7 +29,7 @@ def faults(tmp_path: Path, *more: str, toml: str | None = None) -> list[Fault]:
 
 
 def test_faults_of_flags(tmp_path: Path) -> None:
-    said = faults(tmp_path, "--conditioning_data_dir=HERE/none", "--face_crop_aug_range=4,1")
+    said = faults(tmp_path, "--masked_loss", "--conditioning_data_dir=HERE/none", "--face_crop_aug_range=4,1")
     for facts in (
         ("--conditioning_data_dir", "folder", f"'{tmp_path / 'none'}'"),
         ("--face_crop_aug_range", "LOW,HIGH", "4,1", "1.0,4.0"),
