@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import dataclass
 from importlib import metadata
@@ -30,6 +31,7 @@ from difftrain.launch.claim import end_with_parent, turn  # noqa: E402
 TORCH_NEEDED = (2, 7)
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*([<>=!~][^;#]*)?")
 _ABOVE = "DIFFTRAIN_VENV_STAGE"  # "look" or "install": set while the packages of .venv are seen to from within it
+SIGN_S = 10.0  # between signs that an installation still runs
 _LACKING = 3  # the exit code of a look that found something missing
 
 
@@ -183,14 +185,25 @@ def install(lacking: list[Requirement]) -> None:
         kept = Path(sys.prefix) / "difftrain-constraints.txt"
         kept.write_text(f"torch=={torch}\n")
         command += ["--constraint", str(kept)]
-    done = subprocess.run(
+    code, output = _with_signs(command, environ, "installing")
+    if code:
+        log(output)
+        raise EnvironmentUnusable(f"pip could not install what is missing (exit code {code}); its output is above")
+
+
+def _with_signs(command: list[str], environ: dict[str, str], what: str) -> tuple[int, str]:
+    """Run a command whose output is kept; say at intervals that it still runs. Returns its exit code and its output."""
+    began = time.monotonic()
+    process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, preexec_fn=end_with_parent
     )
-    if done.returncode:
-        log(done.stdout)
-        raise EnvironmentUnusable(
-            f"pip could not install what is missing (exit code {done.returncode}); its output is above"
-        )
+    while True:
+        try:
+            output, _ = process.communicate(timeout=SIGN_S)
+        except subprocess.TimeoutExpired:
+            log(f"{what}, {time.monotonic() - began:.0f} s so far")
+            continue
+        return process.returncode, output
 
 
 def main() -> str:

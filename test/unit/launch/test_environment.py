@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,13 @@ def test_npu_machines_get_the_adapter_of_their_torch(versions: dict[str, str], t
     assert [r.line for r in env.for_npu(lines, present=True)] == ["torch_npu==2.13.0"]
     versions["torch"] = "2.9.0+cpu"
     assert [r.line for r in env.for_npu(lines, present=True)] == ["torch_npu==2.9.0"]
+
+
+def test_a_long_installation_gives_signs_of_life_and_loses_no_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(env, "SIGN_S", 0.1)
+    script = "import time; print('early', flush=True); time.sleep(0.5); print('late'); raise SystemExit(3)"
+    code, output = env._with_signs([sys.executable, "-c", script], dict(os.environ), "installing")
+    assert (code, output.split()) == (3, ["early", "late"])
+    assert 2 <= capfd.readouterr().err.count("installing, ") <= 8
