@@ -5,6 +5,7 @@ Precedence: field default < --config TOML < what stands between < --config_file 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -401,6 +402,8 @@ def is_off(flag: Row, texts: list[str]) -> bool:
     try:
         number = float(text)
     except ValueError:
+        return False
+    if not math.isfinite(number):
         return False
     return (number == 0 or (number < 0 and flag.to in _NEVER)) and bool(judged(flag.to, int(number))[1])
 

@@ -196,6 +196,7 @@ WRONG = [
     ("--zzz=3", ["--zzz", "--help"]),
     ("--seed=1.5", ["--seed", "whole number", "1.5"]),
     ("--seed=-1", ["--seed", "at least 0", "-1"]),
+    ("--sample_every_n_steps=-inf", ["--sample_every_n_steps", "-inf"]),
     ("--seed 9223372036854775808", ["--seed", "below", "9223372036854775808"]),
     ("--seed=", ["--seed", "empty"]),
     ("--output_name=", ["--output_name", "empty"]),
