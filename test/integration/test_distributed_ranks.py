@@ -186,9 +186,9 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_
 
 
 def one_is_stopped(who: str) -> None:
-    from difftrain.distributed import signs
+    from difftrain.distributed import heartbeats
 
-    signs.NOTICE_S = 2.0
+    heartbeats.NOTICE_S = 2.0
     with _open(timeout_min=0.1) as ranks:
         processes = ranks.gather(os.getpid())
         if ranks.rank == int(who):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from difftrain.contracts import TrainingFault
-from difftrain.distributed import signs
+from difftrain.distributed import heartbeats
 from difftrain.distributed.launch import Launch
 from difftrain.distributed.loopback import loopback_only
 
@@ -62,7 +62,7 @@ class Ranks:
     """Know this process's place, and let ranks agree. A single process needs no group and never waits.
 
     rank, size: in the job. local_rank, local_size: on this machine. control: the CPU group, or None when alone.
-    signs: what names a rank that is missing. limit: how long others are waited for, where: the store, both in words.
+    heartbeats: what names a rank that is missing. limit: how long others are waited for, where: the store, both in words.
     """
 
     rank: int = 0
@@ -70,7 +70,7 @@ class Ranks:
     local_rank: int = 0
     local_size: int = 1
     control: Any = None
-    signs: signs.Signs | None = None
+    heartbeats: heartbeats.Heartbeats | None = None
     limit: str = ""
     where: str = ""
 
@@ -93,8 +93,8 @@ class Ranks:
         ):
             with loopback_only(launch):
                 dist.init_process_group(device.backend, timeout=timeout, rank=launch.rank, world_size=launch.size)
-            store: Any = dist.PrefixStore("difftrain/signs", dist.distributed_c10d._get_default_store())
-            own = signs.Signs(store.clone(), launch.rank, launch.size)
+            store: Any = dist.PrefixStore("difftrain/heartbeats", dist.distributed_c10d._get_default_store())
+            own = heartbeats.Heartbeats(store.clone(), launch.rank, launch.size)
             control = dist.new_group(backend="gloo", timeout=timeout)
         if device.torch_device.type != "cpu":
             with _meeting(launch.rank, f"{at} are connected, but their devices %s; {_LINK}", timeout):
@@ -147,7 +147,7 @@ class Ranks:
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
         """Turn what the network says when a rank is lost into one line that names it."""
-        with self.signs.waiting() if self.signs else contextlib.nullcontext():
+        with self.heartbeats.waiting() if self.heartbeats else contextlib.nullcontext():
             try:
                 yield
             except RuntimeError as error:
@@ -156,8 +156,8 @@ class Ranks:
     def _missing(self, error: BaseException) -> RankLost:
         """Find out which rank is missing. The library's own text goes to the log of those who want it."""
         log.debug("rank %d: %s: %s", self.rank, type(error).__name__, error)
-        roll = self.signs.roll() if self.signs else signs.Roll(answered=False)
-        return RankLost(f"rank {self.rank}: {signs.sentence(roll, self.size, self.limit, self.where)}")
+        roll = self.heartbeats.roll() if self.heartbeats else heartbeats.Roll(answered=False)
+        return RankLost(f"rank {self.rank}: {heartbeats.sentence(roll, self.size, self.limit, self.where)}")
 
     def counter(self, name: str) -> Callable[[], int]:
         """Return what hands out 0, 1, 2, ... to whichever rank asks next: each number once, and nobody waits for another.
@@ -189,8 +189,8 @@ class Ranks:
         if self.control is None:
             return
         self.barrier()
-        if self.signs:
-            self.signs.end(signs.LEFT)
+        if self.heartbeats:
+            self.heartbeats.end(heartbeats.LEFT)
         self.control = None
         dist.destroy_process_group()
 
@@ -218,8 +218,8 @@ class Ranks:
         if self.control is None:
             return
         control, self.control = self.control, None
-        if self.signs:
-            self.signs.end(signs.LEFT if isinstance(error, RankLost) else signs.FAILED)
+        if self.heartbeats:
+            self.heartbeats.end(heartbeats.LEFT if isinstance(error, RankLost) else heartbeats.FAILED)
         with contextlib.suppress(Exception):  # the first error is the one to be seen
             dist.destroy_process_group(None if dist.get_backend() == "gloo" else control)
 

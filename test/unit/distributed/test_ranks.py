@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from difftrain.distributed.heartbeats import MOST_NAMED, Roll, sentence
 from difftrain.distributed.ranks import lost
-from difftrain.distributed.signs import MOST_NAMED, Roll, sentence
 
 # in pieces: the page of messages has the pattern that finds them
 TEXTS = (

@@ -1,4 +1,4 @@
-"""Signs of life that ranks give one another: whoever waits in vain can name the rank that is silent.
+"""Heartbeats of the ranks: whoever waits in vain can name the rank that is silent.
 
 Each rank writes a number into the job's store once a second, from a thread of its own, and whether it waits for the
 others now. A process that is stopped, killed or cut off writes no more. The texts of gloo, NCCL and HCCL name
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 BEAT_S = 1.0
-RANKS_A_BEAT = 200  # the store serves some hundred signs a second without notice
+RANKS_A_BEAT = 200  # the store serves some hundred heartbeats a second without notice
 SILENT_BEATS = 3.5  # as many without a sign: nobody lives there
 NOTICE_S = 30.0  # a rank that is silent for as long is named at once, before any time-out
-LEFT, FAILED = "left", "failed"  # last signs: ended because of others; ended with an error of its own
+LEFT, FAILED = "left", "failed"  # last heartbeats: ended because of others; ended with an error of its own
 MOST_NAMED = 8
 log = logging.getLogger("difftrain")
 
@@ -35,8 +35,8 @@ class Roll:
     answered: bool = True
 
 
-class Signs:
-    """Give this rank's signs, and read those of the others. store: a connection of its own, used by one thread alone."""
+class Heartbeats:
+    """Give this rank's heartbeats, and read those of the others. store: a connection of its own, used by one thread alone."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -49,7 +49,7 @@ class Signs:
         self._roll = Roll(answered=False)
         self._seen = ("", time.monotonic(), False)  # the neighbour's last sign, since when, whether it was named
         self._give()  # every rank has given one before any can miss it
-        self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
     @contextmanager
@@ -70,7 +70,7 @@ class Signs:
         return self._roll
 
     def end(self, last: str = "") -> None:
-        """Give no more signs. last: LEFT or FAILED, for those who will miss this rank."""
+        """Give no more heartbeats. last: LEFT or FAILED, for those who will miss this rank."""
         if self._ended.is_set():
             return
         self._last = last
@@ -93,7 +93,7 @@ class Signs:
             if self._last:
                 self._store.set(str(self._rank), self._last)
         except Exception as error:  # the store went with its process: the collectives fail too, and ask
-            log.debug("signs of life end: %s", error)
+            log.debug("heartbeats end: %s", error)
             self._answered.set()
 
     def _give(self) -> None:
@@ -101,7 +101,7 @@ class Signs:
         self._store.set(str(self._rank), f"{self._beats} {int(self._waiting > 0)}")
 
     def _called(self) -> Roll:
-        """Compare two readings. Signs go on between them: others may be asking too."""
+        """Compare two readings. Heartbeats go on between them: others may be asking too."""
         first = self._read(range(self._size))
         failed = tuple(rank for rank, sign in enumerate(first) if sign == FAILED)
         if failed:
