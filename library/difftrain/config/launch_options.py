@@ -14,6 +14,7 @@ from difftrain.config.schema.validate import show
 from difftrain.contracts.errors import Fault
 
 _NATIVE = "the deepspeed engine is not built yet: runs natively, every device with the whole model (DDP)"
+_PIPELINE = "the deepspeed engine is not built yet: pipeline_stages runs the native pipeline engine"
 _ZERO = "[deepspeed] enable = true, or a --deepspeed_config with a zero stage, shards through accelerate's plugin"
 _OPTION = "--deepspeed_config"
 # JSON key -> field, for what both may say; "auto" says nothing
@@ -73,7 +74,9 @@ def deepspeed(bare: Mapping[str, str], line: Layer, lower: Mapping[str, Any]) ->
     is_asked_for = "deepspeed" in bare or lower.get("?deepspeed")
     if "deepspeed_config" not in bare:
         if is_asked_for and not lower.get("deepspeed.enable"):
-            line.notes.append(f"{'--deepspeed' if 'deepspeed' in bare else 'engine = deepspeed'}: {_NATIVE}; {_ZERO}")
+            stages = lower.get("training.pipeline_stages", 1)
+            how = _PIPELINE if isinstance(stages, int) and stages > 1 else f"{_NATIVE}; {_ZERO}"
+            line.notes.append(f"{'--deepspeed' if 'deepspeed' in bare else 'engine = deepspeed'}: {how}")
         return
     path = Path(bare["deepspeed_config"])
     try:

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,12 @@ class BaseEngine:
         """Say what is asked and cannot be done; touches no device."""
         return faults(self.cfg.training, self.device)
 
+    leads = True
+
+    def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
+        """Let one rank call the denoiser while it draws: None, as its root can be called."""
+        return nullcontext()
+
     def build(
         self,
         family: Family,
@@ -118,7 +124,7 @@ class BaseEngine:
         # --- loss scale, wrapping, optimizer, schedule
         half = self.cfg.training.full_precision == "fp16"
         self._scaler = self.device.scaler(self.cfg.training.mixed_precision, half_gradients=half)
-        groups = family.param_groups(self.root)
+        groups = self._param_groups()
         self._wrapped: Any = self.root
         self.optimizer = self._assemble(groups, make_optimizer, warm)
         self._master_weights.attach(self.optimizer, self.ranks)
@@ -133,6 +139,9 @@ class BaseEngine:
     def _move_root(self, root: nn.Module) -> nn.Module:
         """Bring the root to the device."""
         return root.to(self.device.torch_device)
+
+    def _param_groups(self) -> list[Group]:
+        return self.family.param_groups(self.root)
 
     def _make_master_weights(self) -> MasterWeights:
         return make_master_weights(self.root, self._trained, self.cfg.training)

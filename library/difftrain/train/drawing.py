@@ -90,15 +90,19 @@ class Drawing:
         self.draw(at)
 
     def draw(self, at: Position) -> None:
-        """Draw from the weights as they stand, on the logger rank, while the others wait at the next step."""
+        """Draw from the weights as they stand, on the first replica, while the others wait at the next step."""
         if not self._prompts:
             return
-        with heartbeat(self._ranks, self._ranks.is_logger):
-            if self._ranks.is_logger:
+        draws = self._model.engine.dp_rank == 0
+        with heartbeat(self._ranks, draws):
+            if draws and self._model.engine.leads:
                 self._draw_here(at)
+            elif draws:
+                with self._model.averages.drawable()[0], self._model.engine.led():
+                    pass  # the rank that leads has drawn
 
     def _draw_here(self, at: Position) -> None:
-        cfg, parts = self._cfg, self._model.parts
+        cfg, parts, engine = self._cfg, self._model.parts, self._model.engine
         when = f"e{at.epoch_end:06d}" if at.epoch_end and not cfg.sample.every_n_steps else f"{at.step:06d}"
         if (cfg.output_dir / FOLDER).is_file():  # it asks for samples, and would be in the way of these
             (cfg.output_dir / FOLDER).unlink(missing_ok=True)
@@ -109,9 +113,10 @@ class Drawing:
             weights,
             on_device(parts, self._device),
             self._device.autocast(cfg.training.mixed_precision),
+            engine.led() as predict,
         ):
             grid = draw_grid(
-                self._model.family.drawer(parts),
+                self._model.family.drawer(parts, predict),
                 self._prompts,
                 cfg.output_dir / FOLDER,
                 cfg.save.output_name,
