@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,15 @@ class Snapshot(Protocol):
     """One rank's part of a checkpoint, in memory of its own: training may go on while it is written."""
 
     def write(self, directory: Path) -> list[Path]: ...
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Tensors and texts that make one file."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
 
 
 class StepObserver(Protocol):
@@ -92,6 +101,7 @@ class Engine(Protocol):
     def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]: ...
     # a replica's ranks enter together: who leads gets what calls the denoiser, None: the root itself can be called; the
     # others answer its calls until it has left, and get None
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of the whole model, whoever holds it
     def shards(self) -> Iterator[tuple[str, Tensor, Extent]]: ...
     # collective where no rank holds the weights whole, as evaluate is
     def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]: ...
@@ -99,6 +109,9 @@ class Engine(Protocol):
         self,
     ) -> AbstractContextManager[None]: ...  # an optimizer's own averages in place, where it has some
     def full_weights(self, source: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]: ...
+    def average_file(
+        self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]
+    ) -> TensorFile | None: ...  # this rank's part of averages of the trained weights
     def snapshot(self) -> Snapshot: ...
     def restore(
         self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0

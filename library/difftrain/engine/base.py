@@ -339,6 +339,10 @@ class BaseEngine:
         for name, value in self._master_weights.values():
             yield name, value, Extent(tuple(value.shape), 0)
 
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all that is trained, by name."""
+        return {name: extent.shape for name, _, extent in self.shards()}
+
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Put other weights in place for a while, on this rank; the trained ones come back bit by bit."""

@@ -18,7 +18,7 @@ import torch
 
 from difftrain.config.paths import toml_entry_point
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Fault, TensorFile
 from difftrain.device import fp8
 from difftrain.engine.base import BaseEngine
 from difftrain.engine.half_precision import precision_of
@@ -30,7 +30,6 @@ from difftrain.engine.snapshot import (
     CheckpointReader,
     HostBuffers,
     NativeSnapshot,
-    TensorFile,
     shares,
 )
 from difftrain.optim import inner
@@ -91,6 +90,10 @@ class CheckpointedEngine(BaseEngine):
             file = f"{OPTIMIZER}-{self.dp_rank:05d}.safetensors"
             files.append(TensorFile(file, tensors, {"states": json.dumps(states)}))
         return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
+
+    def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
+        """Return what this rank writes of averages, which lie as the trained weights do: the first one all of them."""
+        return TensorFile(f"{kind}-00000.safetensors", averages, about) if self.ranks.rank == 0 else None
 
     def _describe(self, keep: Callable[[str, Tensor], None]) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,10 +64,10 @@ def _by_hand(count: int, stages: int, split: Sequence[int]) -> list[range]:
         what = f"has {len(split)} numbers, and {stages} stages are cut at {stages - 1} places"
         raise ConfigFault([Fault(option(SPLIT), what, "one number for each stage but the first")])
     ends = [1, *split, count + 1]
-    if any(first >= second for first, second in zip(ends, ends[1:])):
+    if any(first >= second for first, second in pairwise(ends)):
         what = f"is {list(split)}, and the blocks are 1 to {count}"
         raise ConfigFault([Fault(option(SPLIT), what, f"growing numbers from 2 to {count}: with which stages begin")])
-    return [range(first - 1, second - 1) for first, second in zip(ends, ends[1:])]
+    return [range(first - 1, second - 1) for first, second in pairwise(ends)]
 
 
 def _balanced(weights: Sequence[int], stages: int) -> list[range]:

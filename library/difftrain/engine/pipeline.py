@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from difftrain.config.rules.engine import processes_fault
 from difftrain.config.schema.names import PIECES
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import Batch, ConfigFault, Fault, Group, Inputs, Stats
+from difftrain.contracts import Batch, ConfigFault, Fault, Group, Inputs, Stats, TensorFile
 from difftrain.diffusion.draws import module_seed
 from difftrain.distributed.ranks import DEFAULT_TIMEOUT_MIN
 from difftrain.engine.base import MakeOptimizer
@@ -44,7 +44,7 @@ from difftrain.engine.gradients import check_gradients, check_zeros, largest_of
 from difftrain.engine.master_weights import MasterWeights, norms
 from difftrain.engine.optimizer_state import merge_states
 from difftrain.engine.partition import STAGES, cut_lines, runs_of
-from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, CheckpointReader, NativeSnapshot, TensorFile
+from difftrain.engine.snapshot import OPTIMIZER, WEIGHTS, CheckpointReader, NativeSnapshot
 from difftrain.engine.update import TOTAL, AfterBackward, Update
 from difftrain.optim import estimate
 
@@ -436,6 +436,10 @@ class PipelineEngine(CheckpointedEngine):
 
     # ------------------------------------------------------------------ weights and checkpoints
 
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all that is trained, of every stage."""
+        return {name: self._all_shapes[name] for name in self._all_trained}
+
     def full_weights(self, source: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights by name, on the CPU, as BaseEngine does: each stage of a replica sends its own, one by one."""
         own = super().full_weights(source)  # in the order of the whole model
@@ -476,6 +480,12 @@ class PipelineEngine(CheckpointedEngine):
             TensorFile(f"{OPTIMIZER}-{number:05d}.safetensors", state, {"states": json.dumps(states)}),
         ]
         return NativeSnapshot(files, engine, lambda: snapshots == self._snapshots)
+
+    def average_file(self, kind: str, averages: Mapping[str, Tensor], about: Mapping[str, str]) -> TensorFile | None:
+        """Return what this rank writes of averages: in the first replica those of its stage."""
+        if self.dp_rank:
+            return None
+        return TensorFile(f"{kind}-{self.ranks.rank:05d}.safetensors", averages, about)
 
     @torch.no_grad()
     def restore(self, path: Path, *, optimizer: bool = True, params: bool = True, schedule_from: int = 0) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from difftrain.config.spellings.spelling import option
-from difftrain.contracts import ConfigFault, Fault
+from difftrain.contracts import ConfigFault, Fault, TensorFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,15 +87,6 @@ class HostBuffers:
 
 ENGINE_FILE = "engine.json"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """Tensors and texts that make one file."""
-
-    name: str
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True)

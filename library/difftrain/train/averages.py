@@ -135,15 +135,17 @@ class Averages:
     # --- checkpoints
 
     def write(self, folder: Path) -> list[Path]:
-        """Write all averages into a checkpoint; whole on every rank, so the logger's do."""
+        """Write what is this rank's of all averages into a checkpoint: those of whole weights are the first rank's."""
         written = []
-        if self.ema is not None:
-            written.append(folder / f"{PLAIN}-00000.safetensors")
-            save_file(self.ema.state_dict(), written[-1], metadata={UPDATES: str(self.ema.updates)})
-        for ema in self.profiles:
-            written.append(folder / f"{POWER.format(width=ema.width)}-00000.safetensors")
-            save_file(ema.state_dict(), written[-1], metadata={UPDATES: str(ema.updates)})
+        for kind, average in (*([(PLAIN, self.ema)] if self.ema is not None else []), *self._by_width()):
+            file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
+            if file is not None:
+                written.append(folder / file.name)
+                save_file(dict(file.tensors), written[-1], metadata=dict(file.metadata))
         return written
+
+    def _by_width(self) -> list[tuple[str, PowerEma]]:
+        return [(POWER.format(width=ema.width), ema) for ema in self.profiles]
 
     def load(self, folder: Path, ranks: Ranks, step: int) -> None:
         """Take all averages from the checkpoint of a step. Every rank calls it, once the weights are restored.
@@ -159,7 +161,7 @@ class Averages:
                     folder,
                 )
         elif reader.shapes:
-            _load(self.ema, reader)
+            self._load(self.ema, reader)
             known = reader.metadata[0].get(UPDATES)  # written before checkpoints said it, it began with the run
             self.ema.updates = int(known) if known else step // self.section.update_every
         else:
@@ -175,10 +177,15 @@ class Averages:
                 folder,
                 left,
             )
-        for ema in self.profiles:
-            reader = CheckpointReader(folder, POWER.format(width=ema.width), ranks)
-            _load(ema, reader)
+        for kind, ema in self._by_width():
+            reader = CheckpointReader(folder, kind, ranks)
+            self._load(ema, reader)
             ema.updates = int(reader.metadata[0][UPDATES])
+
+    def _load(self, average: Average, reader: CheckpointReader) -> None:
+        """Take the averages of the weights that this rank holds. Raises KeyError or ValueError where they differ."""
+        own = {name for name, _, _ in self.engine.shards()}
+        average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(own.__contains__)})
 
     # --- snapshots
 
@@ -190,7 +197,7 @@ class Averages:
         if self.snapshots_at == step:  # the export at the end of a run may follow one of its last step
             return
         dtype = SNAPSHOT_DTYPES[self.section.snapshot_precision]
-        shapes = {name: (dtype, extent.shape) for name, _, extent in self.engine.shards()}
+        shapes = {name: (dtype, shape) for name, shape in self.engine.trained_shapes().items()}
         run = f"{identity['config_digest']} {identity['seed']}" if self.profiles else ""
 
         def store(ema: PowerEma) -> None:
@@ -208,10 +215,6 @@ class Averages:
 
         all_tried(partial(store, ema) for ema in self.profiles)
         self.snapshots_at = step
-
-
-def _load(average: Average, reader: CheckpointReader) -> None:
-    average.load_state_dict({name: tensor.clone() for name, tensor in reader.tensors(lambda name: True)})
 
 
 def percent(share: float) -> str:
