@@ -317,7 +317,7 @@ class PipelineEngine(CheckpointedEngine):
             device, total = self.device.torch_device, len(self.runs)
             stages = [PipelineStage(m, m.number, total, device, group=self._pp) for m in self._modules]
             kind = self.cfg.training.pipeline_schedule
-            how = {"loss_fn": (lambda output, _: output[0]) if trains else None, "scale_grads": False}
+            how = {"loss_fn": (lambda output, _: output.sum()) if trains else None, "scale_grads": False}
             if len(stages) > 1:
                 self._schedules[key] = _SCHEDULES[kind if trains else "interleaved"](stages, count, **how)
             else:
@@ -349,7 +349,7 @@ class PipelineEngine(CheckpointedEngine):
             if module.number < len(self.runs) - 1:
                 names = chain.names(layout.chain, module.units.stop)
                 assert set(names) == carry.keys(), f"{sorted(carry)} behind block {module.units.stop}, not {names}"
-                return tuple(tensor.contiguous() for tensor in (*(carry[name] for name in names), *riders))
+                return tuple(_whole(tensor) for tensor in (*(carry[name] for name in names), *riders))
             outputs = tuple(output.float() for output in chain.leave(carry, layout.chain))
         if not work.sums:
             self._made[place] = outputs[0]
@@ -370,7 +370,7 @@ class PipelineEngine(CheckpointedEngine):
         if isinstance(batch, Batch) and batch.idle:
             loss, vector = loss * 0.0, torch.zeros_like(vector)
         self._made[place] = vector
-        return (loss if self._scaler is None else self._scaler.scale(loss)).reshape(1)
+        return torch.stack([loss if self._scaler is None else self._scaler.scale(loss)])
 
     # ------------------------------------------------------------------ evaluating
 
@@ -564,6 +564,11 @@ class _Contiguous(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient.contiguous()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be sent, and taken out of its graph in place, as zero-bubble schedules do: no view."""
+    return tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor.contiguous()
 
 
 # --- Updates and messages over stages
