@@ -100,6 +100,7 @@ class PipelineEngine(CheckpointedEngine):
         self._pp, self._pp_host, self._dp = _groups(self.stages, self.dp_size, cfg.training.ddp_timeout_min, ranks.rank)
         self._layouts: dict[Any, Layout] = {}
         self._schedules: dict[Any, Any] = {}
+        self._untried: set[int] = set()  # stages that a new schedule has not run yet
         self._counts: Mapping[str, float] = {}
         self._work: _Work | None = None
         self._made: dict[int, Tensor] = {}  # by the last stage, by micro batch: sums of the loss, or outputs
@@ -315,6 +316,7 @@ class PipelineEngine(CheckpointedEngine):
         """Return the schedule for a shape and a number of micro batches; buffers are of that shape."""
         if key not in self._schedules:
             device, total = self.device.torch_device, len(self.runs)
+            self._untried = {module.number for module in self._modules}
             stages = [PipelineStage(m, m.number, total, device, group=self._pp) for m in self._modules]
             kind = self.cfg.training.pipeline_schedule
             how = {"loss_fn": (lambda output, _: output.sum()) if trains else None, "scale_grads": False}
@@ -329,6 +331,12 @@ class PipelineEngine(CheckpointedEngine):
         work, chain, training = self._work, self.chain, torch.is_grad_enabled()
         assert work is not None
         layout = work.layout
+        if module.number in self._untried:
+            # a schedule first finds out shapes, with memory that nobody has written: places in it would be anywhere
+            self._untried.discard(module.number)
+            with torch.no_grad():
+                for tensor in received[: 0 if module.number == 0 else None]:
+                    tensor.zero_()
         if training:
             seed, number = self.cfg.training.seed or 0, work.first + place
             self.device.seed(module_seed(seed, self.position, number, self.dp_rank + self.dp_size * module.number))
