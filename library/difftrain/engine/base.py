@@ -57,6 +57,7 @@ class BaseEngine:
     """
 
     name = ""
+    leads = True
 
     def __init__(self, cfg: TrainConfig, device: Device, ranks: Ranks) -> None:
         self.cfg, self.device, self.ranks = cfg, device, ranks
@@ -72,8 +73,6 @@ class BaseEngine:
     def faults(self) -> list[str]:
         """Say what is asked and cannot be done; touches no device."""
         return faults(self.cfg.training, self.device)
-
-    leads = True
 
     def led(self) -> AbstractContextManager[Callable[[Inputs], Tensor] | None]:
         """Let one rank call the denoiser while it draws: None, as its root can be called."""

@@ -97,6 +97,7 @@ class PipelineEngine(CheckpointedEngine):
             raise ConfigFault([Fault(option(STAGES), *wrong)])
         self.dp_size = ranks.size // self.stages
         self.stage, self.dp_rank = divmod(ranks.rank, self.dp_size)
+        self.leads = self.stage == 0  # it has what enters the pipeline, and draws for its replica
         self._pp, self._pp_host, self._dp = _groups(self.stages, self.dp_size, cfg.training.ddp_timeout_min, ranks.rank)
         self._layouts: dict[Any, Layout] = {}
         self._schedules: dict[Any, Any] = {}
@@ -105,11 +106,6 @@ class PipelineEngine(CheckpointedEngine):
         self._work: _Work | None = None
         self._made: dict[int, Tensor] = {}  # by the last stage, by micro batch: sums of the loss, or outputs
         self._shared_terms = False
-
-    @property
-    def leads(self) -> bool:
-        """Tell whether this rank has what enters the pipeline: it draws for its replica."""
-        return self.stage == 0
 
     @property
     def _ends(self) -> bool:
@@ -322,8 +318,9 @@ class PipelineEngine(CheckpointedEngine):
             how = {"loss_fn": (lambda output, _: output.sum()) if trains else None, "scale_grads": False}
             if len(stages) > 1:
                 self._schedules[key] = _SCHEDULES[kind if trains else "interleaved"](stages, count, **how)
-            else:
-                self._schedules[key] = _SCHEDULES[kind if trains else "gpipe"](stages[0], count, **how)
+            else:  # with fewer micro batches than stages there is nothing to alternate
+                plain = not trains or count < self.stages
+                self._schedules[key] = _SCHEDULES["gpipe" if plain else kind](stages[0], count, **how)
         return self._schedules[key]
 
     def run_units(self, module: StageModule, received: Sequence[Tensor], place: int) -> Any:
@@ -364,11 +361,12 @@ class PipelineEngine(CheckpointedEngine):
             return outputs[0]
 
         # --- the loss
-        given = dict(zip(layout.riders, riders))
+        tensors = dict(zip(layout.riders, riders))
         aux = dict(zip(layout.aux, riders[len(layout.riders) :]))
-        terms = self.family.loss_sums(
-            outputs, Inputs(None, **{"conditions": {}, "mask": None} | given, aux_targets=aux)
-        )  # type: ignore[arg-type]
+        time, target, weight, mask = (tensors.get(name) for name in _RIDERS)
+        assert time is not None and target is not None and weight is not None
+        # no loss looks at what entered the first stage
+        terms = self.family.loss_sums(outputs, Inputs(target, time, {}, target, weight, mask, aux))
         self._terms.learn(terms)
         vector, batch = self._terms.vector(terms), work.batches[place]
         if not work.trains:

@@ -85,7 +85,7 @@ class TransformerChain:
         if layout.keeps:
             names.append(KEEP)
             span = root.span
-            if span.last is not None and span.first <= number < span.last:
+            if span is not None and span.last is not None and span.first <= number < span.last:
                 names.append(_WAITING)
         if root.target_layer is not None and root.target_layer <= number:
             names.append(f"{_TEXT_AFTER}{root.target_layer}")

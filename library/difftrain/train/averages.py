@@ -137,7 +137,10 @@ class Averages:
     def write(self, folder: Path) -> list[Path]:
         """Write what is this rank's of all averages into a checkpoint: those of whole weights are the first rank's."""
         written = []
-        for kind, average in (*([(PLAIN, self.ema)] if self.ema is not None else []), *self._by_width()):
+        averages: list[tuple[str, Ema | PowerEma]] = [*self._by_width()]
+        if self.ema is not None:
+            averages.insert(0, (PLAIN, self.ema))
+        for kind, average in averages:
             file = self.engine.average_file(kind, average.state_dict(), {UPDATES: str(average.updates)})
             if file is not None:
                 written.append(folder / file.name)
